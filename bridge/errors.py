@@ -1,0 +1,90 @@
+"""Every exception of streambridge, on one screen.
+
+`status` is the response status of the Stream Manager protocol that a front end answers with
+(AWS IoT Greengrass Stream Manager SDK, class ResponseStatusCode). A message says what happened,
+where, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class StreamBridgeError(Exception):
+    """The base of all errors that streambridge raises on purpose."""
+
+    status: ClassVar[int] = 1  # UnknownFailure
+    status_name: ClassVar[str] = "UnknownFailure"
+
+
+class ConfigError(StreamBridgeError):
+    """Raised when the configuration is wrong; the message names path, value and remedy."""
+
+
+class InvalidRequest(StreamBridgeError):
+    """Raised when a request or a definition breaks a rule of the data model."""
+
+    status = 3
+    status_name = "InvalidRequest"
+
+
+class UpdateNotAllowed(InvalidRequest):
+    """Raised when an update changes what may not change, such as the persistence."""
+
+    status = 17
+    status_name = "UpdateNotAllowed"
+
+
+class StreamNotFound(StreamBridgeError):
+    """Raised when no stream has the given name."""
+
+    status = 5
+    status_name = "ResourceNotFound"
+
+
+class NotEnoughMessages(StreamBridgeError):
+    """Raised when a read cannot be given its minimum of messages in time."""
+
+    status = 13
+    status_name = "NotEnoughMessages"
+
+
+class Unauthorized(StreamBridgeError):
+    """Raised when a client may not do what it asks for."""
+
+    status = 2
+    status_name = "Unauthorized"
+
+
+class StreamError(StreamBridgeError):
+    """The base of what can go wrong with one stream's storage."""
+
+
+class StreamFull(StreamError):
+    """Raised when an append would pass a limit of a stream that rejects new data."""
+
+
+class MessageTooLarge(StreamError):
+    """Raised when one message is larger than a stream or a segment can ever hold."""
+
+    status = 4
+    status_name = "RequestPayloadTooLarge"
+
+
+class StorageFailed(StreamError):
+    """Raised when the disk refused a write or a sync; nothing of that group was acknowledged."""
+
+
+class CorruptData(StreamError):
+    """Raised when stored bytes fail their check; they are never returned as data."""
+
+    status = 14
+    status_name = "MessageStoreReadError"
+
+
+class DataDirectoryBusy(StreamBridgeError):
+    """Raised when another process already writes to the data directory."""
+
+
+class PluginError(StreamBridgeError):
+    """Raised when an exporter plugin breaks the plugin contract."""

@@ -1,0 +1,109 @@
+"""The data model of AWS IoT Greengrass Stream Manager, and our extensions to it.
+
+Names on the wire are the SDK's (camelCase), with its defaults and ranges (package `stream-manager`
+1.1.2, module `stream_manager.data`). Enumerations travel as numbers. The extensions (`topics`,
+`limits`, `retention`, `deduplicationWindowMillis`) are not known to the SDK and never sent to it.
+
+`exportDefinition` is open: its keys are the kinds of the loaded exporter plugins, and each kind
+checks its own list of configurations.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+KIB = 1024
+MIB = 1024 * KIB
+DEFAULT_MAX_SIZE = 256 * MIB
+DEFAULT_SEGMENT_SIZE = 16 * MIB
+MAX_INT64 = 2**63 - 1
+MAX_INT32 = 2**31 - 1
+MAX_MILLIS = 9_223_372_036_854
+
+Name = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[\w ,.\-]+\Z")]
+
+
+class StrategyOnFull(IntEnum):
+    """What an append to a full stream does."""
+
+    RejectNewData = 0
+    OverwriteOldestData = 1
+
+
+class Persistence(IntEnum):
+    """Where a stream keeps its messages; Memory does not survive a restart."""
+
+    File = 0
+    Memory = 1
+
+
+class Limits(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Exact limits per message, in the manner of NATS JetStream; None is no limit.
+
+    max_bytes counts topic and payload; max_age_millis is counted from the ingest time.
+    """
+
+    max_messages: Annotated[int, Meta(ge=1, le=MAX_INT64)] | None = None
+    max_bytes: Annotated[int, Meta(ge=1, le=MAX_INT64)] | None = None
+    max_age_millis: Annotated[int, Meta(ge=1, le=MAX_MILLIS)] | None = None
+    max_messages_per_topic: Annotated[int, Meta(ge=1, le=MAX_INT64)] | None = None
+    max_message_size: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    discard: Literal["old", "new"] = "old"
+
+
+class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True):
+    """What a stream is: storage, limits, exports, and (our extensions) topics and exact limits.
+
+    Sizes are bytes, times are milliseconds.
+    """
+
+    name: Name
+    strategy_on_full: StrategyOnFull
+    max_size: Annotated[int, Meta(ge=1024, le=MAX_INT64)] = DEFAULT_MAX_SIZE
+    stream_segment_size: Annotated[int, Meta(ge=1024, le=MAX_INT32)] = DEFAULT_SEGMENT_SIZE
+    time_to_live_millis: Annotated[int, Meta(ge=60_000, le=MAX_MILLIS)] | None = None
+    persistence: Persistence = Persistence.File
+    flush_on_write: bool = False
+    export_definition: dict[str, list[dict[str, Any]]] = {}
+    topics: list[str] = []
+    limits: Limits | None = None
+    retention: Literal["limits", "exported"] = "limits"
+    deduplication_window_millis: Annotated[int, Meta(ge=1, le=MAX_MILLIS)] | None = None
+
+
+class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
+    """What a stream holds now. An empty stream has oldest = newest + 1 (0 and -1 when it is new)."""
+
+    oldest_sequence_number: int
+    newest_sequence_number: int
+    total_bytes: int
+
+
+class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
+    """How far one export of a stream is. Times are Unix time in ms."""
+
+    export_config_identifier: str
+    last_exported_sequence_number: int = -1
+    last_export_time: int = 0
+    error_message: str | None = None
+    exported_bytes_from_stream: int = 0
+    exported_messages_count: int = 0
+
+
+class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
+    """The answer to describeMessageStream."""
+
+    definition: MessageStreamDefinition
+    storage_status: StorageStatus
+    export_statuses: list[ExportStatus] = []
+
+
+def problem(error: msgspec.ValidationError, subject: str) -> str:
+    """Say in one line what is wrong with `subject` according to msgspec's error."""
+    text = str(error)
+    what, _, path = text.partition(" - at `$")
+    return f"{subject}{path.rstrip('`')}: {what}" if path else f"{subject}: {what}"

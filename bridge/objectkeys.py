@@ -1,0 +1,90 @@
+"""The names of exported objects: the contract between gateways and the ingest job.
+
+One data object holds exactly the messages first..last of one stream, contiguous, and is never
+rewritten with other content:
+
+    <prefix>/gateway=<id>/stream=<escaped name>/epoch=<ms>/date=YYYY-MM-DD/hour=HH/<first>-<last>.<ext>
+
+* `epoch` is when the stream was created (Unix time in ms): a stream that is deleted and made
+  again under its old name is another one, although its numbers start at 0 again.
+* `first` and `last` are sequence numbers, zero-padded to 20 digits, so that keys sort by number.
+* `date` and `hour` are those of the first message's ingest time in UTC, so that a retry of the
+  same batch has the same key.
+* `ext` is `ndjson.gz` or `parquet`.
+
+Beside the data each gateway keeps one head object, `<prefix>/_gateway/<escaped id>.json`, which says
+how far its streams go and which numbers were legally dropped before they could be exported.
+
+This module is pure Python without dependencies: the Spark executors import it too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from urllib.parse import quote, unquote
+
+FORMATS = ("ndjson.gz", "parquet")
+HEADS = "_gateway/"
+MAX_SEQUENCE = 2**63 - 1
+
+_KEY = re.compile(
+    r"(?:^|/)gateway=([^/]+)/stream=([^/]+)/epoch=(\d{1,19})/date=(\d{4}-\d{2}-\d{2})/hour=(\d{2})"
+    r"/(\d{20})-(\d{20})\.(ndjson\.gz|parquet)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectKey:
+    """What the name of a data object says about its content."""
+
+    gateway: str
+    stream: str
+    epoch: int
+    first: int
+    last: int
+    date: str
+    hour: int
+    format: str
+
+
+def escape(name: str) -> str:
+    """Percent-escape a gateway's or a stream's name for use as one level of a key or a path.
+
+    ASCII letters and digits, `_`, `-` and all dots but a leading one stay; the result is never `.`
+    or `..`, holds no `/` and no `=`, and `unquote` gives the name back.
+    """
+    escaped = quote(name, safe="")
+    return "%2E" + escaped[1:] if escaped.startswith(".") else escaped
+
+
+def data_key(
+    gateway: str, stream: str, epoch: int, first: int, last: int, ingest_ms: int, extension: str
+) -> str:
+    """The key, relative to the prefix, of the object that holds first..last.
+
+    `ingest_ms` is the ingest time of message `first`, Unix time in ms.
+    """
+    when = datetime.fromtimestamp(ingest_ms / 1000, UTC)
+    return (
+        f"gateway={escape(gateway)}/stream={escape(stream)}/epoch={epoch}"
+        f"/date={when:%Y-%m-%d}/hour={when:%H}/{first:020d}-{last:020d}.{extension}"
+    )
+
+
+def head_key(gateway: str) -> str:
+    """The key, relative to the prefix, of the gateway's head object."""
+    return f"{HEADS}{escape(gateway)}.json"
+
+
+def parse_key(key: str) -> ObjectKey | None:
+    """Read a data object's key; None for a key that is not one of ours."""
+    match = _KEY.search(key)
+    if match is None:
+        return None
+    gateway, stream, epoch, date, hour, first, last, extension = match.groups()
+    low, high = int(first), int(last)
+    if low > high or high > MAX_SEQUENCE or int(hour) > 23:
+        return None
+    return ObjectKey(unquote(gateway), unquote(stream), int(epoch), low, high, date, int(hour), extension)
