@@ -1,0 +1,178 @@
+"""The section [mqtt] of the configuration, as structs that check themselves.
+
+Sizes are bytes and durations milliseconds. A mistake is a ValueError whose text names the key in
+backticks, so that the configuration can report it with its line.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+from bridge.model import KIB, MIB
+from bridge.mqtt.topics import is_topic_filter
+
+Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
+_LOOPBACK = ("localhost", "::1")
+
+
+class Address(NamedTuple):
+    """A listener's url, taken apart."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.host in _LOOPBACK or self.host.startswith("127.")
+
+    @property
+    def secure(self) -> bool:
+        """Whether it needs a certificate."""
+        return self.scheme in ("tls", "wss")
+
+
+def parse_address(url: str) -> Address:
+    """Take "tcp://127.0.0.1:1883" apart; the port may be left out, port 0 means any free one."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"`listen`: {url!r}: {error}") from None
+    if parts.scheme not in SCHEMES or not parts.hostname or parts.path.strip("/") or parts.username:
+        raise ValueError(f"`listen`: {url!r} is not like tcp://127.0.0.1:1883 (tcp, tls, ws or wss)")
+    return Address(parts.scheme, parts.hostname, SCHEMES[parts.scheme] if port is None else port)
+
+
+class TlsSettings(Struct, frozen=True, kw_only=True):
+    """[mqtt.tls]: the certificate of the tls and wss listeners, read again on reload.
+
+    With `client_ca` every client must present a certificate signed by it, and the certificate's common
+    name is its user name: no password is asked for.
+    """
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+class AccessRule(Struct, frozen=True, kw_only=True):
+    """[[mqtt.acl]]: what some users may do, as topic filters; rules add up, nothing is forbidden by one.
+
+    `user` is a user name; "*" is everybody, and "" are anonymous clients. In filters `%c` stands for the
+    client id and `%u` for the user name; a client whose id or name contains `/`, `+` or `#` gets
+    nothing from a filter with such a placeholder. `publish` also covers wills, `subscribe` is what may
+    be asked for, `read` what may be delivered; left out, `read` is the same as `subscribe`.
+    Without any rule everybody who is let in may publish and subscribe everywhere.
+    """
+
+    user: str = "*"
+    publish: list[str] = []
+    subscribe: list[str] = []
+    read: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for key, filters in (("publish", self.publish), ("subscribe", self.subscribe), ("read", self.read)):
+            for name in filters or ():
+                if not is_topic_filter(name):
+                    raise ValueError(
+                        f"`{key}`: {name!r} is not a topic filter; `#` may only be the last level"
+                    )
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """[mqtt.limits]: what clients may use up before they are refused, held or dropped from.
+
+    connections           open connections in all, and from one address (connections_per_address)
+    connect_timeout       from the connection to a complete CONNECT
+    max_keep_alive        seconds; MQTT 5 clients are told, silent others are closed after 1.5 times it
+    in_flight             messages sent to one subscriber and not yet acknowledged by it
+    queued_messages       messages waiting for one subscriber beyond those, and their bytes
+                          (queued_bytes); then the oldest is dropped and counted
+    sessions              persistent sessions; the one away for longest goes first
+    session_expiry_interval   how long a session may outlive its connection at most
+    messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly
+    subscriptions         topic filters of one client
+    retained_messages     retained messages in all; more are not kept and counted
+    """
+
+    connections: Count = 10_000
+    connections_per_address: Count = 10_000
+    connect_timeout: Annotated[int, Meta(ge=10)] = 10_000
+    max_keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 3_600
+    in_flight: Annotated[int, Meta(ge=1, le=65_535)] = 128
+    queued_messages: Count = 10_000
+    queued_bytes: Annotated[int, Meta(ge=1024)] = 16 * MIB
+    sessions: Count = 10_000
+    session_expiry_interval: Annotated[int, Meta(ge=1000)] = 7 * 24 * 3_600_000
+    messages_per_second: Annotated[int, Meta(ge=0)] = 0
+    subscriptions: Count = 1_000
+    retained_messages: Count = 10_000
+
+
+class ExternalSettings(Struct, frozen=True, kw_only=True):
+    """[mqtt.external]: the broker that mode "external" subscribes at.
+
+    `client_id` names the persistent session at that broker: it must stay the same for messages to wait
+    there while the bridge is down. With `share_group` several bridges share the load (`$share/...`).
+    """
+
+    url: str = "mqtt://127.0.0.1:1883"
+    client_id: str = "streambridge"
+    username: str | None = None
+    password_file: Path | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    protocol: Literal["3.1.1", "5"] = "3.1.1"
+    share_group: str | None = None
+    keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 30
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname:
+            raise ValueError(f"`url`: {self.url!r} is not like mqtt://host:1883 or mqtts://host:8883")
+        if not self.client_id:
+            raise ValueError("`client_id` is empty; a persistent session needs a name")
+        if self.share_group is not None and (not self.share_group or set(self.share_group) & set("/+#")):
+            raise ValueError("`share_group` must be a name without `/`, `+` and `#`")
+        if (self.cert is None) != (self.key is None):
+            raise ValueError("`cert` and `key` belong together")
+
+
+class MqttConfig(Struct, frozen=True, kw_only=True):
+    """[mqtt]: the MQTT front end.
+
+    `allow_anonymous` left out allows clients without a user name on loopback listeners only.
+    """
+
+    mode: Literal["embedded", "external"] = "embedded"
+    listen: list[str] = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:1883"])
+    max_packet: Annotated[int, Meta(ge=KIB, le=256 * MIB)] = MIB
+    allow_anonymous: bool | None = None
+    users_file: Path | None = None
+    acl: list[AccessRule] = []
+    tls: TlsSettings | None = None
+    limits: Limits = Limits()
+    external: ExternalSettings = ExternalSettings()
+
+    def __post_init__(self) -> None:
+        addresses = [parse_address(url) for url in self.listen]
+        if self.mode == "embedded" and not addresses:
+            raise ValueError("`listen` is empty; name at least one listener, such as tcp://127.0.0.1:1883")
+        for url, address in zip(self.listen, addresses, strict=True):
+            if address.secure and self.tls is None:
+                raise ValueError(f"`listen`: {url!r} needs a certificate: add [mqtt.tls] with cert and key")
+            closed = not address.loopback and self.allow_anonymous is not True and self.users_file is None
+            if closed and not (address.secure and self.tls is not None and self.tls.client_ca is not None):
+                raise ValueError(
+                    f"`listen`: nobody could log in at {url!r}: set users_file, tls.client_ca or "
+                    "allow_anonymous = true"
+                )
