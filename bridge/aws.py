@@ -1,0 +1,256 @@
+"""AWS for exporters: the `[aws]` table, clients with fresh credentials, and what errors mean.
+
+boto3 is imported when the first client is made. Clients are shared: botocore's are safe to use from
+several threads, and making one costs tens of milliseconds and megabytes.
+
+Credentials come from the first of these that gives any:
+1. a plugin's `aws_credentials` hook,
+2. `credentials.iot`: the IoT Core credentials provider, by X.509 certificate and role alias,
+3. `profile`, or else boto3's own chain (environment, shared files, container, instance).
+All of them refresh while the process runs. Credentials that are missing, expired or refused are
+never a reason to drop a record: `failure` turns them into `Retry`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from bridge.export.api import Retry
+
+CONNECT_TIMEOUT = 20.0
+READ_TIMEOUT = 60.0
+
+# What can never succeed when it is sent again as it is. All other errors are tried again: better to
+# try in vain and say so in the status than to drop what a corrected policy would have let through.
+_HOPELESS = frozenset(
+    {"InvalidArgumentException", "InvalidRequestException", "SerializationException", "ValidationException"}
+)
+_THROTTLED = frozenset(
+    {
+        "BandwidthLimitExceeded",
+        "LimitExceededException",
+        "PriorRequestNotComplete",
+        "ProvisionedThroughputExceededException",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestThrottledException",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "ThrottledException",
+        "TooManyRequestsException",
+    }
+)
+
+
+class IotCredentials(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The IoT Core credentials provider: a device certificate and a role alias give AWS credentials.
+
+    `endpoint` is the host of `aws iot describe-endpoint --endpoint-type iot:CredentialProvider`.
+    """
+
+    endpoint: str
+    role_alias: str
+    cert: Path
+    key: Path
+    ca: Path | None = None
+    thing: str | None = None
+
+
+class AwsCredentials(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`[aws.credentials]`: where credentials come from, if not from boto3's own chain."""
+
+    iot: IotCredentials
+
+
+class AwsSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The `[aws]` table. `proxies` maps `http` and `https` to a URL; the environment's is the default."""
+
+    region: str | None = None
+    endpoint_url: str | None = None
+    profile: str | None = None
+    credentials: AwsCredentials | None = None
+    proxies: dict[str, str] = {}
+
+
+class Credentials(Struct, kw_only=True, frozen=True):
+    """Temporary credentials; `expiry` is Unix time in seconds."""
+
+    access_key: str
+    secret_key: str = msgspec.field()
+    token: str
+    expiry: float
+
+    def __repr__(self) -> str:
+        return f"Credentials(access_key={self.access_key!r}, expiry={self.expiry})"
+
+
+_lock = threading.Lock()
+_sessions: dict[bytes, Any] = {}
+_clients: dict[bytes, Any] = {}
+_provider: Callable[[AwsSettings], Callable[[], Credentials] | None] | None = None
+
+
+def use_provider(provider: Callable[[AwsSettings], Callable[[], Credentials] | None]) -> None:
+    """Ask `provider` first for a source of credentials (the `aws_credentials` hook)."""
+    global _provider
+    _provider = provider
+
+
+def client(
+    settings: AwsSettings,
+    service: str,
+    *,
+    region: str | None = None,
+    endpoint_url: str | None = None,
+    **config: Any,
+) -> Any:
+    """The shared client for a service; `region` and `endpoint_url` win over the settings.
+
+    `config` are keywords of botocore.config.Config. Retries are off by default: the scheduler
+    retries, and its waiting is visible.
+    """
+    key = msgspec.json.encode([settings, service, region, endpoint_url, config], enc_hook=str)
+    with _lock:
+        if key not in _clients:
+            from botocore.config import Config
+
+            defaults: dict[str, Any] = {
+                "connect_timeout": CONNECT_TIMEOUT,
+                "read_timeout": READ_TIMEOUT,
+                "retries": {"total_max_attempts": 1},
+                "max_pool_connections": 32,
+                "user_agent_extra": "streambridge",
+            }
+            if settings.proxies:
+                defaults["proxies"] = settings.proxies
+            session = _session(settings)
+            _clients[key] = session.client(
+                service,
+                region_name=region or settings.region or session.region_name or _region(endpoint_url, settings),
+                endpoint_url=endpoint_url or settings.endpoint_url,
+                config=Config(**(defaults | config)),
+            )
+        return _clients[key]
+
+
+def _region(endpoint_url: str | None, settings: AwsSettings) -> str | None:
+    # A service that is not AWS's own (MinIO, a test server) takes any region; botocore wants one.
+    return "us-east-1" if endpoint_url or settings.endpoint_url else None
+
+
+def _session(settings: AwsSettings) -> Any:
+    key = msgspec.json.encode(settings, enc_hook=str)
+    if key not in _sessions:
+        import boto3
+        import botocore.session
+
+        core = botocore.session.Session(profile=settings.profile)
+        fetch = _provider(settings) if _provider else None
+        if fetch is None and settings.credentials is not None:
+            fetch = iot_credentials(settings.credentials.iot)
+        if fetch is not None:
+            core._credentials = _refreshable(fetch)
+        _sessions[key] = boto3.Session(botocore_session=core)
+    return _sessions[key]
+
+
+def _refreshable(fetch: Callable[[], Credentials]) -> Any:
+    from botocore.credentials import DeferredRefreshableCredentials
+
+    def metadata() -> dict[str, str]:
+        fresh = fetch()
+        return {
+            "access_key": fresh.access_key,
+            "secret_key": fresh.secret_key,
+            "token": fresh.token,
+            "expiry_time": datetime.fromtimestamp(fresh.expiry, UTC).isoformat(),
+        }
+
+    return DeferredRefreshableCredentials(metadata, "streambridge")
+
+
+def iot_credentials(settings: IotCredentials) -> Callable[[], Credentials]:
+    """A function that fetches credentials from the IoT Core credentials provider."""
+
+    def fetch() -> Credentials:
+        # botocore's own HTTP session: it brings TLS settings, proxies from the environment, and no
+        # further dependency.
+        from botocore.awsrequest import AWSRequest
+        from botocore.httpsession import URLLib3Session
+
+        url = settings.endpoint if "://" in settings.endpoint else f"https://{settings.endpoint}"
+        # Made anew each time, so that a certificate that was rotated on disk is taken up.
+        session = URLLib3Session(
+            verify=str(settings.ca) if settings.ca else True,
+            client_cert=(str(settings.cert), str(settings.key)),
+            timeout=CONNECT_TIMEOUT,
+        )
+        headers = {"x-amzn-iot-thingname": settings.thing} if settings.thing else {}
+        request = AWSRequest("GET", f"{url}/role-aliases/{settings.role_alias}/credentials", headers=headers)
+        try:
+            response = session.send(request.prepare())
+        finally:
+            session.close()
+        if response.status_code != 200:
+            raise Retry(
+                f"the IoT credentials provider {settings.endpoint} answered {response.status_code}: "
+                f"{response.text[:200]}"
+            )
+        found = msgspec.json.decode(response.content, type=_IotAnswer).credentials
+        expiry = datetime.fromisoformat(found.expiration.replace("Z", "+00:00")).timestamp()
+        return Credentials(
+            access_key=found.accessKeyId,
+            secret_key=found.secretAccessKey,
+            token=found.sessionToken,
+            expiry=expiry,
+        )
+
+    return fetch
+
+
+class _IotFound(Struct):
+    accessKeyId: str  # noqa: N815 - the service's name
+    secretAccessKey: str  # noqa: N815
+    sessionToken: str  # noqa: N815
+    expiration: str
+
+
+class _IotAnswer(Struct):
+    credentials: _IotFound
+
+
+def error_code(error: BaseException) -> str:
+    """The service's error code, such as `ThrottlingException`; empty if it is not a service's answer."""
+    response = getattr(error, "response", None)
+    found = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
+    return str(found)
+
+
+def is_hopeless(error: BaseException) -> bool:
+    """Whether the service refused the request for its content, so that it can never succeed."""
+    return error_code(error) in _HOPELESS
+
+
+def is_throttled(code: str) -> bool:
+    """Whether an error code asks to slow down."""
+    return code in _THROTTLED
+
+
+def failure(error: BaseException, doing: str) -> Retry:
+    """The `Retry` for an error of boto3: what was done, what happened, and how long to wait."""
+    code = error_code(error)
+    after = 1.0 if is_throttled(code) else None
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        wait = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
+        if wait.isdecimal():
+            after = min(float(wait), timedelta(minutes=5).total_seconds())
+    return Retry(f"{doing}: {error}", after=after)

@@ -1,0 +1,33 @@
+"""Exports: batches of a stream go to a destination through a plugin, in order, for ever retried.
+
+Processes and threads
+---------------------
+The front-end process holds an `ExportSupervisor`. It starts one worker process, tells it over a
+socketpair which streams and exports there are and how far each stream is committed, and starts it
+again when it dies. The worker reads segment files, calls plugins, and keeps cursors; it writes
+nothing else. What plugins append to streams (status messages, dead letters) goes back to the
+supervisor, whose process is the only writer of streams.
+
+In the worker the main thread talks to the supervisor and watches over the pool; `threads` pool
+threads pick the most urgent export that is due and do one step of it: plan a batch, send it, settle
+what came of it.
+
+One export's life
+-----------------
+    idle --messages wait, batch due--> planned (boundaries durable) --export()--> settled --> idle
+                                          ^                              |
+                                          +----- backoff <--- Retry -----+
+
+Invariants
+----------
+1. A cursor never leads: a position is written only after every record before it was accepted,
+   rejected or found to be dropped. It may lag: after a crash the planned batch is sent again.
+2. The boundaries of a batch are durable before its first attempt, so every attempt has the same.
+3. One batch is in flight per export. A thread that hangs keeps its export, but not its place in
+   the pool.
+4. The worker may die at any instant, with SIGKILL too. Nothing but time is lost.
+
+Modules, each knowing only those before it: `api` (what plugins see), `settings`, `wire` (messages
+between the processes), `cursor` (byte layout of positions), `task` (one export), `scheduler` (the
+pool), `worker` (the process), `supervisor` (the parent's side).
+"""

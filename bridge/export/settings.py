@@ -1,0 +1,19 @@
+"""The `[export]` table of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class ExportSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How exports share this machine and its link.
+
+    `threads` batches are sent at the same time. `max_bandwidth` is a ceiling in bits per second, on
+    average, over all exports together. `plugin_dirs` are looked through for drop-in plugins.
+    """
+
+    threads: Annotated[int, Meta(ge=1, le=100)] = 5
+    max_bandwidth: Annotated[int, Meta(ge=1000)] | None = None
+    plugin_dirs: list[str] = ["/etc/streambridge/plugins"]
