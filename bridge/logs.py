@@ -1,0 +1,158 @@
+"""Log lines: one line each, key=value or JSON, on stderr.
+
+    2026-01-31T12:00:00.123Z info bridge.streams msg="stream created" stream=sensors
+
+* What `extra=` carries becomes keys of the line; `client` and `stream` are the usual ones.
+* A line that repeats within `WINDOW` seconds is counted instead: the line comes once more at the
+  end of the window with `repeated=<count>`, so that a fault in a loop cannot fill the disk.
+* Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has
+  no time stamp, since the journal keeps both.
+* Tracebacks are for level debug; otherwise an exception is one `error=` key.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any, Literal, TextIO
+
+WINDOW = 10.0
+MOST_KEPT = 1000  # different lines remembered; beyond that, lines pass uncounted
+
+# Third parties that would tell each connection or each AWS call.
+_QUIET = ("amqtt", "transitions", "boto", "boto3", "botocore", "s3transfer", "urllib3", "asyncio")
+
+_PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class LineFormatter(logging.Formatter):
+    """One record, one line."""
+
+    def __init__(self, style: Literal["text", "json"] = "text", *, journal: bool = False) -> None:
+        super().__init__()
+        self.json = style == "json"
+        self.journal = journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Write the record as key=value or JSON."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        head = {"time": f"{stamp}.{int(record.msecs):03}Z"} if not self.journal else {}
+        head |= {"level": record.levelname.lower(), "logger": record.name}
+        fields = self.fields(record)
+        if self.json:
+            line = json.dumps(head | fields, default=str, ensure_ascii=False)
+        else:
+            line = " ".join([*head.values(), *(f"{key}={_quoted(value)}" for key, value in fields.items())])
+        return f"<{_PRIORITIES.get(record.levelno, 5)}>{line}" if self.journal else line
+
+    def fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        """The keys of a line that do not change when the line repeats."""
+        fields: dict[str, Any] = {"msg": record.getMessage()}
+        fields |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            fields["error"] = f"{type(error).__name__}: {error}"
+            if logging.getLogger().isEnabledFor(logging.DEBUG):
+                fields["traceback"] = self.formatException(record.exc_info)
+        return fields
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    plain = text.isprintable() and text and not any(char in text for char in ' "=\\')
+    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
+
+
+class CountingHandler(logging.StreamHandler[TextIO]):
+    """Writes lines to a stream; a line that repeats within the window is counted instead."""
+
+    def __init__(self, stream: TextIO, formatter: LineFormatter, window: float = WINDOW) -> None:
+        super().__init__(stream)
+        self.lines = formatter
+        self.setFormatter(formatter)
+        self.window = window
+        self._seen: dict[str, tuple[float, int, logging.LogRecord]] = {}
+        self._timer: threading.Timer | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, or count it. Runs under the handler's lock."""
+        try:
+            fields = self.lines.fields(record)
+            key = f"{record.levelno} {record.name} {fields}"
+        except Exception:
+            self.handleError(record)  # a bad format string is the caller's mistake, not a reason to die
+            return
+        now = time.monotonic()
+        started, count, _ = self._seen.get(key, (now, 0, record))
+        if key in self._seen and now < started + self.window:
+            self._seen[key] = (started, count + 1, record)
+            self._start_timer()
+            return
+        self._tell(now)
+        if len(self._seen) < MOST_KEPT:
+            self._seen[key] = (now, 0, record)
+        super().emit(record)
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(self.window, self._end_window)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end_window(self) -> None:
+        with self.lock or threading.Lock():
+            self._timer = None
+            self._tell(time.monotonic())
+            if any(count for _, count, _ in self._seen.values()):
+                self._start_timer()
+
+    def _tell(self, now: float) -> None:
+        """Close the windows that are over; say how often their lines were repeated."""
+        for key, (started, count, record) in list(self._seen.items()):
+            if now >= started + self.window:
+                del self._seen[key]
+                if count:
+                    repeated = logging.makeLogRecord(vars(record) | {"repeated": count})
+                    super().emit(repeated)
+
+    def close(self) -> None:
+        """Tell the counts that are still open; logging calls this at the end of the process."""
+        with self.lock or threading.Lock():
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._tell(float("inf"))
+        super().close()
+
+
+def setup(level: str = "info", style: Literal["text", "json"] = "text") -> None:
+    """Send this process's log to stderr. Each process calls it once, before anything is logged."""
+    handler = CountingHandler(sys.stderr, LineFormatter(style, journal=_stderr_is_journal()))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Change the level of the log; also of a running service."""
+    root = logging.getLogger()
+    root.setLevel(level.upper())
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+
+
+def _stderr_is_journal() -> bool:
+    """Whether stderr is the very stream that systemd connected to the journal."""
+    try:
+        stat = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{stat.st_dev}:{stat.st_ino}"

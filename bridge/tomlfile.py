@@ -1,0 +1,172 @@
+"""TOML files whose every key knows the file and line it stands in.
+
+`read` takes one file and the fragments `conf.d/*.toml` beside it, in the order of their names.
+Tables are merged; any other value, a list included, replaces what an earlier file said.
+
+The standard library's parser keeps no positions, so a second, small pass over a text that it has
+already accepted finds them. Keys inside an inline table or an array have the line of the key that
+holds them.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bridge.errors import ConfigError
+
+Keys = tuple[str | int, ...]
+
+_PART = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')"""
+_DOTTED = re.compile(rf"{_PART}(?:[ \t]*\.[ \t]*{_PART})*")
+_PARTS = re.compile(_PART)
+_TOKEN = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*|[\[\]{}\n]|[^\[\]{}\n"\'#]+',
+    re.DOTALL,
+)
+_SYNTAX_ERROR = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
+
+
+class Place(NamedTuple):
+    """Where something stands."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Document:
+    """The merged content of a file and its fragments."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {}
+        self._places: dict[Keys, Place] = {(): Place(path, 1)}
+
+    def place(self, keys: Keys) -> Place:
+        """Where the value under `keys` stands, or the innermost table around it."""
+        while keys not in self._places:
+            keys = keys[:-1]
+        return self._places[keys]
+
+    def add(self, path: Path) -> None:
+        """Merge one file into the document."""
+        data, lines = _parse(path)
+        _merge(self.data, data, (), self._forget)
+        for keys, line in lines.items():
+            self._places[keys] = Place(path, line)
+
+    def _forget(self, keys: Keys) -> None:
+        for known in [known for known in self._places if known[: len(keys)] == keys]:
+            del self._places[known]
+
+
+def read(path: Path) -> Document:
+    """Read the file at `path` and the fragments in `conf.d` beside it."""
+    document = Document(path)
+    document.add(path)
+    for fragment in sorted((path.parent / "conf.d").glob("*.toml")):
+        document.add(fragment)
+    return document
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such file; name another one with --config") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its owner and mode") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: not valid UTF-8; save the file as UTF-8") from error
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = _SYNTAX_ERROR.search(str(error))
+        line = int(found[1]) if found and found[1] else text.count("\n") + 1
+        what = _SYNTAX_ERROR.sub("", str(error))
+        raise ConfigError(f"{path}:{line}: not valid TOML: {what}") from error
+    return data, _lines(text.replace("\r\n", "\n"))
+
+
+def _merge(into: dict[str, Any], data: dict[str, Any], keys: Keys, forget: Any) -> None:
+    for key, value in data.items():
+        here = (*keys, key)
+        known = into.get(key)
+        if isinstance(known, dict) and isinstance(value, dict):
+            _merge(known, value, here, forget)
+        else:
+            forget(here)
+            into[key] = value
+
+
+def _lines(text: str) -> dict[Keys, int]:
+    """The line of every table and key of a text that is known to be valid TOML."""
+    lines: dict[Keys, int] = {}
+    tables: dict[Keys, int] = {}  # arrays of tables and their last index
+    table: Keys = ()
+    at = 0
+    line = 1
+    while at < len(text):
+        start = at
+        if text[at] in " \t\n":
+            at += 1
+        elif text[at] == "#":
+            at = _end_of_line(text, at)
+        elif text[at] == "[":
+            double = text.startswith("[[", at)
+            found = _DOTTED.search(text, at)
+            assert found is not None
+            table = _inside(tables, _unquote(found[0]), last=not double)
+            if double:
+                tables[table] = tables.get(table, -1) + 1
+                table = (*table, tables[table])
+            for depth in range(1, len(table) + 1):
+                lines.setdefault(table[:depth], line)
+            at = _end_of_line(text, found.end())
+        else:
+            found = _DOTTED.match(text, at)
+            assert found is not None
+            parts = _unquote(found[0])
+            for depth in range(1, len(parts) + 1):
+                lines.setdefault((*table, *parts[:depth]), line)
+            at = _end_of_value(text, found.end())
+        line += text.count("\n", start, at)
+    return lines
+
+
+def _unquote(dotted: str) -> list[str]:
+    parts = _PARTS.findall(dotted)
+    return [str(tomllib.loads(f"x = {part}")["x"]) if part[0] in "\"'" else part for part in parts]
+
+
+def _inside(tables: dict[Keys, int], parts: list[str], *, last: bool) -> Keys:
+    """The path that a header names: below an array of tables it means its last element."""
+    keys: Keys = ()
+    for number, part in enumerate(parts, 1):
+        keys = (*keys, part)
+        if keys in tables and (last or number < len(parts)):
+            keys = (*keys, tables[keys])
+    return keys
+
+
+def _end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    return len(text) if end < 0 else end
+
+
+def _end_of_value(text: str, at: int) -> int:
+    depth = 0
+    for token in _TOKEN.finditer(text, at):
+        if token[0] == "\n" and depth == 0:
+            return token.start()
+        if token[0] in "[{":
+            depth += 1
+        elif token[0] in "]}":
+            depth -= 1
+    return len(text)
