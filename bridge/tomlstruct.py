@@ -105,7 +105,7 @@ class Reader:
 
     def value(self, kind: Any, name: str, raw: Any, keys: Keys) -> Any:
         """Read one value as type `kind`; what it returns after a reported mistake means nothing."""
-        inner = _struct_in(kind)
+        inner = struct_in(kind)
         if inner is not None:
             struct, container = inner
             if container is None:
@@ -233,7 +233,7 @@ def _is_struct(kind: Any) -> TypeGuard[type[Struct]]:
     return isinstance(kind, type) and issubclass(kind, Struct)
 
 
-def _struct_in(kind: Any) -> tuple[type[Struct], Any] | None:
+def struct_in(kind: Any) -> tuple[type[Struct], Any] | None:
     """The struct that a field holds, and the container around it if there is one."""
     for member in _members(kind):
         if _is_struct(member):

@@ -1,0 +1,283 @@
+"""The configuration file, as `bridge.config.load` reads it."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from bridge import config
+from bridge.errors import ConfigError
+from bridge.model import Persistence, StrategyOnFull
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "streambridge.toml"
+
+
+def load(path: Path, text: str) -> config.Config:
+    path.write_text(text)
+    return config.load(path)
+
+
+def mistakes(path: Path, text: str) -> list[str]:
+    """The lines of the error, without the directory."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, text)
+    return str(caught.value).replace(f"{path.parent}/", "").splitlines()
+
+
+def test_an_empty_file_gives_every_default(path: Path) -> None:
+    settings = load(path, "")
+    assert settings.gateway.id == socket.gethostname()
+    assert settings.gateway.data_dir == Path("/var/lib/streambridge")
+    assert settings.mqtt.listen == ["tcp://127.0.0.1:1883"]
+    assert settings.streams == {}
+    assert settings.path == path
+
+
+def test_sizes_and_durations_are_numbers_or_texts(path: Path) -> None:
+    settings = load(
+        path,
+        """
+        [gateway]
+        sync_interval = "1.5s"
+        [mqtt]
+        max_packet = "2 MiB"
+        limits.connect_timeout = 250
+        [streams.a]
+        max_size = "1GB"
+        time_to_live = "7d"
+        limits = { max_age = "10m", max_bytes = 4096 }
+        """,
+    )
+    assert settings.gateway.sync_interval == 1500
+    assert settings.mqtt.max_packet == 2 * 1024 * 1024
+    assert settings.mqtt.limits.connect_timeout == 250
+    stream = settings.streams["a"]
+    assert (stream.max_size, stream.time_to_live_millis) == (10**9, 7 * 86_400_000)
+    assert stream.limits is not None
+    assert (stream.limits.max_age_millis, stream.limits.max_bytes) == (600_000, 4096)
+
+
+def test_a_stream_becomes_the_definition_that_a_client_would_send(path: Path) -> None:
+    settings = load(
+        path,
+        """
+        [streams."line 1"]
+        topics = ["sensors/#", "alarms/+"]
+        strategy_on_full = "OverwriteOldestData"
+        persistence = "Memory"
+        flush_on_write = true
+        segment_size = "1MiB"
+        retention = "exported"
+        deduplication_window = "2m"
+        [[streams."line 1".export.s3]]
+        identifier = "lake"
+        bucket = "b"
+        status_config = { status_level = "INFO" }
+        [[streams."line 1".export.s3]]
+        identifier = "archive"
+        batch_interval_millis = "60s"
+        """,
+    )
+    stream = settings.streams["line 1"]
+    assert stream.name == "line 1"
+    assert stream.topics == ["sensors/#", "alarms/+"]
+    assert stream.strategy_on_full is StrategyOnFull.OverwriteOldestData
+    assert stream.persistence is Persistence.Memory
+    assert stream.stream_segment_size == 1024 * 1024
+    assert stream.deduplication_window_millis == 120_000
+    assert stream.export_definition == {
+        "s3": [
+            {"identifier": "lake", "bucket": "b", "statusConfig": {"statusLevel": "INFO"}},
+            {"identifier": "archive", "batchIntervalMillis": 60_000},
+        ]
+    }
+
+
+def test_a_stream_of_the_configuration_rejects_when_full_and_has_segments_that_fit(path: Path) -> None:
+    stream = load(path, '[streams.small]\nmax_size = "64KiB"').streams["small"]
+    assert stream.strategy_on_full is StrategyOnFull.RejectNewData
+    assert stream.stream_segment_size == stream.max_size == 65536
+
+
+def test_fragments_are_merged_in_the_order_of_their_names(path: Path) -> None:
+    fragments = path.parent / "conf.d"
+    fragments.mkdir()
+    (fragments / "20-b.toml").write_text('[gateway]\nid = "second"\n[streams.b]\n')
+    (fragments / "10-a.toml").write_text('[gateway]\nid = "first"\n[streams.a]\ntopics = ["x"]\n')
+    settings = load(path, '[gateway]\nid = "main"\nsync_interval = 5\n[streams.a]\ntopics = ["a", "b"]\n')
+    assert settings.gateway.id == "second"
+    assert settings.gateway.sync_interval == 5
+    assert list(settings.streams) == ["a", "b"]
+    assert settings.streams["a"].topics == ["x"]  # a list replaces, it is not appended to
+
+
+def test_a_mistake_in_a_fragment_names_the_fragment(path: Path) -> None:
+    fragments = path.parent / "conf.d"
+    fragments.mkdir()
+    (fragments / "mqtt.toml").write_text("\n[mqtt]\nmax_packet = true\n")
+    assert mistakes(path, '[mqtt]\nmax_packet = "1MiB"\n') == [
+        "conf.d/mqtt.toml:3: mqtt.max_packet = true: expected `int`, got `bool`"
+    ]
+
+
+def test_relative_paths_are_relative_to_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as elsewhere:
+        monkeypatch.chdir(elsewhere)
+        settings = load(
+            path,
+            """
+            gateway.data_dir = "data"
+            mqtt.users_file = "users"
+            export.plugin_dirs = ["plugins", "/opt/plugins"]
+            """,
+        )
+    assert settings.gateway.data_dir == path.parent / "data"
+    assert settings.mqtt.users_file == path.parent / "users"
+    assert settings.export.plugin_dirs == [str(path.parent / "plugins"), "/opt/plugins"]
+
+
+def test_two_data_directories_never_share_a_memory_directory(path: Path) -> None:
+    first = load(path, 'gateway.data_dir = "a"').gateway.memory_dir
+    second = load(path, 'gateway.data_dir = "b"').gateway.memory_dir
+    assert first != second
+    assert load(path, 'gateway.memory_dir = "m"').gateway.memory_dir == path.parent / "m"
+
+
+def test_every_mistake_is_told_at_once_with_file_line_value_and_remedy(path: Path) -> None:
+    assert mistakes(
+        path,
+        """\
+[gateway]
+sync_intervall = "1s"
+[mqtt]
+mode = "embeded"
+max_packet = "10m"
+listen = [
+  "tcp://127.0.0.1:1883",
+]
+[mqtt.tls]
+cert = "a.pem"
+[[mqtt.acl]]
+publish = ["ok/#"]
+[[mqtt.acl]]
+publish = ["a/#/b"]
+[streams.c]
+persistence = "file"
+max_size = 2
+limits = { max_mesages = 3 }
+[streams."c/d"]
+[exports]
+threads = 3
+""",
+    ) == [
+        'streambridge.toml:2: gateway.sync_intervall = "1s": unknown key; did you mean `sync_interval`?',
+        'streambridge.toml:4: mqtt.mode = "embeded": must be "embedded" or "external"; '
+        'did you mean "embedded"?',
+        'streambridge.toml:5: mqtt.max_packet = "10m": expected a size such as 512, "64KiB" or "1.5GB" '
+        "(units: B, kB, KiB, MB, MiB, GB, GiB, TB, TiB)",
+        "streambridge.toml:9: mqtt.tls: `key` is missing; add key = ...",
+        "streambridge.toml:14: mqtt.acl[1].publish = [\"a/#/b\"]: `publish`: 'a/#/b' is not a topic filter; "
+        "`#` may only be the last level",
+        'streambridge.toml:16: streams.c.persistence = "file": must be "File" or "Memory"; '
+        'did you mean "File"?',
+        "streambridge.toml:17: streams.c.max_size = 2: expected `int` >= 1024",
+        "streambridge.toml:18: streams.c.limits.max_mesages = 3: unknown key; did you mean `max_messages`?",
+        'streambridge.toml:19: streams."c/d": a stream\'s name is 1 to 255 letters, digits, spaces and any '
+        "of _ - , .",
+        "streambridge.toml:20: exports: unknown key; did you mean `export`?",
+    ]
+
+
+def test_a_key_like_no_other_is_answered_with_the_known_ones(path: Path) -> None:
+    assert mistakes(path, "[greengrass]\nxyz = 1") == [
+        "streambridge.toml:2: greengrass.xyz = 1: unknown key; known here: listen, token_file"
+    ]
+
+
+def test_a_whole_struct_that_contradicts_itself_is_reported_at_the_key_that_it_names(path: Path) -> None:
+    (line,) = mistakes(path, '[mqtt]\nmode = "embedded"\nlisten = ["tls://0.0.0.0:8883"]')
+    assert line.startswith('streambridge.toml:3: mqtt.listen = ["tls://0.0.0.0:8883"]: ')
+    assert "add [mqtt.tls]" in line
+
+
+def test_a_segment_larger_than_its_stream_is_refused(path: Path) -> None:
+    assert mistakes(path, '[streams.a]\nmax_size = "1MiB"\nsegment_size = "2MiB"') == [
+        'streambridge.toml:3: streams.a.segment_size = "2MiB": is larger than max_size; make it at most that'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[gateway]\nid = \n", "streambridge.toml:2: not valid TOML: Invalid value"),
+        ('[gateway]\nid = "a"\nid = "b"\n', "streambridge.toml:3: not valid TOML: Cannot overwrite a value"),
+        ("gateway = 1", "streambridge.toml:1: gateway = 1: must be a table, [gateway]"),
+        ("[streams]\na = 1", "streambridge.toml:2: streams.a = 1: must be a table, [streams.a]"),
+        (
+            "[streams.a.export]\ns3 = 5",
+            "streambridge.toml:2: streams.a.export.s3 = 5: must be a list of tables: [[streams.a.export.s3]]",
+        ),
+    ],
+)
+def test_text_that_is_no_configuration_is_told_in_one_line(path: Path, text: str, told: str) -> None:
+    assert mistakes(path, text) == [told]
+
+
+def test_a_file_that_is_missing_or_no_text_is_told_in_one_line(path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file; name another one with --config"):
+        config.load(path)
+    path.write_bytes(b"# \n# \xff")
+    with pytest.raises(ConfigError, match=r":2: not valid UTF-8"):
+        config.load(path)
+
+
+def test_a_secret_comes_from_the_environment_and_is_never_shown(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAMBRIDGE_PROXY_PASSWORD", "hunter2")
+    text = '[aws]\nproxies = { https = "http://me:${STREAMBRIDGE_PROXY_PASSWORD}@proxy:3128" }\n'
+    assert load(path, text).aws.proxies == {"https": "http://me:hunter2@proxy:3128"}
+    lines = mistakes(path, text + "region = 7\n")
+    assert "hunter2" not in "\n".join(lines)
+    monkeypatch.delenv("STREAMBRIDGE_PROXY_PASSWORD")
+    (line,) = mistakes(path, text)
+    assert "the environment variable STREAMBRIDGE_PROXY_PASSWORD is not set" in line
+
+
+def test_credentials_of_systemd_are_named_by_their_directory(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", "/run/credentials/streambridge.service")
+    settings = load(path, '[mqtt.external]\npassword_file = "${CREDENTIALS_DIRECTORY}/password"')
+    assert settings.mqtt.external.password_file == Path("/run/credentials/streambridge.service/password")
+
+
+def test_a_secret_in_a_stream_is_refused_because_definitions_are_shown(path: Path) -> None:
+    (line,) = mistakes(path, '[[streams.a.export.http]]\nuri = "https://x/${STREAMBRIDGE_TOKEN}"')
+    assert line.startswith("streambridge.toml:2: streams.a.export.http[0].uri")
+    assert "keep the secret in a file" in line
+
+
+def test_what_a_reload_cannot_take_over_is_named(path: Path) -> None:
+    running = load(path, "")
+    new = load(
+        path,
+        """
+        [gateway]
+        id = "other"
+        [mqtt]
+        users_file = "users"
+        listen = ["tcp://127.0.0.1:1884"]
+        [log]
+        level = "debug"
+        [streams.a]
+        """,
+    )
+    assert config.needs_restart(running, new) == ["gateway.id", "mqtt.listen"]
+    assert config.needs_restart(running, running) == []
