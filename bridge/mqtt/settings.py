@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from bridge.model import KIB, MIB
-from bridge.mqtt.topics import is_topic_filter
+from bridge.topics import is_topic_filter
 
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
