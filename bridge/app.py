@@ -1,0 +1,195 @@
+"""The running service: wires the store, the front ends and the export worker together.
+
+Start: open the store (recovery), reconcile the declared streams, start the export worker, open the
+listeners, and only then say that it is ready. A stream that is declared is created or updated, never
+deleted; one that cannot be, is reported, and the others run.
+
+Stop (SIGTERM, SIGINT): stop reading from sockets, commit and acknowledge what was read, let batches
+in flight finish, sync everything, give the lock back. A second signal ends at once; what was
+acknowledged is stored in either case.
+
+Reload (SIGHUP): read the configuration again; a mistake is reported and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, Protocol
+
+import uvloop
+
+from bridge import config as configuration
+from bridge import logs, plugins
+from bridge.config import Config
+from bridge.errors import ConfigError, StreamBridgeError, StreamError
+from bridge.export.cursor import highest_exported
+from bridge.export.supervisor import ExportSupervisor
+from bridge.manager import StreamManager
+from bridge.mqtt import MqttFrontEnd
+from bridge.streams.store import Store
+
+log = logging.getLogger("bridge")
+STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
+REFRESH = 1.0
+
+
+class FrontEnd(Protocol):
+    """A door to the streams."""
+
+    async def start(self) -> list[str]:
+        """Open the listeners; returns the addresses they really listen on. Raises OSError."""
+
+    async def stop(self) -> None:
+        """Stop reading, see what was read committed and answered, close."""
+
+
+def notify(state: str) -> None:
+    """Tell systemd our state (sd_notify); nothing happens where there is no NOTIFY_SOCKET."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def run(config: Config) -> None:
+    """Run the service until it is told to stop; raises StreamBridgeError or OSError if it cannot start."""
+    logs.setup(config.log.level, config.log.format)
+    uvloop.run(Service(config).run())
+
+
+class Service:
+    """One running service."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._stop = asyncio.Event()
+        self._pending: set[asyncio.Task[Any]] = set()
+
+    async def run(self) -> None:
+        """Start, say so, and stop when told."""
+        loop = asyncio.get_running_loop()
+        config = self._config
+        registry = plugins.load(config.export.plugin_dirs)
+        for found in registry.found:
+            if found.error is not None:
+                log.warning("plugin not loaded: %s", found.error, extra={"plugin": found.name})
+        began = time.monotonic()
+        gateway = config.gateway
+        store = Store(
+            gateway.data_dir,
+            gateway.memory_dir,
+            on_event=_on_event,
+            floor=lambda name, epoch: highest_exported(gateway.data_dir, name, epoch) + 1,
+        )
+        log.info(
+            "opened %d streams in %.3f s",
+            len(store.streams),
+            time.monotonic() - began,
+            extra={"data_dir": str(gateway.data_dir)},
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(store.close)
+            exports = ExportSupervisor(
+                gateway.data_dir,
+                gateway=gateway.id,
+                export=config.export,
+                aws=config.aws,
+                append_status=self._append_status,
+            )
+            self._manager = manager = StreamManager(store, registry, exports)
+            self._reconcile(config)
+            await exports.start()
+            stack.push_async_callback(exports.stop, STOP_EXPORTS)
+            front_end: FrontEnd = MqttFrontEnd(config.mqtt, manager)
+            addresses = await front_end.start()
+            stack.push_async_callback(front_end.stop)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._told_to_stop)
+            loop.add_signal_handler(signal.SIGHUP, self._reload)
+            self._spawn(store.keep(gateway.sync_interval / 1000))
+            self._spawn(self._refresh())
+            notify(f"READY=1\nSTATUS={len(store.streams)} streams, {', '.join(addresses)}")
+            log.info("ready", extra={"listen": ",".join(addresses), "streams": len(store.streams)})
+            await self._stop.wait()
+            notify("STOPPING=1\nSTATUS=committing what was read")
+            log.info("stopping")
+            for task in self._pending:
+                task.cancel()
+        log.info("stopped; everything acknowledged is stored")
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._pending.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        """A background duty that ends by an error ends the service: systemd starts it afresh."""
+        self._pending.discard(task)  # type: ignore[arg-type]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.critical("internal error, stopping: %r", error, exc_info=error)
+            self._stop.set()
+
+    def _told_to_stop(self) -> None:
+        if self._stop.is_set():
+            log.warning("told to stop twice: ending at once")
+            os._exit(1)
+        self._stop.set()
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH)
+            self._manager.refresh()
+
+    # -- streams from the configuration ----------------------------------------------------------
+    def _reconcile(self, config: Config) -> None:
+        """Create and update the declared streams."""
+        for name, definition in config.streams.items():
+            try:
+                if name not in self._manager.store.streams:
+                    self._manager.create(definition)
+                    log.info("stream created", extra={"stream": name})
+                elif self._manager.definitions[name] != definition:
+                    self._manager.update(definition)
+                    log.info("stream updated", extra={"stream": name})
+            except (StreamBridgeError, OSError) as error:
+                log.error("stream as declared cannot be had: %s", error, extra={"stream": name})
+
+    def _reload(self) -> None:
+        path = self._config.path
+        if path is None:
+            return
+        notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            config = configuration.load(Path(path))
+        except (ConfigError, OSError) as error:
+            log.error("reload refused, the old configuration stays: %s", error)
+        else:
+            for key in configuration.needs_restart(self._config, config):
+                log.warning("changed, but needs a restart: %s", key)
+            logs.set_level(config.log.level)
+            self._config = config
+            self._reconcile(config)
+            log.info("reloaded")
+        notify("READY=1")
+
+    def _append_status(self, stream: str, payload: bytes) -> None:
+        """Exporters append to status and dead-letter streams through us, the only writer."""
+        target = self._manager.store.streams.get(stream)
+        try:
+            if target is None:
+                raise StreamError(f"there is no stream named {stream!r}")
+            target.append(f"streams/{stream}".encode(), payload)
+        except StreamError as error:
+            log.warning("status message lost: %s", error, extra={"stream": stream})
+
+
+def _on_event(stream: str, what: str) -> None:
+    log.warning(what, extra={"stream": stream})

@@ -1,0 +1,404 @@
+"""StreamManager: the operations on streams, whatever door they come through.
+
+Every front end calls these methods, and an operation is implemented once. Rules and errors are those
+of AWS IoT Greengrass Stream Manager (SDK `stream-manager` 1.1.2 and its developer guide); where AWS
+documents nothing, these decisions hold:
+
+* creating a name that exists is InvalidRequest, also with the same definition
+* a full stream that rejects new data is UnknownFailure, and the message says which limit
+* an empty stream has oldest = newest + 1: 0 and -1 when it is new
+* a read's default maximum is its minimum; a start beyond the newest is NotEnoughMessages
+* segment size over max size is InvalidRequest
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta, Struct
+
+from bridge.errors import InvalidRequest, NotEnoughMessages, StreamError, StreamNotFound, UpdateNotAllowed
+from bridge.model import (
+    MAX_INT32,
+    MAX_INT64,
+    MAX_MILLIS,
+    ExportStatus,
+    MessageStreamDefinition,
+    MessageStreamInfo,
+    Persistence,
+    StorageStatus,
+    StrategyOnFull,
+    problem,
+)
+from bridge.plugins import Registry
+from bridge.streams.drops import Reason
+from bridge.streams.meta import ExactLimits, Settings
+from bridge.streams.segment import Message
+from bridge.streams.store import Store
+from bridge.streams.stream import Stream
+from bridge.topics import FilterTree, is_topic_filter, matches
+
+RESERVED_TOPICS = "streambridge"  # first level of the request topics
+READ_BYTES = 64 * 1024 * 1024
+TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
+
+
+class Exports(Protocol):
+    """What the manager asks of the export side."""
+
+    def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
+        """A stream is there, or has changed."""
+
+    def forget(self, name: str) -> None:
+        """A stream was deleted."""
+
+    def committed(
+        self, name: str, oldest: int, next_sequence: int, drops: list[tuple[int, int, str]]
+    ) -> None:
+        """A stream holds oldest..next_sequence-1; `drops` are (first, last, reason)."""
+
+    def statuses(self, name: str) -> list[ExportStatus]:
+        """How far a stream's exports are."""
+
+    def exported_upto(self, name: str) -> int | None:
+        """The lowest number not yet passed by all enabled exports; None without exports."""
+
+
+class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True):
+    """How to read; the SDK's class of this name, with our `topic` filter."""
+
+    desired_start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
+    min_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] = 1
+    max_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    read_timeout_millis: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] = 0
+    topic: str | None = None
+
+
+def settings_of(definition: MessageStreamDefinition) -> Settings:
+    """What of a definition concerns the store."""
+    limits = definition.limits
+    return Settings(
+        max_size=definition.max_size,
+        segment_size=definition.stream_segment_size,
+        ttl=definition.time_to_live_millis,
+        overwrite=definition.strategy_on_full is StrategyOnFull.OverwriteOldestData,
+        memory=definition.persistence is Persistence.Memory,
+        flush=definition.flush_on_write and definition.persistence is Persistence.File,
+        free_exported=definition.retention == "exported",
+        dedup_window=definition.deduplication_window_millis,
+        limits=ExactLimits()
+        if limits is None
+        else ExactLimits(
+            limits.max_messages,
+            limits.max_bytes,
+            limits.max_age_millis,
+            limits.max_messages_per_topic,
+            limits.max_message_size,
+            limits.discard == "new",
+        ),
+    )
+
+
+class StreamManager:
+    """The operations. Use from the event loop's thread."""
+
+    def __init__(self, store: Store, registry: Registry, exports: Exports) -> None:
+        self.store, self._registry, self._exports = store, registry, exports
+        self.definitions: dict[str, MessageStreamDefinition] = {}
+        self.on_bindings_changed: list[Callable[[], None]] = []
+        self.on_pressure = store.committer.on_pressure
+        self._bindings: FilterTree[Stream] = FilterTree()
+        self._changed: set[Stream] = set()
+        for stream in store.streams.values():
+            definition = msgspec.json.decode(stream.meta.definition, type=MessageStreamDefinition)
+            self._adopt(stream, definition)
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether too much waits for the disk: front ends stop reading from those who publish."""
+        return self.store.committer.under_pressure
+
+    # -- bindings --------------------------------------------------------------------------------
+    def bound(self, topic: str) -> tuple[Stream, ...]:
+        """The streams that a message on `topic` is appended to. Callers cache it per topic."""
+        return tuple(dict.fromkeys(self._bindings.match(topic)))
+
+    def _filters(self, definition: MessageStreamDefinition) -> list[str]:
+        return [*definition.topics, f"streams/{definition.name}/#"]
+
+    def _adopt(self, stream: Stream, definition: MessageStreamDefinition) -> None:
+        self.definitions[stream.name] = definition
+        for topic_filter in self._filters(definition):
+            self._bindings.add(topic_filter, stream)
+        stream.on_commit = [lambda: self._note(stream)]
+        self._exports.define(stream.name, stream.directory, stream.epoch, definition)
+        self._tell(stream)
+        self._rebound()
+
+    def _release(self, stream: Stream) -> None:
+        for topic_filter in self._filters(self.definitions.pop(stream.name)):
+            self._bindings.remove(topic_filter, stream)
+        self._changed.discard(stream)
+        self._rebound()
+
+    def _rebound(self) -> None:
+        for changed in self.on_bindings_changed:
+            changed()
+
+    # -- telling the export side -----------------------------------------------------------------
+    def _note(self, stream: Stream) -> None:
+        if not self._changed:
+            asyncio.get_running_loop().call_later(TELL_EVERY, self._tell_changed)
+        self._changed.add(stream)
+
+    def _tell_changed(self) -> None:
+        changed, self._changed = self._changed, set()
+        for stream in changed:
+            self._tell(stream)
+
+    def _tell(self, stream: Stream) -> None:
+        drops = [(drop.first, drop.last, Reason(drop.reason).name.lower()) for drop in stream.drops.ranges]
+        self._exports.committed(stream.name, stream.oldest, stream.next_sequence, drops)
+        stream.exported_upto = self._exports.exported_upto(stream.name)
+
+    def refresh(self) -> None:
+        """Exchange positions with the export side; called now and then, since limits drop by time too."""
+        for stream in self.store.streams.values():
+            self._tell(stream)
+
+    # -- the operations --------------------------------------------------------------------------
+    def check(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> MessageStreamDefinition:
+        """Read a definition as it comes over the wire; raises InvalidRequest that names the mistake."""
+        if isinstance(raw, MessageStreamDefinition):
+            definition = raw
+        else:
+            try:
+                definition = msgspec.convert(raw, MessageStreamDefinition)
+            except msgspec.ValidationError as error:
+                raise InvalidRequest(problem(error, "definition")) from None
+        if definition.stream_segment_size > definition.max_size:
+            raise InvalidRequest(
+                f"definition.streamSegmentSize: {definition.stream_segment_size} is larger than maxSize "
+                f"{definition.max_size}; a stream must hold at least one segment"
+            )
+        for number, topic_filter in enumerate(definition.topics):
+            first = topic_filter.split("/", 1)[0]
+            if not is_topic_filter(topic_filter) or first.startswith("$") or first == RESERVED_TOPICS:
+                raise InvalidRequest(
+                    f"definition.topics[{number}]: {topic_filter!r} cannot be bound to a stream; give "
+                    f"an MQTT topic filter that does not begin with '$' or '{RESERVED_TOPICS}/'"
+                )
+        self._registry.check(definition.export_definition)
+        return definition
+
+    def create(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> Stream:
+        """createMessageStream. Raises InvalidRequest, also if the name exists, or OSError."""
+        definition = self.check(raw)
+        if definition.name in self.store.streams:
+            raise InvalidRequest(f"a stream named {definition.name!r} exists already")
+        stream = self.store.create(definition.name, settings_of(definition), msgspec.json.encode(definition))
+        self._adopt(stream, definition)
+        return stream
+
+    def update(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> None:
+        """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
+
+        Raises StreamNotFound, InvalidRequest, UpdateNotAllowed or OSError; then nothing changed.
+        """
+        definition = self.check(raw)
+        stream = self.stream(definition.name)
+        old = self.definitions[definition.name]
+        if definition.persistence is not old.persistence:
+            raise UpdateNotAllowed(
+                f"definition.persistence: stream {stream.name!r} is {old.persistence.name} and stays so; "
+                f"delete it and create it again to change that"
+            )
+        if definition.max_size != old.max_size and definition.max_size < stream.total_bytes:
+            raise InvalidRequest(
+                f"definition.maxSize: {definition.max_size} is less than the {stream.total_bytes} bytes that "
+                f"stream {stream.name!r} holds now"
+            )
+        self._check_starts(stream, old, definition)
+        stream.configure(settings_of(definition), msgspec.json.encode(definition))
+        self._release(stream)
+        self._adopt(stream, definition)
+
+    def _check_starts(
+        self, stream: Stream, old: MessageStreamDefinition, new: MessageStreamDefinition
+    ) -> None:
+        before = {
+            (kind, raw["identifier"]): raw.get("startSequenceNumber", 0)
+            for kind, configs in old.export_definition.items()
+            for raw in configs
+        }
+        newest = stream.next_sequence - 1
+        for kind, configs in new.export_definition.items():
+            for raw in configs:
+                start = raw.get("startSequenceNumber", 0)
+                if start != before.get((kind, raw["identifier"]), start) and start >= max(newest, 1):
+                    raise InvalidRequest(
+                        f"exportDefinition.{kind}: startSequenceNumber {start} of {raw['identifier']!r} "
+                        f"must be less than the newest sequence number {newest}"
+                    )
+
+    def delete(self, name: str) -> None:
+        """deleteMessageStream: its messages and export positions go too. Raises StreamNotFound or OSError."""
+        stream = self.stream(name)
+        self.store.delete(name)
+        self._release(stream)
+        self._exports.forget(name)
+
+    def names(self) -> list[str]:
+        """listStreams: the names, sorted."""
+        return sorted(self.store.streams)
+
+    def stream(self, name: str) -> Stream:
+        """The stream of this name; raises StreamNotFound."""
+        stream = self.store.streams.get(name)
+        if stream is None:
+            raise StreamNotFound(f"there is no stream named {name!r}")
+        return stream
+
+    def describe(self, name: str) -> MessageStreamInfo:
+        """describeMessageStream. Raises StreamNotFound."""
+        stream = self.stream(name)
+        return MessageStreamInfo(
+            definition=self.definitions[name],
+            storage_status=StorageStatus(
+                oldest_sequence_number=stream.oldest,
+                newest_sequence_number=stream.next_sequence - 1,
+                total_bytes=stream.total_bytes,
+            ),
+            export_statuses=self._exports.statuses(name),
+        )
+
+    async def append(self, name: str, payload: bytes, *, message_id: bytes = b"") -> int:
+        """appendMessage: returns the sequence number once the message is committed.
+
+        Raises StreamNotFound, InvalidRequest (empty payload) or a StreamError.
+        """
+        return (await self.append_all(name, [payload], [message_id]))[0]
+
+    async def append_all(
+        self, name: str, payloads: Sequence[bytes], message_ids: Iterable[bytes] = ()
+    ) -> list[int]:
+        """appendMessages: all in one go, in order; returns their numbers once all are committed.
+
+        If one cannot be taken, the error is raised; those before it in the list may be stored.
+        """
+        stream = self.stream(name)
+        if not payloads or not all(payloads):
+            raise InvalidRequest(f"stream {name!r}: a message needs a payload of at least one byte")
+        ids = list(message_ids) or [b""] * len(payloads)
+        topic = f"streams/{name}".encode()
+        numbers: list[int] = []
+        try:
+            for payload, message_id in zip(payloads, ids, strict=True):
+                numbers.append(stream.append(topic, payload, b"", message_id))
+        finally:
+            if numbers:
+                await committed(stream)
+        return numbers
+
+    async def read(
+        self, name: str, options: ReadMessagesOptions | None = None, *, max_bytes: int = READ_BYTES
+    ) -> list[Message]:
+        """readMessages: at least the minimum, at most the maximum; waits for the minimum if asked to.
+
+        Begins at the oldest message if the desired start is gone. Raises StreamNotFound,
+        InvalidRequest, NotEnoughMessages or CorruptData.
+        """
+        options = options or ReadMessagesOptions()
+        stream = self.stream(name)
+        least = options.min_message_count
+        most = options.max_message_count or least
+        if most < least:
+            raise InvalidRequest(f"maxMessageCount {most} is less than minMessageCount {least}")
+        if options.read_timeout_millis:
+            await self._wait_for(stream, options, least)
+        found = self._read(stream, options, most, max_bytes)
+        if len(found) < least:
+            start, newest = options.desired_start_sequence_number, stream.next_sequence - 1
+            why = (
+                f"the desired start {start} is greater than the last sequence number {newest}"
+                if start > newest
+                else f"{len(found)} of the {least} messages asked for are there"
+            )
+            raise NotEnoughMessages(f"stream {name!r}: {why}")
+        return found
+
+    def _read(self, stream: Stream, options: ReadMessagesOptions, most: int, max_bytes: int) -> list[Message]:
+        found: list[Message] = []
+        position = options.desired_start_sequence_number
+        with closing(stream.reader()) as reader:
+            while len(found) < most and position < stream.next_sequence:
+                rows = reader.read(
+                    position, end=stream.next_sequence, max_messages=most - len(found), max_bytes=max_bytes
+                )
+                if not rows:
+                    break
+                position = rows[-1].sequence_number + 1
+                if options.topic is None:
+                    return rows
+                found += [row for row in rows if matches(options.topic, row.topic.decode())]
+        return found
+
+    async def _wait_for(self, stream: Stream, options: ReadMessagesOptions, least: int) -> None:
+        """Wait until `least` messages are there, or the time is over; answered strictly inside it."""
+        done = asyncio.Event()
+
+        def look() -> None:
+            start = max(options.desired_start_sequence_number, stream.oldest)
+            if stream.closed or stream.next_sequence - start >= least:
+                done.set()
+
+        look()
+        stream.on_commit.append(look)
+        try:
+            await asyncio.wait_for(done.wait(), max(0.0, options.read_timeout_millis * 0.95 - 20) / 1000)
+        except TimeoutError:
+            return
+        finally:
+            stream.on_commit.remove(look)
+
+    def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
+        """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
+
+        Returns how many were dropped; numbers go on. Raises StreamNotFound, InvalidRequest or OSError.
+        """
+        stream = self.stream(name)
+        end = stream.next_sequence if upto is None else min(upto, stream.next_sequence)
+        if topic is None:
+            return stream.drop_upto(end, Reason.PURGED)
+        if not is_topic_filter(topic):
+            raise InvalidRequest(f"topic: {topic!r} is not an MQTT topic filter")
+        ranges: list[tuple[int, int]] = []
+        position = stream.oldest
+        with closing(stream.reader()) as reader:
+            while rows := reader.read(position, end=end, max_messages=10_000, max_bytes=READ_BYTES):
+                position = rows[-1].sequence_number + 1
+                ranges += [(row.sequence_number,) * 2 for row in rows if matches(topic, row.topic.decode())]
+        dropped = stream.drop(ranges, Reason.PURGED)
+        if stream.exact is not None:
+            stream.exact.reload()
+        return dropped
+
+
+async def committed(stream: Stream) -> None:
+    """Wait until all that was appended to a stream so far is committed; raises a StreamError."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def settle(error: StreamError | None) -> None:
+        if not done.done():
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+    stream.after_commit(settle)
+    await done

@@ -1,0 +1,180 @@
+"""Group commit on the event loop: what arrives while a group is being written forms the next one.
+
+* Streams that do not flush on write are written on the loop itself (into the page cache), once per
+  turn of the loop; every `sync_interval` their files are synced in a worker thread.
+* Streams that flush on write are written and synced in a worker thread each, several streams at the
+  same time; the loop goes on reading sockets meanwhile.
+* Back-pressure: when more than `HIGH` bytes wait in all streams together, `on_pressure` is told, and
+  told again when less than `LOW` wait. The front ends stop and start reading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from bridge.streams.drops import Reason
+from bridge.streams.log import Staged
+from bridge.streams.stream import Stream, now_ms
+
+HIGH = 8 * 1024 * 1024
+LOW = 1024 * 1024
+THREADS = 8
+
+
+class Committer:
+    """Commits the groups of many streams. Use from one event loop's thread."""
+
+    def __init__(self, on_event: Callable[[str, str], None]) -> None:
+        self._on_event = on_event
+        self._dirty: list[Stream] = []
+        self._working: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool = ThreadPoolExecutor(THREADS, "commit")
+        self._waiting: dict[Stream, int] = {}
+        self._total = 0
+        self._syncing: set[Stream] = set()
+        self.under_pressure = False
+        self.on_pressure: list[Callable[[bool], None]] = []
+
+    # -- commits ---------------------------------------------------------------------------------
+    def schedule(self, stream: Stream) -> None:
+        """Have a stream's pending group committed in this turn of the event loop."""
+        if not self._dirty:
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._run)
+        self._dirty.append(stream)
+
+    def _run(self) -> None:
+        dirty, self._dirty = self._dirty, []
+        for stream in dirty:
+            if not stream.busy:  # else the end of its present work starts the next group
+                self._start(stream)
+        self._weigh(dirty)
+
+    def _start(self, stream: Stream) -> None:
+        staged = stream.begin()
+        if staged is None:
+            return
+        if stream.settings.flush:
+            self._work(self._flush(stream, staged))
+            return
+        error: OSError | None = None
+        try:
+            stream.log.write(staged, sync=False)
+        except OSError as caught:
+            error = caught
+        stream.finish(staged, error)
+
+    async def _flush(self, stream: Stream, staged: Staged) -> None:
+        error = await self._write(stream, staged)
+        if error is not None:  # the file's tail is not trusted any more: once more, in a new segment
+            try:
+                staged = stream.restage(staged)
+            except OSError as caught:
+                error = caught
+            else:
+                self._on_event(
+                    stream.name, f"sync failed ({error.strerror or error}); written again to a new segment"
+                )
+                error = await self._write(stream, staged)
+        stream.finish(staged, error)
+        self._weigh([stream])
+
+    async def _write(self, stream: Stream, staged: Staged) -> OSError | None:
+        assert self._loop is not None
+        try:
+            await self._loop.run_in_executor(self._pool, lambda: stream.log.write(staged, sync=True))
+        except OSError as error:
+            return error
+        return None
+
+    def _work(self, job: Coroutine[None, None, None]) -> None:
+        assert self._loop is not None
+        task = self._loop.create_task(job)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
+
+    def _weigh(self, streams: Iterable[Stream]) -> None:
+        """Bring the sum of waiting bytes up to date, and tell of pressure."""
+        for stream in streams:
+            waiting = stream.pending_bytes
+            self._total += waiting - self._waiting.get(stream, 0)
+            self._waiting[stream] = waiting
+        pressure = self._total > (LOW if self.under_pressure else HIGH)
+        if pressure is not self.under_pressure:
+            self.under_pressure = pressure
+            for told in self.on_pressure:
+                told(self.under_pressure)
+
+    # -- background syncs ------------------------------------------------------------------------
+    async def sync(self, streams: Iterable[Stream]) -> None:
+        """Bring everything that is committed in these streams to the disk, in parallel."""
+        await asyncio.gather(*(self._sync(stream) for stream in streams if stream not in self._syncing))
+
+    async def _sync(self, stream: Stream) -> None:
+        work = stream.log.unsynced()
+        if not work:
+            return
+        loop = asyncio.get_running_loop()
+        self._syncing.add(stream)
+        try:
+            await loop.run_in_executor(self._pool, lambda: stream.log.sync(work))
+        except OSError as error:
+            await self._rescue(stream, error)
+        else:
+            if not stream.closed:
+                stream.log.synced(work)
+        finally:
+            self._syncing.discard(stream)
+
+    async def _rescue(self, stream: Stream, error: OSError) -> None:
+        """A background sync failed: what is not on the disk is written again, to a new segment."""
+        await stream.idle()
+        if stream.closed:
+            return
+        loop = asyncio.get_running_loop()
+        stream.busy = True
+        try:
+            lost = await loop.run_in_executor(self._pool, stream.log.rescue, stream.log.unsynced())
+        except OSError as again:
+            self._on_event(
+                stream.name, f"sync failed ({error}), and so did writing elsewhere ({again}); trying on"
+            )
+            return
+        finally:
+            stream.busy = False
+            if stream.waits:
+                self.schedule(stream)
+        self._on_event(
+            stream.name, f"sync failed ({error}); what was not on the disk was written to a new segment"
+        )
+        if lost:
+            stream.drop(lost, Reason.DAMAGED)
+
+    def maintain(self, streams: Iterable[Stream]) -> None:
+        """Apply limits that depend on time."""
+        now = now_ms()
+        for stream in streams:
+            try:
+                stream.maintain(now)
+            except OSError as error:
+                self._on_event(stream.name, f"cannot apply its limits: {error}")
+
+    async def drain(self) -> None:
+        """Wait until nothing is pending or in flight."""
+        while self._dirty or self._working:
+            if self._working:
+                await asyncio.wait(self._working)
+            else:
+                await asyncio.sleep(0)
+
+    def forget(self, stream: Stream) -> None:
+        """A stream is gone."""
+        self._total -= self._waiting.pop(stream, 0)
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._pool.shutdown()

@@ -1,0 +1,63 @@
+"""The deduplication window of a stream: message ids seen lately, and the numbers they got.
+
+An append with an id that is in the window is acknowledged with the first one's number and not
+stored again (as NATS JetStream does with Nats-Msg-Id). Ids are stored with their messages, so that
+the window is the same after a restart: opening reads back the segments as far as the window goes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from bridge.streams import segment
+
+if TYPE_CHECKING:
+    from bridge.streams.stream import Stream
+
+
+class Window:
+    """Message ids of the last `length` ms. Times are Unix ms."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self._numbers: dict[bytes, int] = {}
+        self._ages: deque[tuple[int, int, bytes]] = deque()  # time, number, id
+
+    def find(self, message_id: bytes) -> int | None:
+        """The number of the message that had this id, if it is in the window."""
+        return self._numbers.get(message_id)
+
+    def add(self, message_id: bytes, number: int, now: int) -> None:
+        """Remember an id, and forget those that are too old."""
+        self._numbers[message_id] = number
+        self._ages.append((now, number, message_id))
+        self.expire(now)
+
+    def expire(self, now: int) -> None:
+        """Forget the ids that are older than the window."""
+        while self._ages and self._ages[0][0] + self.length < now:
+            _, number, message_id = self._ages.popleft()
+            if self._numbers.get(message_id) == number:
+                del self._numbers[message_id]
+
+    def forget(self, number: int) -> None:
+        """Forget the ids of messages from `number` on: they were not stored."""
+        while self._ages and self._ages[-1][1] >= number:
+            del self._numbers[self._ages.pop()[2]]
+
+    def load(self, stream: Stream, now: int) -> None:
+        """Fill the window from the stream's own files, newest segments only."""
+        start = stream.next_sequence
+        for base in reversed(stream.log.sizes):
+            if stream.log.summary(base).last_time + self.length < now:
+                break
+            start = base
+        reader = stream.reader()
+        try:
+            for data, frame in reader.frames(start, stream.next_sequence):
+                if frame.time + self.length >= now:
+                    for number, message_id in segment.ids_of(data, frame).items():
+                        self.add(message_id, number, frame.time)
+        finally:
+            reader.close()

@@ -1,0 +1,108 @@
+"""Names on disk, and the seam through which the store touches files.
+
+Names: a stream's directory is its escaped name (`bridge.objectkeys.escape`), so that `..`, spaces
+and `.log` are legal names and never paths. Escaped names over 200 characters are cut and closed
+with `~` and a digest; the stream's true name stands in its definition. Segments are named by their
+first sequence number, 20 digits, so that sorting by name is sorting by number.
+
+Seam: every system call of the store that changes or reads stream data goes through `Files`, so that
+tests can make any of them fail, and count what is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bridge.objectkeys import escape
+
+STREAMS = "streams"
+QUARANTINE = "quarantine"
+SEGMENT = ".seg"
+INDEX = ".idx"
+TEMPORARY = ".tmp"
+DIGITS = 20
+
+
+def directory_name(name: str) -> str:
+    """The name of a stream's directory; at most 200 characters, never starting with a dot."""
+    escaped = escape(name)
+    if len(escaped) <= 200:
+        return escaped
+    return f"{escaped[:150]}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def segment_path(directory: Path, base: int) -> Path:
+    """The segment file whose first sequence number is `base`."""
+    return directory / f"{base:0{DIGITS}d}{SEGMENT}"
+
+
+def base_of(file_name: str) -> int | None:
+    """The first sequence number that a segment's file name says; None for any other file."""
+    stem, dot, end = file_name.rpartition(".")
+    return int(stem) if dot + end == SEGMENT and len(stem) == DIGITS and stem.isdecimal() else None
+
+
+def segment_bases(directory: Path) -> list[int]:
+    """The first numbers of a directory's segments, ascending."""
+    with os.scandir(directory) as entries:
+        return sorted(base for entry in entries if (base := base_of(entry.name)) is not None)
+
+
+class Files:
+    """The real file system. Tests replace single methods to inject faults."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Open a file, made with mode 0600 if it is made; raises OSError."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        """Write all of `parts` at `offset`; raises OSError, possibly after writing some of it."""
+        done, total = os.pwritev(fd, parts, offset), sum(map(len, parts))
+        if done < total:
+            rest = memoryview(b"".join(parts))
+            while done < total:
+                done += os.pwrite(fd, rest[done:], offset + done)
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        """Read up to `size` bytes at `offset`; fewer at the end of the file."""
+        return os.pread(fd, size, offset)
+
+    def sync(self, fd: int) -> None:
+        """Wait until the file's data is on the disk (fdatasync); raises OSError."""
+        os.fdatasync(fd)
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut an open file."""
+        os.ftruncate(fd, size)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file; one that is not there is fine."""
+        path.unlink(missing_ok=True)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Wait until the names in a directory are on the disk; raises OSError."""
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def replace(self, path: Path, content: bytes, *, sync: bool = True) -> None:
+        """Write a whole file: readers see the old content or the new one, never a mixture.
+
+        With `sync` the same holds after a power cut. Raises OSError.
+        """
+        temporary = path.with_name(path.name + TEMPORARY)
+        fd = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self.write(fd, [content], 0)
+            if sync:
+                self.sync(fd)
+        finally:
+            os.close(fd)
+        temporary.replace(path)
+        if sync:
+            self.sync_directory(path.parent)

@@ -1,0 +1,350 @@
+"""The segment files of one stream, as their only writer sees them.
+
+States of a segment: *active* (the last one, written at its end), *closing* (sealed, but not yet
+known to be on the disk), *sealed* (on the disk, with an index beside it).
+
+A commit group goes through three steps, so that the middle one can run in a thread:
+    stage    on the event loop: encode, open new segments where the group needs them
+    write    anywhere: write, and for `sync` wait for the disk; touches nothing but the files
+    commit or abort    on the event loop: take the result over, or leave the files as they were
+
+After a failed sync the file's tail is not trusted: `replace_active` goes on in a new segment.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, zip_longest
+from pathlib import Path
+
+from bridge.streams import layout, recovery, segment
+from bridge.streams.layout import Files
+from bridge.streams.recovery import Damage
+from bridge.streams.segment import FRAME, HEADER, Frame, Indexer, Summary
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """An open segment; it holds committed frames up to `size`, and up to `synced` they are on the disk."""
+
+    path: Path
+    fd: int
+    index: Indexer
+    size: int = HEADER.size
+    synced: int = 0
+
+
+@dataclass(slots=True)
+class Group:
+    """Messages that are committed together: topics and payloads in turn, the rest by position."""
+
+    parts: list[bytes] = field(default_factory=list)
+    headers: dict[int, bytes] = field(default_factory=dict)
+    ids: dict[int, bytes] = field(default_factory=dict)
+    size: int = 0
+
+    def part(self, low: int, high: int) -> Group:
+        """The messages at the positions low..high-1."""
+        if low == 0 and high * 2 == len(self.parts):
+            return self
+        headers = {i - low: h for i, h in self.headers.items() if low <= i < high}
+        ids = {i - low: h for i, h in self.ids.items() if low <= i < high}
+        return Group(self.parts[2 * low : 2 * high], headers, ids)
+
+
+@dataclass(slots=True)
+class Staged:
+    """A group on its way to the files."""
+
+    group: Group
+    writes: list[tuple[Segment, int, list[bytes], Frame]]
+    opened: list[Segment]
+    next: int
+
+
+class SegmentLog:
+    """Appends commit groups to a stream's segments, and removes segments from its front."""
+
+    def __init__(self, files: Files, directory: Path, epoch: int) -> None:
+        self.files, self.directory, self.epoch = files, directory, epoch
+        self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
+        self.total_bytes = 0  # their sum
+        self.closing: list[Segment] = []
+        self.damage: list[Damage] = []
+
+    # -- opening and closing ---------------------------------------------------------------------
+    def open(self, first: int) -> None:
+        """Take the directory's segments over, mending what a crash or the disk has broken.
+
+        A directory without segments starts with number `first`. Raises OSError.
+        """
+        for leftover in self.directory.glob("*" + layout.TEMPORARY):
+            self.files.unlink(leftover)
+        bases = layout.segment_bases(self.directory)
+        for base, following in zip_longest(bases, bases[1:]):
+            path = layout.segment_path(self.directory, base)
+            if following is not None and path.with_suffix(layout.INDEX).exists():
+                self._resize(base, path.stat().st_size)
+                continue
+            examined = recovery.examine(self.files, self.directory, base, self.epoch, following)
+            self.damage += examined.damage
+            self._resize(base, examined.summary.size)
+            if following is not None:
+                self._write_index(path, examined.summary)
+            else:
+                self._reopen(path, examined.summary)
+        if not bases:
+            self._take(self._create(first))
+        self.next = self.active.index.next
+
+    def _reopen(self, path: Path, summary: Summary) -> None:
+        fd = self.files.open(path, os.O_RDWR)
+        index = Indexer(summary.base)
+        index.next, index.entries = summary.next, summary.entries
+        index.first_time, index.last_time = summary.first_time, summary.last_time
+        index.data_bytes = summary.data_bytes
+        self.active = Segment(
+            path, fd, index, summary.size
+        )  # synced: unknown, so the next sync covers it all
+
+    def close(self) -> None:
+        """Close the files; what is committed but not synced stays so."""
+        for item in [*self.closing, self.active]:
+            os.close(item.fd)
+
+    # -- writing ---------------------------------------------------------------------------------
+    def stage(self, group: Group, time: int, segment_size: int) -> Staged:
+        """Encode a group at the next numbers; raises OSError if a new segment cannot be made."""
+        staged = Staged(group, [], [], self.next)
+        number = len(group.parts) // 2
+        try:
+            target, offset, low = self.active, self.active.size, 0
+            if offset + group.size + FRAME.size <= segment_size:
+                self._stage(staged, target, offset, group, time)
+                return staged
+            ends = list(accumulate(_record_sizes(group), initial=0))
+            while low < number:
+                room = segment_size - offset - FRAME.size
+                high = bisect_right(ends, ends[low] + room) - 1
+                if high <= low and offset > HEADER.size:
+                    target, offset = self._create(staged.next), HEADER.size
+                    staged.opened.append(target)
+                    continue
+                high = max(high, low + 1)  # a message larger than a segment gets one of its own
+                offset = self._stage(staged, target, offset, group.part(low, high), time)
+                low = high
+        except OSError:
+            self.abort(staged)
+            raise
+        return staged
+
+    def _stage(self, staged: Staged, target: Segment, offset: int, group: Group, time: int) -> int:
+        head, data = segment.encode_frame(staged.next, time, group.parts, group.headers, group.ids)
+        columns = (1 if group.headers else 0) | (2 if group.ids else 0)
+        end = offset + len(head) + len(data)
+        frame = Frame(staged.next, len(group.parts) // 2, time, columns, offset, end)
+        staged.writes.append((target, offset, [head, data], frame))
+        staged.next = frame.next
+        return end
+
+    def write(self, staged: Staged, *, sync: bool) -> None:
+        """Bring a staged group to the files; raises OSError. May run in a thread."""
+        for target, offset, buffers, _ in staged.writes:
+            self.files.write(target.fd, buffers, offset)
+        if sync:
+            for target in dict.fromkeys(target for target, _, _, _ in staged.writes):
+                self.files.sync(target.fd)
+            if staged.opened:
+                self.files.sync_directory(self.directory)
+
+    def commit(self, staged: Staged, *, synced: bool) -> None:
+        """Take over what was written: from here on it can be read."""
+        for target, offset, _, frame in staged.writes:
+            if target is not self.active:
+                self._seal()
+                self._take(target)
+            target.index.add(frame, offset)
+            target.size = frame.end
+            if synced:
+                target.synced = frame.end
+            self._resize(target.index.base, frame.end)
+        self.next = staged.next
+        if synced and self.closing:
+            self.synced([])
+
+    def abort(self, staged: Staged) -> None:
+        """Undo a staged group, written or not; what was committed before stays."""
+        for opened in staged.opened:
+            os.close(opened.fd)
+            self.files.unlink(opened.path)
+        try:
+            self.files.truncate(self.active.fd, self.active.size)
+        except OSError:  # the frame guard of readers and of recovery holds all the same
+            return
+
+    def replace_active(self, first: int | None = None) -> None:
+        """Seal the active segment where it is and go on in a new, empty one; raises OSError.
+
+        `first` skips numbers: the new segment begins there.
+        """
+        base = max(self.next, first or 0)
+        if base == self.active.index.base:
+            return  # it is empty already
+        fresh = self._create(base)
+        self._seal()
+        self._take(fresh)
+        self.next = base
+
+    def _create(self, base: int) -> Segment:
+        path = layout.segment_path(self.directory, base)
+        fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            self.files.write(fd, [segment.encode_header(base, self.epoch, 0)], 0)
+        except OSError:
+            os.close(fd)
+            self.files.unlink(path)
+            raise
+        return Segment(path, fd, Indexer(base))
+
+    def _take(self, fresh: Segment) -> None:
+        self.active = fresh
+        self._resize(fresh.index.base, fresh.size)
+
+    def _seal(self) -> None:
+        self.closing.append(self.active)
+
+    # -- syncing ---------------------------------------------------------------------------------
+    def unsynced(self) -> list[tuple[Segment, int]]:
+        """The segments with committed bytes that are not known to be on the disk, with their sizes."""
+        return [(item, item.size) for item in [*self.closing, self.active] if item.synced < item.size]
+
+    def sync(self, work: list[tuple[Segment, int]]) -> None:
+        """Wait until these are on the disk; raises OSError. May run in a thread."""
+        for item, _ in work:
+            self.files.sync(item.fd)
+        if any(item.synced < HEADER.size for item, _ in work):
+            self.files.sync_directory(self.directory)
+
+    def synced(self, work: list[tuple[Segment, int]]) -> None:
+        """Take note that they are, and finish the segments that were only waiting for it."""
+        for item, size in work:
+            item.synced = max(item.synced, size)
+        for item in [item for item in self.closing if item.synced >= item.size]:
+            self.closing.remove(item)
+            self._write_index(item.path, item.index.summary(item.size))
+            os.close(item.fd)
+
+    def rescue(self, work: list[tuple[Segment, int]]) -> list[tuple[int, int]]:
+        """After a failed background sync: write what is not on the disk again, to new segments.
+
+        Returns the numbers that could not be read back. Raises OSError if the new segments cannot
+        be written either; the old files are then left as they are.
+        """
+        lost: list[tuple[int, int]] = []
+        tail: list[tuple[Frame, bytes]] = []
+        for item, _ in work:
+            data = self.files.read(item.fd, item.size, 0)
+            start = max(item.synced, HEADER.size)
+            found = list(segment.scan(data, start))
+            tail += [(frame, data[frame.start : frame.end]) for frame in found]
+            if (found[-1].end if found else start) < item.size:
+                lost.append((found[-1].next if found else item.index.base, item.index.next - 1))
+        base = tail[0][0].base if tail else self.next
+        path = layout.segment_path(self.directory, base)
+        spare = path.with_name(path.name + layout.TEMPORARY)
+        fresh = Segment(path, self.files.open(spare, os.O_RDWR | os.O_CREAT | os.O_TRUNC), Indexer(base))
+        try:
+            header = segment.encode_header(base, self.epoch, 0)
+            self.files.write(fresh.fd, [header, b"".join(content for _, content in tail)], 0)
+            self.files.sync(fresh.fd)
+            for item, _ in work:  # before the new file appears: a number is never in two places
+                self.files.truncate(item.fd, max(item.synced, HEADER.size))
+            spare.replace(path)
+            self.files.sync_directory(self.directory)
+        except OSError:
+            os.close(fresh.fd)
+            self.files.unlink(spare)
+            raise
+        for frame, _ in tail:
+            fresh.index.add(frame, fresh.size)
+            fresh.size += frame.end - frame.start
+        fresh.index.next = self.next
+        fresh.synced = fresh.size
+        old = [*self.closing, self.active]
+        for item in old:
+            if item.index.base >= base:  # all of it is in the new segment
+                if item.path != path:
+                    self.files.unlink(item.path)
+                self._resize(item.index.base, None)
+                os.close(item.fd)
+            elif item.synced < item.size:
+                item.size = item.synced = max(item.synced, HEADER.size)
+                moved = sum(f.data_bytes for f, _ in tail if f.base < item.index.next)
+                item.index.cut(base, moved)
+                self._resize(item.index.base, item.size)
+        self.closing = [item for item in old if item.index.base < base]
+        self._take(fresh)
+        self.synced([])
+        return lost
+
+    # -- the front -------------------------------------------------------------------------------
+    @property
+    def first(self) -> int:
+        """The first number of the oldest segment."""
+        return next(iter(self.sizes))
+
+    def _resize(self, base: int, size: int | None) -> None:
+        self.total_bytes += (size or 0) - self.sizes.get(base, 0)
+        if size is None:
+            self.sizes.pop(base, None)
+        else:
+            self.sizes[base] = size
+
+    def following(self, base: int) -> int:
+        """The first number after the segment that begins at `base`."""
+        return next((other for other in self.sizes if other > base), self.next)
+
+    def summary(self, base: int) -> Summary:
+        """What a segment holds; rebuilds its index if that is lost. Raises OSError."""
+        for item in [*self.closing, self.active]:
+            if item.index.base == base:
+                return item.index.summary(item.size)
+        found = recovery.read_index(self.directory, base, self.sizes[base])
+        if found is None:
+            examined = recovery.examine(self.files, self.directory, base, self.epoch, self.following(base))
+            self.damage += examined.damage
+            found = examined.summary
+            self._resize(base, found.size)
+            self._write_index(layout.segment_path(self.directory, base), found)
+        return found
+
+    def remove_first(self) -> None:
+        """Delete the oldest segment, which must not be the active one; raises OSError."""
+        base = self.first
+        path = layout.segment_path(self.directory, base)
+        self.files.unlink(path.with_suffix(layout.INDEX))
+        self.files.unlink(path)
+        self._resize(base, None)
+        for item in [item for item in self.closing if item.index.base == base]:
+            self.closing.remove(item)
+            os.close(item.fd)
+
+    def _write_index(self, path: Path, summary: Summary) -> None:
+        try:
+            self.files.replace(path.with_suffix(layout.INDEX), segment.encode_index(summary), sync=False)
+        except OSError:  # a hint: without it the next start reads the segment
+            return
+
+
+def _record_sizes(group: Group) -> Sequence[int]:
+    sizes = [
+        len(topic) + len(payload) + segment.RECORD_OVERHEAD
+        for topic, payload in zip(group.parts[::2], group.parts[1::2], strict=True)
+    ]
+    for column in (group.headers, group.ids):
+        if column:
+            sizes = [size + 4 + len(column.get(i, b"")) for i, size in enumerate(sizes)]
+    return sizes

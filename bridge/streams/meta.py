@@ -1,0 +1,108 @@
+"""What a stream is, as kept in its directory: two copies, each replaced atomically.
+
+    meta.0, meta.1 = magic "SBMETA\\0\\1" | length u32 | crc u32 | msgpack of `Meta` (`length` bytes)
+
+Both copies are written one after the other, with the same generation. The reader takes the sound
+copy with the highest generation, so that neither a flipped bit in one of them nor a power cut
+between the two writes loses a definition. `definition` is opaque to the store.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+
+from bridge.streams.layout import Files
+
+_HEAD = struct.Struct("<8sII")
+_MAGIC = b"SBMETA\0\1"
+NAMES = ("meta.0", "meta.1")
+
+
+class ExactLimits(msgspec.Struct, frozen=True):
+    """Limits that hold per message; None is no limit. Sizes in bytes (topic and payload), age in ms."""
+
+    max_messages: int | None = None
+    max_bytes: int | None = None
+    max_age: int | None = None
+    max_messages_per_topic: int | None = None
+    max_message_size: int | None = None
+    discard_new: bool = False
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How a stream is stored. Sizes in bytes, times in ms.
+
+    `overwrite`: a full stream drops its oldest segments instead of refusing. `free_exported`: a full
+    stream first drops segments that all its exports have passed.
+    """
+
+    max_size: int = 256 * 1024 * 1024
+    segment_size: int = 16 * 1024 * 1024
+    ttl: int | None = None
+    overwrite: bool = False
+    memory: bool = False
+    flush: bool = False
+    free_exported: bool = False
+    dedup_window: int | None = None
+    limits: ExactLimits = ExactLimits()
+
+
+class Meta(msgspec.Struct, frozen=True):
+    """A stream's identity and settings. `epoch` is when it was created, Unix time in ms.
+
+    `reserved`: numbers below it may have been used by a memory stream whose content is gone.
+    """
+
+    name: str
+    epoch: int
+    settings: Settings
+    definition: bytes = b""
+    generation: int = 0
+    reserved: int = 0
+
+
+def encode(meta: Meta) -> bytes:
+    """The content of one copy."""
+    body = msgspec.msgpack.encode(meta)
+    return _HEAD.pack(_MAGIC, len(body), crc32(body)) + body
+
+
+def decode(data: bytes) -> Meta | None:
+    """Read one copy; None if it is damaged."""
+    if len(data) < _HEAD.size:
+        return None
+    magic, length, crc = _HEAD.unpack_from(data)
+    body = data[_HEAD.size :]
+    if magic != _MAGIC or len(body) != length or crc32(body) != crc:
+        return None
+    try:
+        return msgspec.msgpack.decode(body, type=Meta)
+    except msgspec.DecodeError:
+        return None
+
+
+def save(files: Files, directory: Path, meta: Meta) -> None:
+    """Write both copies durably; raises OSError, and then the old definition may still be in force."""
+    for name in NAMES:
+        files.replace(directory / name, encode(meta))
+
+
+def load(directory: Path) -> tuple[Meta | None, list[Path]]:
+    """The definition, None if no copy is sound, and the copies that are damaged or missing."""
+    best: Meta | None = None
+    bad: list[Path] = []
+    for name in NAMES:
+        path = directory / name
+        try:
+            meta = decode(path.read_bytes())
+        except OSError:
+            meta = None
+        if meta is None:
+            bad.append(path)
+        elif best is None or meta.generation > best.generation:
+            best = meta
+    return best, bad

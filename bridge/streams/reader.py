@@ -1,0 +1,234 @@
+"""Reading a stream's files, from any process, while another one writes and deletes them.
+
+* Nothing is locked. A segment that retention has deleted under the reader is passed over: reading
+  goes on at the new oldest message.
+* A message is returned only if its frame passes its check. A frame that does not, below `end`,
+  raises `CorruptData`; above it, it is the writer's unfinished tail and simply not there yet.
+* The position where the last read ended is remembered, so that reading on costs no search.
+* Memory is bounded by the size of one read, `CHUNK` and the largest frame.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from bridge.errors import CorruptData
+from bridge.streams import layout, meta, segment
+from bridge.streams.drops import DropLog
+from bridge.streams.segment import FRAME, HEADER, Frame, Message
+
+CHUNK = 256 * 1024
+
+
+class StreamMeta(NamedTuple):
+    """A stream found in a data directory. `epoch`: when it was created, Unix time in ms."""
+
+    name: str
+    epoch: int
+    directory: Path
+    definition: bytes
+    memory: bool
+
+
+def list_streams(data_dir: Path) -> list[StreamMeta]:
+    """The streams of a data directory by name; those whose definition is damaged are left out."""
+    root = data_dir / layout.STREAMS
+    found = []
+    for directory in sorted(root.iterdir()) if root.is_dir() else ():
+        if directory.is_dir() and not directory.name.startswith("."):
+            known, _ = meta.load(directory)
+            if known is not None:
+                found.append(
+                    StreamMeta(known.name, known.epoch, directory, known.definition, known.settings.memory)
+                )
+    return sorted(found)
+
+
+class _Segment:
+    """One open segment file, and where its frames are as far as they were seen."""
+
+    def __init__(self, files: layout.Files, path: Path, base: int) -> None:
+        self.base, self._files = base, files
+        self.fd = files.open(path, os.O_RDONLY)
+        self.marks: list[tuple[int, int]] = [(base, HEADER.size)]
+        try:
+            summary = segment.decode_index(path.with_suffix(layout.INDEX).read_bytes())
+        except OSError:
+            summary = None
+        if summary is not None and summary.base == base and summary.size == os.fstat(self.fd).st_size:
+            self.marks += [entry for entry in summary.entries if entry[1] > HEADER.size]
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def is_stale(self, path: Path) -> bool:
+        """Whether the file of this name is another one by now, or gone."""
+        try:
+            return path.stat().st_ino != os.fstat(self.fd).st_ino
+        except FileNotFoundError:
+            return True
+
+    def frames(self, start: int) -> Iterator[tuple[bytes, Frame]]:
+        """The sound frames that hold numbers from `start` on, each with the buffer that it is in.
+
+        Ends at the end of the file or at the first frame that is not sound.
+        """
+        at = bisect_right(self.marks, (start, 2**63)) - 1
+        offset, size = self.marks[at][1], CHUNK
+        while data := self._files.read(self.fd, size, offset):
+            pos, frame = 0, segment.frame_at(data, 0)
+            while frame is not None and frame.end <= len(data):
+                if frame.next > start:
+                    if not segment.is_sound(data, frame):
+                        return
+                    yield data, frame
+                if offset + pos - self.marks[-1][1] >= segment.INDEX_STEP:
+                    self.marks.append((frame.base, offset + pos))
+                pos, frame = frame.end, segment.frame_at(data, frame.end)
+            if frame is None and len(data) - pos >= FRAME.size:
+                return
+            if not pos:
+                wanted = frame.end if frame is not None else FRAME.size
+                if len(data) < size or wanted > os.fstat(self.fd).st_size - offset:
+                    return
+                size = max(CHUNK, wanted)
+            else:
+                size = CHUNK
+            offset += pos
+
+
+class StreamReader:
+    """Reads one stream's messages by number. Not for use by several threads at once."""
+
+    def __init__(self, directory: Path, files: layout.Files | None = None) -> None:
+        self.directory = directory
+        self._files = files or layout.Files()
+        self._bases = layout.segment_bases(directory)
+        self._drops = DropLog(self._files, directory)
+        self._open: _Segment | None = None
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def oldest(self) -> int:
+        """The number of the oldest message, or the next number if there is none."""
+        self._refresh()
+        return self._drops.first_live(self._bases[0]) if self._bases else 0
+
+    def bounds(self) -> tuple[int, int]:
+        """(oldest, next): next - oldest is 0 for an empty stream. As written, not as committed."""
+        oldest = self.oldest()
+        if not self._bases:
+            return 0, 0
+        base = after = self._bases[-1]
+        try:
+            for _, frame in self._segment(base).frames(self._known_end(base)):
+                after = frame.next
+        except FileNotFoundError:
+            return self.bounds()
+        return oldest, max(after, oldest)
+
+    def total_bytes(self) -> int:
+        """The size of the segment files."""
+        total = 0
+        for base in layout.segment_bases(self.directory):
+            try:
+                total += layout.segment_path(self.directory, base).stat().st_size
+            except FileNotFoundError:
+                continue
+        return total
+
+    def read(self, start: int, *, end: int, max_messages: int, max_bytes: int) -> list[Message]:
+        """The messages from number `start` (at the earliest the oldest) up to, not including, `end`.
+
+        They come in order, with holes where messages were legally dropped. Stops after
+        `max_messages`, or before passing `max_bytes` of payload and topic, but returns at least one
+        if there is one. Raises CorruptData if a frame below `end` is damaged and nothing before it
+        is left to return.
+        """
+        found: list[Message] = []
+        size = 0
+        for data, frame in self.frames(start, end):
+            rows = segment.messages(data, frame)
+            if frame.base < start or frame.next > end or self._drops.count(frame.base, frame.next - 1):
+                rows = [
+                    row
+                    for a, b in self._drops.live(max(start, frame.base), min(end, frame.next) - 1)
+                    for row in rows[a - frame.base : b + 1 - frame.base]
+                ]
+            for row in rows:
+                size += len(row.topic) + len(row.payload)
+                if found and size > max_bytes:
+                    return found
+                found.append(row)
+                if len(found) == max_messages:
+                    return found
+        return found
+
+    def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
+        """The sound frames with numbers of start..end-1, in order, each with its buffer."""
+        position, delivered, retried = start, False, False
+        while position < end:
+            base = self._base_for(position)
+            if base is None:
+                return
+            limit = min(end, next((b for b in self._bases if b > base), end))
+            try:
+                for data, frame in self._segment(base).frames(max(position, base)):
+                    if frame.base >= limit:  # what a failed write left behind is no data
+                        break
+                    yield data, frame
+                    position, delivered = frame.next, True
+            except FileNotFoundError:
+                self._refresh()
+                continue
+            if position >= end:
+                return
+            self._refresh()
+            following = next((b for b in self._bases if b > base), None)
+            if base not in self._bases:
+                continue
+            if self._open is not None and self._open.is_stale(layout.segment_path(self.directory, base)):
+                self.close()  # set aside and replaced while we were reading
+                continue
+            upto = min(end, following or end)
+            if position >= upto or self._drops.first_live(max(position, base)) >= upto:
+                position = max(position, upto)
+            elif not retried:
+                retried = True  # the writer may have been between write and rename: look once more
+                self.close()
+            elif delivered:
+                return
+            else:
+                raise CorruptData(
+                    f"{layout.segment_path(self.directory, base)}: the frame with message "
+                    f"{max(position, base)} is damaged; it was not returned. "
+                    f"`streambridge repair` sets the damage aside"
+                )
+
+    def _known_end(self, base: int) -> int:
+        return self._open.marks[-1][0] if self._open is not None and self._open.base == base else base
+
+    def _refresh(self) -> None:
+        self._bases = layout.segment_bases(self.directory)
+        self._drops.refresh()
+
+    def _base_for(self, number: int) -> int | None:
+        at = bisect_right(self._bases, number) - 1
+        if at == len(self._bases) - 1 or at < 0:
+            self._refresh()
+            at = bisect_right(self._bases, number) - 1
+        return self._bases[max(at, 0)] if self._bases else None
+
+    def _segment(self, base: int) -> _Segment:
+        if self._open is None or self._open.base != base:
+            self.close()
+            self._open = _Segment(self._files, layout.segment_path(self.directory, base), base)
+        return self._open

@@ -1,0 +1,151 @@
+"""Opening the segments of a stream after any kind of stop.
+
+Only segments without an index are read: the last one, and those that were sealed so shortly before
+the stop that they were not yet known to be on the disk. What is found wrong in one:
+
+* bytes behind the last sound frame that hold no further sound frame, and no whole frame: a *torn
+  tail*, a write that never ended. It was not acknowledged. The segment is cut there.
+* anything else is *damage*. The file is linked into `quarantine/`, and a new one with its sound
+  frames takes its place. The numbers that are missing are recorded as dropped, reason DAMAGED.
+
+What is cut off or set aside is kept in `quarantine/`; nothing is destroyed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from bridge.streams import layout, segment
+from bridge.streams.layout import Files
+from bridge.streams.segment import HEADER, Indexer, Summary
+
+
+class Damage(NamedTuple):
+    """Something that was wrong with a stream's files, and what was done about it."""
+
+    path: Path
+    what: str
+    lost: list[tuple[int, int]]
+
+
+class Examined(NamedTuple):
+    """A segment as it is after the examination; `size` is where its sound frames end."""
+
+    summary: Summary
+    damage: list[Damage]
+
+
+def read_index(directory: Path, base: int, size: int) -> Summary | None:
+    """A sealed segment's summary, if its index is there, sound, and fits the segment's size."""
+    path = layout.segment_path(directory, base).with_suffix(layout.INDEX)
+    try:
+        summary = segment.decode_index(path.read_bytes())
+    except OSError:
+        return None
+    return summary if summary is not None and (summary.base, summary.size) == (base, size) else None
+
+
+def examine(files: Files, directory: Path, base: int, epoch: int, following: int | None) -> Examined:
+    """Check every frame of a segment and mend what is wrong, as the module's text says.
+
+    `following` is the first number of the next segment, None for the last one. Raises OSError if
+    the disk refuses; then nothing has changed.
+    """
+    path = layout.segment_path(directory, base)
+    fd = files.open(path, os.O_RDWR)
+    try:
+        if hasattr(os, "posix_fadvise"):  # after a failed sync the page cache may hold what the disk does not
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        size = os.fstat(fd).st_size
+        data = files.read(fd, size, 0)
+    finally:
+        os.close(fd)
+    index, holes, spans, end = walk(data, base, following)
+    header_ok = segment.decode_header(data) == (base, epoch)
+    if not header_ok and not spans:
+        if size >= HEADER.size:
+            keep(directory, path, "damaged")
+        rewrite(files, path, base, epoch, [])
+        lost = [(base, following - 1)] if following is not None and following > base else []
+        index.next = following if following is not None else base
+        what = "its header is damaged" if size >= HEADER.size else "its header was never written whole"
+        return Examined(index.summary(HEADER.size), [Damage(path, what, lost)] if size or lost else [])
+    lost = list(holes)
+    claimed = segment.frame_at(data, end)
+    if following is not None and index.next < following:
+        lost.append((index.next, following - 1))
+    elif claimed is not None and claimed.base == index.next and claimed.end <= size and following is None:
+        lost.append(
+            (claimed.base, claimed.next - 1)
+        )  # a whole frame that fails its check: its numbers are used up
+        index.next = claimed.next
+    if header_ok and not lost:
+        if end == size:
+            return Examined(index.summary(size), [])
+        keep_tail(files, directory, base, end, data[end:])
+        fd = files.open(path, os.O_RDWR)
+        try:
+            files.truncate(fd, end)
+            files.sync(fd)
+        finally:
+            os.close(fd)
+        return Examined(
+            index.summary(end), [Damage(path, f"a torn tail of {size - end} bytes was cut off", [])]
+        )
+    keep(directory, path, "damaged")
+    rewrite(files, path, base, epoch, [data[a:b] for a, b in spans])
+    mended = Indexer(base)
+    offset = HEADER.size
+    for a, b in spans:
+        for frame in segment.scan(data[a:b], 0):
+            mended.add(frame, offset + frame.start)
+        offset += b - a
+    mended.next = index.next
+    return Examined(mended.summary(offset), [Damage(path, "it is damaged; its sound frames were kept", lost)])
+
+
+def walk(
+    data: bytes, base: int, following: int | None
+) -> tuple[Indexer, list[tuple[int, int]], list[tuple[int, int]], int]:
+    """(index, holes in the numbers, byte spans of sound frames, where the last sound frame ends)."""
+    index, holes, spans = Indexer(base), [], []
+    pos: int | None = HEADER.size
+    end = HEADER.size
+    while pos is not None:
+        start = pos
+        for frame in segment.scan(data, pos):
+            if frame.base < index.next or (following is not None and frame.next > following):
+                break
+            if frame.base > index.next:
+                holes.append((index.next, frame.base - 1))
+            index.add(frame, frame.start)
+            pos = end = frame.end
+        if pos > start:
+            spans.append((start, pos))
+        pos = segment.resync(data, pos) if len(data) - pos > 0 else None
+    return index, holes, spans, end
+
+
+def keep(directory: Path, path: Path, why: str) -> Path:
+    """Link a file into the quarantine under a free name."""
+    place = directory / layout.QUARANTINE
+    place.mkdir(mode=0o700, exist_ok=True)
+    number = sum(1 for _ in place.iterdir())
+    kept = place / f"{path.name}.{number}.{why}"
+    os.link(path, kept)
+    return kept
+
+
+def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes) -> None:
+    """Keep the bytes that are cut off a segment at `offset`."""
+    place = directory / layout.QUARANTINE
+    place.mkdir(mode=0o700, exist_ok=True)
+    files.replace(place / f"{base:0{layout.DIGITS}d}.{offset}.tail", data)
+
+
+def rewrite(files: Files, path: Path, base: int, epoch: int, frames: list[bytes]) -> None:
+    """Replace a segment by one with these frames, atomically and durably; its index goes."""
+    files.unlink(path.with_suffix(layout.INDEX))
+    files.replace(path, b"".join([segment.encode_header(base, epoch, 0), *frames]))

@@ -1,0 +1,286 @@
+"""Byte layout of segments and their indexes. Pure functions over bytes, no files.
+
+All numbers are little-endian.
+
+    segment  = header, frame, frame, ...
+    header   = magic "SBSEG\\0\\0\\1" | base u64 | epoch u64 | created u64 (Unix ms)
+               | zero u32 | crc u32                                                       40 bytes
+    frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
+               | base u64 | time u64                                                      36 bytes
+               body (`length` bytes)
+    body     = sizes u32 x 2 x number (topic, payload, topic, payload, ...)
+               [sizes u32 x number of the headers]   if columns & 1
+               [sizes u32 x number of the ids]       if columns & 2
+               topic, payload, topic, payload, ...  [headers] [ids]
+
+    index    = magic "SBIDX\\0\\0\\1" | base u64 | next u64 | size u64 | first time u64
+               | last time u64 | data bytes u64 | entries u32 | crc u32,                  64 bytes
+               then entries x (sequence u64 | offset u64)
+
+Invariants
+* A frame is one commit group: it is there whole, or not at all. Its CRC-32 covers all that follows
+  the crc field, the length included.
+* A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms).
+* A frame never spans segments. Bases grow from frame to frame; a jump is a hole, never an overlap.
+* An index is written only after its sealed segment is on the disk: a segment with an index has no
+  torn tail. An index is a hint: it can be rebuilt from its segment, and is if it does not fit it.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count, pairwise, repeat
+from typing import NamedTuple
+from zlib import crc32
+
+SEGMENT_MAGIC = b"SBSEG\0\0\1"
+INDEX_MAGIC = b"SBIDX\0\0\1"
+FRAME_MAGIC = 0x31464253  # "SBF1"
+HEADER = struct.Struct("<8sQQQII")
+FRAME = struct.Struct("<IIIHHIQQ")
+INDEX = struct.Struct("<8sQQQQQQII")
+ENTRY = struct.Struct("<QQ")
+HEADERS, IDS = 1, 2
+RECORD_OVERHEAD = 8
+INDEX_STEP = 64 * 1024
+_FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
+_SWAP = sys.byteorder == "big"
+
+
+class Message(NamedTuple):
+    """One stored message. `ingest_time` is Unix time in ms; `headers` are opaque to the store."""
+
+    sequence_number: int
+    ingest_time: int
+    topic: bytes
+    payload: bytes
+    headers: bytes
+
+
+class Frame(NamedTuple):
+    """A frame's header and where it lies in the buffer it was found in."""
+
+    base: int
+    number: int
+    time: int
+    columns: int
+    start: int
+    end: int
+
+    @property
+    def next(self) -> int:
+        """The number after the frame's last one."""
+        return self.base + self.number
+
+    @property
+    def width(self) -> int:
+        """How many sizes the body has per message."""
+        return 2 + (self.columns & HEADERS) + ((self.columns & IDS) >> 1)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of topics, payloads, headers and ids."""
+        return self.end - self.start - FRAME.size - 4 * self.width * self.number
+
+
+class Summary(NamedTuple):
+    """What an index says of its sealed segment. Times are Unix ms, sizes bytes."""
+
+    base: int
+    next: int
+    size: int
+    first_time: int
+    last_time: int
+    data_bytes: int
+    entries: list[tuple[int, int]]
+
+
+def encode_header(base: int, epoch: int, created: int) -> bytes:
+    """A segment's first 40 bytes."""
+    head = HEADER.pack(SEGMENT_MAGIC, base, epoch, created, 0, 0)[:-4]
+    return head + crc32(head).to_bytes(4, "little")
+
+
+def decode_header(data: bytes) -> tuple[int, int] | None:
+    """(base, epoch) of a segment's header; None if it is damaged or not ours."""
+    if len(data) < HEADER.size or crc32(data[: HEADER.size - 4]) != int.from_bytes(
+        data[HEADER.size - 4 : HEADER.size], "little"
+    ):
+        return None
+    magic, base, epoch, _, _, _ = HEADER.unpack_from(data)
+    return (base, epoch) if magic == SEGMENT_MAGIC else None
+
+
+def _sizes(parts: Sequence[bytes]) -> bytes:
+    sizes = array("I", map(len, parts))
+    if _SWAP:
+        sizes.byteswap()
+    return sizes.tobytes()
+
+
+def encode_frame(
+    base: int,
+    time: int,
+    parts: Sequence[bytes],
+    headers: dict[int, bytes] | None = None,
+    ids: dict[int, bytes] | None = None,
+) -> tuple[bytes, bytes]:
+    """Encode one commit group as two buffers to be written one after the other.
+
+    `parts` alternates topics and payloads; `headers` and `ids` are given by position in the group,
+    those that are absent are empty.
+    """
+    number = len(parts) // 2
+    sizes, data, columns = _sizes(parts), b"".join(parts), 0
+    for bit, column in ((HEADERS, headers), (IDS, ids)):
+        if column:
+            values = [column.get(i, b"") for i in range(number)]
+            sizes, data, columns = sizes + _sizes(values), data + b"".join(values), columns | bit
+    head = FRAME.pack(FRAME_MAGIC, 0, len(sizes) + len(data), columns, 0, number, base, time)
+    crc = crc32(data, crc32(sizes, crc32(head[8:])))
+    return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], sizes)), data
+
+
+def frame_at(data: bytes, pos: int) -> Frame | None:
+    """The frame that begins at `pos`, unchecked; None if there is no frame header there."""
+    if len(data) - pos < FRAME.size:
+        return None
+    magic, _, length, columns, zero, number, base, time = FRAME.unpack_from(data, pos)
+    if magic != FRAME_MAGIC or zero or not number:
+        return None
+    return Frame(base, number, time, columns, pos, pos + FRAME.size + length)
+
+
+def is_sound(data: bytes, frame: Frame) -> bool:
+    """Whether a whole frame passes its check."""
+    if frame.end > len(data):
+        return False
+    crc = int.from_bytes(data[frame.start + 4 : frame.start + 8], "little")
+    if crc32(memoryview(data)[frame.start + 8 : frame.end]) != crc:
+        return False
+    return frame.columns < 4 and frame.data_bytes >= 0
+
+
+def messages(data: bytes, frame: Frame) -> list[Message]:
+    """The messages of a sound frame."""
+    n, bounds, topics, payloads = _topics_and_payloads(data, frame)
+    headers: Iterator[bytes] = repeat(b"", n)
+    if frame.columns & HEADERS:
+        headers = iter([data[a:b] for a, b in zip(bounds[2 * n : 3 * n], bounds[2 * n + 1 :], strict=False)])
+    rows = zip(count(frame.base), repeat(frame.time, n), topics, payloads, headers, strict=False)
+    return list(map(tuple.__new__, repeat(Message), rows))
+
+
+def _bounds(data: bytes, frame: Frame) -> list[int]:
+    fields = frame.width * frame.number
+    start = frame.start + FRAME.size
+    sizes = array("I")
+    sizes.frombytes(memoryview(data)[start : start + 4 * fields])
+    if _SWAP:
+        sizes.byteswap()
+    return list(accumulate(sizes, initial=start + 4 * fields))
+
+
+def _topics_and_payloads(data: bytes, frame: Frame) -> tuple[int, list[int], list[bytes], list[bytes]]:
+    n, bounds = frame.number, _bounds(data, frame)
+    starts, middles, ends = bounds[0 : 2 * n : 2], bounds[1 : 2 * n : 2], bounds[2 : 2 * n + 1 : 2]
+    topics = [data[a:b] for a, b in zip(starts, middles, strict=True)]
+    payloads = [data[a:b] for a, b in zip(middles, ends, strict=True)]
+    return n, bounds, topics, payloads
+
+
+def sizes_of(data: bytes, frame: Frame) -> list[int]:
+    """Bytes of topic, payload, headers and id of each message of a sound frame."""
+    bounds, n = _bounds(data, frame), frame.number
+    sizes = [b - a for a, b in zip(bounds[0 : 2 * n : 2], bounds[2 : 2 * n + 1 : 2], strict=True)]
+    for column in range(2, frame.width):
+        part = bounds[column * n : (column + 1) * n + 1]
+        sizes = [size + b - a for size, a, b in zip(sizes, part, part[1:], strict=False)]
+    return sizes
+
+
+def topics_of(data: bytes, frame: Frame) -> list[bytes]:
+    """The topics of a sound frame's messages."""
+    return _topics_and_payloads(data, frame)[2]
+
+
+def ids_of(data: bytes, frame: Frame) -> dict[int, bytes]:
+    """The message ids in a sound frame by sequence number; those without one are left out."""
+    if not frame.columns & IDS:
+        return {}
+    bounds = _bounds(data, frame)[-frame.number - 1 :]
+    return {frame.base + i: data[a:b] for i, (a, b) in enumerate(pairwise(bounds)) if b > a}
+
+
+def scan(data: bytes, pos: int) -> Iterator[Frame]:
+    """The sound frames from `pos` on, up to the first that is not."""
+    while (frame := frame_at(data, pos)) is not None and is_sound(data, frame):
+        yield frame
+        pos = frame.end
+
+
+def resync(data: bytes, pos: int) -> int | None:
+    """Where the next sound frame after a bad one at `pos` begins; None if there is none."""
+    while (pos := data.find(_FRAME_MAGIC_BYTES, pos + 1)) >= 0:
+        frame = frame_at(data, pos)
+        if frame is not None and is_sound(data, frame):
+            return pos
+    return None
+
+
+def encode_index(summary: Summary) -> bytes:
+    """The whole content of an index file."""
+    entries = b"".join(ENTRY.pack(*entry) for entry in summary.entries)
+    head = INDEX.pack(INDEX_MAGIC, *summary[:6], len(summary.entries), 0)[:-4]
+    return head + crc32(entries, crc32(head)).to_bytes(4, "little") + entries
+
+
+def decode_index(data: bytes) -> Summary | None:
+    """Read an index file; None if it is damaged."""
+    if len(data) < INDEX.size:
+        return None
+    magic, base, after, size, first, last, total, number, crc = INDEX.unpack_from(data)
+    entries = data[INDEX.size :]
+    if (
+        magic != INDEX_MAGIC
+        or len(entries) != number * ENTRY.size
+        or crc32(entries, crc32(data[: INDEX.size - 4])) != crc
+    ):
+        return None
+    return Summary(base, after, size, first, last, total, list(ENTRY.iter_unpack(entries)))
+
+
+class Indexer:
+    """Builds the summary of a segment while its frames pass by in order."""
+
+    def __init__(self, base: int) -> None:
+        self.base = self.next = base
+        self.first_time = self.last_time = self.data_bytes = 0
+        self.entries: list[tuple[int, int]] = []
+        self._last_entry = -INDEX_STEP
+
+    def add(self, frame: Frame, offset: int) -> None:
+        """Take note of one frame, which begins at `offset` of its file."""
+        if not self.entries:
+            self.first_time = frame.time
+        if offset - self._last_entry >= INDEX_STEP:
+            self.entries.append((frame.base, offset))
+            self._last_entry = offset
+        self.next = frame.next
+        self.last_time = max(self.last_time, frame.time)
+        self.data_bytes += frame.data_bytes
+
+    def cut(self, after: int, data_bytes: int) -> None:
+        """Forget the frames from number `after` on, of `data_bytes`; the last time stays an upper bound."""
+        self.entries = [entry for entry in self.entries if entry[0] < after]
+        self.data_bytes -= data_bytes
+        self.next = min(self.next, after)
+
+    def summary(self, size: int) -> Summary:
+        """The summary of the segment, now `size` bytes long."""
+        return Summary(
+            self.base, self.next, size, self.first_time, self.last_time, self.data_bytes, self.entries
+        )

@@ -1,0 +1,182 @@
+"""All streams of one data directory, and the only process that writes them.
+
+Opening takes the lock, recovers each stream, and says what was damaged. A stream whose definition
+is lost is left as it is, reported, and not opened; the others run. Creating and deleting are atomic:
+a stream is made under a name that begins with a dot and renamed when it is whole, and renamed away
+before it is removed; leftovers of both are removed at the next start.
+
+Memory streams: the definition is kept in the data directory, the segments in `memory_dir`, which
+`<data_dir>/memory` links to. They are emptied at every start, but their numbers go on: `reserved`
+in the definition is kept above every number given out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from bridge.errors import DataDirectoryBusy
+from bridge.streams import layout, meta
+from bridge.streams.committer import Committer
+from bridge.streams.layout import Files
+from bridge.streams.meta import Meta, Settings
+from bridge.streams.stream import Stream, now_ms
+
+LOCK = "lock"
+MEMORY = "memory"
+RESERVE = 10_000_000  # numbers of a memory stream that one write of its definition covers
+
+Event = Callable[[str, str], None]
+
+
+class Store:
+    """The streams of a data directory by name. `on_event` is told (stream, what happened)."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        memory_dir: Path,
+        *,
+        on_event: Event,
+        floor: Callable[[str, int], int] = lambda name, epoch: 0,
+        files: Files | None = None,
+    ) -> None:
+        """Open the directory, making it if need be; raises DataDirectoryBusy or OSError.
+
+        `floor` gives for a stream (name, epoch) the lowest number that its next message may have.
+        """
+        self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
+        self.committer = Committer(on_event)
+        self.streams: dict[str, Stream] = {}
+        self.unreadable: list[Path] = []
+        self._root = data_dir / layout.STREAMS
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = self._take_lock()
+        try:
+            self._memory = self._prepare_memory(memory_dir)
+            for directory in sorted(self._root.iterdir()):
+                if directory.name.startswith("."):
+                    shutil.rmtree(directory)
+                elif directory.is_dir():
+                    self._open(directory)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_lock(self) -> int:
+        lock = os.open(self.data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise DataDirectoryBusy(
+                f"{self.data_dir}: another process writes to this data directory; "
+                f"stop it, or use another data_dir"
+            ) from None
+        return lock
+
+    def _prepare_memory(self, memory_dir: Path) -> Path:
+        """Empty the place of memory streams, and link to it."""
+        link = self.data_dir / MEMORY
+        memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not link.is_symlink() or link.readlink() != memory_dir:
+            link.unlink(missing_ok=True)
+            link.symlink_to(memory_dir)
+        return memory_dir
+
+    def _data_of(self, directory: Path, settings: Settings) -> Path:
+        return self._memory / directory.name if settings.memory else directory
+
+    def _open(self, directory: Path) -> None:
+        known, bad = meta.load(directory)
+        if known is None:
+            self.unreadable.append(directory)
+            self._on_event(
+                directory.name, f"{directory}: both copies of the definition are damaged; not opened"
+            )
+            return
+        try:
+            if bad:
+                self._on_event(
+                    known.name, f"{', '.join(map(str, bad))}: damaged; written again from the other copy"
+                )
+                meta.save(self._files, directory, known)
+            self.streams[known.name] = self._start(directory, known)
+        except OSError as error:
+            self.unreadable.append(directory)
+            self._on_event(known.name, f"{directory} cannot be opened: {error}")
+
+    def _start(self, directory: Path, known: Meta) -> Stream:
+        data = self._data_of(directory, known.settings)
+        floor = max(self._floor(known.name, known.epoch), known.reserved)
+        if known.settings.memory:
+            shutil.rmtree(data, ignore_errors=True)
+            data.mkdir(mode=0o700)
+            known = self._reserve(directory, known, floor)
+        stream = Stream(self._files, directory, data, known, self.committer.schedule, floor)
+        for damage in stream.damage:
+            lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
+            self._on_event(known.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
+        return stream
+
+    def _reserve(self, directory: Path, known: Meta, first: int, ahead: int = RESERVE) -> Meta:
+        """Note durably that a memory stream may use the numbers from `first` up to first + ahead."""
+        fresh = msgspec.structs.replace(known, generation=known.generation + 1, reserved=first + ahead)
+        meta.save(self._files, directory, fresh)
+        return fresh
+
+    # -- streams ---------------------------------------------------------------------------------
+    def create(self, name: str, settings: Settings, definition: bytes) -> Stream:
+        """Make a new stream, durably; raises OSError. The name must be free."""
+        directory = self._root / layout.directory_name(name)
+        fresh = self._root / f".new-{directory.name}"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(mode=0o700)
+        known = Meta(name, now_ms(), settings, definition)
+        meta.save(self._files, fresh, known)
+        fresh.rename(directory)
+        self._files.sync_directory(self._root)
+        stream = self.streams[name] = self._start(directory, known)
+        return stream
+
+    def delete(self, name: str) -> None:
+        """Remove a stream with all its messages; raises OSError, and then it is still there."""
+        stream = self.streams[name]
+        gone = self._root / f".deleted-{stream.home.name}"
+        shutil.rmtree(gone, ignore_errors=True)
+        stream.home.rename(gone)
+        self._files.sync_directory(self._root)
+        del self.streams[name]
+        self.committer.forget(stream)
+        stream.close()
+        if stream.directory != stream.home:
+            shutil.rmtree(stream.directory, ignore_errors=True)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    async def keep(self, sync_interval: float) -> None:
+        """Sync and apply limits every `sync_interval` seconds, until cancelled."""
+        while True:
+            await asyncio.sleep(sync_interval)
+            streams = list(self.streams.values())
+            self.committer.maintain(streams)
+            for stream in streams:
+                if stream.settings.memory and stream.next_sequence + RESERVE // 2 > stream.meta.reserved:
+                    stream.meta = self._reserve(stream.home, stream.meta, stream.next_sequence)
+            await self.committer.sync(stream for stream in streams if not stream.settings.memory)
+
+    async def close(self) -> None:
+        """Commit what is pending, sync everything, close the files and give the lock back."""
+        await self.committer.drain()
+        await self.committer.sync(list(self.streams.values()))
+        for stream in self.streams.values():
+            if stream.settings.memory:  # a clean stop: the next number is known exactly
+                self._reserve(stream.home, stream.meta, stream.next_sequence, 0)
+            stream.close()
+        self.committer.close()
+        os.close(self._lock)

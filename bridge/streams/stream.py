@@ -1,0 +1,405 @@
+"""One stream: appends become commit groups, groups become frames, limits drop what is too much.
+
+A message passes through these states:
+    pending     appended, in memory; has a provisional number, that counts from the last commit
+    in flight   its group is on its way to the files
+    committed   the group is in the files; the number is final, the waiters are told
+If a group cannot be stored, it and everything pending behind it fails together: the waiters get the
+error, the numbers are given to later messages, and the next append tries the disk again.
+
+All methods are for the event loop's thread, but `SegmentLog.write` and `sync`, which a `Committer` may
+run in a worker thread while `busy` is set; no other group of the stream is staged in that time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
+from bridge.streams import meta as metadata
+from bridge.streams.dedup import Window
+from bridge.streams.drops import DropLog, Reason
+from bridge.streams.layout import Files
+from bridge.streams.log import Group, SegmentLog, Staged
+from bridge.streams.meta import Meta, Settings
+from bridge.streams.reader import StreamReader
+from bridge.streams.recovery import Damage
+from bridge.streams.retention import Exact
+from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD
+
+Waiter = Callable[[StreamError | None], None]
+FRAMING = 2 * (FRAME.size + HEADER.size)  # room that a group may need beside its messages
+
+
+def now_ms() -> int:
+    """Unix time in ms."""
+    return time.time_ns() // 1_000_000
+
+
+class Stream:
+    """The writer of one stream. Sizes in bytes, times in Unix ms."""
+
+    def __init__(
+        self,
+        files: Files,
+        home: Path,
+        data: Path,
+        meta: Meta,
+        schedule: Callable[[Stream], None],
+        floor: int = 0,
+    ) -> None:
+        """Open the stream; raises OSError.
+
+        `home` holds its definition, `data` its segments. Numbering goes on at `floor` at the least.
+        """
+        self.files, self.home, self.directory, self.meta = files, home, data, meta
+        self.log = SegmentLog(files, data, meta.epoch)
+        self.log.open(floor)
+        self.drops = DropLog(files, data)
+        now = now_ms()
+        self.drops.record([span for damage in self.log.damage for span in damage.lost], now, Reason.DAMAGED)
+        if floor > self.log.next:
+            reason = Reason.MEMORY if meta.settings.memory else Reason.SKIPPED
+            self.drops.record([(self.log.next, floor - 1)], now, reason)
+            self.log.replace_active(floor)
+        self.drops.record([(0, self.log.first - 1)], now, Reason.UNKNOWN)
+        self.oldest = self.drops.first_live(self.log.first)
+        self.counters: dict[str, int] = {}
+        self.error: StreamError | None = None
+        self.exported_upto: int | None = None
+        self.on_commit: list[Callable[[], None]] = []
+        self.busy = self.closed = False
+        self._schedule, self._scheduled = schedule, False
+        self._group, self._waiters = Group(), list[Waiter]()
+        self._flight_waiters: list[Waiter] = []
+        self._flight_size = 0
+        self._next = self.log.next
+        self.window: Window | None = None
+        self.exact: Exact | None = None
+        self._apply()
+
+    # -- what it is ------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """The stream's name."""
+        return self.meta.name
+
+    @property
+    def epoch(self) -> int:
+        """When the stream was created, Unix time in ms."""
+        return self.meta.epoch
+
+    @property
+    def settings(self) -> Settings:
+        """How it is stored."""
+        return self.meta.settings
+
+    @property
+    def next_sequence(self) -> int:
+        """The number after the newest committed message."""
+        return self.log.next
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of its segment files."""
+        return self.log.total_bytes
+
+    @property
+    def pending_bytes(self) -> int:
+        """What waits in memory to be committed."""
+        return self._group.size + self._flight_size
+
+    @property
+    def waits(self) -> bool:
+        """Whether messages wait for their group to be staged."""
+        return bool(self._group.parts)
+
+    @property
+    def damage(self) -> list[Damage]:
+        """What was found broken since the start."""
+        return self.log.damage
+
+    def live_messages(self) -> int:
+        """How many messages can be read."""
+        number = self.log.next - self.oldest
+        return number - self.drops.count(self.oldest, self.log.next - 1) if number > 0 else 0
+
+    def reader(self) -> StreamReader:
+        """A new reader of the stream's files; the caller closes it."""
+        return StreamReader(self.directory, self.files)
+
+    def configure(self, settings: Settings, definition: bytes) -> None:
+        """Change the settings; limits take effect at once. Raises OSError, and then nothing changed."""
+        fresh = Meta(
+            self.name, self.epoch, settings, definition, self.meta.generation + 1, self.meta.reserved
+        )
+        metadata.save(self.files, self.home, fresh)
+        self.meta = fresh
+        self._apply()
+        self.maintain(now_ms())
+
+    def _apply(self) -> None:
+        settings = self.settings
+        if settings.dedup_window is None:
+            self.window = None
+        elif self.window is None:
+            self.window = Window(settings.dedup_window)
+            self.window.load(self, now_ms())
+        else:
+            self.window.length = settings.dedup_window
+        self.exact = Exact(self) if settings.limits != metadata.ExactLimits() else None
+        self._set_room()
+
+    async def idle(self) -> None:
+        """Wait until no group is in flight."""
+        while self.busy:
+            done = asyncio.Event()
+            self._flight_waiters.append(partial(_tell, done))
+            await done.wait()
+
+    def close(self) -> None:
+        """Close the files. What is pending fails."""
+        self.closed = True
+        self.log.close()
+        if self._group.parts or self._flight_waiters:
+            self._fail(OSError(0, "the stream was closed"))
+
+    # -- appending -------------------------------------------------------------------------------
+    def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
+        """Add a message to the pending group; returns its provisional number.
+
+        With a deduplication window, a message id seen in it gives the first message's number and
+        adds nothing. Raises StreamFull, MessageTooLarge or StorageFailed, and then nothing was added.
+        """
+        group = self._group
+        parts = group.parts
+        size = len(topic) + len(payload) + RECORD_OVERHEAD
+        if headers or message_id:
+            if message_id and self.window is not None:
+                known = self.window.find(message_id)
+                if known is not None:
+                    self.count("deduplicated")
+                    return known
+            size += len(headers) + len(message_id) + 8
+        if group.size + size > self._room:
+            self._admit(topic, len(topic) + len(payload) + len(headers) + len(message_id), size)
+        if headers or message_id:
+            if headers:
+                group.headers[len(parts) >> 1] = headers
+            if message_id:
+                group.ids[len(parts) >> 1] = message_id
+                if self.window is not None:
+                    self.window.add(message_id, self._next, now_ms())
+        group.size += size
+        parts.append(topic)
+        parts.append(payload)
+        number = self._next
+        self._next = number + 1
+        if not self._scheduled:
+            self._scheduled = True
+            self._schedule(self)
+        return number
+
+    def after_commit(self, done: Waiter) -> None:
+        """Call `done` when all that was appended so far is committed (None) or has failed (the error).
+
+        The calls of one stream come in the order in which they were asked for.
+        """
+        if self._group.parts:
+            self._waiters.append(done)
+        elif self._flight_size:
+            self._flight_waiters.append(done)
+        else:
+            done(None)
+
+    def _set_room(self) -> None:
+        """How large the pending group may grow before `_admit` is asked."""
+        settings = self.settings
+        if self.exact is not None and self.exact.guards_appends:
+            self._room = -1
+        elif settings.overwrite:
+            self._room = settings.max_size - FRAMING
+        else:
+            self._room = settings.max_size - self.log.total_bytes - self._flight_size - FRAMING
+
+    def _admit(self, topic: bytes, data: int, size: int) -> None:
+        settings = self.settings
+        if size + FRAMING > settings.max_size:
+            self.count("too_large")
+            raise MessageTooLarge(
+                f"stream {self.name!r}: a message of {data} bytes is larger than the stream "
+                f"(maxSize {settings.max_size}); send smaller messages or raise maxSize"
+            )
+        if not settings.overwrite:
+            self._reject_if_full(size)
+        if self.exact is not None:
+            self.exact.admit(topic, data, self._next - self.log.next)
+
+    def _reject_if_full(self, size: int) -> None:
+        settings = self.settings
+        needed = self._group.size + size + self._flight_size + FRAMING
+        if self.log.total_bytes + needed > settings.max_size and settings.free_exported:
+            self._free(needed, Reason.EXPORTED)
+            self._set_room()
+        if self.log.total_bytes + needed > settings.max_size:
+            self.count("full")
+            raise StreamFull(
+                f"stream {self.name!r} is full: {self.log.total_bytes} of maxSize {settings.max_size} bytes "
+                f"are in use and it rejects new data; raise maxSize, set a limit, or let it overwrite"
+            )
+
+    # -- committing ------------------------------------------------------------------------------
+    def begin(self) -> Staged | None:
+        """Stage the pending group; None if there is none or it failed. Sets `busy`."""
+        self._scheduled = False
+        group, waiters = self._group, self._waiters
+        if not group.parts:
+            return None
+        self._group, self._waiters = Group(), []
+        self._flight_waiters, self._flight_size = waiters, group.size
+        try:
+            if self.settings.overwrite:
+                self._make_room(group.size + FRAMING)
+            staged = self.log.stage(group, now_ms(), self.settings.segment_size)
+        except OSError as error:
+            self._fail(error)
+            return None
+        self.busy = True
+        self._set_room()
+        return staged
+
+    def restage(self, staged: Staged) -> Staged:
+        """After a failed sync of a staged group: the same group for a new segment; raises OSError.
+
+        What the old file holds of the group is not trusted any more, whatever a second sync of it
+        would say (the kernel marks pages clean whose write has failed).
+        """
+        self.log.abort(staged)
+        self.log.replace_active()
+        return self.log.stage(staged.group, now_ms(), self.settings.segment_size)
+
+    def finish(self, staged: Staged, error: OSError | None) -> None:
+        """Take over the result of `SegmentLog.write`: tell the waiters, apply the limits."""
+        if error is not None:
+            self.log.abort(staged)
+            self._fail(error)
+            return
+        self.log.commit(staged, synced=self.settings.flush)
+        if self.exact is not None:
+            self.exact.committed(staged)
+        self.error = None
+        self.busy = False
+        waiters, self._flight_waiters, self._flight_size = self._flight_waiters, [], 0
+        if self.exact is not None:
+            self.exact.enforce(now_ms())
+        self._set_room()
+        for waiter in waiters:
+            waiter(None)
+        for told in self.on_commit:
+            told()
+        if self._group.parts and not self._scheduled:
+            self._scheduled = True
+            self._schedule(self)
+
+    def _fail(self, error: OSError) -> None:
+        """Nothing pending is stored: all of it fails together, and the numbers are free again."""
+        self.count("failed", self._next - self.log.next)
+        self.error = StorageFailed(
+            f"stream {self.name!r} cannot be written in {self.directory}: {error.strerror or error}; nothing "
+            f"was acknowledged. Appends work again as soon as the disk does"
+        )
+        if self.exact is not None:
+            self.exact.failed()
+        if self.window is not None:
+            self.window.forget(self.log.next)
+        waiters = [*self._flight_waiters, *self._waiters]
+        self._group, self._waiters, self._flight_waiters, self._flight_size = Group(), [], [], 0
+        self._next = self.log.next
+        self.busy = False
+        self._set_room()
+        for waiter in waiters:
+            waiter(self.error)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Count something that an operator wants to know of."""
+        self.counters[what] = self.counters.get(what, 0) + number
+
+    # -- dropping --------------------------------------------------------------------------------
+    def drop(self, ranges: list[tuple[int, int]], reason: Reason) -> int:
+        """Drop the messages of these ranges (both ends included); returns how many there were.
+
+        Segments at the front that hold no live message any more are deleted. Raises OSError.
+        """
+        fresh = self.drops.record(ranges, now_ms(), reason)
+        number = sum(drop.last - drop.first + 1 for drop in fresh)
+        if number:
+            self.count(reason.name.lower(), number)
+        self._remove_dead()
+        return number
+
+    def drop_upto(self, number: int, reason: Reason) -> int:
+        """Drop all messages below `number`; as `drop`."""
+        return self.drop([(self.oldest, min(number, self.log.next) - 1)], reason)
+
+    def _remove_dead(self) -> None:
+        """Delete the segments from the front that hold no live message; the active one stays."""
+        self.oldest = min(self.drops.first_live(self.log.first), self.log.next)
+        if self.oldest >= self.log.next > self.log.active.index.base and not self.busy:
+            self.log.replace_active()
+        while (
+            self.log.first < self.log.active.index.base and self.log.following(self.log.first) <= self.oldest
+        ):
+            self.log.remove_first()
+        self.drops.compact_file(self.oldest)
+
+    def _drop_segment(self, reason: Reason) -> bool:
+        """Drop the oldest segment; False if it is the active one, which holds nothing to drop."""
+        if self.log.first == self.log.active.index.base:
+            if self.log.active.size <= HEADER.size or self.busy:
+                return False
+            self.log.replace_active()
+        self.drop_upto(self.log.following(self.log.first), reason)
+        return True
+
+    def _make_room(self, needed: int) -> None:
+        """For a group of `needed` bytes, drop as many of the oldest segments as it takes."""
+        if self.log.total_bytes + needed > self.settings.max_size and self.settings.free_exported:
+            self._free(needed, Reason.EXPORTED)
+        while self.log.total_bytes + needed > self.settings.max_size:
+            if not self._drop_segment(Reason.OVERWRITTEN):
+                return
+
+    def _free(self, needed: int, reason: Reason) -> None:
+        """Drop whole segments that all exports have passed, until `needed` bytes fit."""
+        while (
+            self.exported_upto is not None
+            and self.log.total_bytes + needed > self.settings.max_size
+            and self.log.following(self.log.first) <= self.exported_upto
+            and self._drop_segment(reason)
+        ):
+            continue
+
+    def maintain(self, now: int) -> None:
+        """Apply what depends on time and on changed settings. Called now and then; raises OSError."""
+        if self.busy:
+            return
+        ttl = self.settings.ttl
+        while ttl is not None and self.log.next > self.log.first:
+            summary = self.log.summary(self.log.first)
+            if summary.last_time + ttl > now or not self._drop_segment(Reason.EXPIRED):
+                break
+        if self.settings.overwrite:
+            self._make_room(FRAMING)
+        if self.exact is not None:
+            self.exact.enforce(now)
+        if self.window is not None:
+            self.window.expire(now)
+        self._set_room()
+
+
+def _tell(event: asyncio.Event, _: StreamError | None) -> None:
+    event.set()
