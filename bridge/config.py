@@ -30,7 +30,7 @@ from bridge.errors import ConfigError
 from bridge.export.settings import ExportSettings
 from bridge.model import MessageStreamDefinition, Name, StrategyOnFull
 from bridge.mqtt.settings import MqttConfig
-from bridge.tomlfile import Keys
+from bridge.tomlfile import Document, Keys
 from bridge.tomlstruct import Reader, dotted
 
 # What a running service takes over on SIGHUP; the rest needs a restart (see `needs_restart`).
@@ -104,7 +104,11 @@ class Config(Struct, frozen=True, kw_only=True):
 
 def load(path: Path) -> Config:
     """Read the configuration at `path` and the fragments in `conf.d` beside it."""
-    document = tomlfile.read(path)
+    return load_document(tomlfile.read(path))
+
+
+def load_document(document: Document) -> Config:
+    """Read a configuration from a document that the caller keeps, to name places in it."""
     reader = Reader(document)
     values: dict[str, Any] = {}
     for key, section in document.data.items():
@@ -116,7 +120,7 @@ def load(path: Path) -> Config:
             reader.unknown((key,), [*_SECTIONS, "streams"])
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
-    return Config(path=path, **values)
+    return Config(path=document.path, **values)
 
 
 _SECTIONS = {

@@ -1,0 +1,113 @@
+"""The command `streambridge`: nothing but parsing and printing.
+
+Exit codes are those of sysexits.h where it has one; see `ExitCode`. An expected error is one line on
+stderr, without a traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from enum import IntEnum
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from bridge.cli import service, streams
+from bridge.errors import (
+    ConfigError,
+    CorruptData,
+    DataDirectoryBusy,
+    StreamBridgeError,
+    StreamNotFound,
+)
+
+
+class ExitCode(IntEnum):
+    """What the command ends with."""
+
+    OK = 0
+    FAILED = 1  # anything without a code of its own
+    USAGE = 2  # unknown command or option
+    DAMAGED = 65  # stored data fails its check
+    NOT_FOUND = 66  # no such stream
+    BUSY = 75  # another process writes to the data directory; try again later
+    CONFIG = 78  # the configuration is wrong; a restart would not help
+    INTERRUPTED = 130  # Ctrl-C
+
+
+_CODES: dict[type[Exception], ExitCode] = {
+    ConfigError: ExitCode.CONFIG,
+    CorruptData: ExitCode.DAMAGED,
+    DataDirectoryBusy: ExitCode.BUSY,
+    StreamNotFound: ExitCode.NOT_FOUND,
+}
+
+_EPILOG = """\b
+Examples:
+  streambridge check -c config/streambridge.toml
+  streambridge run -c config/streambridge.toml
+  streambridge streams list
+  streambridge streams tail sensors --topic 'sensors/+/temperature'
+
+\b
+Exit codes:
+  0 done; 1 failed; 2 wrong usage; 65 stored data is damaged; 66 no such stream;
+  75 the data directory is in use; 78 the configuration is wrong; 130 Ctrl-C
+"""
+
+app = typer.Typer(
+    name="streambridge",
+    help="Durable streams on an MQTT gateway, exported by plugins, proven complete in the table.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+service.add_to(app)
+app.add_typer(streams.app, name="streams")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            release = version("streambridge")
+        except PackageNotFoundError:
+            release = "(not installed; run from a checkout)"
+        typer.echo(f"streambridge {release}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        app(prog_name="streambridge")
+    except StreamBridgeError as error:
+        _complain(str(error))
+        sys.exit(next((code for kind, code in _CODES.items() if isinstance(error, kind)), ExitCode.FAILED))
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        remedy = "; run as the service's user or with sudo" if error.errno == errno.EACCES else ""
+        place = f"{error.filename}: " if error.filename else ""
+        _complain(f"{place}{error.strerror}{remedy}")
+        sys.exit(ExitCode.FAILED)
+
+
+def _complain(message: str) -> None:
+    for line in message.splitlines():
+        print(f"streambridge: {line}", file=sys.stderr)  # noqa: T201 - this is the program's voice

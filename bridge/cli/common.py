@@ -1,0 +1,118 @@
+"""What the commands share: options, and printing for people and for programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from bridge.config import Config, load
+from bridge.errors import ConfigError
+
+DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
+
+ConfigOption = Annotated[
+    Path,
+    typer.Option(
+        "--config", "-c", envvar="STREAMBRIDGE_CONFIG", help="The configuration file.", metavar="FILE"
+    ),
+]
+DataDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--data-dir",
+        help="Read this data directory, whatever a configuration says.",
+        metavar="DIRECTORY",
+        show_default="gateway.data_dir of the configuration",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def config_or_defaults(path: Path) -> Config:
+    """The configuration; the defaults if nobody named one and there is none at the usual place."""
+    if path == DEFAULT_CONFIG and not path.exists():
+        return Config()
+    return load(path)
+
+
+def data_directory(config: Path, data_dir: Path | None) -> Path:
+    """The data directory that a command works on."""
+    directory = load(config).gateway.data_dir if data_dir is None else data_dir
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{directory}: there is no such data directory; start the service once, or name another one "
+            "with --config or --data-dir"
+        )
+    return directory
+
+
+def behave_in_pipes() -> None:
+    """Let `| head` end a query quietly, as it ends cat."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def echo(line: str) -> None:
+    """Print one line, without the flush of print and typer.echo: a query may have a million."""
+    sys.stdout.write(line + "\n")
+
+
+def escaped(text: str) -> str | None:
+    """Text that is safe for a terminal and stays on its line; None if it is not meant as text."""
+    line = text.replace("\\", "\\\\") if set(text) & set("\n\r\t") else text
+    line = line.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    return line if line.isprintable() else None
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on one line."""
+    echo(msgspec.json.encode(value, enc_hook=str).decode())
+
+
+def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print columns as wide as their content; numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    rights = [
+        bool(cells) and all(row[n][:1].isdigit() or row[n] == "-" for row in cells)
+        for n in range(len(header))
+    ]
+    widths = [max(len(row[n]) for row in [header, *cells]) for n in range(len(header))]
+    for number, row in enumerate([header, *cells]):
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, rights, strict=True)
+        ]
+        line = "  ".join(padded).rstrip()
+        echo(strong(line) if number == 0 else line)
+
+
+def print_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Print names and values in two columns."""
+    facts = list(facts)
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        echo(f"{strong(name.ljust(width))}  {value}")
+
+
+def strong(text: str) -> str:
+    """Bold on a terminal that wants it."""
+    return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def note(text: str) -> None:
+    """Tell people something beside the result."""
+    typer.echo(text, err=True)
+
+
+def format_time(millis: int) -> str:
+    """Unix time in ms as ISO 8601 in UTC."""
+    return (
+        datetime.fromtimestamp(millis / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )

@@ -1,0 +1,68 @@
+"""The commands around the service itself: run, check, plugins."""
+
+from __future__ import annotations
+
+import typer
+
+from bridge import logs
+from bridge.cli.common import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    JsonOption,
+    behave_in_pipes,
+    config_or_defaults,
+    print_json,
+    print_table,
+)
+from bridge.config import load
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    app.command(epilog=_RUN)(run)
+    app.command()(plugins)
+
+
+_RUN = """\b
+Examples:
+  streambridge run -c config/streambridge.toml
+  STREAMBRIDGE_CONFIG=/etc/streambridge/streambridge.toml streambridge run
+
+\b
+Signals:
+  SIGTERM, SIGINT  stop: finish what is acknowledged, then exit 0
+  SIGHUP           check the configuration and take it over
+"""
+
+
+def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Run the service in the foreground until SIGTERM or Ctrl-C."""
+    settings = load(config)
+    logs.setup(settings.log.level, settings.log.format)
+    from bridge import app  # the broker and its dependencies; the other commands need none of them
+
+    app.run(settings)
+
+
+def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
+    """List the plugins that are found, from where, and what is wrong with those that fail."""
+    behave_in_pipes()
+    from bridge.plugins import load as load_plugins
+
+    found = load_plugins(config_or_defaults(config).export.plugin_dirs).found
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        ["PLUGIN", "VERSION", "FROM", "EXPORTS TO", "STATUS"],
+        [
+            [
+                plugin.name,
+                plugin.version or "-",
+                plugin.origin,
+                " ".join(plugin.kinds) or "-",
+                "loaded" if plugin.error is None else f"failed: {plugin.error}",
+            ]
+            for plugin in found
+        ],
+    )

@@ -1,0 +1,322 @@
+"""`streambridge streams ...`: look into the streams of a data directory.
+
+These commands only read files. They work beside the running service and when it is stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import datetime
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from bridge import topics
+from bridge.cli.common import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    DataDirOption,
+    JsonOption,
+    behave_in_pipes,
+    data_directory,
+    echo,
+    escaped,
+    format_time,
+    note,
+    print_facts,
+    print_json,
+    print_table,
+)
+from bridge.errors import StreamNotFound
+from bridge.model import MessageStreamDefinition
+from bridge.streams.reader import StreamMeta, StreamReader, list_streams
+from bridge.streams.segment import Message
+from bridge.units import format_duration, format_size, parse_duration
+
+POLL = 0.2  # seconds between two looks of `tail`; a look costs one stat and one read
+_MOST = 1 << 20  # bytes per read
+
+app = typer.Typer(
+    help="Look into the streams, also while the service runs.", no_args_is_help=True, rich_markup_mode=None
+)
+
+NameArgument = Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")]
+TopicOption = Annotated[
+    str | None,
+    typer.Option("--topic", help="Only messages whose topic matches this filter.", metavar="FILTER"),
+]
+
+
+@app.callback()
+def _queries() -> None:
+    behave_in_pipes()
+
+
+@app.command("list")
+def list_command(
+    config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None, as_json: JsonOption = False
+) -> None:
+    """List the streams."""
+    described = [_describe(meta) for meta in list_streams(data_directory(config, data_dir))]
+    if as_json:
+        print_json(described)
+        return
+    print_table(
+        ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "TOPICS"],
+        [
+            [
+                info["name"],
+                info["messages"],
+                format_size(info["storageStatus"]["totalBytes"]),
+                info["storageStatus"]["oldestSequenceNumber"],
+                info["storageStatus"]["newestSequenceNumber"],
+                " ".join(info["definition"]["topics"]),
+            ]
+            for info in described
+        ],
+    )
+
+
+@app.command()
+def describe(
+    name: NameArgument,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show a stream's definition and what it holds."""
+    info = _describe(_find(data_directory(config, data_dir), name))
+    if as_json:
+        print_json(info)
+        return
+    storage, definition = info["storageStatus"], info["definition"]
+    exports = [
+        f"{kind} {export.get('identifier', '')}"
+        for kind, items in definition["exportDefinition"].items()
+        for export in items
+    ]
+    now = time.time() * 1000
+    print_facts(
+        [
+            ("name", info["name"]),
+            ("created", format_time(info["epoch"])),
+            ("messages", info["messages"]),
+            ("numbers", f"{storage['oldestSequenceNumber']} to {storage['newestSequenceNumber']}"),
+            *(
+                (label, f"{format_time(info[key])} ({format_duration(int(now - info[key]))} ago)")
+                for label, key in (("oldest", "oldestIngestTime"), ("newest", "newestIngestTime"))
+                if info[key] is not None
+            ),
+            ("size", f"{format_size(storage['totalBytes'])} of {format_size(definition['maxSize'])}"),
+            ("when full", definition["strategyOnFull"]),
+            ("persistence", definition["persistence"]),
+            ("topics", " ".join(definition["topics"]) or "-"),
+            ("exports", ", ".join(exports) or "-"),
+            ("directory", info["directory"]),
+        ]
+    )
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge streams read sensors --count 5
+  streambridge streams read sensors --from-time 10m --topic 'sensors/+/temperature'
+  streambridge streams read sensors --start 1000 --json | jq .payload
+"""
+)
+def read(
+    name: NameArgument,
+    start: Annotated[
+        int | None,
+        typer.Option(
+            "--start", min=0, metavar="NUMBER", help="The first sequence number.", show_default="the oldest"
+        ),
+    ] = None,
+    count: Annotated[
+        int, typer.Option("--count", "-n", min=1, metavar="NUMBER", help="At most so many messages.")
+    ] = 100,
+    from_time: Annotated[
+        str | None,
+        typer.Option(
+            "--from-time",
+            metavar="TIME",
+            help="Start at a time in ISO 8601 (local without a zone), or 10m ago.",
+        ),
+    ] = None,
+    topic: TopicOption = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print messages: number, time, topic and payload; as JSON one object a line.
+
+    A payload that is no printable text is printed in base64.
+    """
+    if start is not None and from_time is not None:
+        raise typer.BadParameter("give either --start or --from-time")
+    _check_filter(topic)
+    since = None if from_time is None else _parse_time(from_time)
+    with closing(StreamReader(_find(data_directory(config, data_dir), name).directory)) as reader:
+        oldest, end = reader.bounds()
+        if since is not None:
+            start = _first_since(reader, oldest, end, since)
+        elif start is not None and start < oldest:
+            note(f"{name}: the messages before {oldest} are no longer stored")
+        shown = 0
+        for message in _messages(reader, oldest if start is None else start, end):
+            if topic is None or topics.matches(topic, _topic(message)):
+                if shown == count:
+                    note(f"{name}: there is more; go on with --start {message.sequence_number}")
+                    break
+                _print(message, as_json)
+                shown += 1
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge streams tail sensors
+  streambridge streams tail sensors --count 0 --topic 'sensors/+/temperature' --json
+"""
+)
+def tail(
+    name: NameArgument,
+    count: Annotated[
+        int,
+        typer.Option("--count", "-n", min=0, metavar="NUMBER", help="So many of the newest messages first."),
+    ] = 10,
+    topic: TopicOption = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the newest messages and then each new one, until Ctrl-C."""
+    _check_filter(topic)
+    directory = _find(data_directory(config, data_dir), name).directory
+    with closing(StreamReader(directory)) as reader:
+        oldest, end = reader.bounds()
+        position = max(oldest, end - count)
+        while directory.is_dir():
+            for message in _messages(reader, position, end):
+                if topic is None or topics.matches(topic, _topic(message)):
+                    _print(message, as_json)
+            sys.stdout.flush()
+            position = end
+            time.sleep(POLL)
+            end = max(reader.bounds()[1], position)
+    raise StreamNotFound(f"{name}: the stream was deleted")
+
+
+def _find(data_dir: Path, name: str) -> StreamMeta:
+    known = {meta.name: meta for meta in list_streams(data_dir)}
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
+        raise StreamNotFound(f"{data_dir}: there is no stream {name}; {hint}")
+    return known[name]
+
+
+def _describe(meta: StreamMeta) -> dict[str, Any]:
+    """What --json prints; enums by name, everything else as on the wire."""
+    definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
+    wire = msgspec.to_builtins(definition)
+    wire["strategyOnFull"] = definition.strategy_on_full.name
+    wire["persistence"] = definition.persistence.name
+    with closing(StreamReader(meta.directory)) as reader:
+        oldest, end = reader.bounds()
+        first = reader.read(oldest, end=end, max_messages=1, max_bytes=1)
+        last = reader.read(end - 1, end=end, max_messages=1, max_bytes=1) if first else []
+        return {
+            "name": meta.name,
+            "epoch": meta.epoch,
+            "directory": str(meta.directory),
+            "messages": end - oldest,
+            "oldestIngestTime": first[0].ingest_time if first else None,
+            "newestIngestTime": last[0].ingest_time if last else None,
+            "storageStatus": {
+                "oldestSequenceNumber": oldest,
+                "newestSequenceNumber": end - 1,
+                "totalBytes": reader.total_bytes(),
+            },
+            "definition": wire,
+        }
+
+
+def _messages(reader: StreamReader, start: int, end: int) -> Iterator[Message]:
+    while start < end:
+        found = reader.read(start, end=end, max_messages=1000, max_bytes=_MOST)
+        if not found:
+            return
+        yield from found
+        start = found[-1].sequence_number + 1
+
+
+def _first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
+    """The first number whose message is not older; numbers grow with the ingest time."""
+    while low < high:
+        middle = (low + high) // 2
+        found = reader.read(middle, end=high, max_messages=1, max_bytes=1)
+        if found and found[0].ingest_time < millis:
+            low = found[0].sequence_number + 1
+        else:
+            high = middle
+    return low
+
+
+def _parse_time(text: str) -> int:
+    try:
+        return int(time.time() * 1000) - parse_duration(text)
+    except ValueError:
+        pass
+    try:
+        return int(datetime.fromisoformat(text).timestamp() * 1000)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--from-time {text!r} is neither like 2026-01-31T12:00:00Z nor like 90s, 10m, 2h or 7d"
+        ) from None
+
+
+def _check_filter(topic: str | None) -> None:
+    if topic is not None and not topics.is_topic_filter(topic):
+        raise typer.BadParameter(f"--topic {topic!r} is not a topic filter; `#` may only be the last level")
+
+
+def _print(message: Message, as_json: bool) -> None:
+    text = _decoded(message.payload)
+    if as_json:
+        document: dict[str, Any] = {
+            "sequenceNumber": message.sequence_number,
+            "ingestTime": message.ingest_time,
+            "topic": _topic(message),
+        }
+        if text is None:
+            document["payloadBase64"] = message.payload
+        else:
+            document["payload"] = text
+        if message.headers:
+            document["headers"] = msgspec.msgpack.decode(message.headers)
+        print_json(document)
+        return
+    plain = None if text is None else escaped(text)
+    payload = f"base64:{b64encode(message.payload).decode()}" if plain is None else plain
+    topic = escaped(_topic(message)) or repr(_topic(message))
+    echo(f"{message.sequence_number}  {format_time(message.ingest_time)}  {topic}  {payload}")
+
+
+def _topic(message: Message) -> str:
+    return message.topic.decode(errors="replace")
+
+
+def _decoded(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
