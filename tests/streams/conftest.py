@@ -1,0 +1,88 @@
+"""What the tests of the store share: opening it, appending and waiting, reading all back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.manager import committed
+from bridge.streams.layout import Files
+from bridge.streams.meta import Settings
+from bridge.streams.segment import Message
+from bridge.streams.store import Store
+from bridge.streams.stream import Stream
+
+
+class House:
+    """A data directory in which a test opens and reopens the store."""
+
+    def __init__(self, root: Path) -> None:
+        self.data_dir = root / "data"
+        self.memory_dir = root / "memory"
+        self.files = Files()
+        self.events: list[str] = []
+        self.floors: dict[str, int] = {}
+
+    @asynccontextmanager
+    async def store(self) -> AsyncIterator[Store]:
+        store = Store(
+            self.data_dir,
+            self.memory_dir,
+            on_event=lambda stream, what: self.events.append(f"{stream}: {what}"),
+            floor=lambda name, epoch: self.floors.get(name, 0),
+            files=self.files,
+        )
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    @asynccontextmanager
+    async def stream(self, name: str = "s", **settings: Any) -> AsyncIterator[Stream]:
+        """The stream of this name, made with these settings if it is not there."""
+        async with self.store() as store:
+            if name not in store.streams:
+                store.create(name, Settings(**settings), b"{}")
+            yield store.streams[name]
+
+    def directory(self, name: str = "s") -> Path:
+        return self.data_dir / "streams" / name
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+async def put(stream: Stream, *payloads: bytes, topic: bytes = b"t", ids: bool = False) -> list[int]:
+    """Append in one group, wait for the commit, return the numbers."""
+    numbers = [stream.append(topic, payload, b"", b"id-" + payload if ids else b"") for payload in payloads]
+    await committed(stream)
+    return numbers
+
+
+def everything(stream: Stream) -> list[Message]:
+    """All messages of a stream, read from its files."""
+    reader = stream.reader()
+    try:
+        found: list[Message] = []
+        position = stream.oldest
+        while rows := reader.read(position, end=stream.next_sequence, max_messages=1000, max_bytes=1 << 20):
+            found += rows
+            position = rows[-1].sequence_number + 1
+        return found
+    finally:
+        reader.close()
+
+
+def payloads(stream: Stream) -> list[bytes]:
+    return [message.payload for message in everything(stream)]
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)

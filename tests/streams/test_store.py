@@ -1,0 +1,296 @@
+"""Storing, reading back, numbering, and what survives a restart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from bridge.errors import DataDirectoryBusy, MessageTooLarge, StreamFull
+from bridge.manager import committed
+from bridge.streams import meta
+from bridge.streams.meta import Settings
+from bridge.streams.reader import StreamReader, list_streams
+
+from .conftest import House, everything, payloads, put, run
+
+
+def test_messages_come_back_with_topic_payload_headers_time_and_number(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            assert stream.append(b"a/b", b"one") == 0
+            assert stream.append(b"", b"", b"headers", b"id") == 1
+            assert stream.append("ü".encode(), bytes(range(256)), b"h") == 2
+            await committed(stream)
+        async with house.stream() as stream:
+            rows = everything(stream)
+            assert [(m.sequence_number, m.topic, m.payload, m.headers) for m in rows] == [
+                (0, b"a/b", b"one", b""),
+                (1, b"", b"", b"headers"),
+                (2, "ü".encode(), bytes(range(256)), b"h"),
+            ]
+            assert all(m.ingest_time >= stream.epoch > 1_700_000_000_000 for m in rows)
+
+    run(work())
+
+
+def test_numbers_go_on_after_a_restart_and_after_everything_was_dropped(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            assert await put(stream, b"a", b"b") == [0, 1]
+        async with house.stream() as stream:
+            assert await put(stream, b"c") == [2]
+            from bridge.streams.drops import Reason
+
+            assert stream.drop_upto(3, Reason.PURGED) == 3
+            assert payloads(stream) == []
+            assert (stream.oldest, stream.next_sequence) == (3, 3)
+        async with house.stream() as stream:
+            assert (stream.oldest, stream.next_sequence) == (3, 3)
+            assert await put(stream, b"d") == [3]
+            assert payloads(stream) == [b"d"]
+
+    run(work())
+
+
+def test_numbering_continues_after_the_highest_number_ever_exported(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"a", b"b")
+        house.floors["s"] = 10
+        async with house.stream() as stream:
+            assert await put(stream, b"c") == [10]
+            assert [m.sequence_number for m in everything(stream)] == [0, 1, 10]
+        house.floors.clear()
+        async with house.stream() as stream:
+            assert await put(stream, b"d") == [11]
+            assert payloads(stream) == [b"a", b"b", b"c", b"d"]
+
+    run(work())
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a b, c.log", ".hidden", "données" * 30, "x" * 255, "stream=1"])
+def test_any_legal_name_is_a_name_and_never_a_path(house: House, name: str) -> None:
+    async def work() -> None:
+        async with house.stream(name) as stream:
+            await put(stream, b"x")
+        async with house.stream(name) as stream:
+            assert payloads(stream) == [b"x"]
+        (found,) = list_streams(house.data_dir)
+        assert found.name == name
+        assert found.directory.parent == house.data_dir / "streams"
+
+    run(work())
+
+
+def test_segments_are_rolled_and_reading_crosses_them_from_any_start(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(segment_size=1024) as stream:
+            for start in range(0, 300, 7):
+                await put(stream, *(b"%d" % n for n in range(start, min(start + 7, 300))))
+            assert len(stream.log.sizes) > 5
+            assert payloads(stream) == [b"%d" % n for n in range(300)]
+            reader = stream.reader()
+            for start in range(300):
+                rows = reader.read(start, end=300, max_messages=3, max_bytes=1000)
+                assert [m.payload for m in rows] == [b"%d" % n for n in range(start, min(start + 3, 300))]
+            reader.close()
+
+    run(work())
+
+
+def test_a_group_larger_than_a_segment_is_split_and_a_message_larger_than_one_gets_its_own(
+    house: House,
+) -> None:
+    async def work() -> None:
+        async with house.stream(segment_size=1024) as stream:
+            content = [b"%03d" % n * 50 for n in range(40)] + [b"x" * 5000] + [b"y"]
+            await put(stream, *content)
+            assert payloads(stream) == content
+        async with house.stream() as stream:
+            assert payloads(stream) == content
+            assert all(size <= 1024 or size > 5000 for size in stream.log.sizes.values())
+
+    run(work())
+
+
+def test_a_read_stops_at_its_bytes_but_returns_at_least_one_message(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"x" * 1000, b"y" * 10, b"z" * 10)
+            reader = stream.reader()
+            assert [m.payload[:1] for m in reader.read(0, end=3, max_messages=9, max_bytes=5)] == [b"x"]
+            assert [m.payload[:1] for m in reader.read(1, end=3, max_messages=9, max_bytes=22)] == [
+                b"y",
+                b"z",
+            ]
+            assert [m.payload[:1] for m in reader.read(0, end=2, max_messages=9, max_bytes=5000)] == [
+                b"x",
+                b"y",
+            ]
+            assert reader.read(3, end=3, max_messages=9, max_bytes=5000) == []
+            reader.close()
+
+    run(work())
+
+
+def test_a_full_stream_that_rejects_names_the_limit_and_keeps_what_it_has(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(max_size=4096, segment_size=1024) as stream:
+            stored = 0
+            with pytest.raises(StreamFull, match=r"'s' is full: \d+ of maxSize 4096"):
+                for _ in range(100):
+                    await put(stream, b"x" * 200)
+                    stored += 1
+            assert 10 < stored < 20
+            assert stream.total_bytes <= 4096
+            assert len(everything(stream)) == stored
+            with pytest.raises(MessageTooLarge, match="maxSize 4096"):
+                stream.append(b"t", b"x" * 5000)
+
+    run(work())
+
+
+def test_an_overwriting_stream_drops_whole_oldest_segments_and_stays_within_its_size(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(max_size=8192, segment_size=1024, overwrite=True) as stream:
+            for n in range(500):
+                await put(stream, b"%03d" % n * 20)
+                assert stream.total_bytes <= 8192
+            rows = everything(stream)
+            assert rows[-1].sequence_number == 499
+            assert [m.sequence_number for m in rows] == list(range(stream.oldest, 500))
+            assert stream.counters["overwritten"] == stream.oldest > 300
+            assert [m.payload for m in rows] == [b"%03d" % m.sequence_number * 20 for m in rows]
+
+    run(work())
+
+
+def test_an_overwriting_stream_whose_segment_is_as_large_as_itself_still_takes_messages(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(max_size=2048, segment_size=2048, overwrite=True) as stream:
+            for n in range(100):
+                await put(stream, b"%03d" % n * 20)
+            assert everything(stream)[-1].sequence_number == 99
+            assert stream.total_bytes <= 2048
+
+    run(work())
+
+
+def test_memory_streams_are_emptied_at_start_and_their_numbers_go_on(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(memory=True) as stream:
+            assert await put(stream, b"a", b"b") == [0, 1]
+            assert payloads(stream) == [b"a", b"b"]
+            assert house.memory_dir in stream.directory.parents
+        async with house.stream() as stream:
+            assert stream.settings.memory
+            assert payloads(stream) == []
+            assert await put(stream, b"c") == [2]
+
+    run(work())
+
+
+def test_a_deleted_stream_is_gone_and_a_new_one_of_its_name_is_another_one(house: House) -> None:
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", Settings(), b"{}")
+            await put(stream, b"a")
+            before = stream.epoch
+            store.delete("s")
+            assert list_streams(house.data_dir) == []
+            again = store.create("s", Settings(), b"{}")
+            assert await put(again, b"b") == [0]
+            assert again.epoch > before
+
+    run(work())
+
+
+def test_only_one_process_writes_a_data_directory(house: House) -> None:
+    async def work() -> None:
+        async with house.store():
+            with pytest.raises(DataDirectoryBusy, match="another process writes"):
+                async with house.store():
+                    pass
+
+    run(work())
+
+
+def test_definitions_survive_and_either_copy_alone_is_enough(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(max_size=12345, segment_size=1024) as stream:
+            stream.configure(Settings(max_size=54321, segment_size=2048), b'{"definition": 1}')
+        for name in meta.NAMES:
+            path = house.directory() / name
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+            async with house.stream() as stream:
+                assert stream.settings == Settings(max_size=54321, segment_size=2048)
+                assert stream.meta.definition == b'{"definition": 1}'
+            assert "damaged; written again from the other copy" in house.events.pop()
+
+    run(work())
+
+
+def test_files_are_for_the_service_user_alone(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"a")
+        for path in house.data_dir.rglob("*"):
+            if not path.is_symlink():
+                assert path.stat().st_mode & 0o077 == 0, path
+
+    run(work())
+
+
+def test_another_process_reads_while_this_one_writes(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(segment_size=4096) as stream:
+            await put(stream, *(b"%d" % n for n in range(1000)))
+            code = (
+                "import sys, pathlib; from bridge.streams.reader import StreamReader\n"
+                "r = StreamReader(pathlib.Path(sys.argv[1])); first, end = r.bounds()\n"
+                "rows = r.read(first, end=end, max_messages=9999, max_bytes=1 << 30)\n"
+                "print(first, end, len(rows), sum(int(m.payload) for m in rows))"
+            )
+            out = subprocess.run(
+                [sys.executable, "-c", code, str(stream.directory)],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert out.stdout.split() == ["0", "1000", "1000", str(sum(range(1000)))]
+
+    run(work())
+
+
+def test_a_reader_under_which_segments_are_deleted_goes_on_at_the_new_oldest(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(max_size=8192, segment_size=1024, overwrite=True) as stream:
+            await put(stream, *(b"%03d" % n for n in range(50)))
+            reader = StreamReader(stream.directory)
+            assert [m.payload for m in reader.read(0, end=50, max_messages=5, max_bytes=999)] == [
+                b"%03d" % n for n in range(5)
+            ]
+            for n in range(50, 1000):
+                await put(stream, b"%03d" % n)
+            rows = reader.read(5, end=1000, max_messages=5, max_bytes=999)
+            assert rows[0].sequence_number == stream.oldest
+            assert rows[0].payload == b"%03d" % stream.oldest
+            assert reader.bounds() == (stream.oldest, 1000)
+            reader.close()
+
+    run(work())
+
+
+def test_a_repeated_message_id_inside_the_window_is_stored_once_also_after_a_restart(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(dedup_window=60_000) as stream:
+            assert await put(stream, b"a", b"b", ids=True) == [0, 1]
+            assert await put(stream, b"a", b"c", ids=True) == [0, 2]
+        async with house.stream() as stream:
+            assert await put(stream, b"b", b"d", ids=True) == [1, 3]
+            assert payloads(stream) == [b"a", b"b", b"c", b"d"]
+            assert stream.counters["deduplicated"] == 1
+
+    run(work())
