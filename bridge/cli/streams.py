@@ -38,6 +38,7 @@ from bridge.errors import StreamNotFound
 from bridge.model import MessageStreamDefinition
 from bridge.streams.reader import StreamMeta, StreamReader, list_streams
 from bridge.streams.segment import Message
+from bridge.streams.store import MEMORY
 from bridge.units import format_duration, format_size, parse_duration
 
 POLL = 0.2  # seconds between two looks of `tail`; a look costs one stat and one read
@@ -64,7 +65,8 @@ def list_command(
     config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None, as_json: JsonOption = False
 ) -> None:
     """List the streams."""
-    described = [_describe(meta) for meta in list_streams(data_directory(config, data_dir))]
+    directory = data_directory(config, data_dir)
+    described = [_describe(directory, meta) for meta in list_streams(directory)]
     if as_json:
         print_json(described)
         return
@@ -92,7 +94,8 @@ def describe(
     as_json: JsonOption = False,
 ) -> None:
     """Show a stream's definition and what it holds."""
-    info = _describe(_find(data_directory(config, data_dir), name))
+    directory = data_directory(config, data_dir)
+    info = _describe(directory, _find(directory, name))
     if as_json:
         print_json(info)
         return
@@ -164,14 +167,14 @@ def read(
         raise typer.BadParameter("give either --start or --from-time")
     _check_filter(topic)
     since = None if from_time is None else _parse_time(from_time)
-    with closing(StreamReader(_find(data_directory(config, data_dir), name).directory)) as reader:
+    with closing(StreamReader(_messages_of(data_directory(config, data_dir), name))) as reader:
         oldest, end = reader.bounds()
         if since is not None:
             start = _first_since(reader, oldest, end, since)
         elif start is not None and start < oldest:
             note(f"{name}: the messages before {oldest} are no longer stored")
         shown = 0
-        for message in _messages(reader, oldest if start is None else start, end):
+        for message in _read(reader, oldest if start is None else start, end):
             if topic is None or topics.matches(topic, _topic(message)):
                 if shown == count:
                     note(f"{name}: there is more; go on with --start {message.sequence_number}")
@@ -200,12 +203,12 @@ def tail(
 ) -> None:
     """Print the newest messages and then each new one, until Ctrl-C."""
     _check_filter(topic)
-    directory = _find(data_directory(config, data_dir), name).directory
+    directory = _messages_of(data_directory(config, data_dir), name)
     with closing(StreamReader(directory)) as reader:
         oldest, end = reader.bounds()
         position = max(oldest, end - count)
         while directory.is_dir():
-            for message in _messages(reader, position, end):
+            for message in _read(reader, position, end):
                 if topic is None or topics.matches(topic, _topic(message)):
                     _print(message, as_json)
             sys.stdout.flush()
@@ -224,33 +227,56 @@ def _find(data_dir: Path, name: str) -> StreamMeta:
     return known[name]
 
 
-def _describe(meta: StreamMeta) -> dict[str, Any]:
+def _messages_of(data_dir: Path, name: str) -> Path:
+    meta = _find(data_dir, name)
+    directory = _files(data_dir, meta)
+    if not directory.is_dir():
+        raise StreamNotFound(f"{directory}: the messages of {name} were in memory, and are gone")
+    return directory
+
+
+def _files(data_dir: Path, meta: StreamMeta) -> Path:
+    return data_dir / MEMORY / meta.directory.name if meta.memory else meta.directory
+
+
+def _describe(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
     """What --json prints; enums by name, everything else as on the wire."""
+    directory = _files(data_dir, meta)
     definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
     wire = msgspec.to_builtins(definition)
     wire["strategyOnFull"] = definition.strategy_on_full.name
     wire["persistence"] = definition.persistence.name
-    with closing(StreamReader(meta.directory)) as reader:
+    oldest, end, size, first, last = _holding(directory) if directory.is_dir() else (0, 0, 0, None, None)
+    return {
+        "name": meta.name,
+        "epoch": meta.epoch,
+        "directory": str(directory),
+        "messages": end - oldest,
+        "oldestIngestTime": first,
+        "newestIngestTime": last,
+        "storageStatus": {
+            "oldestSequenceNumber": oldest,
+            "newestSequenceNumber": end - 1,
+            "totalBytes": size,
+        },
+        "definition": wire,
+    }
+
+
+def _holding(directory: Path) -> tuple[int, int, int, int | None, int | None]:
+    """Oldest and next number, bytes, and the times of the oldest and newest message."""
+    with closing(StreamReader(directory)) as reader:
         oldest, end = reader.bounds()
-        first = reader.read(oldest, end=end, max_messages=1, max_bytes=1)
-        last = reader.read(end - 1, end=end, max_messages=1, max_bytes=1) if first else []
-        return {
-            "name": meta.name,
-            "epoch": meta.epoch,
-            "directory": str(meta.directory),
-            "messages": end - oldest,
-            "oldestIngestTime": first[0].ingest_time if first else None,
-            "newestIngestTime": last[0].ingest_time if last else None,
-            "storageStatus": {
-                "oldestSequenceNumber": oldest,
-                "newestSequenceNumber": end - 1,
-                "totalBytes": reader.total_bytes(),
-            },
-            "definition": wire,
-        }
+        times = [
+            message.ingest_time
+            for number in (oldest, end - 1)
+            if oldest < end
+            for message in reader.read(number, end=end, max_messages=1, max_bytes=1)
+        ]
+        return oldest, end, reader.total_bytes(), next(iter(times), None), next(iter(times[1:]), None)
 
 
-def _messages(reader: StreamReader, start: int, end: int) -> Iterator[Message]:
+def _read(reader: StreamReader, start: int, end: int) -> Iterator[Message]:
     while start < end:
         found = reader.read(start, end=end, max_messages=1000, max_bytes=_MOST)
         if not found:

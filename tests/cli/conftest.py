@@ -1,0 +1,79 @@
+"""The command in a process of its own, and data directories for it to look into."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bridge.manager import settings_of
+from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.streams import stream as writer
+from bridge.streams.store import Store
+
+COMMAND = [sys.executable, "-m", "bridge"]
+CHECKOUT = Path(__file__).parents[2]
+NOON = 1_767_268_800_000  # 2026-01-01T12:00:00Z
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, without what would point the command at somebody's configuration."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("STREAMBRIDGE_")}
+    return kept | {"PYTHONPATH": str(CHECKOUT)}
+
+
+def streambridge(
+    *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path = CHECKOUT
+) -> subprocess.CompletedProcess[str]:
+    """Run the command and wait for its end."""
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        cwd=cwd,
+        env=environment() | (env or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+Fill = Callable[..., Path]
+
+
+@pytest.fixture
+def fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fill:
+    """A function that appends messages to a stream of a data directory; the n-th at n seconds past noon."""
+
+    def fill_it(
+        messages: Sequence[tuple[str, bytes]] = (),
+        name: str = "sensors",
+        headers: bytes = b"",
+        **settings: object,
+    ) -> Path:
+        data_dir = tmp_path / "data"
+        definition = MessageStreamDefinition(
+            **{"name": name, "strategy_on_full": StrategyOnFull.RejectNewData, "topics": ["sensors/#"]}
+            | settings
+        )
+
+        async def work() -> None:
+            store = Store(data_dir, tmp_path / "memory", on_event=lambda *_: None)
+            stream = store.streams.get(name) or store.create(
+                name, settings_of(definition), msgspec.json.encode(definition)
+            )
+            for topic, payload in messages:
+                monkeypatch.setattr(writer, "now_ms", lambda at=stream.next_sequence: NOON + 1000 * at)
+                stream.append(topic.encode(), payload, headers)
+                await store.committer.drain()
+            await store.close()
+
+        asyncio.run(work())
+        return data_dir
+
+    return fill_it

@@ -1,0 +1,71 @@
+"""The command as a whole: help, errors, exit codes, plugins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import streambridge
+
+
+def test_help_names_every_command_and_exit_code() -> None:
+    text = streambridge("--help").stdout
+    for word in ("run", "check", "streams", "plugins", "verify", "repair", "ingest", "Examples:", "78"):
+        assert word in text
+
+
+@pytest.mark.parametrize("command", [["run"], ["streams", "list"], ["streams", "read"], ["check"]])
+def test_help_of_a_command_shows_its_defaults(command: list[str]) -> None:
+    done = streambridge(*command, "--help")
+    assert "/etc/streambridge/streambridge.toml" in done.stdout
+    assert "STREAMBRIDGE_CONFIG" in done.stdout
+
+
+def test_a_configuration_that_is_missing_is_told_in_one_line() -> None:
+    done = streambridge("run", "-c", "/nowhere/streambridge.toml")
+    assert done.returncode == 78
+    assert done.stderr == (
+        "streambridge: /nowhere/streambridge.toml: there is no such file; name another one with --config\n"
+    )
+
+
+def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("[gatway]\n[mqtt]\nmode = 1\n")
+    done = streambridge("run", env={"STREAMBRIDGE_CONFIG": str(path)})
+    assert done.returncode == 78
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == [f"{path}:1", f"{path}:3"]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_data_directory_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
+    done = streambridge("streams", "list", "--data-dir", tmp_path / "none")
+    assert done.returncode == 78
+    assert done.stderr.count("\n") == 1
+    assert "there is no such data directory; start the service once" in done.stderr
+
+
+def test_an_unknown_command_is_wrong_usage() -> None:
+    done = streambridge("strems")
+    assert done.returncode == 2
+    assert "streams" in done.stderr
+
+
+def test_nothing_is_coloured_in_a_pipe() -> None:
+    assert "\x1b" not in streambridge("plugins", env={"FORCE_COLOR": "1"}).stdout
+
+
+def test_plugins_lists_shipped_and_broken_ones(tmp_path: Path) -> None:
+    drop_in = tmp_path / "plugins"
+    drop_in.mkdir()
+    (drop_in / "broken.py").write_text("import no_such_module\n")
+    path = tmp_path / "x.toml"
+    path.write_text('[export]\nplugin_dirs = ["plugins"]\n')
+    done = streambridge("plugins", "-c", path, "--json")
+    found = {plugin["name"]: plugin for plugin in json.loads(done.stdout)}
+    assert found["broken"]["error"] == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert found["s3"]["error"] is None
+    assert found["s3"]["kinds"] == ["s3"]
+    assert "failed: ModuleNotFoundError" in streambridge("plugins", "-c", path).stdout

@@ -1,0 +1,166 @@
+"""`streambridge streams ...` on the files of a data directory."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bridge.model import Persistence
+from tests.cli.conftest import COMMAND, Fill, environment, streambridge
+
+READINGS = [(f"sensors/{'ab'[n % 2]}/temperature", b'{"value":%d}' % n) for n in range(6)]
+
+
+def lines(*arguments: str | Path) -> list[str]:
+    done = streambridge(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_list_shows_each_stream_with_what_it_holds(fill: Fill) -> None:
+    fill(READINGS)
+    data = fill([], name="an empty one", topics=[])
+    header, empty, sensors = lines("streams", "list", "--data-dir", data)
+    assert header.split() == ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "TOPICS"]
+    assert empty.startswith("an empty one")
+    assert empty.split()[-2:] == ["0", "-1"]
+    assert sensors.split()[:2] == ["sensors", "6"]
+    assert sensors.split()[-3:] == ["0", "5", "sensors/#"]
+
+
+def test_list_and_describe_as_json_agree(fill: Fill) -> None:
+    data = fill(READINGS)
+    (listed,) = json.loads(streambridge("streams", "list", "--data-dir", data, "--json").stdout)
+    described = json.loads(
+        streambridge("streams", "describe", "sensors", "--data-dir", data, "--json").stdout
+    )
+    assert listed == described
+    assert described["storageStatus"]["newestSequenceNumber"] == 5
+    assert described["definition"]["strategyOnFull"] == "RejectNewData"
+    assert described["newestIngestTime"] - described["oldestIngestTime"] == 5000
+
+
+def test_describe_is_readable(fill: Fill) -> None:
+    exports = {"s3": [{"identifier": "lake", "bucket": "b"}]}
+    data = fill(READINGS, export_definition=exports)
+    facts = dict(
+        line.split(maxsplit=1) for line in lines("streams", "describe", "sensors", "--data-dir", data)
+    )
+    assert facts["numbers"] == "0 to 5"
+    assert facts["exports"] == "s3 lake"
+    assert facts["oldest"].startswith("2026-01-01T12:00:00.000Z (")
+    assert facts["directory"] == str(data / "streams" / "sensors")
+
+
+def test_read_prints_number_time_topic_and_payload(fill: Fill) -> None:
+    data = fill(READINGS)
+    assert lines("streams", "read", "sensors", "--data-dir", data, "--start", "2", "--count", "2") == [
+        '2  2026-01-01T12:00:02.000Z  sensors/a/temperature  {"value":2}',
+        '3  2026-01-01T12:00:03.000Z  sensors/b/temperature  {"value":3}',
+    ]
+
+
+def test_read_says_where_to_go_on_when_there_is_more(fill: Fill) -> None:
+    data = fill(READINGS)
+    done = streambridge("streams", "read", "sensors", "--data-dir", data, "--count", "4")
+    assert len(done.stdout.splitlines()) == 4
+    assert done.stderr == "sensors: there is more; go on with --start 4\n"
+
+
+def test_read_filters_by_topic_and_time(fill: Fill) -> None:
+    data = fill(READINGS)
+    shown = lines(
+        "streams", "read", "sensors", "--data-dir", data,
+        "--from-time", "2026-01-01T12:00:01.500Z", "--topic", "sensors/a/+", "--json",
+    )  # fmt: skip
+    assert [json.loads(line)["sequenceNumber"] for line in shown] == [2, 4]
+
+
+def test_read_from_so_long_ago_as_given(fill: Fill) -> None:
+    data = fill(READINGS)
+    assert lines("streams", "read", "sensors", "--data-dir", data, "--from-time", "1s") == []
+    assert len(lines("streams", "read", "sensors", "--data-dir", data, "--from-time", "36500d")) == 6
+
+
+def test_a_payload_that_is_no_text_is_printed_in_base64_and_never_reaches_the_terminal(fill: Fill) -> None:
+    data = fill([("a", b"\xff\x00"), ("a\x1b[2J", b"\x1b[2J"), ("a", b"two\nlines"), ("a", "grün".encode())])
+    shown = [line.split("  ", 2)[2] for line in lines("streams", "read", "sensors", "--data-dir", data)]
+    assert shown == ["a  base64:/wA=", r"'a\x1b[2J'  base64:G1sySg==", r"a  two\nlines", "a  grün"]
+
+
+def test_messages_as_json_carry_every_byte(fill: Fill) -> None:
+    fill([("a", b"\xff\x00")])
+    data = fill([("b", b"text")], headers=msgspec.msgpack.encode({"retain": True, "type": "text/plain"}))
+    first, second = map(json.loads, lines("streams", "read", "sensors", "--data-dir", data, "--json"))
+    assert first == {"sequenceNumber": 0, "ingestTime": 1767268800000, "topic": "a", "payloadBase64": "/wA="}
+    assert second["payload"] == "text"
+    assert second["headers"] == {"retain": True, "type": "text/plain"}
+
+
+def test_a_stream_that_does_not_exist_is_answered_with_one_that_does(fill: Fill) -> None:
+    data = fill(READINGS)
+    done = streambridge("streams", "read", "sensor", "--data-dir", data)
+    assert (done.returncode, done.stdout) == (66, "")
+    assert done.stderr == f"streambridge: {data}: there is no stream sensor; did you mean sensors?\n"
+
+
+def test_damaged_data_is_never_printed(fill: Fill) -> None:
+    data = fill(READINGS)
+    (segment,) = (data / "streams" / "sensors").glob("*.seg")
+    content = bytearray(segment.read_bytes())
+    at = content.index(b'{"value":2}') + 9
+    content[at] ^= 1
+    segment.write_bytes(content)
+    done = streambridge("streams", "read", "sensors", "--data-dir", data)
+    assert '"value":3' not in done.stdout.splitlines()[2:3]
+    assert len(done.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--topic", "a/#/b"], "--topic 'a/#/b' is not a topic filter"),
+        (["--from-time", "yesterday"], "--from-time 'yesterday' is neither like"),
+        (["--from-time", "1d", "--start", "1"], "give either --start or --from-time"),
+    ],
+)
+def test_wrong_options_are_wrong_usage(fill: Fill, arguments: list[str], told: str) -> None:
+    done = streambridge("streams", "read", "sensors", "--data-dir", fill(), *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_tail_shows_the_newest_and_then_what_arrives_until_ctrl_c(fill: Fill) -> None:
+    data = fill(READINGS)
+    command = [*COMMAND, "streams", "tail", "sensors", "-n", "2", "--data-dir", str(data), "--json"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as tail:
+        assert tail.stdout is not None
+        assert [json.loads(tail.stdout.readline())["sequenceNumber"] for _ in range(2)] == [4, 5]
+        fill([("sensors/new", b"6")])
+        assert json.loads(tail.stdout.readline())["payload"] == "6"
+        tail.send_signal(signal.SIGINT)
+        assert tail.wait(timeout=30) == 130
+
+
+def test_a_reader_that_goes_away_ends_a_query_quietly(fill: Fill) -> None:
+    data = fill([("sensors/a", b"x" * 1000)] * 200)
+    command = [*COMMAND, "streams", "read", "sensors", "--data-dir", str(data)]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as read:
+        assert read.stdout is not None
+        assert read.stderr is not None
+        read.stdout.readline()
+        read.stdout.close()
+        assert read.wait(timeout=30) == -signal.SIGPIPE
+        assert read.stderr.read() == ""
+
+
+def test_a_memory_stream_is_read_where_its_messages_are(fill: Fill) -> None:
+    data = fill(READINGS, name="fast", persistence=Persistence.Memory)
+    assert len(lines("streams", "read", "fast", "--data-dir", data)) == 6
