@@ -1,0 +1,42 @@
+# Everything that a developer does, one word each. The environment is made on the way, in .venv, and again
+# only when pyproject.toml or constraints.txt have changed.
+
+BIN := .venv/bin
+
+.PHONY: help demo test test-slow lint format venv clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
+
+demo: venv ## the whole way on real input: devices, streams, S3, Spark table
+	@.ci/tools java
+	$(BIN)/python examples/demo/run.py
+
+test: venv lint ## what must hold before every commit
+	@.ci/tools java mosquitto strace systemd
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: venv ## the tests that take minutes
+	@.ci/tools java mosquitto strace systemd
+	$(BIN)/python -m pytest -m slow
+
+lint: venv ## formatting, style and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: venv ## put the formatting right
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+venv: .venv/made ## the environment alone
+
+.venv/made: pyproject.toml constraints.txt
+	@.ci/tools python
+	rm -rf .venv
+	$$(.ci/python) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,parquet,dev]'
+	@touch $@
+
+clean: ## remove what all of this has made
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
