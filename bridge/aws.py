@@ -134,16 +134,17 @@ def client(
             session = _session(settings)
             _clients[key] = session.client(
                 service,
-                region_name=region or settings.region or session.region_name or _region(endpoint_url, settings),
+                region_name=region or settings.region or _region(session, endpoint_url, settings),
                 endpoint_url=endpoint_url or settings.endpoint_url,
                 config=Config(**(defaults | config)),
             )
         return _clients[key]
 
 
-def _region(endpoint_url: str | None, settings: AwsSettings) -> str | None:
-    # A service that is not AWS's own (MinIO, a test server) takes any region; botocore wants one.
-    return "us-east-1" if endpoint_url or settings.endpoint_url else None
+def _region(session: Any, endpoint_url: str | None, settings: AwsSettings) -> str | None:
+    if session.region_name is None and (endpoint_url or settings.endpoint_url):
+        return "us-east-1"  # not AWS's own endpoint: any region will do, but botocore wants one
+    return str(session.region_name) if session.region_name else None
 
 
 def _session(settings: AwsSettings) -> Any:
@@ -152,7 +153,7 @@ def _session(settings: AwsSettings) -> Any:
         import boto3
         import botocore.session
 
-        core = botocore.session.Session(profile=settings.profile)
+        core: Any = botocore.session.Session(profile=settings.profile)
         fetch = _provider(settings) if _provider else None
         if fetch is None and settings.credentials is not None:
             fetch = iot_credentials(settings.credentials.iot)
@@ -188,10 +189,9 @@ def iot_credentials(settings: IotCredentials) -> Callable[[], Credentials]:
 
         url = settings.endpoint if "://" in settings.endpoint else f"https://{settings.endpoint}"
         # Made anew each time, so that a certificate that was rotated on disk is taken up.
+        verify: Any = str(settings.ca) if settings.ca else True
         session = URLLib3Session(
-            verify=str(settings.ca) if settings.ca else True,
-            client_cert=(str(settings.cert), str(settings.key)),
-            timeout=CONNECT_TIMEOUT,
+            verify=verify, client_cert=(str(settings.cert), str(settings.key)), timeout=int(CONNECT_TIMEOUT)
         )
         headers = {"x-amzn-iot-thingname": settings.thing} if settings.thing else {}
         request = AWSRequest("GET", f"{url}/role-aliases/{settings.role_alias}/credentials", headers=headers)
@@ -205,7 +205,7 @@ def iot_credentials(settings: IotCredentials) -> Callable[[], Credentials]:
                 f"{response.text[:200]}"
             )
         found = msgspec.json.decode(response.content, type=_IotAnswer).credentials
-        expiry = datetime.fromisoformat(found.expiration.replace("Z", "+00:00")).timestamp()
+        expiry = datetime.fromisoformat(found.expiration).timestamp()
         return Credentials(
             access_key=found.accessKeyId,
             secret_key=found.secretAccessKey,

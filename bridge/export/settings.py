@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 
 class ExportSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -16,4 +16,4 @@ class ExportSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     threads: Annotated[int, Meta(ge=1, le=100)] = 5
     max_bandwidth: Annotated[int, Meta(ge=1000)] | None = None
-    plugin_dirs: list[str] = ["/etc/streambridge/plugins"]
+    plugin_dirs: list[str] = field(default_factory=lambda: ["/etc/streambridge/plugins"])

@@ -1,0 +1,197 @@
+"""How far an export is, on disk. A cursor may lag behind what was exported; it never leads.
+
+    <data_dir>/exports/lock                                         held (flock) by the worker
+    <data_dir>/exports/<stream>/<identifier>.cursor                 names as `streams.layout` makes them
+    <data_dir>/exports/<stream>/<identifier>.skipped                ranges never exported, with reasons
+
+A cursor file has two slots of 4096 bytes, written in turn; the valid one with the higher generation
+counts. A torn write therefore costs one step back, and needs no rename and no sync of a directory.
+
+    slot = magic "SBCURSR1" | generation u64 | length u32 | crc32 u32 (of all before it, and the body) | body
+
+`body` is msgpack of `Cursor`. If both slots fail their check, the export starts anew at its start
+sequence number: what was sent is sent again, and nothing is lost.
+
+A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the
+range; a line that fails its check ends the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import struct
+from operator import itemgetter
+from pathlib import Path
+from zlib import crc32
+
+import msgspec
+from msgspec import Struct
+
+from bridge.errors import CorruptData
+from bridge.streams.layout import Files, directory_name
+
+SLOT = 4096
+STATE_LIMIT = 2000
+_MAGIC = b"SBCURSR1"
+_HEAD = struct.Struct(">8sQI")
+
+
+class Cursor(Struct, kw_only=True):
+    """One export's position and counters. `position` is the next number to be exported.
+
+    `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the
+    configured start sequence number that the position was once taken from.
+    """
+
+    epoch: int
+    kind: str
+    start: int = 0
+    position: int = 0
+    planned: tuple[int, int] | None = None
+    messages: int = 0
+    size: int = 0
+    rejected: int = 0
+    skipped: int = 0
+    last_time: int = 0
+    error: str | None = None
+    state: bytes = b""
+
+    @property
+    def reached(self) -> int:
+        """The highest number that may have been exported; -1 if none."""
+        return self.planned[1] if self.planned else self.position - 1
+
+
+def stream_directory(data_dir: Path, stream: str) -> Path:
+    """Where the cursors of a stream's exports are."""
+    return data_dir / "exports" / directory_name(stream)
+
+
+def highest_exported(data_dir: Path, name: str, epoch: int) -> int:
+    """The highest number that any export of the stream may have sent; -1 if none.
+
+    Numbering continues after it when a power cut took an unflushed tail that was already exported.
+    """
+    highest = -1
+    for path in stream_directory(data_dir, name).glob("*.cursor"):
+        with contextlib.suppress(CorruptData, OSError):
+            cursor = CursorFile.peek(path)
+            if cursor is not None and cursor.epoch == epoch:
+                highest = max(highest, cursor.reached)
+    return highest
+
+
+def forget_stream(data_dir: Path, name: str) -> None:
+    """Remove all cursors of a stream."""
+    shutil.rmtree(stream_directory(data_dir, name), ignore_errors=True)
+
+
+class CursorFile:
+    """The file of one cursor, open for writing."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        Files().sync_directory(path.parent)
+        self._generation = max((generation for generation, _ in _slots(self._fd)), default=0)
+
+    @staticmethod
+    def peek(path: Path) -> Cursor | None:
+        """Read a cursor; None for an empty file. Raises CorruptData if there is no valid slot."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = _slots(fd)
+            if found:
+                return max(found, key=itemgetter(0))[1]
+            if os.fstat(fd).st_size == 0:
+                return None
+        finally:
+            os.close(fd)
+        raise CorruptData(f"{path}: no valid cursor in it")
+
+    def write(self, cursor: Cursor) -> None:
+        """Write durably into the slot that is not the newest; raises OSError."""
+        body = msgspec.msgpack.encode(cursor)
+        generation = self._generation + 1
+        head = _HEAD.pack(_MAGIC, generation, len(body))
+        slot = head + crc32(body, crc32(head)).to_bytes(4, "big") + body
+        if len(slot) > SLOT:
+            raise ValueError(f"a cursor of {len(slot)} bytes does not fit its slot")
+        os.pwrite(self._fd, slot.ljust(SLOT, b"\0"), generation % 2 * SLOT)
+        os.fdatasync(self._fd)
+        self._generation = generation
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _slots(fd: int) -> list[tuple[int, Cursor]]:
+    found = []
+    for number in range(2):
+        data = os.pread(fd, SLOT, number * SLOT)
+        if len(data) < _HEAD.size + 4:
+            continue
+        magic, generation, length = _HEAD.unpack_from(data)
+        body = data[_HEAD.size + 4 : _HEAD.size + 4 + length]
+        crc = int.from_bytes(data[_HEAD.size : _HEAD.size + 4], "big")
+        if magic == _MAGIC and len(body) == length and crc32(body, crc32(data[: _HEAD.size])) == crc:
+            with contextlib.suppress(msgspec.MsgspecError):
+                found.append((generation, msgspec.msgpack.decode(body, type=Cursor)))
+    return found
+
+
+class Skipped:
+    """The ranges that an export never sent, in order, neighbours of one reason joined."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_new = not path.exists()
+        self.ranges: list[tuple[int, int, str]] = []
+        good = 0
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+            fields = line.decode("ascii", "replace").split()
+            if not line.endswith(b"\n") or len(fields) != 4 or fields[3] != _check(*fields[:3]):
+                break
+            self._join(int(fields[0]), int(fields[1]), fields[2])
+            good += len(line)
+        if path.exists() and path.stat().st_size > good:
+            os.truncate(path, good)
+
+    @property
+    def last(self) -> int:
+        """The highest number in it; -1 if there is none."""
+        return self.ranges[-1][1] if self.ranges else -1
+
+    def add(self, ranges: list[tuple[int, int, str]]) -> int:
+        """Append ranges durably; those that are in it already are passed over. Returns how many numbers."""
+        fresh = [
+            (max(first, self.last + 1), last, reason) for first, last, reason in ranges if last > self.last
+        ]
+        if not fresh:
+            return 0
+        lines = [f"{first} {last} {reason} {_check(first, last, reason)}\n" for first, last, reason in fresh]
+        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, "".join(lines).encode("ascii"))
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        if self._is_new:
+            Files().sync_directory(self._path.parent)
+            self._is_new = False
+        for entry in fresh:
+            self._join(*entry)
+        return sum(last - first + 1 for first, last, _ in fresh)
+
+    def _join(self, first: int, last: int, reason: str) -> None:
+        if self.ranges and self.ranges[-1][1] + 1 == first and self.ranges[-1][2] == reason:
+            first = self.ranges.pop()[0]
+        self.ranges.append((first, last, reason))
+
+
+def _check(*fields: object) -> str:
+    return f"{crc32(' '.join(map(str, fields)).encode()):08x}"

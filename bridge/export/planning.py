@@ -1,0 +1,212 @@
+"""Which messages make the next batch: reading a stream, waiting for more, passing over holes.
+
+A batch is due when as many messages or bytes wait as the export wants, when the oldest waiting one
+is old enough, or at once if the export names no interval. While it waits, each message is read once
+to be counted and not kept: memory stays bounded by one batch per thread, however many exports wait.
+
+Numbers that are missing were dropped by the stream's limits (the stream's drop log says why), or
+left out by a plugin's `transform_records`. They are passed over and reported, never waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from bridge.export.api import Batching, BatchLimits, ExportConfig, Record
+from bridge.streams.drops import DropLog, Reason
+from bridge.streams.layout import Files
+from bridge.streams.reader import StreamReader
+from bridge.streams.segment import Message
+
+MAX_RECORDS = 100_000
+MAX_BYTES = 4 * 1024 * 1024
+LOOK_EVERY = 0.2  # seconds between two looks at how much waits
+_CHUNK_RECORDS, _CHUNK_BYTES = 10_000, 1024 * 1024
+_TOPICS = 4096
+
+Transform = Callable[[list[Record], str, ExportConfig], list[Record]]
+
+
+class Source:
+    """A stream as the worker knows it. The main thread sets the numbers as they are committed."""
+
+    def __init__(self, name: str, directory: Path, epoch: int) -> None:
+        self.name, self.directory, self.epoch = name, directory, epoch
+        self.oldest = 0
+        self.next = 0
+
+
+class Plan(NamedTuple):
+    """The next batch, the position that it begins at, and what is passed over before and within it."""
+
+    position: int
+    records: list[Record]
+    skipped: list[tuple[int, int, str]]
+
+
+class Planner:
+    """Reads one export's batches; used by one thread at a time."""
+
+    def __init__(self, source: Source, transform: Transform | None) -> None:
+        self._source, self._transform = source, transform
+        self._limits, self._batching = BatchLimits(), Batching()
+        self._reader: StreamReader | None = None
+        self._drops: DropLog | None = None
+        self._topics: dict[bytes, str] = {}
+        self._count_from = -1  # where counting began; -1 if nothing is counted
+        self._counted_to = 0
+        self._count = self._size = 0
+        self._full_at = 0.0
+        self._look_at = 0.0
+
+    def configure(self, limits: BatchLimits, batching: Batching) -> None:
+        """Take over an exporter's limits and wishes."""
+        self._limits, self._batching = limits, batching
+        self._records = min(batching.records or MAX_RECORDS, limits.records or MAX_RECORDS)
+        self._bytes = min(batching.size or limits.batch_bytes or MAX_BYTES, limits.batch_bytes or 2**62)
+        self._count_from = -1
+
+    def due(self, position: int) -> float:
+        """The monotonic time at which planning may give a batch: in the past if nothing is known."""
+        if self._count_from != position:
+            return 0.0
+        return min(self._full_at, self._look_at) if self._source.next > self._counted_to else self._full_at
+
+    def plan(self, position: int, config: ExportConfig) -> Plan | None:
+        """The next batch from `position` on; None if it is not due. It may hold no records."""
+        end = self._source.next
+        if position >= end or not self._is_due(position, end):
+            return None
+        self._count_from = -1
+        found = self._read(position, end, self._records, self._bytes)
+        if not found:
+            return Plan(end, [], self._missing(position, end - 1, []))
+        if self._limits.contiguous:
+            found = _run(found)
+        records = self._records_of(found, config)
+        if len(records) != len(found) and self._limits.contiguous:
+            records = _record_run(records)
+        reach = records[-1].sequence_number if records else found[-1].sequence_number
+        present = [m.sequence_number for m in found if m.sequence_number <= reach]
+        skipped = self._missing(position, reach, present)
+        if len(records) != len(present):
+            kept = {record.sequence_number for record in records}
+            skipped = sorted(skipped + [(n, n, "filtered") for n in present if n not in kept])
+        return Plan(records[0].sequence_number if records else reach + 1, records, skipped)
+
+    def again(self, first: int, last: int, config: ExportConfig) -> list[Record] | None:
+        """The batch first..last once more; None if it must be planned anew."""
+        found = self._read(first, last + 1, last - first + 1, 2**62)
+        records = self._records_of(found, config)
+        whole = not self._limits.contiguous or len(records) == last - first + 1
+        return records if whole else None
+
+    def waiting(self, position: int) -> list[Record]:
+        """The first records that wait, as far as they can still be read."""
+        try:
+            found = self._read(position, self._source.next, self._records, self._bytes)
+        except Exception:  # the stream is being deleted under the reader
+            return []
+        return self._plain(found)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def _read(self, start: int, end: int, records: int, size: int) -> list[Message]:
+        if self._reader is None:
+            self._reader = StreamReader(self._source.directory)
+        return self._reader.read(start, end=end, max_messages=records, max_bytes=size)
+
+    def _is_due(self, position: int, end: int) -> bool:
+        millis = self._batching.millis
+        if millis is None or end - position >= self._records:
+            return True
+        now = time.monotonic()
+        if self._count_from != position:
+            oldest = self._read(position, end, 1, 1)
+            if not oldest:
+                return True
+            # By the wall clock, but never longer than the interval from now, whatever the clock does.
+            left = oldest[0].ingest_time + millis - time.time_ns() // 1_000_000
+            self._full_at = now + min(max(left, 0), millis) / 1000
+            self._count_from = position
+            self._counted_to = oldest[0].sequence_number
+            self._count = self._size = 0
+        if now >= self._full_at:
+            return True
+        while self._counted_to < end:
+            found = self._read(self._counted_to, end, _CHUNK_RECORDS, _CHUNK_BYTES)
+            if not found:
+                self._counted_to = end
+                break
+            if self._limits.contiguous and found[-1].sequence_number != self._counted_to + len(found) - 1:
+                return True  # a hole: this batch cannot grow beyond it
+            self._counted_to = found[-1].sequence_number + 1
+            self._count += len(found)
+            self._size += sum(len(m.payload) + len(m.topic) for m in found)
+            if self._count >= self._records or self._size >= self._bytes:
+                return True
+        self._look_at = now + LOOK_EVERY
+        return False
+
+    def _records_of(self, found: list[Message], config: ExportConfig) -> list[Record]:
+        records = self._plain(found)
+        return self._transform(records, self._source.name, config) if self._transform else records
+
+    def _plain(self, found: list[Message]) -> list[Record]:
+        topics = self._topics
+        if len(topics) > _TOPICS:
+            topics.clear()
+        records = []
+        for number, ingest_time, topic, payload, headers in found:
+            text = topics.get(topic)
+            if text is None:
+                text = topics[topic] = topic.decode("utf-8", "replace")
+            records.append(Record(number, ingest_time, text, payload, headers))
+        return records
+
+    def _missing(self, first: int, last: int, present: list[int]) -> list[tuple[int, int, str]]:
+        """The numbers of first..last that are not `present`, with the reasons of the stream's drop log."""
+        if len(present) == last - first + 1:
+            return []
+        holes, expected = [], first
+        for number in [*present, last + 1]:
+            if number > expected:
+                holes.append((expected, number - 1))
+            expected = number + 1
+        if self._drops is None:
+            self._drops = DropLog(Files(), self._source.directory)
+        self._drops.refresh()
+        return [part for hole in holes for part in self._explain(*hole)]
+
+    def _explain(self, first: int, last: int) -> list[tuple[int, int, str]]:
+        assert self._drops is not None
+        parts = [
+            (max(first, drop.first), min(last, drop.last), Reason(drop.reason).name.lower())
+            for drop in self._drops.ranges
+            if drop.first <= last and drop.last >= first
+        ]
+        # Reasons of old drops are forgotten some day; that the numbers are gone is still sure.
+        parts += [(a, b, "unknown") for a, b in self._drops.live(first, last)]
+        return sorted(parts)
+
+
+def _run(found: list[Message]) -> list[Message]:
+    """The leading part of `found` whose numbers follow each other."""
+    first = found[0].sequence_number
+    if found[-1].sequence_number - first == len(found) - 1:
+        return found
+    end = next(n for n, m in enumerate(found) if m.sequence_number != first + n)
+    return found[:end]
+
+
+def _record_run(records: list[Record]) -> list[Record]:
+    numbers = enumerate(records, records[0].sequence_number) if records else ()
+    end = next((n for n, (due, record) in enumerate(numbers) if record.sequence_number != due), len(records))
+    return records[:end]

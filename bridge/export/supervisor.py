@@ -1,0 +1,384 @@
+"""The front end's side of exports: one worker process, started, fed, watched and started again.
+
+Everything here runs on the event loop and returns at once. A worker that is slow to read is told
+less often, never more; one that is dead or mute is replaced, with backoff, and gets all definitions
+and positions again.
+
+Who is to blame when a worker dies: the report of `faulthandler` names the thread, and `Began` says
+which export that thread was working for. Without a report (killed, `_exit`) all exports in flight are
+suspects: each waits, and then they run one at a time, so that the next death names one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bridge.aws import AwsSettings
+from bridge.export import wire
+from bridge.export.cursor import forget_stream, highest_exported
+from bridge.export.settings import ExportSettings
+from bridge.model import ExportStatus, MessageStreamDefinition
+
+__all__ = ["ExportSupervisor", "highest_exported"]
+
+TELL_EVERY = 0.1
+WRITE_LIMIT = 256 * 1024
+QUIET_AFTER = 60.0  # a worker that lived so long starts the backoff anew
+MAX_RESTART = 30.0
+EXPECTED = (0, 4, 5)
+
+log = logging.getLogger("bridge.export")
+
+
+class _Stream:
+    """What the worker must know of a stream, and what it said of it."""
+
+    def __init__(self) -> None:
+        self.define: wire.Define | None = None
+        self.oldest = self.next = 0
+        self.enabled: set[str] = set()
+        self.identifiers: list[str] = []
+        self.statuses: dict[str, ExportStatus] = {}
+        self.positions: dict[str, int] = {}
+
+
+class _Suspicion:
+    """What is held against one export."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.until = 0.0
+        self.reason = ""
+        self.alone = False
+
+
+class ExportSupervisor:
+    """Runs the exports of a gateway in a worker process."""
+
+    def __init__(
+        self,
+        data_dir: Path,
+        *,
+        gateway: str,
+        export: ExportSettings,
+        aws: AwsSettings,
+        append_status: Callable[[str, bytes], None],
+        damaged: Callable[[str, str], None] | None = None,
+        tuning: wire.Tuning | None = None,
+    ) -> None:
+        """`append_status` appends to a stream, or raises why not. `damaged` is told (stream, what)
+        when reading a stream failed its check."""
+        self._data_dir, self._gateway, self._export, self._aws = data_dir, gateway, export, aws
+        self._append_status, self._damaged = append_status, damaged
+        self._tuning = tuning or wire.Tuning()
+        self._streams: dict[str, _Stream] = {}
+        self._redefined: set[str] = set()
+        self._moved: set[str] = set()
+        self._flight: dict[tuple[str, str], wire.Began] = {}
+        self._suspicions: dict[tuple[str, str], _Suspicion] = {}
+        self._named = False  # the worker has said itself why it will end
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tell: asyncio.TimerHandle | None = None
+        self._heard = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Event | None = None
+        self.restarts = 0
+        self.memory = 0
+
+    # --- for the front end
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the worker and keep it running; returns when it has first shown life, or died."""
+        self._ready = asyncio.Event()
+        self._task = asyncio.create_task(self._supervise(), name="export supervisor")
+        await self._ready.wait()
+
+    def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
+        """A stream was found, created or updated."""
+        stream = self._streams.get(name)
+        if stream is None or (stream.define is not None and stream.define.epoch != epoch):
+            stream = self._streams[name] = _Stream()
+        exports = definition.export_definition
+        stream.define = wire.Define(name, directory, epoch, exports)
+        configs = [config for configs in exports.values() for config in configs]
+        stream.identifiers = [str(config.get("identifier")) for config in configs]
+        stream.enabled = {str(c.get("identifier")) for c in configs if not c.get("disabled")}
+        for known in (stream.statuses, stream.positions):
+            for identifier in known.keys() - set(stream.identifiers):
+                del known[identifier]
+        self._redefined.add(name)
+        self._soon()
+
+    def forget(self, name: str) -> None:
+        """A stream was deleted; its cursors go too."""
+        if self._streams.pop(name, None) is None:
+            return
+        self._redefined.discard(name)
+        self._moved.discard(name)
+        if self._writer is None:
+            forget_stream(self._data_dir, name)
+        else:
+            self._send(wire.Forget(name))
+
+    def committed(
+        self, name: str, oldest: int, next_sequence: int, drops: Sequence[tuple[int, int, str]] = ()
+    ) -> None:
+        """Messages below `next_sequence` may be exported.
+
+        `drops` are not passed on: the worker reads the stream's drop log when it meets a hole.
+        """
+        stream = self._streams.get(name)
+        if stream is not None and (oldest, next_sequence) != (stream.oldest, stream.next):
+            stream.oldest, stream.next = oldest, next_sequence
+            if stream.identifiers:
+                self._moved.add(name)
+                self._soon()
+
+    def statuses(self, name: str) -> list[ExportStatus]:
+        """The status of each export of a stream, in the order of its definition."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return []
+        return [
+            stream.statuses.get(identifier) or ExportStatus(export_config_identifier=identifier)
+            for identifier in stream.identifiers
+        ]
+
+    def exported_upto(self, name: str) -> int | None:
+        """The lowest number that not all enabled exports have passed; None without enabled exports."""
+        stream = self._streams.get(name)
+        if stream is None or not stream.enabled:
+            return None
+        return min(stream.positions.get(identifier, 0) for identifier in stream.enabled)
+
+    def event(self, name: str, stream: str, detail: str = "") -> None:
+        """Tell the plugins' `handle_event` hooks, such as of `stream_full`."""
+        self._send(wire.Notice(name, stream, detail))
+
+    async def stop(self, timeout: float) -> None:
+        """Let batches in flight finish, then end the worker; after `timeout` seconds by force."""
+        if self._task is None:
+            return
+        self._send(wire.Stop(timeout))
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        process, self._process = self._process, None
+        if process is not None:
+            try:
+                # The worker keeps its own time; this bound is for one that does not.
+                await asyncio.wait_for(process.wait(), timeout + self._tuning.beat + 1)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        self._disconnect()
+
+    # --- the worker's life
+
+    async def _supervise(self) -> None:
+        failures = 0
+        while True:
+            began = time.monotonic()
+            try:
+                await self._run_worker()
+            except OSError as error:
+                log.error("the export worker cannot be started: %s", error)
+            assert self._ready is not None
+            self._ready.set()
+            failures = 0 if time.monotonic() - began > QUIET_AFTER else failures + 1
+            self.restarts += 1
+            # The first time at once: what was in flight waits on its own account.
+            await asyncio.sleep(0 if failures <= 1 else min(0.25 * 2 ** (failures - 2), MAX_RESTART))
+
+    async def _run_worker(self) -> None:
+        """Start a worker and serve it until it has died; find out who is to blame."""
+        ours, theirs = socket.socketpair()
+        report = os.memfd_create("faults")
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-P", "-m", "bridge.export.worker", str(theirs.fileno()), str(report)),
+                    pass_fds=[theirs.fileno(), report],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=_environment(),
+                )
+            self._flight.clear()
+            self._named = False
+            self._heard = time.monotonic()
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._greet()
+            await self._serve(reader)
+            status = await self._process.wait()
+            self._process = None
+            self._blame(status, os.pread(report, 64 * 1024, 0).decode("utf-8", "replace"))
+        finally:
+            os.close(report)
+            if self._writer is None:
+                ours.close()
+            self._disconnect()
+
+    def _greet(self) -> None:
+        now = time.monotonic()
+        crashes = [
+            wire.Crash(*key, s.reason, max(s.until - now, 0.0), s.alone)
+            for key, s in self._suspicions.items()
+            if s.reason
+        ]
+        self._send(wire.Hello(self._data_dir, self._gateway, self._export, self._aws, self._tuning, crashes))
+        self._redefined.update(self._streams)
+        self._tell_worker()
+
+    async def _serve(self, reader: asyncio.StreamReader) -> None:
+        frames = wire.Frames(wire.FROM_WORKER)
+        assert self._process is not None
+        watch = asyncio.create_task(self._watch(self._process))
+        try:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(256 * 1024):
+                    self._heard = time.monotonic()
+                    for message in frames.feed(data):
+                        self._take(message)
+        finally:
+            watch.cancel()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a worker that has gone mute, such as by a plugin that holds the interpreter."""
+        while True:
+            await asyncio.sleep(self._tuning.beat)
+            if time.monotonic() - self._heard > self._tuning.silence:
+                log.error("the export worker is mute for %.0f s; killing it", self._tuning.silence)
+                process.kill()
+                return
+
+    def _disconnect(self) -> None:
+        if self._tell is not None:
+            self._tell.cancel()
+            self._tell = None
+        if self._writer is not None:
+            self._writer.transport.abort()
+            self._writer = None
+
+    # --- to the worker
+
+    def _send(self, message: wire.Message) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(wire.encode(message))
+
+    def _soon(self) -> None:
+        if self._tell is None and self._writer is not None:
+            self._tell = asyncio.get_running_loop().call_later(TELL_EVERY, self._tell_worker)
+
+    def _tell_worker(self) -> None:
+        self._tell = None
+        if self._writer is None:
+            return
+        if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT:
+            self._soon()  # it is slow to read: let positions gather instead of queueing them
+            return
+        redefined, self._redefined = self._redefined, set()
+        moved, self._moved = self._moved | redefined, set()
+        for name in redefined:
+            if (stream := self._streams.get(name)) is not None and stream.define is not None:
+                self._send(stream.define)
+        for name in moved:
+            if (stream := self._streams.get(name)) is not None:
+                self._send(wire.Committed(name, stream.oldest, stream.next))
+
+    # --- from the worker
+
+    def _take(self, message: wire.Message) -> None:
+        match message:
+            case wire.Beat(rss):
+                self.memory = rss
+                if self._ready is not None:
+                    self._ready.set()
+            case wire.Began(name, identifier):
+                self._flight[name, identifier] = message
+            case wire.Ended(name, identifier):
+                began = self._flight.pop((name, identifier), None)
+                if began is not None and began.doing.startswith("exporting"):
+                    self._suspicions.pop((name, identifier), None)
+            case wire.Statuses(name, statuses, positions):
+                stream = self._streams.get(name)
+                if stream is not None:
+                    stream.statuses = {status.export_config_identifier: status for status in statuses}
+                    stream.positions = positions
+            case wire.Append(number, name, payload):
+                error = ""
+                try:
+                    self._append_status(name, payload)
+                except Exception as refused:
+                    error = str(refused) or type(refused).__name__
+                self._send(wire.Appended(number, error))
+            case wire.Log(level, name, text):
+                logging.getLogger(name).log(level, "%s", text)
+            case wire.Damaged(name, detail):
+                if self._damaged is not None:
+                    self._damaged(name, detail)
+            case wire.Culprit(name, identifier, reason):
+                self._named = True
+                self._suspect((name, identifier), reason, alone=False)
+
+    # --- who did it
+
+    def _blame(self, status: int, report: str) -> None:
+        if self._named or status == 0:
+            return
+        how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        guilty = list(self._flight)
+        place = ""
+        found = re.search(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n)*)", report)
+        if found:
+            thread = int(found[1], 16)
+            guilty = [key for key, began in self._flight.items() if began.thread == thread] or guilty
+            if first := re.search(r'File "([^"]*)", line (\d+)', found[2]):
+                place = f" at {first[1]}:{first[2]}"
+        if not guilty:
+            log.error("the export worker was %s%s; no export was in flight", how, place)
+        for key in guilty:
+            doing = self._flight[key].doing
+            self._suspect(key, f"the export worker was {how}{place} while {doing}", alone=len(guilty) > 1)
+
+    def _suspect(self, key: tuple[str, str], reason: str, *, alone: bool) -> None:
+        suspicion = self._suspicions.setdefault(key, _Suspicion())
+        tuning = self._tuning
+        wait = min(tuning.first_backoff * 2**suspicion.count, tuning.max_backoff)
+        suspicion.count = min(suspicion.count + 1, 30)
+        suspicion.until = time.monotonic() + wait
+        suspicion.reason = reason
+        suspicion.alone = suspicion.alone or alone
+        log.error("export %s of %s: %s; trying again in %.1f s", key[1], key[0], reason, wait)
+        stream = self._streams.get(key[0])
+        if stream is not None and key[1] in stream.identifiers:
+            before = stream.statuses.get(key[1]) or ExportStatus(export_config_identifier=key[1])
+            stream.statuses[key[1]] = ExportStatus(
+                export_config_identifier=key[1],
+                last_exported_sequence_number=before.last_exported_sequence_number,
+                last_export_time=before.last_export_time,
+                error_message=reason,
+                exported_bytes_from_stream=before.exported_bytes_from_stream,
+                exported_messages_count=before.exported_messages_count,
+            )
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the place of this package first on the path: `-P` keeps the working directory off it."""
+    package = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}

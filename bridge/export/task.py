@@ -1,0 +1,428 @@
+"""One export of one stream: what is due, what is planned, and what came of it.
+
+`step` is called by a pool thread, by one at a time, whenever `due` says so. Each step does one of:
+plan and send the next batch, send the planned batch again, or, when nothing is left to send, write
+the cursor and let the exporter do its idle work. Everything else here is called by the main thread
+and only sets what the next step takes up.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bridge.errors import CorruptData
+from bridge.export import cursor as cursors
+from bridge.export.api import (
+    Batch,
+    BatchedConfig,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    Progress,
+    Record,
+    Retry,
+)
+from bridge.export.planning import Planner, Source
+from bridge.model import ExportStatus
+from bridge.streams.layout import directory_name
+
+if TYPE_CHECKING:
+    from bridge.export.scheduler import Scheduler
+
+NEVER = math.inf
+LAST = 11  # the priority of exports that name none
+IDLE_AFTER = 0.2  # seconds; so that a trickle of messages does not write a cursor for each
+_ERROR_SIZE = 500
+
+log = logging.getLogger("bridge.export")
+
+
+class Task:
+    """One export. `running` and the fields above it belong to the scheduler's lock."""
+
+    def __init__(
+        self, scheduler: Scheduler, source: Source, kind: str, exporter: type[Exporter], config: ExportConfig
+    ) -> None:
+        self.source, self.kind, self.config = source, kind, config
+        self.running = False
+        self.alone = False
+        self.gone = False
+        self.last_step = 0.0
+        self.not_before = 0.0
+        self._scheduler, self._cls = scheduler, exporter
+        self._exporter: Exporter | None = None
+        self._renewed: ExportConfig | None = None
+        self._attempts = 0
+        self._failing = False
+        self._pending: set[int] | None = None  # of the planned batch, what is not settled; None: all
+        self._dirty = False
+        self._idle_at = NEVER
+        name = directory_name(config.identifier)
+        directory = cursors.stream_directory(scheduler.data_dir, source.name)
+        self.cursor = self._load(directory / f"{name}.cursor")
+        self._file = cursors.CursorFile(directory / f"{name}.cursor")
+        self.skipped = cursors.Skipped(directory / f"{name}.skipped")
+        self._planner = Planner(source, scheduler.transform(self))
+        self._context = _WorkerContext(self, scheduler)
+
+    def _load(self, path: Path) -> cursors.Cursor:
+        start = self.config.start_sequence_number if isinstance(self.config, BatchedConfig) else 0
+        fresh = cursors.Cursor(epoch=self.source.epoch, kind=self.kind, start=start, position=start)
+        try:
+            found = cursors.CursorFile.peek(path) if path.exists() else None
+        except CorruptData as error:
+            fresh.error = f"{error}; exporting again from {start}"
+            log.error("%s: %s", self.label, fresh.error)
+            return fresh
+        if found is None or found.epoch != self.source.epoch or found.kind != self.kind:
+            path.with_suffix(".skipped").unlink(missing_ok=True)
+            return fresh
+        return fresh if found.start != start else found  # a moved start moves the position
+
+    # --- for the main thread and the scheduler
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Stream and identifier."""
+        return self.source.name, self.config.identifier
+
+    @property
+    def label(self) -> str:
+        """How the log names this export."""
+        return f"export {self.config.identifier} ({self.kind}) of {self.source.name}"
+
+    @property
+    def priority(self) -> int:
+        """1 is the most urgent."""
+        return self.config.priority or LAST
+
+    @property
+    def timeout(self) -> float:
+        """Seconds without a sign of life after which a step counts as hung."""
+        return self._scheduler.tuning.hang or self._cls.timeout
+
+    def accepts(self, kind: str, config: ExportConfig) -> bool:
+        """Whether an update to this configuration keeps the position; else it is another export."""
+        moved = isinstance(config, BatchedConfig) and config.start_sequence_number != self.cursor.start
+        return kind == self.kind and not moved
+
+    def remove(self) -> None:
+        """The export was deleted: forget its position; the next step closes it."""
+        self.gone = True
+        self._file.path.unlink(missing_ok=True)
+        self._file.path.with_suffix(".skipped").unlink(missing_ok=True)
+
+    def renew(self, config: ExportConfig) -> None:
+        """Take over an updated configuration: pause and priority at once, the rest with the next step."""
+        self.config = config
+        self._renewed = config
+
+    def due(self) -> float:
+        """The monotonic time of the next step; NEVER if there is nothing to do."""
+        if self.gone:
+            return 0.0
+        if self.config.disabled:
+            return 0.0 if self._dirty or self._renewed else NEVER
+        if self._renewed:
+            return 0.0
+        if self.cursor.planned:
+            return self.not_before
+        waiting = (
+            self._planner.due(self.cursor.position) if self.source.next > self.cursor.position else NEVER
+        )
+        return max(self.not_before, min(waiting, self._idle_at))
+
+    def hold(self, seconds: float, reason: str, *, alone: bool) -> None:
+        """Do nothing for a while: this export was in flight when a worker died."""
+        self.not_before = time.monotonic() + seconds
+        self.alone = alone
+        self._failing = True
+        self.cursor.error = reason[:_ERROR_SIZE]
+
+    def status(self) -> ExportStatus:
+        """What a description of the stream says about this export."""
+        cursor = self.cursor
+        return ExportStatus(
+            export_config_identifier=self.config.identifier,
+            last_exported_sequence_number=cursor.position - 1,
+            last_export_time=cursor.last_time,
+            error_message=cursor.error,
+            exported_bytes_from_stream=cursor.size,
+            exported_messages_count=cursor.messages,
+        )
+
+    def progress(self) -> Progress:
+        """A snapshot for exporters that report on the gateway."""
+        return Progress(
+            stream=self.source.name,
+            epoch=self.source.epoch,
+            identifier=self.config.identifier,
+            config=self.config,
+            oldest=self.source.oldest,
+            newest=self.source.next - 1,
+            exported=self.cursor.position - 1,
+            skipped=list(self.skipped.ranges),
+        )
+
+    # --- in a pool thread
+
+    def step(self) -> None:
+        """Do what is due; errors are reported and waited out, never raised."""
+        self.last_step = time.monotonic()
+        try:
+            if self.gone or self._renewed:
+                self._renewed = None
+                self._close()
+                if self.gone:
+                    self._release()
+                    return
+            if self.config.disabled:
+                self._write(force=False)
+                return
+            exporter = self._open()
+            batch = self._batch()
+            if batch is None:
+                self._idle(exporter)
+            else:
+                self._export(exporter, batch)
+        except Retry as error:
+            self._failed(str(error), error.after)
+        except CorruptData as error:
+            self._scheduler.damaged(self.source.name, str(error))
+            self._failed(str(error), None)
+        except BaseException as error:
+            if not isinstance(error, OSError):
+                log.exception("%s: the plugin or streambridge is at fault", self.label)
+            self._failed(f"{type(error).__name__}: {error}", None)
+
+    def _open(self) -> Exporter:
+        if self._exporter is None:
+            with self._scheduler.in_plugin(self, "opening it"):
+                self._exporter = self._cls(self.config, self._context)
+            self._planner.configure(self._cls.limits, self._cls.batching(self.config))
+        return self._exporter
+
+    def _close(self) -> None:
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            try:
+                with self._scheduler.in_plugin(self, "closing it"):
+                    if self.gone:
+                        exporter.cancelled(self._planner.waiting(self.cursor.position))
+                    exporter.close()
+            except Exception as error:
+                log.warning("%s: closing it failed: %s", self.label, error)
+
+    def _batch(self) -> Batch | None:
+        cursor = self.cursor
+        records: Sequence[Record] | None = None
+        if cursor.planned:
+            records = self._planner.again(*cursor.planned, self.config)
+            if records is not None and self._pending is not None:
+                records = [r for r in records if r.sequence_number in self._pending]
+            if records is None:  # part of it was dropped since: another batch takes its place
+                cursor.planned, self._pending = None, None
+        if records is None:
+            plan = self._planner.plan(cursor.position, self.config)
+            if plan is None:
+                return None
+            if plan.skipped:
+                cursor.skipped += self.skipped.add(plan.skipped)
+            self._pending = None
+            cursor.position, records = plan.position, plan.records
+            cursor.planned = (records[0].sequence_number, records[-1].sequence_number) if records else None
+            self._dirty = True
+            if not records:
+                self._idle_at = time.monotonic()  # all of it was dropped; there may be more
+                return None
+            self._write()
+        if not records:  # what was left of the planned batch was dropped
+            self._settled()
+            return None
+        assert cursor.planned is not None
+        first, last = cursor.planned
+        return Batch(
+            gateway=self._scheduler.gateway,
+            stream=self.source.name,
+            epoch=self.source.epoch,
+            first=first,
+            last=last,
+            records=list(records),
+            attempt=self._attempts + 1,
+        )
+
+    def _export(self, exporter: Exporter, batch: Batch) -> None:
+        self._scheduler.charge(sum(len(r.payload) + len(r.topic) for r in batch.records))
+        self.cursor.last_time = time.time_ns() // 1_000_000
+        limit = exporter.limits.record_bytes
+        large = {
+            n: f"the message of {len(record.payload)} bytes is larger than the {limit} bytes of {self.kind}"
+            for n, record in enumerate(batch.records)
+            if limit is not None and len(record.payload) > limit
+        }
+        if large and not exporter.limits.contiguous:
+            if self._settle(batch, Outcome(rejected=large, retry=_others(batch, large))):
+                return
+            batch = msgspec.structs.replace(
+                batch, records=[r for n, r in enumerate(batch.records) if n not in large]
+            )
+        with self._scheduler.in_plugin(self, f"exporting {batch.first} to {batch.last}"):
+            outcome = exporter.export(batch)
+        if not isinstance(outcome, Outcome):
+            raise Retry(f"the plugin returned {type(outcome).__name__} instead of an Outcome")
+        if not self._settle(batch, outcome):
+            if len(outcome.retry) < len(batch.records):
+                self._attempts = 0
+            self._failed(
+                outcome.error or f"{len(outcome.retry)} records are to be tried again", outcome.after
+            )
+
+    def _settle(self, batch: Batch, outcome: Outcome) -> bool:
+        """Take note of an outcome; True if the planned batch is settled now."""
+        again = set(outcome.retry)
+        rejected = {n: reason for n, reason in outcome.rejected.items() if n not in again}
+        left = {batch.records[n].sequence_number for n in again}
+        for n, reason in rejected.items():
+            record = batch.records[n]
+            try:
+                self._dead_letter(record, reason)
+            except Retry as error:
+                # Not passed without its dead letter: the record is tried, and refused, again.
+                left.add(record.sequence_number)
+                self._pending = left | {batch.records[m].sequence_number for m in rejected if m > n}
+                self._count(batch, again | {m for m in rejected if m >= n}, rejected)
+                raise Retry(f"the dead letter stream refuses: {error}") from None
+        self._count(batch, again, rejected)
+        self._pending = left
+        if left:
+            return False
+        self._settled()
+        return True
+
+    def _count(self, batch: Batch, left: set[int], rejected: dict[int, str]) -> None:
+        done = [n for n in range(len(batch.records)) if n not in left]
+        self.cursor.messages += len(done)
+        self.cursor.rejected += sum(n in rejected for n in done)
+        self.cursor.size += sum(len(batch.records[n].payload) for n in done if n not in rejected)
+        self._scheduler.changed(self.source.name)
+
+    def _settled(self) -> None:
+        cursor = self.cursor
+        assert cursor.planned is not None
+        cursor.position, cursor.planned, self._pending = cursor.planned[1] + 1, None, None
+        self._dirty, self._idle_at = True, time.monotonic() + IDLE_AFTER
+        self._recovered()
+        self._scheduler.changed(self.source.name)
+
+    def _dead_letter(self, record: Record, reason: str) -> None:
+        stream = self.config.dead_letter_stream
+        if self.cursor.error != (text := f"message {record.sequence_number} was rejected: {reason}"):
+            log.warning("%s: %s", self.label, text)
+        if stream is not None:
+            letter = {
+                "stream": self.source.name,
+                "sequenceNumber": record.sequence_number,
+                "ingestTime": record.ingest_time,
+                "topic": record.topic,
+                "payload": record.payload,
+                "export": self.config.identifier,
+                "reason": reason,
+            }
+            self._scheduler.append(stream, msgspec.json.encode(letter))
+
+    def _idle(self, exporter: Exporter) -> None:
+        self._write(force=False)
+        if self._idle_at <= time.monotonic():
+            with self._scheduler.in_plugin(self, "being idle"):
+                again = exporter.idle()
+            self._idle_at = NEVER if again is None else time.monotonic() + again
+            self._recovered()
+
+    def _write(self, *, force: bool = True) -> None:
+        if not self.gone and (force or self._dirty):
+            self._file.write(self.cursor)
+            self._dirty = False
+
+    def _failed(self, reason: str, after: float | None) -> None:
+        tuning = self._scheduler.tuning
+        wait = min(tuning.first_backoff * 2**self._attempts, tuning.max_backoff) * random.uniform(0.5, 1.0)
+        self._attempts = min(self._attempts + 1, 30)
+        wait = max(wait, after or 0.0)
+        self.not_before = time.monotonic() + wait
+        if self._idle_at < self.not_before:
+            self._idle_at = self.not_before
+        self.cursor.error = reason[:_ERROR_SIZE]
+        log.warning("%s: %s; trying again in %.1f s", self.label, self.cursor.error, wait)
+        if self._attempts >= 2 and not self._failing:
+            self._failing = True
+            self._scheduler.event("export_failing", self, reason)
+        self._scheduler.changed(self.source.name)
+
+    def _recovered(self) -> None:
+        self._attempts, self.alone = 0, False
+        if self.cursor.error is not None:
+            self.cursor.error = None
+            self._scheduler.changed(self.source.name)
+        if self._failing:
+            self._failing = False
+            log.info("%s: works again", self.label)
+            self._scheduler.event("export_recovered", self, "")
+
+    def finish(self) -> None:
+        """Write the cursor and let go of everything; the export is not running."""
+        self._close()
+        self._write(force=False)
+        self._release()
+
+    def _release(self) -> None:
+        self._file.close()
+        self._planner.close()
+
+    def save_state(self, state: bytes) -> None:
+        """Keep an exporter's own state with the cursor."""
+        if len(state) > cursors.STATE_LIMIT:
+            raise ValueError(f"the state of an export has at most {cursors.STATE_LIMIT} bytes")
+        self.cursor.state = state
+        self._write()
+
+
+def _others(batch: Batch, without: dict[int, str]) -> list[int]:
+    return [n for n in range(len(batch.records)) if n not in without]
+
+
+class _WorkerContext(Context):
+    """The context of an exporter in the worker."""
+
+    def __init__(self, task: Task, scheduler: Scheduler) -> None:
+        super().__init__(scheduler.gateway, task.source.name, task.source.epoch)
+        self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
+        self.state = task.cursor.state
+        self._task, self._scheduler = task, scheduler
+
+    def client(self, service: str, **options: Any) -> Any:
+        return self._scheduler.client(service, **options)
+
+    def working(self) -> None:
+        self._scheduler.working(self._task)
+
+    def throttle(self, size: int) -> None:
+        self._scheduler.throttle(size, self._task)
+
+    def append(self, stream: str, payload: bytes) -> None:
+        self._scheduler.append(stream, payload)
+
+    def save_state(self, state: bytes) -> None:
+        self._task.save_state(state)
+        self.state = state
+
+    def exports(self) -> list[Progress]:
+        return self._scheduler.progress(self._task.kind)

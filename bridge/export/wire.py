@@ -1,0 +1,201 @@
+"""What supervisor and worker say to each other over their socketpair.
+
+Frame = length u32 (big-endian) | msgpack of one message (an array, its first element the tag).
+Both sides are of the same version, since the one starts the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from bridge.aws import AwsSettings
+from bridge.export.settings import ExportSettings
+from bridge.model import ExportStatus
+
+
+class Tuning(Struct, frozen=True, kw_only=True):
+    """The times and sizes of supervision; fixed in the product, shorter in tests."""
+
+    beat: float = 1.0  # seconds between two signs of life
+    silence: float = 30.0  # without any for so long, the worker is killed
+    first_backoff: float = 0.5
+    max_backoff: float = 300.0
+    hang: float | None = None  # overrides Exporter.timeout
+    drain: float = 10.0  # for batches in flight, before the worker is replaced
+    max_memory: int | None = None  # bytes of RSS; None: a quarter of the machine's, at least 256 MiB
+
+
+class Crash(Struct, frozen=True, array_like=True):
+    """What is held against an export that was in flight when a worker died."""
+
+    stream: str
+    identifier: str
+    reason: str
+    wait: float
+    alone: bool  # one of several suspects: these run one at a time, so that the next crash tells
+
+
+class Message(Struct, frozen=True, array_like=True, tag=True):
+    """The base of all messages."""
+
+
+class Hello(Message, frozen=True, array_like=True, tag=True):
+    """To the worker, first: everything that does not change."""
+
+    data_dir: Path
+    gateway: str
+    export: ExportSettings
+    aws: AwsSettings
+    tuning: Tuning
+    crashes: list[Crash]
+
+
+class Define(Message, frozen=True, array_like=True, tag=True):
+    """To the worker: a stream and its exports as they are from now on."""
+
+    name: str
+    directory: Path
+    epoch: int
+    exports: dict[str, list[dict[str, Any]]]
+
+
+class Forget(Message, frozen=True, array_like=True, tag=True):
+    """To the worker: the stream was deleted."""
+
+    name: str
+
+
+class Committed(Message, frozen=True, array_like=True, tag=True):
+    """To the worker: messages below `next_sequence` may be exported."""
+
+    name: str
+    oldest: int
+    next_sequence: int
+
+
+class Appended(Message, frozen=True, array_like=True, tag=True):
+    """To the worker: an `Append` was handed to the stream, or refused (`error`)."""
+
+    number: int
+    error: str = ""
+
+
+class Notice(Message, frozen=True, array_like=True, tag=True):
+    """To the worker: an event of the front end for the hooks."""
+
+    name: str
+    stream: str
+    detail: str
+
+
+class Stop(Message, frozen=True, array_like=True, tag=True):
+    """To the worker: finish what is in flight within `timeout` seconds and end."""
+
+    timeout: float
+
+
+class Beat(Message, frozen=True, array_like=True, tag=True):
+    """From the worker: it is alive, and `rss` bytes large."""
+
+    rss: int
+
+
+class Began(Message, frozen=True, array_like=True, tag=True):
+    """From the worker, before any code of a plugin runs for an export."""
+
+    stream: str
+    identifier: str
+    thread: int
+    doing: str
+
+
+class Ended(Message, frozen=True, array_like=True, tag=True):
+    """From the worker: the plugin has returned or raised."""
+
+    stream: str
+    identifier: str
+
+
+class Statuses(Message, frozen=True, array_like=True, tag=True):
+    """From the worker: a stream's exports; `positions` maps identifiers to the next number to send."""
+
+    stream: str
+    statuses: list[ExportStatus]
+    positions: dict[str, int]
+
+
+class Append(Message, frozen=True, array_like=True, tag=True):
+    """From the worker: append a message to a stream, and answer with `Appended`."""
+
+    number: int
+    stream: str
+    payload: bytes
+
+
+class Log(Message, frozen=True, array_like=True, tag=True):
+    """From the worker: a log record."""
+
+    level: int
+    name: str
+    text: str
+
+
+class Damaged(Message, frozen=True, array_like=True, tag=True):
+    """From the worker: reading a stream failed its check."""
+
+    stream: str
+    detail: str
+
+
+class Culprit(Message, frozen=True, array_like=True, tag=True):
+    """From the worker: it will end and wants to be replaced, because of this export."""
+
+    stream: str
+    identifier: str
+    reason: str
+
+
+_ToWorker = Hello | Define | Forget | Committed | Appended | Notice | Stop
+_FromWorker = Beat | Began | Ended | Statuses | Append | Log | Damaged | Culprit
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)
+
+
+def _path(kind: type, value: Any) -> Any:
+    return kind(value)
+
+
+TO_WORKER = msgspec.msgpack.Decoder(_ToWorker, dec_hook=_path)
+FROM_WORKER = msgspec.msgpack.Decoder(_FromWorker, dec_hook=_path)
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+class Frames:
+    """Cuts received bytes into messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Take received bytes; yields the messages that are complete."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) >= start + 4:
+                end = start + 4 + int.from_bytes(self._buffer[start : start + 4], "big")
+                if len(self._buffer) < end:
+                    break
+                body, start = self._buffer[start + 4 : end], end
+                yield self._decoder.decode(body)
+        finally:
+            del self._buffer[:start]

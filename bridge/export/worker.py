@@ -1,0 +1,312 @@
+"""The export worker process: `python -m bridge.export.worker <socket fd> <fault report fd>`.
+
+It ends at once when the supervisor's end of the socket closes, since two workers must never work on
+the same cursors; a lock on `<data_dir>/exports/lock` makes sure of it. SIGTERM and SIGINT, which a
+service manager or a terminal sends to all processes, are left to the supervisor.
+
+Exit statuses say why it ended: 0 it was told to, 3 the supervisor is gone, 4 an export hung, 5 its
+memory grew beyond bounds. Any other end is a crash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import logging
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from bridge import aws, plugins
+from bridge.errors import InvalidRequest
+from bridge.export import cursor, wire
+from bridge.export.api import ExportConfig, Retry
+from bridge.export.planning import Source
+from bridge.export.scheduler import Scheduler, memory_used
+from bridge.export.task import Task
+from bridge.hookspecs import Event
+
+STOPPED, ORPHANED, HUNG, MEMORY = 0, 3, 4, 5
+LOCK_TIMEOUT = 30.0
+_PR_SET_PDEATHSIG = 1
+_STATUS_EVERY = 0.1
+_LOG_LINES = 200  # per second; a plugin that logs more is cut short
+
+log = logging.getLogger("bridge.export")
+
+
+class Worker:
+    """The process: what it knows of the streams, and its talk with the supervisor."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._frames = wire.Frames(wire.TO_WORKER)
+        self._sources: dict[str, Source] = {}
+        self._changed_streams: set[str] = set()
+        self._waiting: dict[int, queue.SimpleQueue[str]] = {}
+        self._numbers = 0
+        self._events: queue.Queue[Event] = queue.Queue(1000)
+        self._ending: tuple[int, float] | None = None  # exit status, and until when to wait for batches
+
+    # --- what the scheduler needs of us
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message to the supervisor; without one there is nothing left to do."""
+        frame = wire.encode(message)
+        try:
+            with self._sending:
+                self._connection.sendall(frame)
+        except OSError:
+            os._exit(ORPHANED)
+
+    def append(self, stream: str, payload: bytes, timeout: float) -> None:
+        """Append to a stream and wait for the answer; raises Retry."""
+        with self._sending:
+            self._numbers += 1
+            number = self._numbers
+            answer = self._waiting[number] = queue.SimpleQueue()
+        self.send(wire.Append(number, stream, payload))
+        try:
+            error = answer.get(timeout=timeout)
+        except queue.Empty:
+            error = "no answer in time"
+        finally:
+            del self._waiting[number]
+        if error:
+            raise Retry(f"appending to {stream}: {error}")
+
+    def changed(self, stream: str) -> None:
+        """The statuses of a stream have changed."""
+        self._changed_streams.add(stream)
+
+    def event(self, event: Event) -> None:
+        """Queue an event for the hooks."""
+        with contextlib.suppress(queue.Full):
+            self._events.put_nowait(event)
+
+    # --- the process
+
+    def run(self) -> int:
+        """Work until told to stop; returns the exit status."""
+        hello = self._first()
+        logging.getLogger().addHandler(_Forward(self))
+        logging.getLogger().setLevel(logging.INFO)
+        for noisy in ("boto3", "botocore", "urllib3", "s3transfer"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        _lock(hello.data_dir / "exports" / "lock")
+        self._registry = plugins.load(hello.export.plugin_dirs)
+        aws.use_provider(lambda settings: self._registry.hook.aws_credentials(settings=settings))
+        self._hello = hello
+        self._crashes = {(crash.stream, crash.identifier): crash for crash in hello.crashes}
+        self._scheduler = Scheduler(hello, self._registry, self)
+        self._max_memory = hello.tuning.max_memory or max(_memory() // 4, 256 * 1024 * 1024)
+        threading.Thread(target=self._tell_hooks, name="events", daemon=True).start()
+        self._scheduler.start()
+        status = self._loop()
+        self._scheduler.finish()
+        self._send_statuses()
+        return status
+
+    def _first(self) -> wire.Hello:
+        self._early: list[wire.Message] = []
+        while not self._early:
+            self._early += self._frames.feed(self._received())
+        hello = self._early.pop(0)
+        assert isinstance(hello, wire.Hello)
+        return hello
+
+    def _received(self) -> bytes:
+        data = self._connection.recv(256 * 1024)
+        if not data:
+            os._exit(ORPHANED)
+        return data
+
+    def _loop(self) -> int:
+        beat_at = 0.0
+        for message in self._early:
+            self._take(message)
+        while True:
+            ready, _, _ = select.select([self._connection], [], [], _STATUS_EVERY)
+            if ready:
+                for message in self._frames.feed(self._received()):
+                    self._take(message)
+            self._send_statuses()
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + self._hello.tuning.beat
+                self.send(wire.Beat(memory_used()))
+                self._watch()
+            if self._ending is not None:
+                status, until = self._ending
+                if self._scheduler.is_quiet() or time.monotonic() >= until:
+                    return status
+
+    def _end(self, status: int, timeout: float) -> None:
+        """End after the batches in flight, other exports' too: they are soon back in a new process."""
+        if self._ending is None:
+            self._ending = status, time.monotonic() + timeout
+            self._scheduler.stop()
+
+    def _watch(self) -> None:
+        """Look for hung threads and for memory beyond bounds: both need a new process."""
+        for task in self._scheduler.hung():
+            reason = f"the plugin hangs: no sign of life for {task.timeout:.0f} s"
+            log.error("%s: %s", task.label, reason)
+            self.send(wire.Culprit(*task.key, reason))
+            self._end(HUNG, self._hello.tuning.drain)
+        used = memory_used()
+        if used > self._max_memory and self._ending is None:
+            (stream, identifier), grown = self._scheduler.largest_growth()
+            reason = f"the export worker grew to {used >> 20} MiB, {grown >> 20} MiB of it in this plugin"
+            log.error("%s: export %s of %s; starting a new worker", reason, identifier, stream)
+            self.send(wire.Culprit(stream, identifier, reason))
+            self._end(MEMORY, self._hello.tuning.drain)
+
+    def _take(self, message: wire.Message) -> None:
+        match message:
+            case wire.Committed(name, oldest, following):
+                source = self._sources.get(name)
+                if source is not None:
+                    source.oldest, source.next = oldest, max(source.next, following)
+                    self._scheduler.wake()
+            case wire.Define():
+                self._define(message)
+            case wire.Forget(name):
+                self._forget(name)
+            case wire.Appended(number, error):
+                if (answer := self._waiting.get(number)) is not None:
+                    answer.put(error)
+            case wire.Notice(name, stream, detail):
+                self.event(Event(name=name, stream=stream, detail=detail))
+            case wire.Stop(timeout):
+                self._end(STOPPED, timeout)
+
+    def _define(self, message: wire.Define) -> None:
+        source = self._sources.get(message.name)
+        if source is not None and source.epoch != message.epoch:
+            self._forget(message.name)
+            source = None
+        if source is None:
+            source = self._sources[message.name] = Source(message.name, message.directory, message.epoch)
+        wanted = []
+        for kind, configs in message.exports.items():
+            for raw in configs:
+                try:
+                    wanted.append((kind, self._registry.config(kind, raw)))
+                except InvalidRequest as error:
+                    log.error("stream %s: %s", message.name, error)
+        kept = {config.identifier for _, config in wanted}
+        for task in self._scheduler.of_stream(message.name):
+            if task.config.identifier not in kept:
+                self._remove(task)
+        for kind, config in wanted:
+            current = self._scheduler.get(message.name, config.identifier)
+            if current is not None and not current.gone and current.accepts(kind, config):
+                if current.config != config:
+                    current.renew(config)
+                continue
+            if current is not None:
+                self._remove(current)
+            self._add(source, kind, config)
+        self._scheduler.wake()
+        self.changed(message.name)
+
+    def _add(self, source: Source, kind: str, config: ExportConfig) -> None:
+        task = Task(self._scheduler, source, kind, self._registry.exporters[kind], config)
+        crash = self._crashes.pop(task.key, None)
+        if crash is not None:
+            task.hold(crash.wait, crash.reason, alone=crash.alone)
+        self._scheduler.put(task)
+
+    def _remove(self, task: Task) -> None:
+        task.remove()
+        self._scheduler.wake()
+
+    def _forget(self, name: str) -> None:
+        for task in self._scheduler.of_stream(name):
+            self._remove(task)
+        if self._sources.pop(name, None) is not None:
+            cursor.forget_stream(self._hello.data_dir, name)
+
+    def _send_statuses(self) -> None:
+        while self._changed_streams:
+            name = self._changed_streams.pop()
+            tasks = self._scheduler.of_stream(name)
+            positions = {
+                task.config.identifier: task.cursor.position for task in tasks if not task.config.disabled
+            }
+            self.send(wire.Statuses(name, [task.status() for task in tasks], positions))
+
+    def _tell_hooks(self) -> None:
+        while True:
+            event = self._events.get()
+            for impl in self._registry.hook.handle_event.get_hookimpls():
+                try:
+                    impl.function(*(event for _ in impl.argnames))
+                except Exception as error:
+                    log.warning("the plugin %s failed on an event: %r", impl.plugin_name, error)
+
+
+class _Forward(logging.Handler):
+    """Sends log records to the supervisor, whose process has one log for all."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker = worker
+        self._second, self._lines = 0, 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        second = int(record.created)
+        if second != self._second:
+            self._second, self._lines = second, 0
+        self._lines += 1
+        if self._lines <= _LOG_LINES:
+            self._worker.send(wire.Log(record.levelno, record.name, self.format(record)))
+
+
+def _lock(path: Path) -> None:
+    """Hold the lock on the cursors; a dying predecessor may have it for a moment."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    """Run the process on the file descriptors given by the supervisor."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The kernel ends us with the supervisor, even when a plugin holds the interpreter for ever.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.enable(int(sys.argv[2]), all_threads=False)
+    os.nice(5)  # ingest comes first on a small machine
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    status = Worker(connection).run()
+    # Threads of hung plugins would keep a normal exit waiting.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

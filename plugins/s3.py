@@ -1,0 +1,241 @@
+"""Exporter `s3`: batches of messages as objects, for the ingest job and for anything that reads S3.
+
+An object holds exactly first..last, contiguous, under the name that `bridge.objectkeys` gives it. The
+same batch gives the same name and the same bytes, so a retry never changes an object. Formats:
+
+* `ndjson`: gzip of one JSON object per line with the keys gateway, stream, epoch (string),
+  sequence_number, ingest_time (RFC 3339, UTC, milliseconds, `Z`), topic, payload (base64).
+* `parquet` (needs the extra [parquet]): the same columns; ingest_time is timestamp[us, UTC], payload
+  is binary; zstd.
+
+An object is due at `sizeHintBytes` of payload and topics or when its first message is
+`timeHintMillis` old, whichever comes first. At most every `headIntervalMillis` after uploads the
+gateway's head object is written (see `bridge.export.heads`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from bridge import (
+    ACCEPTED,
+    Batch,
+    Batching,
+    BatchLimits,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    hookimpl,
+)
+from bridge.aws import failure
+from bridge.export.heads import head_document
+from bridge.model import MAX_INT64, MAX_MILLIS, MIB
+from bridge.objectkeys import data_key, head_key
+
+Millis = Annotated[int, Meta(ge=1, le=MAX_MILLIS)]
+
+
+class S3Config(ExportConfig, frozen=True):
+    """Where objects go, when they are due and how they are stored."""
+
+    bucket: Annotated[str, Meta(min_length=3, max_length=255)]
+    prefix: str = ""
+    format: Literal["ndjson", "parquet"] = "ndjson"
+    size_hint_bytes: Annotated[int, Meta(ge=1, le=256 * MIB)] = 5 * MIB
+    time_hint_millis: Millis = 300_000
+    head_interval_millis: Millis = 10_000
+    start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
+    endpoint_url: str | None = None
+    region: str | None = None
+    storage_class: str | None = None
+    server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
+    kms_key_id: str | None = None
+    checksum_algorithm: Literal["CRC32", "SHA1", "SHA256", "none"] = "CRC32"
+
+
+class S3Exporter(Exporter):
+    """One stream to one bucket."""
+
+    kind: ClassVar[str] = "s3"
+    Config: ClassVar[type[ExportConfig]] = S3Config
+    limits: ClassVar[BatchLimits] = BatchLimits(contiguous=True)
+
+    config: S3Config
+
+    def __init__(self, config: S3Config, context: Context) -> None:
+        super().__init__(config, context)
+        plain = config.checksum_algorithm == "none"
+        self._client = context.client(
+            "s3",
+            region=config.region,
+            endpoint_url=config.endpoint_url,
+            # Stores that are not AWS's often know no checksums, and no host name per bucket.
+            request_checksum_calculation="when_required" if plain else "when_supported",
+            s3={"addressing_style": "path" if config.endpoint_url else "auto"},
+        )
+        self._prefix = config.prefix.strip("/")
+        self._encode, self._extension, self._type = _FORMATS[config.format]()
+        self._options: dict[str, Any] = {} if plain else {"ChecksumAlgorithm": config.checksum_algorithm}
+        if config.storage_class:
+            self._options["StorageClass"] = config.storage_class
+        if config.server_side_encryption:
+            self._options["ServerSideEncryption"] = config.server_side_encryption
+        if config.kms_key_id:
+            self._options["SSEKMSKeyId"] = config.kms_key_id
+        self._head_is_old = True
+
+    @classmethod
+    def check(cls, config: S3Config) -> None:
+        if config.kms_key_id and not (config.server_side_encryption or "").startswith("aws:kms"):
+            raise ValueError("kmsKeyId needs serverSideEncryption `aws:kms` or `aws:kms:dsse`")
+
+    @classmethod
+    def batching(cls, config: S3Config) -> Batching:
+        return Batching(size=config.size_hint_bytes, millis=config.time_hint_millis)
+
+    def export(self, batch: Batch) -> Outcome:
+        key = data_key(
+            batch.gateway,
+            batch.stream,
+            batch.epoch,
+            batch.first,
+            batch.last,
+            batch.records[0].ingest_time,
+            self._extension,
+        )
+        self._put(key, self._encode(batch), self._type)
+        self._head_is_old = True
+        return ACCEPTED
+
+    def idle(self) -> float | None:
+        """Write the head object if it is old; one export does it for all to the same place."""
+        if not self._head_is_old:
+            return None
+        with _heads_lock:
+            place = (self.config.endpoint_url, self.config.bucket, self._prefix)
+            wait = _written.get(place, -1e9) + self.config.head_interval_millis / 1000 - time.monotonic()
+            if wait > 0:
+                return wait
+            self._write_head()
+            _written[place] = time.monotonic()
+        self._head_is_old = False
+        return None
+
+    def close(self) -> None:
+        if self._head_is_old:
+            self._write_head()
+
+    def _write_head(self) -> None:
+        here = [export for export in self.context.exports() if self._shares(export.config)]
+        document = head_document(self.context.gateway, time.time_ns() // 1_000_000, here)
+        self._put(head_key(self.context.gateway), document, "application/json")
+
+    def _shares(self, other: ExportConfig) -> bool:
+        mine = self.config
+        return (
+            isinstance(other, S3Config)
+            and (other.endpoint_url, other.bucket) == (mine.endpoint_url, mine.bucket)
+            and other.prefix.strip("/") == self._prefix
+        )
+
+    def _put(self, key: str, body: bytes, content_type: str) -> None:
+        key = f"{self._prefix}/{key}" if self._prefix else key
+        try:
+            self._client.put_object(
+                Bucket=self.config.bucket, Key=key, Body=body, ContentType=content_type, **self._options
+            )
+        except Exception as error:
+            raise failure(error, f"uploading s3://{self.config.bucket}/{key}") from error
+
+
+_heads_lock = threading.Lock()
+_written: dict[tuple[str | None, str, str], float] = {}  # when the head object of a place was written
+
+
+class _Row(Struct):
+    gateway: str
+    stream: str
+    epoch: str
+    sequence_number: int
+    ingest_time: str
+    topic: str
+    payload: bytes  # base64 in JSON
+
+
+def _ndjson() -> tuple[Callable[[Batch], bytes], str, str]:
+    encoder = msgspec.json.Encoder()
+
+    def encode(batch: Batch) -> bytes:
+        gateway, stream, epoch = batch.gateway, batch.stream, str(batch.epoch)
+        last, text = -1, ""
+        rows = []
+        for record in batch.records:
+            if record.ingest_time != last:  # one for all messages of a commit group
+                last, text = record.ingest_time, _rfc3339(record.ingest_time)
+            rows.append(
+                _Row(gateway, stream, epoch, record.sequence_number, text, record.topic, record.payload)
+            )
+        return gzip.compress(encoder.encode_lines(rows), compresslevel=6, mtime=0)
+
+    return encode, "ndjson.gz", "application/x-ndjson"
+
+
+def _rfc3339(millis: int) -> str:
+    when = datetime.fromtimestamp(millis // 1000, UTC)
+    return f"{when:%Y-%m-%dT%H:%M:%S}.{millis % 1000:03d}Z"
+
+
+def _parquet() -> tuple[Callable[[Batch], bytes], str, str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    schema = pa.schema(
+        [
+            ("gateway", pa.string()),
+            ("stream", pa.string()),
+            ("epoch", pa.string()),
+            ("sequence_number", pa.int64()),
+            ("ingest_time", pa.timestamp("us", "UTC")),
+            ("topic", pa.string()),
+            ("payload", pa.binary()),
+        ]
+    )
+
+    def encode(batch: Batch) -> bytes:
+        records, count = batch.records, len(batch.records)
+        columns = [
+            pa.repeat(pa.scalar(batch.gateway), count),
+            pa.repeat(pa.scalar(batch.stream), count),
+            pa.repeat(pa.scalar(str(batch.epoch)), count),
+            pa.array([record.sequence_number for record in records], pa.int64()),
+            pa.array([record.ingest_time * 1000 for record in records], pa.timestamp("us", "UTC")),
+            pa.array([record.topic for record in records], pa.string()),
+            pa.array([record.payload for record in records], pa.binary()),
+        ]
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd")
+        content: bytes = sink.getvalue().to_pybytes()
+        return content
+
+    return encode, "parquet", "application/vnd.apache.parquet"
+
+
+_FORMATS: dict[str, Callable[[], tuple[Callable[[Batch], bytes], str, str]]] = {
+    "ndjson": _ndjson,
+    "parquet": _parquet,
+}
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(S3Exporter)

@@ -1,0 +1,170 @@
+"""The `s3` exporter against moto's server: the object contract, retries, the head object."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import os
+import re
+import signal
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from bridge import objectkeys
+from tests.export.conftest import Bucket, running, until
+
+
+def test_every_message_is_in_exactly_the_object_that_its_name_promises(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant 1", {"s3": [bucket.config()]})
+            for n in range(5):
+                await gateway.append("plant 1", *(f"{n}-{i}".encode() for i in range(40)))
+            await gateway.exported("plant 1", 199)
+
+    asyncio.run(scenario())
+    found = []
+    for key in bucket.data_keys():
+        name = objectkeys.parse_key(key)
+        assert name is not None
+        assert key.startswith("raw/gateway=gw-1/stream=plant%201/")
+        rows = bucket.rows(key)
+        assert [row["sequence_number"] for row in rows] == list(range(name.first, name.last + 1))
+        assert {row["epoch"] for row in rows} == {str(name.epoch)}
+        assert {(row["gateway"], row["stream"]) for row in rows} == {("gw-1", "plant 1")}
+        found += rows
+    assert sorted(row["sequence_number"] for row in found) == list(range(200))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", found[0]["ingest_time"])
+    payloads = [base64.b64decode(r["payload"]) for r in sorted(found, key=lambda r: r["sequence_number"])]
+    assert payloads == [f"{n}-{i}".encode() for n in range(5) for i in range(40)]
+    assert found[0]["topic"] == "streams/plant 1"
+
+
+def test_parquet_objects_have_the_same_columns(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(format="parquet")]})
+            await gateway.append("plant", b"\x00\xff", b"two")
+            await gateway.exported("plant", 1)
+
+    asyncio.run(scenario())
+    (key,) = bucket.data_keys()
+    table = pq.read_table(io.BytesIO(bucket.body(key)), partitioning=None)
+    assert table.column_names == [
+        *("gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic", "payload")
+    ]
+    assert table.column("payload").to_pylist() == [b"\x00\xff", b"two"]
+    assert str(table.schema.field("ingest_time").type) == "timestamp[us, tz=UTC]"
+
+
+def test_after_sigkill_the_batch_is_sent_again_under_the_same_name(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(timeHintMillis=20)]})
+            for n in range(60):
+                await gateway.append("plant", *(b"%d" % i for i in range(10)))
+                if n % 20 == 10 and gateway.exports.pid:
+                    os.kill(gateway.exports.pid, signal.SIGKILL)
+                await asyncio.sleep(0.02)
+            await gateway.exported("plant", 599)
+            assert gateway.exports.restarts >= 3
+
+    asyncio.run(scenario())
+    names = [name for key in bucket.data_keys() if (name := objectkeys.parse_key(key))]
+    covered = [n for name in names for n in range(name.first, name.last + 1)]
+    assert sorted(covered) == list(range(600))  # no hole, and no overlap: boundaries stayed the same
+
+
+def test_a_restarted_gateway_goes_on_where_it_was(tmp_path: Path, bucket: Bucket) -> None:
+    async def part(create: bool, last: int) -> None:
+        async with running(tmp_path) as gateway:
+            if create:
+                gateway.create("plant", {"s3": [bucket.config()]})
+            await gateway.append("plant", b"a", b"b")
+            await gateway.exported("plant", last)
+
+    asyncio.run(part(True, 1))
+    before = bucket.data_keys()
+    asyncio.run(part(False, 3))
+    assert len(bucket.data_keys()) == len(before) + 1
+
+
+def test_an_object_is_due_by_size_or_by_time_whichever_comes_first(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(sizeHintBytes=10_000, timeHintMillis=600_000)]})
+            await gateway.append("plant", *(bytes(1000) for _ in range(5)))
+            await asyncio.sleep(0)
+            await gateway.append("plant", *(bytes(1000) for _ in range(20)))
+            await gateway.exported("plant", 8)
+            await until(lambda: len(bucket.data_keys()) == 2)
+
+    asyncio.run(scenario())
+    names = [name for key in bucket.data_keys() if (name := objectkeys.parse_key(key))]
+    assert sorted((name.first, name.last) for name in names) == [(0, 8), (9, 17)]  # 18 to 24 wait for time
+
+
+def test_dropped_messages_split_objects_and_are_named_in_the_head(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            config = bucket.config(disabled=True)
+            gateway.create("plant", {"s3": [config]})
+            await gateway.append("plant", *(b"%d" % n for n in range(10)))
+            stream = gateway.store.streams["plant"]
+            from bridge.streams.drops import Reason
+
+            stream.drop([(0, 1), (4, 5)], Reason.PURGED)
+            gateway.manager.refresh()
+            gateway.update("plant", {"s3": [{**config, "disabled": False}]})
+            await gateway.exported("plant", 9)
+            await until(lambda: "raw/_gateway/gw-1.json" in bucket.keys())
+            await until(lambda: bucket.head()["streams"][0]["exported"] == 9)
+
+    asyncio.run(scenario())
+    names = [name for key in bucket.data_keys() if (name := objectkeys.parse_key(key))]
+    assert sorted((name.first, name.last) for name in names) == [(2, 3), (6, 9)]
+    (stream,) = bucket.head()["streams"]
+    assert stream["dropped"] == [[0, 1, "purged"], [4, 5, "purged"]]
+    assert (stream["stream"], stream["oldest"], stream["newest"]) == ("plant", 2, 9)
+
+
+def test_the_head_names_all_streams_that_go_to_the_same_place(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            for name in ("a", "b"):
+                gateway.create(name, {"s3": [bucket.config()]})
+            gateway.create("c", {"s3": [bucket.config(prefix="elsewhere")]})
+            for name in ("a", "b", "c"):
+                await gateway.append(name, b"x")
+                await gateway.exported(name, 0)
+
+    asyncio.run(scenario())
+    head = bucket.head()
+    assert [(s["stream"], s["exported"]) for s in head["streams"]] == [("a", 0), ("b", 0)]
+    assert head["gateway"] == "gw-1"
+
+
+def test_storage_options_are_passed_on(tmp_path: Path, bucket: Bucket) -> None:
+    options = {
+        "storageClass": "STANDARD_IA",
+        "serverSideEncryption": "aws:kms",
+        "kmsKeyId": "alias/key",
+        "checksumAlgorithm": "SHA256",
+    }
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(**options)]})
+            await gateway.append("plant", b"x")
+            await gateway.exported("plant", 0)
+
+    asyncio.run(scenario())
+    (key,) = bucket.data_keys()
+    found = bucket.client.head_object(Bucket=bucket.name, Key=key, ChecksumMode="ENABLED")
+    assert found["StorageClass"] == "STANDARD_IA"
+    assert found["ServerSideEncryption"] == "aws:kms"
+    assert "ChecksumSHA256" in found
