@@ -77,7 +77,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self.setFormatter(formatter)
         self.window = window
         self._seen: dict[str, tuple[float, int, logging.LogRecord]] = {}
-        self._timer: threading.Timer | None = None
+        self.timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record, or count it. Runs under the handler's lock."""
@@ -99,14 +99,14 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def _start_timer(self) -> None:
-        if self._timer is None:
-            self._timer = threading.Timer(self.window, self._end_window)
-            self._timer.daemon = True
-            self._timer.start()
+        if self.timer is None:
+            self.timer = threading.Timer(self.window, self._end_window)
+            self.timer.daemon = True
+            self.timer.start()
 
     def _end_window(self) -> None:
         with self.lock or threading.Lock():
-            self._timer = None
+            self.timer = None
             self._tell(time.monotonic())
             if any(count for _, count, _ in self._seen.values()):
                 self._start_timer()
@@ -123,9 +123,9 @@ class CountingHandler(logging.StreamHandler[TextIO]):
     def close(self) -> None:
         """Tell the counts that are still open; logging calls this at the end of the process."""
         with self.lock or threading.Lock():
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
             self._tell(float("inf"))
         super().close()
 

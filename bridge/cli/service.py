@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import typer
 
-from bridge import logs
 from bridge.cli.common import (
     DEFAULT_CONFIG,
     ConfigOption,
@@ -38,7 +37,6 @@ Signals:
 def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service in the foreground until SIGTERM or Ctrl-C."""
     settings = load(config)
-    logs.setup(settings.log.level, settings.log.format)
     from bridge import app  # the broker and its dependencies; the other commands need none of them
 
     app.run(settings)
