@@ -71,7 +71,7 @@ class Service:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._stop = asyncio.Event()
-        self._pending: set[asyncio.Task[Any]] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
 
     async def run(self) -> None:
         """Start, say so, and stop when told."""
@@ -132,7 +132,7 @@ class Service:
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
         """A background duty that ends by an error ends the service: systemd starts it afresh."""
-        self._pending.discard(task)  # type: ignore[arg-type]
+        self._pending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("internal error, stopping: %r", error, exc_info=error)
             self._stop.set()

@@ -81,6 +81,11 @@ class CorruptData(StreamError):
     status = 14
     status_name = "MessageStoreReadError"
 
+    def __init__(self, message: str, segment: int = -1) -> None:
+        """`segment` is the first sequence number of the damaged segment."""
+        super().__init__(message)
+        self.segment = segment
+
 
 class DataDirectoryBusy(StreamBridgeError):
     """Raised when another process already writes to the data directory."""

@@ -22,7 +22,14 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from bridge.errors import InvalidRequest, NotEnoughMessages, StreamError, StreamNotFound, UpdateNotAllowed
+from bridge.errors import (
+    CorruptData,
+    InvalidRequest,
+    NotEnoughMessages,
+    StreamError,
+    StreamNotFound,
+    UpdateNotAllowed,
+)
 from bridge.model import (
     MAX_INT32,
     MAX_INT64,
@@ -321,7 +328,12 @@ class StreamManager:
             raise InvalidRequest(f"maxMessageCount {most} is less than minMessageCount {least}")
         if options.read_timeout_millis:
             await self._wait_for(stream, options, least)
-        found = self._read(stream, options, most, max_bytes)
+        try:
+            found = self._read(stream, options, most, max_bytes)
+        except CorruptData as error:
+            if not stream.heal(error.segment):
+                raise
+            found = self._read(stream, options, most, max_bytes)
         if len(found) < least:
             start, newest = options.desired_start_sequence_number, stream.next_sequence - 1
             why = (
@@ -383,10 +395,7 @@ class StreamManager:
             while rows := reader.read(position, end=end, max_messages=10_000, max_bytes=READ_BYTES):
                 position = rows[-1].sequence_number + 1
                 ranges += [(row.sequence_number,) * 2 for row in rows if matches(topic, row.topic.decode())]
-        dropped = stream.drop(ranges, Reason.PURGED)
-        if stream.exact is not None:
-            stream.exact.reload()
-        return dropped
+        return stream.drop(ranges, Reason.PURGED)
 
 
 async def committed(stream: Stream) -> None:

@@ -314,12 +314,27 @@ class SegmentLog:
                 return item.index.summary(item.size)
         found = recovery.read_index(self.directory, base, self.sizes[base])
         if found is None:
-            examined = recovery.examine(self.files, self.directory, base, self.epoch, self.following(base))
-            self.damage += examined.damage
-            found = examined.summary
-            self._resize(base, found.size)
-            self._write_index(layout.segment_path(self.directory, base), found)
-        return found
+            self.mend(base)
+            found = recovery.read_index(self.directory, base, self.sizes[base])
+        return found or Indexer(base).summary(self.sizes[base])
+
+    def mend(self, base: int) -> list[Damage]:
+        """Check every frame of a segment and set damage aside; returns what was found. Raises OSError.
+
+        Nothing may be in flight. The active segment is sealed first if it is the one.
+        """
+        if base == self.active.index.base and self.active.size > HEADER.size:
+            self.replace_active()
+        for item in [item for item in self.closing if item.index.base == base]:
+            self.closing.remove(item)
+            os.close(item.fd)
+        if base == self.active.index.base:
+            return []
+        examined = recovery.examine(self.files, self.directory, base, self.epoch, self.following(base))
+        self._resize(base, examined.summary.size)
+        self._write_index(layout.segment_path(self.directory, base), examined.summary)
+        self.damage += examined.damage
+        return examined.damage
 
     def remove_first(self) -> None:
         """Delete the oldest segment, which must not be the active one; raises OSError."""

@@ -210,7 +210,8 @@ class StreamReader:
                 raise CorruptData(
                     f"{layout.segment_path(self.directory, base)}: the frame with message "
                     f"{max(position, base)} is damaged; it was not returned. "
-                    f"`streambridge repair` sets the damage aside"
+                    f"`streambridge repair` sets the damage aside",
+                    base,
                 )
 
     def _known_end(self, base: int) -> int:

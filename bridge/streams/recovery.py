@@ -81,9 +81,9 @@ def examine(files: Files, directory: Path, base: int, epoch: int, following: int
             (claimed.base, claimed.next - 1)
         )  # a whole frame that fails its check: its numbers are used up
         index.next = claimed.next
+    if header_ok and end == size and not holes:
+        return Examined(index.summary(size), [Damage(path, "what followed it is gone", lost)] if lost else [])
     if header_ok and not lost:
-        if end == size:
-            return Examined(index.summary(size), [])
         keep_tail(files, directory, base, end, data[end:])
         fd = files.open(path, os.O_RDWR)
         try:

@@ -31,6 +31,7 @@ class Exact:
         self._stream = stream
         self._limits = limits = stream.settings.limits
         self.guards_appends = limits.max_message_size is not None or limits.discard_new
+        self.stale = False  # others (size, age of segments, purge) have dropped messages: look again
         self._counts_bytes = limits.max_bytes is not None
         self._needs_head = self._counts_bytes or limits.max_age is not None
         self._admitted = 0  # bytes that were let in and are not committed yet
@@ -40,7 +41,7 @@ class Exact:
     def reload(self) -> None:
         """Read from the files what the limits need to know."""
         stream = self._stream
-        self._oldest = stream.oldest
+        self.stale = False
         self._head: deque[tuple[int, int, int]] = deque()  # number, bytes, time of the oldest live messages
         self._head_end = stream.oldest
         self._live_bytes = 0
@@ -76,6 +77,7 @@ class Exact:
     # -- appending -------------------------------------------------------------------------------
     def admit(self, topic: bytes, data: int, waiting: int) -> None:
         """Let a message of `data` bytes in, behind `waiting` ones; raises MessageTooLarge or StreamFull."""
+        self._synchronise()
         limits, stream = self._limits, self._stream
         if limits.max_message_size is not None and data > limits.max_message_size:
             stream.count("too_large")
@@ -204,9 +206,7 @@ class Exact:
         stream.drop(ranges, Reason.LIMITS)
         if self._head:
             self._head = deque(entry for entry in self._head if stream.drops.live(entry[0], entry[0]))
-        self._oldest = stream.oldest
 
     def _synchronise(self) -> None:
-        """Somebody else (size, age of segments, purge) has dropped messages: look again."""
-        if self._oldest != self._stream.oldest:
+        if self.stale:
             self.reload()

@@ -86,6 +86,8 @@ class Store:
         link = self.data_dir / MEMORY
         memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not link.is_symlink() or link.readlink() != memory_dir:
+            if link.is_dir() and not link.is_symlink():
+                shutil.rmtree(link)  # a copy of a data directory may have made the link a directory
             link.unlink(missing_ok=True)
             link.symlink_to(memory_dir)
         return memory_dir
@@ -119,11 +121,15 @@ class Store:
             shutil.rmtree(data, ignore_errors=True)
             data.mkdir(mode=0o700)
             known = self._reserve(directory, known, floor)
-        stream = Stream(self._files, directory, data, known, self.committer.schedule, floor)
-        for damage in stream.damage:
-            lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
-            self._on_event(known.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
-        return stream
+        return Stream(
+            self._files,
+            directory,
+            data,
+            known,
+            schedule=self.committer.schedule,
+            on_event=self._on_event,
+            floor=floor,
+        )
 
     def _reserve(self, directory: Path, known: Meta, first: int, ahead: int = RESERVE) -> Meta:
         """Note durably that a memory stream may use the numbers from `first` up to first + ahead."""

@@ -49,7 +49,9 @@ class Stream:
         home: Path,
         data: Path,
         meta: Meta,
+        *,
         schedule: Callable[[Stream], None],
+        on_event: Callable[[str, str], None],
         floor: int = 0,
     ) -> None:
         """Open the stream; raises OSError.
@@ -57,20 +59,21 @@ class Stream:
         `home` holds its definition, `data` its segments. Numbering goes on at `floor` at the least.
         """
         self.files, self.home, self.directory, self.meta = files, home, data, meta
+        self.counters: dict[str, int] = {}
+        self.exported_upto: int | None = None
         self.log = SegmentLog(files, data, meta.epoch)
         self.log.open(floor)
         self.drops = DropLog(files, data)
         now = now_ms()
-        self.drops.record([span for damage in self.log.damage for span in damage.lost], now, Reason.DAMAGED)
+        self._on_event = on_event
+        self._report(self.log.damage)
         if floor > self.log.next:
             reason = Reason.MEMORY if meta.settings.memory else Reason.SKIPPED
             self.drops.record([(self.log.next, floor - 1)], now, reason)
             self.log.replace_active(floor)
         self.drops.record([(0, self.log.first - 1)], now, Reason.UNKNOWN)
         self.oldest = self.drops.first_live(self.log.first)
-        self.counters: dict[str, int] = {}
         self.error: StreamError | None = None
-        self.exported_upto: int | None = None
         self.on_commit: list[Callable[[], None]] = []
         self.busy = self.closed = False
         self._schedule, self._scheduled = schedule, False
@@ -338,6 +341,8 @@ class Stream:
         number = sum(drop.last - drop.first + 1 for drop in fresh)
         if number:
             self.count(reason.name.lower(), number)
+            if self.exact is not None and reason is not Reason.LIMITS:
+                self.exact.stale = True
         self._remove_dead()
         return number
 
@@ -383,6 +388,28 @@ class Stream:
         ):
             continue
 
+    # -- damage ----------------------------------------------------------------------------------
+    def heal(self, base: int) -> bool:
+        """Check a segment and set what is damaged aside; False if that must wait. Raises OSError."""
+        if self.busy or base not in self.log.sizes:
+            return False
+        self._report(self.log.mend(base))
+        self._remove_dead()
+        return True
+
+    def check(self) -> None:
+        """Check every frame of every segment, setting damage aside. Raises OSError."""
+        for base in list(self.log.sizes):
+            self.heal(base)
+
+    def _report(self, found: list[Damage]) -> None:
+        for damage in found:
+            self.drops.record(damage.lost, now_ms(), Reason.DAMAGED)
+            lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
+            self._on_event(self.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
+            self.count("damaged", sum(last - first + 1 for first, last in damage.lost))
+
+    # -- time ------------------------------------------------------------------------------------
     def maintain(self, now: int) -> None:
         """Apply what depends on time and on changed settings. Called now and then; raises OSError."""
         if self.busy:

@@ -1,0 +1,194 @@
+"""Torn tails, flipped bits, lost files: never wrong data, never a crash, always reported."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import CorruptData
+from bridge.streams import meta
+from bridge.streams.drops import Reason
+from bridge.streams.reader import StreamReader
+
+from .conftest import House, everything, payloads, put, run
+
+CONTENT = [b"%03d-" % n + bytes([n]) * (n % 40) for n in range(60)]
+
+
+async def fill(house: House, segment_size: int = 1024) -> None:
+    async with house.stream(segment_size=segment_size) as stream:
+        for start in range(0, len(CONTENT), 4):
+            await put(stream, *CONTENT[start : start + 4])
+
+
+def test_the_last_segment_cut_at_every_byte_loses_only_the_frames_that_are_cut(house: House) -> None:
+    async def work() -> None:
+        await fill(house, 1 << 20)
+        (path,) = house.directory().glob("*.seg")
+        whole = path.read_bytes()
+        kept_before = -1
+        for size in range(len(whole) + 1):
+            path.write_bytes(whole[:size])
+            async with house.stream() as stream:
+                rows = everything(stream)
+                assert [m.payload for m in rows] == CONTENT[: len(rows)]
+                assert len(rows) % 4 == 0
+                assert len(rows) >= kept_before
+                assert stream.next_sequence == len(rows)
+                kept_before = len(rows)
+                if size % 97 == 0:
+                    assert await put(stream, b"new") == [len(rows)]
+                    assert payloads(stream) == [*CONTENT[: len(rows)], b"new"]
+                    path.unlink()
+        assert kept_before == len(CONTENT)
+
+    run(work())
+
+
+def _files(house: House) -> list[Path]:
+    return sorted(p for p in house.directory().rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_flipped_bit_anywhere_never_gives_wrong_data_and_is_reported(house: House, seed: int) -> None:
+    """Every file of the stream; bytes drawn at random, more of them where headers are."""
+
+    async def work() -> None:
+        await fill(house)
+        async with house.stream() as stream:
+            stream.drop([(2, 2)], Reason.PURGED)
+        shutil.copytree(house.data_dir, house.data_dir.with_name("copy"))
+        true = dict(enumerate(CONTENT))
+        draw = random.Random(seed)
+        for path, size in [(path, path.stat().st_size) for path in _files(house)]:
+            spots = {draw.randrange(size) for _ in range(12)} | {
+                draw.randrange(min(size, 80)) for _ in range(6)
+            }
+            for spot in sorted(spots):
+                shutil.rmtree(house.data_dir)
+                shutil.copytree(house.data_dir.with_name("copy"), house.data_dir)
+                data = bytearray(path.read_bytes())
+                data[spot] ^= 1 << draw.randrange(8)
+                path.write_bytes(data)
+                house.events.clear()
+                await _check(house, true, (path.name, spot))
+
+    run(work())
+
+
+async def _check(house: House, true: dict[int, bytes], what: object) -> None:
+    reader = StreamReader(house.directory())
+    try:
+        for message in reader.read(0, end=len(true), max_messages=999, max_bytes=1 << 30):
+            assert message.payload == true[message.sequence_number], what
+    except CorruptData:
+        pass
+    finally:
+        reader.close()
+    async with house.store() as store:
+        stream = store.streams["s"]
+        stream.check()
+        rows = everything(stream)
+        for message in rows:
+            assert message.payload == true[message.sequence_number], what
+        live = {message.sequence_number for message in rows}
+        gone = set(true) - live - {2}
+        assert not gone or house.events, (what, gone)
+        assert len(gone) <= 12, (what, gone)
+        (number,) = await put(stream, b"new")
+        assert number not in live
+        assert number >= len(true) - 4, what
+        assert payloads(stream)[-1] == b"new"
+
+
+def test_a_damaged_sealed_segment_is_set_aside_its_sound_frames_kept_and_the_loss_recorded(
+    house: House,
+) -> None:
+    async def work() -> None:
+        await fill(house)
+        path = sorted(house.directory().glob("*.seg"))[1]
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        async with house.stream() as stream:
+            with pytest.raises(CorruptData, match="is damaged; it was not returned"):
+                everything(stream)
+            stream.check()
+            rows = everything(stream)
+            missing = sorted(set(range(60)) - {m.sequence_number for m in rows})
+            assert len(missing) == 4
+            assert missing == list(range(missing[0], missing[0] + 4))
+            assert [(d.first, d.last, d.reason) for d in stream.drops.ranges] == [
+                (missing[0], missing[-1], Reason.DAMAGED)
+            ]
+            assert [m.payload for m in rows] == [CONTENT[m.sequence_number] for m in rows]
+            (kept,) = (house.directory() / "quarantine").iterdir()
+            assert kept.read_bytes() == bytes(data)
+            assert f"{missing[0]}-{missing[-1]}" in "".join(house.events)
+            assert await put(stream, b"on") == [60]
+
+    run(work())
+
+
+def test_a_lost_index_is_rebuilt_and_a_lost_segment_is_a_reported_hole(house: House) -> None:
+    async def work() -> None:
+        await fill(house)
+        for path in house.directory().glob("*.idx"):
+            path.unlink()
+        async with house.stream() as stream:
+            assert payloads(stream) == CONTENT
+        assert list(house.directory().glob("*.idx"))
+        gone = sorted(house.directory().glob("*.seg"))[1]
+        gone.unlink()
+        async with house.stream() as stream:
+            stream.check()
+            rows = everything(stream)
+            assert 0 < len(rows) < 60
+            assert [m.payload for m in rows] == [CONTENT[m.sequence_number] for m in rows]
+            assert house.events
+
+    run(work())
+
+
+def test_a_stream_whose_definition_is_lost_is_reported_and_left_and_the_others_run(house: House) -> None:
+    async def work() -> None:
+        await fill(house)
+        async with house.stream("other") as stream:
+            await put(stream, b"x")
+        before = {p: p.read_bytes() for p in _files(house) if p.name not in meta.NAMES}
+        for name in meta.NAMES:
+            (house.directory() / name).write_bytes(b"rubbish")
+        async with house.store() as store:
+            assert set(store.streams) == {"other"}
+            assert store.unreadable == [house.directory()]
+        assert any("both copies of the definition are damaged" in event for event in house.events)
+        assert {p: p.read_bytes() for p in before} == before
+
+    run(work())
+
+
+def test_files_that_are_not_ours_do_not_disturb(house: House) -> None:
+    async def work() -> None:
+        await fill(house)
+        (house.directory() / "00000000000000000099.seg.bak").write_bytes(b"x")
+        (house.directory() / "notes.txt").write_bytes(b"x")
+        (house.data_dir / "streams" / "stray").write_bytes(b"x")
+        async with house.stream() as stream:
+            assert payloads(stream) == CONTENT
+
+    run(work())
+
+
+def test_an_empty_last_segment_left_by_a_crash_is_used_again(house: House) -> None:
+    async def work() -> None:
+        await fill(house)
+        (house.directory() / f"{60:020d}.seg").write_bytes(b"")
+        async with house.stream() as stream:
+            assert payloads(stream) == CONTENT
+            assert await put(stream, b"next") == [60]
+            assert payloads(stream) == [*CONTENT, b"next"]
+
+    run(work())
