@@ -1,0 +1,175 @@
+"""What is installed is what is in the tree, and the gateway part stays light."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+CHECKOUT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+INSIDE = {"plugins": "bridge/_plugins", "config": "bridge/_config", "systemd": "bridge/_systemd"}
+SOURCES = ["bridge", *INSIDE, "pyproject.toml", "README.md", "LICENSE"]
+# What a small gateway must not need; only the extras [spark] and [parquet] bring it.
+HEAVY = {"pyspark", "pyarrow", "numpy", "pandas", "pyiceberg"}
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    kept = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "STREAMBRIDGE_"))
+    }
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=kept | env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def copy_sources(to: Path) -> Path:
+    """The files that a build reads; building in the checkout would leave files there."""
+    for name in SOURCES:
+        source = CHECKOUT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__", "data"))
+        else:
+            shutil.copy(source, to / name)
+    return to
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tree = copy_sources(tmp_path_factory.mktemp("tree"))
+    out = tmp_path_factory.mktemp("wheel")
+    run(
+        sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", out,
+        cwd=tree,
+    )  # fmt: skip
+    (built,) = out.glob("streambridge-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel unpacked as pip does it, beside the dependencies of this environment."""
+    target = tmp_path_factory.mktemp("site")
+    run(sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, wheel, cwd=target)
+    return target
+
+
+def test_the_list_of_packages_is_complete() -> None:
+    found = {
+        ".".join(path.parent.relative_to(CHECKOUT).parts) for path in (CHECKOUT / "bridge").rglob("*.py")
+    }
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    assert listed - {"bridge._plugins", "bridge._config", "bridge._systemd"} == found
+
+
+def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
+    expected = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "bridge").rglob("*.py")}
+    expected.add("bridge/py.typed")
+    for top, inside in INSIDE.items():
+        suffixes = {"plugins": {".py"}, "config": {".toml"}}.get(top)
+        expected |= {
+            f"{inside}/{path.name}"
+            for path in (CHECKOUT / top).iterdir()
+            if path.is_file() and (suffixes is None or path.suffix in suffixes)
+        }
+    names = set(zipfile.ZipFile(wheel).namelist())
+    metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+    assert names - metadata == expected
+    assert any(name.endswith("licenses/LICENSE") for name in metadata)
+
+
+def test_an_installed_command_finds_its_plugins_and_its_configuration(site: Path, tmp_path: Path) -> None:
+    env = {"PYTHONPATH": str(site)}
+    where = run(sys.executable, "-c", "import bridge; print(bridge.__file__)", cwd=tmp_path, **env)
+    assert where.startswith(str(site))
+    command = site / "bin" / "streambridge"
+    release = PROJECT["project"]["version"]
+    assert run(sys.executable, command, "--version", cwd=tmp_path, **env) == f"streambridge {release}\n"
+    found = json.loads(run(sys.executable, command, "plugins", "--json", cwd=tmp_path, **env))
+    shipped = {path.stem for path in (CHECKOUT / "plugins").glob("*.py")}
+    assert {plugin["name"]: plugin["error"] for plugin in found} == dict.fromkeys(shipped)
+    assert (site / "bridge" / "_config" / "streambridge.toml").is_file()
+
+
+def test_the_gateway_depends_on_nothing_heavy(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        (name,) = (name for name in content.namelist() if name.endswith(".dist-info/METADATA"))
+        needed = re.findall(r"^Requires-Dist: (.*)$", content.read(name).decode(), re.MULTILINE)
+    seen: set[str] = set()
+    waiting = [(Requirement(line), frozenset[str]()) for line in needed]
+    while waiting:
+        requirement, extras = waiting.pop()
+        marker = requirement.marker
+        if marker and not any(marker.evaluate({"extra": extra}) for extra in extras or {""}):
+            continue
+        if requirement.name not in seen:
+            seen.add(requirement.name)
+            try:
+                deeper = requires(requirement.name) or []
+            except PackageNotFoundError:  # wanted for another platform only
+                deeper = []
+            waiting += [(Requirement(line), frozenset(requirement.extras)) for line in deeper]
+    assert "msgspec" in seen
+    assert not {name.lower() for name in seen} & HEAVY
+
+
+def test_the_service_runs_without_the_extras(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules |= dict.fromkeys({HEAVY})  # importing one is an ImportError now
+import bridge.app, bridge.cli, bridge.plugins
+print([plugin.error for plugin in bridge.plugins.load().found])
+"""
+    errors = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(CHECKOUT))
+    assert set(json.loads(errors.replace("None", "null"))) <= {None}
+
+
+def test_the_command_starts_without_what_only_the_service_needs(tmp_path: Path) -> None:
+    program = "import sys, bridge.cli; print(*(name for name in sys.modules))"
+    loaded = set(run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(CHECKOUT)).split())
+    assert not loaded & (HEAVY | {"amqtt", "boto3", "uvloop", "paho.mqtt.client"})
+
+
+def test_constraints_pin_every_dependency_exactly() -> None:
+    lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    wanted = [*PROJECT["project"]["dependencies"]]
+    for extra in PROJECT["project"]["optional-dependencies"].values():
+        wanted += extra
+    unmet = [
+        requirement.name
+        for requirement in map(Requirement, wanted)
+        if not requirement.specifier.contains(pins.get(requirement.name, "0"))
+    ]
+    assert unmet == []
+
+
+@pytest.mark.slow
+def test_pip_install_alone_gives_a_gateway_that_works(tmp_path: Path) -> None:
+    tree = copy_sources(tmp_path / "tree")
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=True)
+    run(environment / "bin" / "pip", "install", "--quiet", ".", cwd=tree)
+    installed = json.loads(run(environment / "bin" / "pip", "list", "--format=json", cwd=tmp_path))
+    assert not {package["name"].lower() for package in installed} & HEAVY
+    command = environment / "bin" / "streambridge"
+    assert "Examples:" in run(command, "--help", cwd=tmp_path)
+    assert "Usage:" in run(command, "ingest", "--help", cwd=tmp_path)
+    shipped = (
+        environment / "lib" / f"python3.{sys.version_info.minor}" / "site-packages" / "bridge" / "_config"
+    )
+    copied = shutil.copy(shipped / "streambridge.toml", tmp_path)
+    run(command, "plugins", "-c", copied, cwd=tmp_path)
