@@ -1,0 +1,26 @@
+"""The MQTT front end: devices publish, streams store, acknowledgements follow the commit.
+
+Modules, each knowing only those before it: `properties`, `packets`, `topics` (the wire, pure functions);
+`settings`, `headers`, `store` (contracts with the rest of the bridge); `access` (who may do what);
+`message`, `outbox`, `sessions` (what subscribers are to be sent); `journal` (what of that survives);
+`delivery` (amqtt: live copies of ordinary messages); `router` (where a message goes); `publishing`,
+`control`, `handshake` (packets and what they do); `connection` (one client); `lane` (all of them).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridge.mqtt.frontend import MqttFrontEnd
+
+__all__ = ["MqttFrontEnd"]
+
+
+def __getattr__(name: str) -> Any:
+    # The configuration needs only `settings`; amqtt takes a while to import.
+    if name == "MqttFrontEnd":
+        from bridge.mqtt.frontend import MqttFrontEnd
+
+        return MqttFrontEnd
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

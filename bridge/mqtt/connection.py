@@ -1,0 +1,415 @@
+"""One client's connection: framing, PUBLISH and its acknowledgements, keep-alive.
+
+States (the transport may be TCP, TLS or a WebSocket):
+
+    NEW --CONNECT--> CONNECTING --CONNACK 0--> OPEN --DISCONNECT, error, end of the transport--> CLOSED
+     |                    |                                                                        ^
+     +--- anything else, time-out, refusal --------------------------------------------------------+
+
+What it promises:
+* Nothing of a client is looked at before CONNACK 0; what it sent behind its CONNECT waits.
+* Acknowledgements leave in the order of the packets (MQTT 3.1.1 section 4.6), each after the commit of
+  all streams that its message went to: every read from the socket makes one `Batch`, and batches leave
+  first in, first out.
+* A malformed packet closes this connection and no other.
+* Reading is paused while there is a reason to (`hold`), so that nothing here grows without bound.
+
+The hot path (`_packets`) makes no task, no log line and no system call per message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, cast
+
+from bridge.errors import StreamError
+from bridge.mqtt import control, handshake, publishing
+from bridge.mqtt.packets import (
+    CONNECT,
+    DISCONNECT,
+    KEEP_ALIVE_TIMEOUT,
+    MALFORMED,
+    MAX_CONNECT,
+    PUBACK,
+    PUBLISH,
+    V5,
+    V311,
+    ProtocolError,
+    frame,
+)
+
+if TYPE_CHECKING:
+    from bridge.mqtt.lane import Lane, Listener
+    from bridge.mqtt.packets import Will
+    from bridge.mqtt.router import Route
+    from bridge.mqtt.sessions import Session
+    from bridge.mqtt.store import Committer
+
+log = logging.getLogger(__name__)
+
+UNSENT_BATCHES = 1_000  # reads whose commit is awaited before reading is paused
+CLOSE_TIMEOUT = 5.0  # seconds for the last bytes to go out
+ROUTES = 4_096  # topics that one connection remembers
+
+
+class State(enum.Enum):
+    """Where a connection is in its life."""
+
+    NEW = enum.auto()
+    CONNECTING = enum.auto()
+    OPEN = enum.auto()
+    CLOSED = enum.auto()
+
+
+class Batch:
+    """What one read from the socket is to be answered with, once what it touched is committed."""
+
+    __slots__ = ("acks", "close", "connection", "error", "ids", "touched", "waiting")
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.acks = bytearray()
+        self.touched: dict[Committer, None] = {}
+        self.ids: list[int] = []  # QoS 2 ids that count as used only if the commit succeeds
+        self.waiting = 0
+        self.error: StreamError | None = None
+        self.close: tuple[str, str, int] | None = None  # counter, text, reason: end after these acks
+
+    def done(self, error: StreamError | None) -> None:
+        """One of the streams is committed, or failed to."""
+        self.error = self.error or error
+        self.waiting -= 1
+        if not self.waiting:
+            self.connection.settle()
+
+
+class Connection(asyncio.Protocol):
+    """The server's side of one MQTT connection."""
+
+    __slots__ = (
+        "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_routes", "_tail", "_timer", "address",
+        "aliases", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
+        "receive_maximum", "session", "state", "transport", "will", "writable",
+    )  # fmt: skip
+
+    def __init__(self, lane: Lane, listener: Listener) -> None:
+        self.lane, self.listener = lane, listener
+        self.state = State.NEW
+        self.level = V311
+        self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
+        self.session: Session | None = None
+        self.will: Will | None = None
+        self.writable = True
+        self.receive_maximum = self.max_packet_out = 0xFFFF_FFFF
+        self.keep_alive = 0.0  # seconds of silence until the connection counts as lost; 0: never
+        self.aliases: dict[int, bytes] = {}
+        self._drained: asyncio.Future[None] | None = None
+        self._tail: bytes | bytearray = b""  # read, not yet handled
+        self._need = 2  # bytes that make the next packet whole
+        self._holds: set[str] = set()
+        self._routes: dict[bytes, Route] = {}
+        self._epoch = -1
+        self._batches: deque[Batch] = deque()
+
+    @property
+    def name(self) -> str:
+        """How the log calls the client."""
+        client = f"client {self.session.client_id!r} at " if self.session is not None else ""
+        return f"{client}{self.address}"
+
+    # -- the transport calls ------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if isinstance(peer, tuple) else "local"
+        loop = self.lane.loop
+        self._heard = loop.time()
+        self._timer = loop.call_later(self.lane.limits.connect_timeout / 1000, self._too_slow)
+        self.lane.accept(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self.lane.loop.time()
+        if self._tail:
+            if not isinstance(self._tail, bytearray):
+                self._tail = bytearray(self._tail)
+            self._tail += data  # linear, in however many pieces a big packet arrives
+            if len(self._tail) < self._need or self._holds:
+                return
+            data, self._tail = bytes(self._tail), b""
+        self._work(data)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end("", "")
+        self.lane.gone(self)
+
+    def pause_writing(self) -> None:
+        self.writable = False
+        self.hold("writes")  # a client that does not read its acknowledgements need not send more
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        if self.session is not None and self.state is State.OPEN:
+            self.session.outbox.pump()
+        if self.writable:
+            self.release("writes")
+
+    # -- for the rest of the lane ------------------------------------------------------------
+
+    def send(self, data: bytes | bytearray) -> None:
+        """Write to the client, unless the connection is on its end."""
+        if not self.transport.is_closing():
+            self.transport.write(data)
+
+    def hold(self, why: str) -> None:
+        """Stop reading until `release` has been called for every reason."""
+        if not self._holds and not self.transport.is_closing():
+            self.transport.pause_reading()
+        self._holds.add(why)
+
+    def release(self, why: str) -> None:
+        """Go on, if this was the last reason not to."""
+        if why not in self._holds:
+            return
+        self._holds.discard(why)
+        if self._holds or self.state is State.CLOSED:
+            return
+        data, self._tail = bytes(self._tail), b""
+        if data:
+            self._work(data)
+        if not self._holds and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def opened(self) -> None:
+        """The handshake is over: handle what the client has sent behind its CONNECT."""
+        self.state = State.OPEN
+        self.limit = self.lane.max_packet
+        self._timer.cancel()
+        if self.keep_alive:
+            self._watch()
+        self.lane.loop.call_soon(self.release, "connect")
+
+    def fail(self, counter: str, why: str, reason: int) -> None:
+        """The client did wrong, or must go: tell an MQTT 5 client the reason, and close."""
+        if self.level == V5 and self.state is State.OPEN:
+            self.send(bytes((DISCONNECT, 2, reason, 0)))
+        self.end(counter, why)
+
+    def end(self, counter: str, why: str, *, will: bool = True) -> None:
+        """Close the connection; `counter` counts the reason, `why` goes to the log."""
+        if self.state is State.CLOSED:
+            return
+        if counter:
+            self.lane.counts[counter] += 1
+            self.lane.log_closed(self, counter, why)
+        self.state = State.CLOSED
+        self._timer.cancel()
+        self._tail = b""
+        self._routes = {}
+        if self.session is not None:
+            self.lane.left(self, will=will)
+        # What has been written still goes out, but a peer that does not take it is not waited for.
+        if not self.transport.is_closing():
+            self.transport.close()
+        if not self.writable:
+            self.transport.abort()
+        elif self.transport.get_write_buffer_size():
+            self.lane.loop.call_later(CLOSE_TIMEOUT, self.transport.abort)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether a commit is still awaited for something that it published."""
+        return bool(self._batches)
+
+    async def settled(self) -> None:
+        """Wait until everything that it published is committed, or has failed to be."""
+        while self._batches:
+            self._drained = self._drained or self.lane.loop.create_future()
+            await asyncio.shield(self._drained)
+
+    def certificate_name(self) -> str | None:
+        """The common name in the client's certificate, which TLS has verified."""
+        certificate = self.transport.get_extra_info("peercert") or {}
+        names = [
+            value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
+        ]
+        return names[0] if len(names) == 1 else None
+
+    # -- packets ------------------------------------------------------------
+
+    def _work(self, data: bytes) -> None:
+        try:
+            used = self._packets(data)
+        except ProtocolError as error:
+            self.fail("protocol_errors", str(error), error.reason)
+        except (IndexError, ValueError) as error:
+            # Every check should have come first; that one did not is no reason to trust the peer.
+            self.fail("protocol_errors", repr(error), MALFORMED)
+        else:
+            if used < len(data) and self.state is not State.CLOSED:
+                self._tail = data[used:] if used else data
+
+    def _packets(self, d: bytes) -> int:
+        """Handle the whole packets in `d`; return how many bytes that used."""
+        lane, state, size, pos, published = self.lane, self.state, len(d), 0, 0
+        router = lane.router
+        if self._epoch != router.epoch or len(self._routes) > ROUTES:
+            self._routes, self._epoch = {}, router.epoch
+        routes, limit, v5 = self._routes, self.limit, self.level == V5
+        batch = Batch(self)
+        acks, touched = batch.acks, batch.touched
+        last: Committer | None = None
+        self._need = 2
+        if state is State.NEW and size and d[0] != CONNECT:
+            raise ProtocolError("the first packet is not a CONNECT (MQTT-3.1.0-1)")
+        try:
+            while size - pos >= 2 and not self._holds:
+                head = d[pos]
+                if (length := d[pos + 1]) < 0x80:
+                    body = pos + 2
+                    end = body + length
+                else:
+                    body, end = frame(d, pos, limit)
+                if end > size:
+                    self._need = end - pos
+                    break
+                if head & 0xF0 == PUBLISH and state is State.OPEN:
+                    if lane.under_pressure:
+                        # Only who publishes waits: the others' acknowledgements make room.
+                        self.hold("pressure")
+                        break
+                    at = body + 2
+                    if at > end:
+                        raise ProtocolError("a PUBLISH without a topic")
+                    at += d[body] << 8 | d[body + 1]
+                    topic, qos = d[body + 2 : at], head & 6
+                    if qos:
+                        packet_id = d[at : at + 2]
+                        at += 2
+                        if packet_id == b"\0\0" or qos == 6:
+                            raise ProtocolError(f"a PUBLISH of QoS {qos >> 1} with packet id {packet_id!r}")
+                    else:
+                        packet_id = b""
+                    if at > end:
+                        raise ProtocolError("a PUBLISH that is shorter than its topic and packet id")
+                    published += 1
+                    if v5:
+                        if at >= end:
+                            raise ProtocolError("a PUBLISH without properties")
+                        if d[at] or not topic:
+                            publishing.publish_v5(self, batch, head, topic, packet_id, d, at, end)
+                            last = None
+                            pos = end
+                            continue
+                        at += 1
+                    route = routes.get(topic)
+                    if route is None:
+                        route = self.find_route(topic)
+                    if route.append is None or head & 0x0D:
+                        publishing.publish(self, batch, head, topic, packet_id, d[at:end], route)
+                        last = None
+                    else:
+                        try:
+                            route.append(topic, d[at:end])
+                        except StreamError as error:
+                            publishing.rejected(self, batch, qos, packet_id, error)
+                        else:
+                            if (stream := route.stream) is not last:
+                                touched[stream] = None  # type: ignore[index]
+                                last = stream
+                            if qos:
+                                acks += b"\x40\x02"
+                                acks += packet_id
+                elif state is State.OPEN:
+                    control.handle(self, batch, head, d[body:end])
+                    if self.state is State.CLOSED:
+                        return size
+                else:
+                    self.state = state = State.CONNECTING
+                    self.hold("connect")
+                    handshake.begin(self, d[body:end])
+                pos = end
+        finally:
+            lane.counts["received"] += published
+            self._queue(batch)
+        return pos
+
+    def find_route(self, topic: bytes) -> Route:
+        """The route of a topic for this client; one that it may not publish on has no streams."""
+        route = self._routes[topic] = publishing.allowed_route(self, topic)
+        return route
+
+    def _queue(self, batch: Batch) -> None:
+        """Let a batch leave when it may."""
+        touched = batch.touched
+        if not touched and not self._batches and batch.close is None:
+            if batch.acks:
+                self.send(batch.acks)
+            return
+        if not batch.acks and batch.close is None:
+            return  # QoS 0 alone: nobody waits for it
+        batch.waiting = len(touched) + 1
+        self._batches.append(batch)
+        for committer in touched:
+            committer.after_commit(batch.done)
+        batch.done(None)
+        if len(self._batches) > UNSENT_BATCHES:
+            self.hold("commits")
+
+    def settle(self) -> None:
+        """Send the acknowledgements of all leading batches that are committed, in one write."""
+        batches, acks = self._batches, bytearray()
+        failed: Batch | None = None
+        while batches and not batches[0].waiting:
+            batch = batches.popleft()
+            if batch.error is not None:
+                self._forget_ids(batch)
+                failed = failed or batch
+            elif failed is None:
+                acks += batch.acks
+                if batch.close is not None:
+                    failed = batch
+        if acks:
+            self.send(acks)
+        if failed is not None:
+            if failed.error is not None:
+                why = publishing.reason_of(failed.error)
+                self.fail("rejected_storage", f"not acknowledged: {failed.error}", why)
+            elif failed.close is not None:
+                self.fail(*failed.close)
+        if not batches and self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
+        if "commits" in self._holds and len(batches) <= UNSENT_BATCHES // 2:
+            self.release("commits")
+
+    def _forget_ids(self, batch: Batch) -> None:
+        # The client will send these again, and then they must not pass for duplicates.
+        if self.session is not None:
+            self.session.incoming.difference_update(batch.ids)
+
+    # -- time ------------------------------------------------------------
+
+    def _too_slow(self) -> None:
+        self.end("refused_timeout", "no complete CONNECT in time")
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        """Enforce the keep-alive (3.1.1 section 3.1.2.10): silent for 1.5 times as long is lost."""
+        left = self._heard + self.keep_alive - self.lane.loop.time()
+        if self._holds:
+            left = self.keep_alive  # it is we who do not read
+        if left > 0:
+            self._timer = self.lane.loop.call_later(left, self._watch)
+        else:
+            self.fail("keep_alive_timeouts", "keep-alive expired", KEEP_ALIVE_TIMEOUT)
+            self.transport.abort()
+
+
+assert PUBACK == 0x40

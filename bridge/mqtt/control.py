@@ -1,0 +1,178 @@
+"""Every packet of an open connection but PUBLISH: subscriptions, acknowledgements, PING, DISCONNECT."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bridge.mqtt import properties as p
+from bridge.mqtt.message import Subscription
+from bridge.mqtt.packets import (
+    AUTH,
+    BAD_TOPIC_FILTER,
+    DISCONNECT,
+    NO_SHARED_SUBSCRIPTIONS,
+    NO_SUBSCRIPTION_EXISTED,
+    NOT_AUTHORIZED,
+    PACKET_ID_NOT_FOUND,
+    PINGREQ,
+    PINGRESP,
+    PROTOCOL_ERROR,
+    PUBACK,
+    PUBCOMP,
+    PUBREC,
+    PUBREL,
+    QUOTA_EXCEEDED,
+    SUBACK,
+    SUBSCRIBE,
+    SUCCESS,
+    UNSUBACK,
+    UNSUBSCRIBE,
+    V5,
+    V311,
+    ProtocolError,
+    packet,
+    parse_ack,
+    parse_disconnect,
+    parse_subscribe,
+    parse_unsubscribe,
+)
+from bridge.topics import is_topic_filter
+
+if TYPE_CHECKING:
+    from bridge.mqtt.connection import Batch, Connection
+    from bridge.mqtt.packets import TopicRequest
+    from bridge.mqtt.sessions import Session
+
+WITH_WILL = 0x04  # DISCONNECT's reason code "disconnect with will message" (MQTT 5 section 3.14.2.1)
+
+
+def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
+    """Handle one packet; anything that a client may not send is an error (MQTT-2.2.2-2)."""
+    session = conn.session
+    assert session is not None
+    match head:
+        case 0x40:  # PUBACK
+            session.outbox.puback(parse_ack(head, body, conn.level)[0])
+        case 0x50:  # PUBREC
+            session.outbox.pubrec(*parse_ack(head, body, conn.level))
+        case 0x62:  # PUBREL
+            _pubrel(conn, session, batch, parse_ack(head, body, conn.level)[0])
+        case 0x70:  # PUBCOMP
+            session.outbox.puback(parse_ack(head, body, conn.level)[0])
+        case 0x82:  # SUBSCRIBE
+            _subscribe(conn, session, body)
+        case 0xA2:  # UNSUBSCRIBE
+            _unsubscribe(conn, session, body)
+        case 0xC0 if not body:  # PINGREQ
+            conn.send(bytes((PINGRESP, 0)))
+        case 0xE0:  # DISCONNECT
+            _disconnect(conn, session, body)
+        case _:
+            raise ProtocolError(f"packet {head:#04x} of {len(body)} bytes", PROTOCOL_ERROR)
+
+
+assert (PUBACK, PUBREC, PUBREL, PUBCOMP) == (0x40, 0x50, 0x62, 0x70)
+assert (SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT, AUTH) == (0x82, 0xA2, 0xC0, 0xE0, 0xF0)
+
+
+def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) -> None:
+    """The client is done with a QoS 2 id. Always answered, known or not, or it would ask for ever (4.3.3)."""
+    raw = packet_id.to_bytes(2, "big")
+    if packet_id in session.incoming:
+        session.incoming.discard(packet_id)
+        if session.persistent:
+            # Were this lost, the next message with the id would pass for a duplicate.
+            conn.lane.journal.released(session, packet_id)
+            batch.touched[conn.lane.journal] = None
+    elif conn.level == V5:
+        batch.acks += bytes((PUBCOMP, 3)) + raw + bytes((PACKET_ID_NOT_FOUND,))
+        return
+    batch.acks += bytes((PUBCOMP, 2)) + raw
+
+
+def _subscribe(conn: Connection, session: Session, body: bytes) -> None:
+    packet_id, requests, properties = parse_subscribe(body, conn.level)
+    identifier = properties.get(p.SUBSCRIPTION_ID, 0)
+    codes = bytearray()
+    granted: list[tuple[Subscription, bool]] = []
+    for request in requests:
+        code = _refusal(conn, session, request)
+        if code:
+            codes.append(code if conn.level == V5 else 0x80)
+            continue
+        options = request.options
+        subscription = Subscription(
+            request.filter,
+            options & 3,
+            bool(options & 4),
+            bool(options & 8),
+            options >> 4 & 3,
+            identifier,
+        )
+        granted.append((subscription, conn.lane.router.subscribe(session, subscription)))
+        if session.persistent:
+            conn.lane.journal.subscribed(session, subscription)
+        codes.append(subscription.qos)
+    # Reading waits, so that what the client does next finds the subscription in force.
+    conn.hold("subscribe")
+    conn.lane.spawn(_confirm(conn, session, packet_id, bytes(codes), granted))
+
+
+async def _confirm(
+    conn: Connection,
+    session: Session,
+    packet_id: int,
+    codes: bytes,
+    granted: list[tuple[Subscription, bool]],
+) -> None:
+    """Answer a SUBSCRIBE once live messages come in and the subscription is kept."""
+    lane = conn.lane
+    await lane.delivery.subscribe(session, [subscription.filter for subscription, _ in granted])
+    await lane.journaled()
+    if session.connection is conn:
+        empty = b"\0" if conn.level == V5 else b""
+        conn.send(packet(SUBACK, packet_id.to_bytes(2, "big") + empty + codes))
+        for subscription, new in granted:
+            if subscription.retain_handling == 0 or (subscription.retain_handling == 1 and new):
+                lane.router.send_retained(session, subscription)
+    conn.release("subscribe")
+
+
+def _refusal(conn: Connection, session: Session, request: TopicRequest) -> int:
+    """Why a filter is not granted: an MQTT 5 reason code, or 0."""
+    if not is_topic_filter(request.filter):
+        if conn.level == V311:
+            raise ProtocolError(f"topic filter {request.filter[:80]!r}")
+        return BAD_TOPIC_FILTER
+    if request.filter.startswith("$share/"):
+        return NO_SHARED_SUBSCRIPTIONS
+    if not session.identity.may_subscribe(request.filter):
+        conn.lane.counts["refused_subscriptions"] += 1
+        return NOT_AUTHORIZED
+    known = session.subscriptions
+    if request.filter not in known and len(known) >= conn.lane.limits.subscriptions:
+        conn.lane.counts["refused_subscriptions"] += 1
+        return QUOTA_EXCEEDED
+    return 0
+
+
+def _unsubscribe(conn: Connection, session: Session, body: bytes) -> None:
+    packet_id, filters = parse_unsubscribe(body, conn.level)
+    codes = bytearray()
+    for topic_filter in filters:
+        known = conn.lane.router.unsubscribe(session, topic_filter)
+        if known and session.persistent:
+            conn.lane.journal.unsubscribed(session, topic_filter)
+        codes.append(SUCCESS if known else NO_SUBSCRIPTION_EXISTED)
+    details = b"\0" + codes if conn.level == V5 else b""
+    conn.send(packet(UNSUBACK, packet_id.to_bytes(2, "big") + details))
+
+
+def _disconnect(conn: Connection, session: Session, body: bytes) -> None:
+    reason, properties = parse_disconnect(body, conn.level)
+    expiry = properties.get(p.SESSION_EXPIRY)
+    if expiry is not None:
+        if expiry and not session.expiry:
+            raise ProtocolError("a session expiry that was 0 at CONNECT (MQTT-3.1.2-23)", PROTOCOL_ERROR)
+        conn.lane.set_expiry(session, expiry)
+    conn.end("", "", will=reason == WITH_WILL)

@@ -1,0 +1,194 @@
+"""From CONNECT to CONNACK: version, identity, take-over, session (section 3.1).
+
+The order matters. Nothing that belongs to a client id is touched before its owner is authenticated:
+not its connection, not its session, not its will.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING
+
+from bridge.mqtt import properties as p
+from bridge.mqtt.access import REQUEST_LEVEL, Refused
+from bridge.mqtt.packets import (
+    BAD_AUTH_METHOD,
+    BAD_CLIENT_ID,
+    BAD_TOPIC_NAME,
+    BAD_USER_OR_PASSWORD,
+    CONNACK,
+    NOT_AUTHORIZED,
+    SERVER_BUSY,
+    SESSION_TAKEN_OVER,
+    UNSUPPORTED_VERSION,
+    V5,
+    Connect,
+    ProtocolError,
+    packet,
+    parse_connect,
+)
+from bridge.mqtt.properties import write_properties
+from bridge.mqtt.publishing import TOPIC_ALIASES
+from bridge.mqtt.sessions import NEVER
+from bridge.topics import is_topic_name
+
+if TYPE_CHECKING:
+    from bridge.mqtt.connection import Connection
+    from bridge.mqtt.sessions import Session
+
+SETTLE_TIMEOUT = 5.0  # seconds for what the old connection published to be committed
+MAX_CLIENT_ID = 1_024
+
+# MQTT 5 reason code to 3.1.1 return code (section 3.2.2.3)
+_RETURN_CODES = {
+    UNSUPPORTED_VERSION: 1, BAD_CLIENT_ID: 2, SERVER_BUSY: 3, BAD_USER_OR_PASSWORD: 4,
+    NOT_AUTHORIZED: 5, BAD_TOPIC_NAME: 5,
+}  # fmt: skip
+
+
+def begin(conn: Connection, body: bytes) -> None:
+    """Take a CONNECT; the answer comes when the client is known."""
+    try:
+        connect = parse_connect(body)
+    except ProtocolError as error:
+        if error.reason == UNSUPPORTED_VERSION:
+            refuse(conn, Refused(UNSUPPORTED_VERSION, str(error)))
+            return
+        raise
+    conn.level = connect.level
+    conn.lane.spawn(_open(conn, connect))
+
+
+def refuse(conn: Connection, refused: Refused) -> None:
+    """Answer with a reason, and close."""
+    if conn.level == V5:
+        conn.send(packet(CONNACK, bytes((0, refused.reason, 0))))
+    else:
+        conn.send(packet(CONNACK, bytes((0, _RETURN_CODES.get(refused.reason, 5)))))
+    conn.end("refused_connects", f"refused: {refused.text}")
+
+
+async def _open(conn: Connection, connect: Connect) -> None:
+    lane = conn.lane
+    refused = _unfit(connect)
+    user: str | None = None
+    if refused is None:
+        user, refused = await _authenticate(conn, connect)
+    client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
+    identity = lane.access.identify(client_id, user)
+    if refused is None and connect.will is not None:
+        will = connect.will
+        if not is_topic_name(will.topic):
+            refused = Refused(BAD_TOPIC_NAME, f"a will on topic {will.topic[:80]!r}")
+        elif will.topic.partition("/")[0] == REQUEST_LEVEL or not identity.may_publish(will.topic):
+            refused = Refused(NOT_AUTHORIZED, f"a will on {will.topic!r}, where it may not publish")
+    while refused is None:
+        old = lane.sessions.get(client_id)
+        if old is None:
+            break
+        if old.identity.user != user:
+            refused = Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user")
+        elif old.connection is not None:
+            old.connection.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
+        elif old.last is not None and old.last.unsettled:
+            # Its QoS 2 ids count only once the messages are stored: they must not be looked at before.
+            if not await _settled(old.last):
+                refused = Refused(SERVER_BUSY, "what its last connection sent is not stored yet")
+        elif connect.clean:
+            lane.sessions.end(old)
+        else:
+            break
+    if conn.transport.is_closing():
+        return
+    if refused is not None:
+        refuse(conn, refused)
+        return
+    session = lane.sessions.get(client_id)
+    present = session is not None
+    if session is None:
+        session = lane.sessions.create(client_id, identity)
+    session.identity = identity
+    _adopt(conn, connect, session)
+    if present and session.subscriptions:
+        await lane.delivery.subscribe(session, list(session.subscriptions))
+        lane.router.forget_routes()  # its rules may have changed
+    if session.persistent:
+        await lane.journaled()
+    if session.connection is not conn:
+        return
+    conn.send(_connack(conn, connect, session, present=present))
+    conn.opened()
+    session.outbox.attach(conn)
+
+
+def _unfit(connect: Connect) -> Refused | None:
+    """What rules a CONNECT out, whoever sends it."""
+    if p.AUTH_METHOD in connect.properties:
+        return Refused(BAD_AUTH_METHOD, "enhanced authentication is not offered")
+    if not connect.client_id and not connect.clean and connect.level != V5:
+        return Refused(BAD_CLIENT_ID, "a persistent session without client id (MQTT-3.1.3-8)")
+    if len(connect.client_id) > MAX_CLIENT_ID:
+        return Refused(BAD_CLIENT_ID, f"a client id of {len(connect.client_id)} characters")
+    return None
+
+
+async def _authenticate(conn: Connection, connect: Connect) -> tuple[str | None, Refused | None]:
+    """Who the client is: the name in its certificate, a user with a password, or nobody (None)."""
+    access = conn.lane.access
+    if conn.listener.client_certificates:
+        name = conn.certificate_name()
+        if not name or (connect.username or name) != name:
+            return None, Refused(NOT_AUTHORIZED, f"user name {connect.username!r} is not its certificate's")
+        return name, None
+    if connect.username is None or not access.has_users:
+        return None, access.refuse_anonymous(loopback=conn.listener.address.loopback)
+    return connect.username, await access.verify(connect.username, connect.password, conn.address)
+
+
+async def _settled(old: Connection) -> bool:
+    """Wait until what an old connection published is committed or has failed."""
+    try:
+        await asyncio.wait_for(old.settled(), SETTLE_TIMEOUT)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _adopt(conn: Connection, connect: Connect, session: Session) -> None:
+    """Join a connection and its session."""
+    lane, properties = conn.lane, connect.properties
+    lane.sessions.enter(session)
+    lane.cancel_will(session)
+    session.connection = session.last = conn
+    conn.session, conn.will = session, connect.will
+    if connect.level == V5:
+        lane.set_expiry(session, properties.get(p.SESSION_EXPIRY, 0))
+        conn.receive_maximum = properties.get(p.RECEIVE_MAXIMUM, 65_535)
+        conn.max_packet_out = properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
+    else:
+        lane.set_expiry(session, 0 if connect.clean else NEVER)
+    seconds = min(connect.keep_alive, lane.limits.max_keep_alive)
+    if connect.level == V5 and not seconds:
+        seconds = lane.limits.max_keep_alive
+    conn.keep_alive = 1.5 * seconds
+
+
+def _connack(conn: Connection, connect: Connect, session: Session, *, present: bool) -> bytes:
+    """CONNACK 0; for MQTT 5 with everything that is less than the protocol allows (section 3.2.2.3)."""
+    if connect.level != V5:
+        return packet(CONNACK, bytes((present, 0)))
+    lane = conn.lane
+    properties: p.Properties = {
+        p.MAXIMUM_PACKET_SIZE: lane.max_packet,
+        p.TOPIC_ALIAS_MAXIMUM: TOPIC_ALIASES,
+        p.SHARED_AVAILABLE: 0,
+    }
+    longest = lane.limits.session_expiry_interval // 1000
+    if session.expiry > longest:
+        properties[p.SESSION_EXPIRY] = longest
+    if not connect.client_id:
+        properties[p.ASSIGNED_CLIENT_ID] = session.client_id.encode()
+    if conn.keep_alive != 1.5 * connect.keep_alive:
+        properties[p.SERVER_KEEP_ALIVE] = round(conn.keep_alive / 1.5)
+    return packet(CONNACK, bytes((present, 0)) + write_properties(properties))

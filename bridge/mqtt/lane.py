@@ -1,0 +1,312 @@
+"""The lane: the listening sockets, all connections, and what they share.
+
+What it promises: as many connections as `limits` allow and no more; a stop that stores and acknowledges
+everything that had been read, sends no wills, and leaves no task behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import ssl
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from bridge.errors import ConfigError, StreamError
+from bridge.mqtt import properties as p
+from bridge.mqtt.access import Access
+from bridge.mqtt.connection import Connection
+from bridge.mqtt.delivery import AmqttDelivery
+from bridge.mqtt.journal import Journal
+from bridge.mqtt.packets import SERVER_SHUTTING_DOWN
+from bridge.mqtt.publishing import publish_will
+from bridge.mqtt.recovery import recover, snapshot
+from bridge.mqtt.router import Router
+from bridge.mqtt.sessions import Session, Sessions
+from bridge.mqtt.settings import parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+    from pathlib import Path
+
+    from bridge.mqtt.settings import Address, MqttConfig, TlsSettings
+    from bridge.mqtt.store import Store
+
+log = logging.getLogger(__name__)
+
+SPARE_DESCRIPTORS = 200  # kept free for segments, exports and the log
+STOP_TIMEOUT = 10.0  # seconds for the last commits
+CLOSE_TIMEOUT = 1.0  # seconds for the last bytes
+LOG_INTERVAL = 10.0  # seconds between two lines about drops of one kind
+
+
+class Listener:
+    """One listening socket."""
+
+    def __init__(self, address: Address, client_certificates: bool) -> None:
+        self.address, self.client_certificates = address, client_certificates
+        self.server: asyncio.Server | None = None
+
+
+class Lane:
+    """The embedded broker's front: sockets and connections."""
+
+    def __init__(self, config: MqttConfig, store: Store, state_dir: Path | None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.config, self.limits, self.max_packet = config, config.limits, config.max_packet
+        self.counts: Counter[str] = Counter()
+        self.store = store
+        self.under_pressure = store.under_pressure
+        self.access = Access(config)
+        self.journal = Journal(None if state_dir is None else state_dir / "sessions.journal")
+        self.delivery = AmqttDelivery(self._deliver, self.counts)
+        self.router = Router(store, self.delivery, self.journal, self.limits, self.counts)
+        self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)
+        self.connections: set[Connection] = set()
+        self.stopping = False
+        self._by_address: Counter[str] = Counter()
+        self._listeners: list[Listener] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tls: ssl.SSLContext | None = None
+        self._logged: dict[str, float] = {}
+        self._empty: asyncio.Future[None] | None = None  # set by the last connection, at the stop
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = min(self.limits.connections, max(files - SPARE_DESCRIPTORS, files // 2))
+
+    # -- life ------------------------------------------------------------
+
+    async def start(self) -> list[str]:
+        """Restore sessions and listen; returns the urls, with the ports really taken."""
+        if self.config.tls is not None:
+            self._tls = tls_context(self.config.tls)
+        recover(self.journal.read(), self)
+        self.journal.snapshot = lambda: snapshot(self)
+        self.journal.open()
+        self.store.on_pressure.append(self._pressure)
+        self.store.on_bindings_changed.append(self.router.forget_routes)
+        await self.delivery.start()
+        try:
+            return [await self._listen(parse_address(url)) for url in self.config.listen]
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Stop accepting and reading, store and acknowledge what was read, close."""
+        self.stopping = True
+        for listener in self._listeners:
+            if listener.server is not None:
+                listener.server.close()
+        for conn in list(self.connections):
+            conn.hold("stop")
+        settling = [conn.settled() for conn in self.connections if conn.unsettled]
+        try:
+            await asyncio.wait_for(asyncio.gather(*settling), STOP_TIMEOUT)
+        except TimeoutError:
+            log.error(
+                "stop: some messages could not be stored in %g s; they are not acknowledged", STOP_TIMEOUT
+            )
+        for conn in list(self.connections):
+            conn.fail("", "", SERVER_SHUTTING_DOWN)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.delivery.stop()
+        self.sessions.stop()
+        await self.journal.close()
+        self.access.close()
+        self.store.on_pressure.remove(self._pressure)
+        self.store.on_bindings_changed.remove(self.router.forget_routes)
+        if self.connections:
+            # The transports have been told to close; a peer that takes no more bytes is not waited for.
+            self._empty = self.loop.create_future()
+            await asyncio.wait([self._empty], timeout=CLOSE_TIMEOUT)
+            for conn in list(self.connections):
+                conn.transport.abort()
+
+    def reload(self, config: MqttConfig) -> None:
+        """Take over users, rules and certificates, or raise a ConfigError and leave all as it was."""
+        context = tls_context(config.tls) if config.tls is not None else None
+        self.access.load(config)
+        if context is not None and self._tls is not None:
+            current = context
+            self._tls.sni_callback = lambda socket, _name, _context: setattr(socket, "context", current)
+        for session in self.sessions.all():
+            session.identity = self.access.identify(session.client_id, session.identity.user)
+        self.router.forget_routes()
+
+    async def _listen(self, address: Address) -> str:
+        tls = self._tls if address.secure else None
+        wants_names = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
+        listener = Listener(address, wants_names)
+        try:
+            listener.server = await self.loop.create_server(
+                lambda: Connection(self, listener),
+                address.host,
+                address.port,
+                ssl=tls,
+                backlog=1024,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"mqtt.listen {address.scheme}://{address.host}:{address.port}: {error}"
+            ) from error
+        self._listeners.append(listener)
+        port = listener.server.sockets[0].getsockname()[1]
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        return f"{_URL_SCHEMES[address.scheme]}://{host}:{port}"
+
+    # -- connections ------------------------------------------------------------
+
+    def accept(self, conn: Connection) -> None:
+        """A new connection: let it stay if there is room for it."""
+        self.connections.add(conn)
+        self._by_address[conn.address] += 1
+        self.counts["accepted"] += 1
+        if self.stopping or len(self.connections) > self._most:
+            conn.end("refused_limit", f"{self._most} connections are open already")
+        elif self._by_address[conn.address] > self.limits.connections_per_address:
+            conn.end("refused_limit", "too many connections from this address")
+
+    def gone(self, conn: Connection) -> None:
+        """A connection's transport is closed."""
+        if conn in self.connections:
+            self.connections.discard(conn)
+            self._by_address[conn.address] -= 1
+            if not self._by_address[conn.address]:
+                del self._by_address[conn.address]
+        if self._empty is not None and not self.connections and not self._empty.done():
+            self._empty.set_result(None)
+
+    def left(self, conn: Connection, *, will: bool) -> None:
+        """A client's connection has ended, politely (no will) or not."""
+        session = conn.session
+        if session is None or session.connection is not conn:
+            return
+        session.connection = None
+        session.outbox.detach()
+        self.delivery.leave(session)
+        testament, conn.will = conn.will, None
+        if testament is not None and will and not self.stopping:
+            self._publish_later(session, testament.properties.get(p.WILL_DELAY, 0), testament)
+        session.left = time.time()
+        if session.persistent:
+            self.journal.opened(session)
+        self.sessions.leave(session)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run something that must not outlive the lane."""
+        task = self.loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    async def journaled(self) -> None:
+        """Wait until the journal holds what was given to it."""
+        future: asyncio.Future[None] = self.loop.create_future()
+
+        def done(error: StreamError | None) -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self.journal.after_commit(done)
+        await future
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the MQTT front end failed", exc_info=task.exception())
+
+    def _pressure(self, high: bool) -> None:
+        self.under_pressure = high
+        if not high:
+            for conn in list(self.connections):
+                conn.release("pressure")
+
+    # -- sessions ------------------------------------------------------------
+
+    def set_expiry(self, session: Session, seconds: int) -> None:
+        """Say how long a session outlives its connection, and keep or forget it accordingly."""
+        was, session.expiry = session.persistent, seconds
+        if session.persistent:
+            self.journal.opened(session)
+            for subscription in () if was else session.subscriptions.values():
+                self.journal.subscribed(session, subscription)
+        elif was:
+            self.journal.ended(session)
+
+    def cancel_will(self, session: Session) -> None:
+        """A client is back before its will's delay was over (MQTT 5 section 3.1.3.2.2)."""
+        if session.will_timer is not None:
+            session.will_timer.cancel()
+            session.will_timer = None
+
+    def _publish_later(self, session: Session, delay: int, will: Any) -> None:
+        if delay and session.persistent:
+            session.will = will
+            session.will_timer = self.loop.call_later(min(delay, 0xFFFF_FFF), self._will_due, session)
+        else:
+            publish_will(self, session, will)
+
+    def _will_due(self, session: Session) -> None:
+        self.cancel_will(session)
+        if session.will is not None:
+            publish_will(self, session, session.will)
+
+    def _ended(self, session: Session) -> None:
+        if session.will_timer is not None:
+            self._will_due(session)
+        for topic_filter in list(session.subscriptions):
+            self.router.unsubscribe(session, topic_filter)
+        if session.persistent:
+            self.journal.ended(session)
+
+    def _deliver(self, session: Session, message: Any) -> None:
+        self.router.deliver_live(session, message)
+
+    # -- reporting ------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """Everything counted since the start, and what there is now."""
+        return {
+            **self.counts,
+            "connections": len(self.connections),
+            "sessions": len(self.sessions),
+            "retained": len(self.router.retained),
+        }
+
+    def log_closed(self, conn: Connection, counter: str, why: str) -> None:
+        """A connection was closed by us."""
+        level = logging.WARNING if counter.startswith("rejected") else logging.INFO
+        log.log(level, "%s closed: %s", conn.name, why)
+
+    def log_dropped(self, conn: Connection, kind: str, why: str) -> None:
+        """A message was dropped or refused: one line for each kind from time to time."""
+        now = self.loop.time()
+        if now - self._logged.get(kind, -LOG_INTERVAL) >= LOG_INTERVAL:
+            self._logged[kind] = now
+            log.warning("%s: a message was not stored: %s (counted; see the statistics)", conn.name, why)
+
+    def log_will(self, session: Session, error: StreamError) -> None:
+        """A will could not be stored."""
+        log.warning("the will of client %r was not stored: %s", session.client_id, error)
+
+
+_URL_SCHEMES = {"tcp": "mqtt", "tls": "mqtts", "ws": "ws", "wss": "wss"}
+
+
+def tls_context(tls: TlsSettings) -> ssl.SSLContext:
+    """A server context from certificate files, or a ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"mqtt.tls: cert {tls.cert}, key {tls.key}, client_ca {tls.client_ca}: {error}"
+        ) from error
+    return context

@@ -1,0 +1,193 @@
+"""PUBLISH packets that the hot path leaves to others: flags, properties, subscribers, refusals, wills.
+
+A message that a stream refuses is never acknowledged as if it were stored. MQTT 5 has reason codes for
+that (section 3.4.2.1); for a 3.1.1 client, to which a PUBACK is our promise, the connection ends with
+a counted and logged reason, after the acknowledgements of what came before. QoS 0 is dropped and
+counted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bridge.errors import (
+    MessageTooLarge,
+    StorageFailed,
+    StreamBridgeError,
+    StreamError,
+    StreamFull,
+    Unauthorized,
+)
+from bridge.mqtt import headers
+from bridge.mqtt import properties as p
+from bridge.mqtt.message import Message
+from bridge.mqtt.packets import (
+    BAD_TOPIC_ALIAS,
+    BAD_TOPIC_NAME,
+    IMPLEMENTATION_ERROR,
+    NOT_AUTHORIZED,
+    PACKET_TOO_LARGE,
+    PROTOCOL_ERROR,
+    PUBACK,
+    PUBLISH,
+    PUBREC,
+    QUOTA_EXCEEDED,
+    UNSPECIFIED,
+    V5,
+    ProtocolError,
+    properties_at,
+    text,
+)
+from bridge.mqtt.router import Route
+from bridge.topics import is_topic_name
+
+if TYPE_CHECKING:
+    from bridge.mqtt.connection import Batch, Connection
+    from bridge.mqtt.lane import Lane
+    from bridge.mqtt.packets import Will
+    from bridge.mqtt.sessions import Session
+
+TOPIC_ALIASES = 64  # per connection, announced in CONNACK
+
+# error, the counter's ending, MQTT 5 reason code
+_REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
+    (StreamFull, "full", QUOTA_EXCEEDED),
+    (MessageTooLarge, "too_large", PACKET_TOO_LARGE),
+    (StorageFailed, "storage", IMPLEMENTATION_ERROR),
+    (Unauthorized, "not_allowed", NOT_AUTHORIZED),
+    (StreamBridgeError, "other", UNSPECIFIED),
+)
+
+
+def reason_of(error: StreamBridgeError) -> int:
+    """The MQTT 5 reason code for an error."""
+    return next(code for kind, _, code in _REASONS if isinstance(error, kind))
+
+
+def allowed_route(conn: Connection, topic: bytes) -> Route:
+    """The route of a topic, or a denied one if the client may not publish there."""
+    route = conn.lane.router.route(topic)
+    assert conn.session is not None
+    if not route.request and not conn.session.identity.may_publish(route.name):
+        route = Route(route.name, ())
+        route.denied = True
+    return route
+
+
+def publish(
+    conn: Connection,
+    batch: Batch,
+    head: int,
+    topic: bytes,
+    packet_id: bytes,
+    payload: bytes,
+    route: Route,
+    properties: p.Properties | None = None,
+) -> None:
+    """Handle one PUBLISH in full (section 3.3): store, keep, deliver, acknowledge."""
+    lane, session, qos = conn.lane, conn.session, head & 6
+    assert session is not None
+    number = packet_id[0] << 8 | packet_id[1] if qos else 0
+    if qos == 4 and number in session.incoming:
+        batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)
+        return
+    try:
+        if route.request:
+            raise Unauthorized(f"{route.name!r} is reserved for requests")
+        if route.denied:
+            raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; see [[mqtt.acl]]")
+        if route.streams:
+            kept = _headers(head, properties, session, number)
+            for stream in route.streams:
+                stream.append(topic, payload, kept)
+                batch.touched[stream] = None
+    except (StreamError, Unauthorized) as error:
+        rejected(conn, batch, qos, packet_id, error)
+        return
+    if (route.receivers or head & 1) and not route.request:
+        message = Message(topic, payload, qos >> 1, bool(head & 1), properties)
+        if lane.router.publish(route, message, session):
+            batch.touched[lane.journal] = None
+    if qos == 2:
+        batch.acks += b"\x40\x02" + packet_id
+    elif qos == 4:
+        batch.acks += b"\x50\x02" + packet_id
+        session.incoming.add(number)
+        batch.ids.append(number)
+        if session.persistent:
+            lane.journal.received(session, number)
+            batch.touched[lane.journal] = None
+
+
+def publish_v5(
+    conn: Connection,
+    batch: Batch,
+    head: int,
+    topic: bytes,
+    packet_id: bytes,
+    data: bytes,
+    pos: int,
+    end: int,
+) -> None:
+    """Handle a PUBLISH with properties or without a topic (MQTT 5 section 3.3.2.3)."""
+    properties, pos = properties_at(data, pos, end, PUBLISH)
+    if p.SUBSCRIPTION_ID in properties:
+        raise ProtocolError("a Subscription Identifier from a client (MQTT-3.3.4-6)", PROTOCOL_ERROR)
+    alias = properties.pop(p.TOPIC_ALIAS, None)
+    if alias is not None:
+        if not 0 < alias <= TOPIC_ALIASES:
+            raise ProtocolError(f"topic alias {alias}; 1 to {TOPIC_ALIASES} are announced", BAD_TOPIC_ALIAS)
+        if topic:
+            conn.aliases[alias] = topic
+        else:
+            topic = conn.aliases.get(alias, b"")
+    if not topic:
+        raise ProtocolError("a PUBLISH without topic and known alias", PROTOCOL_ERROR)
+    reply = properties.get(p.RESPONSE_TOPIC)
+    if reply is not None and not is_topic_name(text(reply)):
+        raise ProtocolError(f"response topic {reply[:80]!r}", BAD_TOPIC_NAME)
+    route = conn.find_route(topic)
+    publish(conn, batch, head, topic, packet_id, data[pos:end], route, properties)
+
+
+def rejected(conn: Connection, batch: Batch, qos: int, packet_id: bytes, error: StreamBridgeError) -> None:
+    """A message was refused: say so if the protocol can, or close after what came before."""
+    kind, reason = next((kind, code) for cls, kind, code in _REASONS if isinstance(error, cls))
+    if not qos:
+        conn.lane.counts[f"dropped_{kind}"] += 1
+        conn.lane.log_dropped(conn, kind, str(error))
+    elif conn.level == V5:
+        conn.lane.counts[f"rejected_{kind}"] += 1
+        conn.lane.log_dropped(conn, kind, str(error))
+        batch.acks += bytes((PUBACK if qos == 2 else PUBREC, 3)) + packet_id + bytes((reason,))
+    else:
+        batch.close = (f"rejected_{kind}", f"not acknowledged: {error}", reason)
+        conn.hold("rejected")
+
+
+def publish_will(lane: Lane, session: Session, will: Will) -> None:
+    """Publish the will of a client that went without DISCONNECT (section 3.1.2.5)."""
+    topic = will.topic.encode()
+    flags = will.qos << 1 | will.retain
+    route = lane.router.route(topic)
+    try:
+        for stream in route.streams:
+            stream.append(topic, will.payload, _headers(flags & 3, will.properties, session, 0))
+    except StreamError as error:
+        lane.counts["dropped_wills"] += 1
+        lane.log_will(session, error)
+        return
+    lane.router.publish(route, Message(topic, will.payload, will.qos, will.retain, will.properties), None)
+    lane.counts["wills"] += 1
+
+
+def _headers(head: int, properties: p.Properties | None, session: Session, number: int) -> bytes:
+    if not properties and head & 6 != 4:
+        flags = head & 9
+        if not flags:
+            return b""
+        if flags == 1:
+            return headers.RETAIN
+        if flags == 8:
+            return headers.DUP
+    return headers.of_publish(head, properties or {}, session.client_id, number)

@@ -1,0 +1,116 @@
+"""Sessions and retained messages from the journal, and back into it as a snapshot."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from bridge.mqtt.journal import (
+    Ended,
+    Opened,
+    Queued,
+    Received,
+    Record,
+    Released,
+    Retained,
+    Settled,
+    Subscribed,
+    Unsubscribed,
+    queued_record,
+    retained_record,
+)
+from bridge.mqtt.message import Message, Subscription
+from bridge.mqtt.outbox import Outgoing
+from bridge.mqtt.packets import text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from bridge.mqtt.lane import Lane
+    from bridge.mqtt.sessions import Session
+
+
+class _Saved:
+    """One session as the records tell it."""
+
+    def __init__(self, record: Opened) -> None:
+        self.opened = record
+        self.subscriptions: dict[str, Subscription] = {}
+        self.queue: dict[int, Outgoing] = {}
+        self.incoming: set[int] = set()
+
+
+def recover(records: Iterable[Record], lane: Lane) -> None:
+    """Bring sessions and retained messages back. A client that was connected is away since now."""
+    saved: dict[str, _Saved] = {}
+    numbers = 0
+    for record in records:
+        match record:
+            case Opened(client):
+                if client in saved:
+                    saved[client].opened = record
+                else:
+                    saved[client] = _Saved(record)
+            case Ended(client):
+                saved.pop(client, None)
+            case Subscribed(client, subscription) if client in saved:
+                saved[client].subscriptions[subscription[0]] = Subscription(*subscription)
+            case Unsubscribed(client, name) if client in saved:
+                saved[client].subscriptions.pop(name, None)
+            case Queued(number):
+                numbers = max(numbers, number)
+                message = _message(record, record.qos, retain=False)
+                for client, qos, retain, identifiers in record.homes:
+                    if client in saved:
+                        saved[client].queue[number] = Outgoing(message, qos, retain, identifiers, number)
+            case Settled(client, number) if client in saved:
+                saved[client].queue.pop(number, None)
+            case Retained(topic, payload):
+                if payload:
+                    lane.router.retained[text(topic)] = _message(record, record.qos, retain=True)
+                else:
+                    lane.router.retained.pop(text(topic), None)
+            case Received(client, packet_id) if client in saved:
+                saved[client].incoming.add(packet_id)
+            case Released(client, packet_id) if client in saved:
+                saved[client].incoming.discard(packet_id)
+            case _:
+                pass  # about a session that had ended by then
+    lane.journal.resume_numbers(numbers)
+    for client, past in saved.items():
+        identity = lane.access.identify(client, past.opened.user)
+        session = lane.sessions.create(client, identity)
+        session.expiry, session.incoming = past.opened.expiry, past.incoming
+        session.left = past.opened.left or time.time()
+        for subscription in past.subscriptions.values():
+            lane.router.subscribe(session, subscription)
+        for out in past.queue.values():
+            session.outbox.put(out)
+        lane.sessions.leave(session)
+
+
+def snapshot(lane: Lane) -> Iterator[Record]:
+    """The records that make everything that is alive now."""
+    waiting: dict[int, tuple[Message, list[tuple[Session, Outgoing]]]] = {}
+    for session in lane.sessions.all():
+        if not session.persistent:
+            continue
+        yield Opened(session.client_id, session.identity.user, session.expiry, session.left)
+        for subscription in session.subscriptions.values():
+            yield Subscribed(session.client_id, subscription)
+        for packet_id in session.incoming:
+            yield Received(session.client_id, packet_id)
+        for out in session.outbox.pending():
+            if out.number:
+                waiting.setdefault(out.number, (out.message, []))[1].append((session, out))
+    for number in sorted(waiting):
+        message, copies = waiting[number]
+        yield queued_record(message, number, copies)
+    for message in lane.router.retained.values():
+        yield retained_record(message)
+
+
+def _message(record: Queued | Retained, qos: int, *, retain: bool) -> Message:
+    message = Message(record.topic, record.payload, qos, retain, record.properties)
+    message.expires = record.expires
+    return message

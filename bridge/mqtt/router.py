@@ -1,0 +1,194 @@
+"""Where a message goes: the streams bound to its topic, and the sessions subscribed to it.
+
+A `Route` is all that is known about one topic. Routes are kept until streams or subscriptions change,
+so that a PUBLISH costs one dict look-up, whatever the number of streams, filters and clients.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from bridge.mqtt.access import REQUEST_LEVEL
+from bridge.mqtt.message import Message, Receiver, Subscription, receiver_of
+from bridge.mqtt.outbox import Outgoing
+from bridge.mqtt.packets import BAD_TOPIC_NAME, ProtocolError, text
+from bridge.topics import FilterTree, is_topic_name, matches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.mqtt.delivery import Delivery
+    from bridge.mqtt.journal import Journal
+    from bridge.mqtt.sessions import Session
+    from bridge.mqtt.settings import Limits
+    from bridge.mqtt.store import Store, Stream
+
+ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
+
+
+class Route:
+    """One topic: its streams and its receivers. `append` is set if all there is to do is one append."""
+
+    __slots__ = ("append", "denied", "name", "no_local", "receivers", "request", "stream", "streams")
+
+    def __init__(self, name: str, streams: tuple[Stream, ...]) -> None:
+        self.name, self.streams = name, streams
+        self.stream: Stream | None = streams[0] if len(streams) == 1 else None
+        self.receivers: dict[Session, Receiver] = {}
+        self.no_local = False  # some receiver does not want its own messages back
+        self.request = name.partition("/")[0] == REQUEST_LEVEL
+        self.denied = False  # for this client
+        self.append: Callable[[bytes, bytes], int] | None = None
+
+
+class Router:
+    """All topics, subscriptions and retained messages. `epoch` grows when kept routes are out of date."""
+
+    def __init__(
+        self, store: Store, delivery: Delivery, journal: Journal, limits: Limits, counts: Counter[str]
+    ) -> None:
+        self.epoch = 0
+        self.retained: dict[str, Message] = {}
+        self._store, self._delivery, self._journal = store, delivery, journal
+        self._limits, self._counts = limits, counts
+        self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
+        self._routes: dict[bytes, Route] = {}
+
+    def forget_routes(self) -> None:
+        """Streams or subscriptions have changed."""
+        self.epoch += 1
+        self._routes.clear()
+
+    def route(self, topic: bytes) -> Route:
+        """The route of a topic name, which is checked (MQTT 4.7)."""
+        route = self._routes.get(topic)
+        if route is not None:
+            return route
+        name = text(topic)
+        if not is_topic_name(name):
+            raise ProtocolError(f"topic name {name[:80]!r}", BAD_TOPIC_NAME)
+        route = Route(name, () if name.startswith(REQUEST_LEVEL + "/") else self._store.bound(name))
+        found: dict[Session, list[Subscription]] = {}
+        for session, subscription in self._tree.match(name):
+            if session.identity.may_read(name):
+                found.setdefault(session, []).append(subscription)
+                route.no_local |= subscription.no_local
+        route.receivers = {session: receiver_of(wanted) for session, wanted in found.items()}
+        if route.stream is not None and not route.receivers:
+            route.append = route.stream.append
+        if len(self._routes) >= ROUTES:
+            self._routes.clear()
+        self._routes[topic] = route
+        return route
+
+    def subscribe(self, session: Session, subscription: Subscription) -> bool:
+        """Add or replace a subscription; tell whether it is a new one (MQTT-3.8.4-3)."""
+        old = session.subscriptions.get(subscription.filter)
+        if old is not None:
+            self._tree.remove(old.filter, (session, old))
+        session.subscriptions[subscription.filter] = subscription
+        self._tree.add(subscription.filter, (session, subscription))
+        self.forget_routes()
+        return old is None
+
+    def unsubscribe(self, session: Session, topic_filter: str) -> bool:
+        """Remove a subscription; tell whether there was one."""
+        subscription = session.subscriptions.pop(topic_filter, None)
+        if subscription is None:
+            return False
+        self._tree.remove(topic_filter, (session, subscription))
+        self._delivery.unsubscribe(session, topic_filter)
+        self.forget_routes()
+        return True
+
+    def publish(self, route: Route, message: Message, origin: Session | None = None) -> bool:
+        """Give a message to all receivers and keep it if it is retained; streams are the caller's.
+
+        Returns whether the journal must be committed before the message may be acknowledged.
+        """
+        waits = False
+        if message.retain:
+            waits = self._retain(route.name, message)
+        receivers = route.receivers
+        if not receivers:
+            return waits
+        if route.no_local and origin in receivers:
+            receivers = self._without_own(route, origin)
+        live = False
+        lasting: list[Outgoing] = []
+        homes: list[Session] = []
+        for session, receiver in receivers.items():
+            qos = min(message.qos, receiver.qos)
+            if not qos and not route.streams:
+                live = True
+                continue
+            retain = message.retain and receiver.retain_as_published
+            out = Outgoing(message, qos, retain, receiver.identifiers)
+            if qos and session.persistent and not route.streams:
+                # A stream's durable copy is in the stream; of other topics this is the only one.
+                lasting.append(out)
+                homes.append(session)
+            else:
+                session.outbox.put(out)
+        if lasting:
+            self._journal.queued(message, homes, lasting)
+            for session, out in zip(homes, lasting, strict=True):
+                session.outbox.put(out)
+            waits = True
+        if live:
+            message.live = receivers
+            self._delivery.publish(message)
+        return waits
+
+    def deliver_live(self, session: Session, message: Message) -> None:
+        """`Delivery` has found a subscriber of a message: what it gets at QoS 0 is sent to it here."""
+        receiver = message.live.get(session)
+        if receiver is None or min(message.qos, receiver.qos):
+            return
+        if session.seen is message:  # another of its filters matched as well
+            return
+        session.seen = message
+        retain = message.retain and receiver.retain_as_published
+        session.outbox.put(Outgoing(message, 0, retain, receiver.identifiers))
+
+    def send_retained(self, session: Session, subscription: Subscription) -> None:
+        """Send what is retained to a new subscription (MQTT-3.3.1-6), as far as the client may read it."""
+        wanted = subscription.filter
+        if "+" in wanted or "#" in wanted:
+            names = [name for name in self.retained if matches(wanted, name)]
+        else:
+            names = [wanted] if wanted in self.retained else []
+        identifiers = (subscription.identifier,) if subscription.identifier else ()
+        for name in names:
+            message = self.retained[name]
+            if message.expired():
+                self._retain(name, Message(message.topic, b"", retain=True))
+            elif session.identity.may_read(name):
+                qos = min(message.qos, subscription.qos)
+                session.outbox.put(Outgoing(message, qos, True, identifiers))
+
+    def _retain(self, name: str, message: Message) -> bool:
+        """Keep the newest retained message of a topic, or clear it if it is empty (MQTT-3.3.1-10)."""
+        if not message.payload:
+            if self.retained.pop(name, None) is None:
+                return False
+        elif name not in self.retained and len(self.retained) >= self._limits.retained_messages:
+            self._counts["dropped_retained"] += 1
+            return False
+        else:
+            self.retained[name] = message
+        self._journal.retained(message)
+        return True
+
+    def _without_own(self, route: Route, origin: Session | None) -> dict[Session, Receiver]:
+        """The receivers, without what the publisher asked not to be sent back (MQTT 5 No Local)."""
+        receivers = dict(route.receivers)
+        if origin is not None:
+            wanted = [
+                s for s in origin.subscriptions.values() if not s.no_local and matches(s.filter, route.name)
+            ]
+            del receivers[origin]
+            if wanted:
+                receivers[origin] = receiver_of(wanted)
+        return receivers
