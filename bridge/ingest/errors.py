@@ -1,0 +1,35 @@
+"""What can go wrong in an ingest run, beside `bridge.errors`."""
+
+# ruff: noqa: N818 # named for what happened, as there
+
+from __future__ import annotations
+
+from bridge.errors import StreamBridgeError
+
+
+class IngestError(StreamBridgeError):
+    """The base of what stops a run; the message says what to do."""
+
+
+class BadOption(IngestError):
+    """Raised when the options cannot be meant as they are."""
+
+
+class NotInstalled(IngestError):
+    """Raised when Java or a package of the extra [spark] is missing."""
+
+
+class StateMissing(IngestError):
+    """Raised when the table points to a state document that is not there; going on would store twice."""
+
+
+class Moved(IngestError):
+    """Raised when another run committed to the table after this one had planned: nothing was added."""
+
+
+class BadObject(StreamBridgeError):
+    """Raised when an object does not hold what its name promises; it is quarantined with this reason."""
+
+
+class Vanished(StreamBridgeError):
+    """Raised when an object is no longer there, such as when it expired after it had been listed."""

@@ -1,0 +1,141 @@
+"""Parquet data files of the table, written by one Spark task.
+
+One file per day of ingest time (UTC). Rows wait per day until there are enough for a row group, so that
+many small objects do not become many small row groups; whatever waits is bounded by `BUFFERED` bytes, and
+what is written goes to disk (or is spooled there on the way to S3). A file gets its name at the start and
+counts only once a commit names it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from bridge.ingest.store import Place
+
+GROUP_ROWS = 200_000
+GROUP_BYTES = 64 << 20
+BUFFERED = 128 << 20
+STATISTICS = ["gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic"]
+
+
+@dataclass(slots=True)
+class DataFile:
+    """A written data file, with the bounds that readers prune by; times are in us since 1970."""
+
+    path: str  # relative to the table
+    day: str  # YYYY-MM-DD
+    size: int = 0
+    rows: int = 0
+    bounds: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def widen(self, column: str, low: Any, high: Any) -> None:
+        known = self.bounds.get(column)
+        self.bounds[column] = (low, high) if known is None else (min(known[0], low), max(known[1], high))
+
+
+class _Day:
+    """One open file and the rows that wait for it."""
+
+    def __init__(self, stack: ExitStack, place: Place, schema: pa.Schema, day: str, folder: str) -> None:
+        self.file = DataFile(f"{folder}={day}/{uuid4()}.parquet", day)
+        self.schema = schema
+        self.waiting: list[pa.Table] = []
+        self.rows = self.bytes = 0
+        self.sink = stack.enter_context(place.open().writer(self.file.path))
+        self.writer = stack.enter_context(
+            pq.ParquetWriter(self.sink, schema, compression="zstd", write_statistics=STATISTICS)
+        )
+
+    def add(self, table: pa.Table) -> None:
+        self.waiting.append(table)
+        self.rows += table.num_rows
+        self.bytes += table.nbytes
+        if self.rows >= GROUP_ROWS or self.bytes >= GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.waiting:
+            self.writer.write_table(pa.concat_tables(self.waiting), row_group_size=GROUP_ROWS)
+            self.waiting.clear()
+            self.file.rows += self.rows
+            self.rows = self.bytes = 0
+
+
+class DayFiles:
+    """The files of one task; use it as a context: they are complete when the block ends.
+
+    `schema` is that of the files (with the field ids of the table, where it has such), `folder` what
+    stands before the `=` of a file's folder.
+    """
+
+    def __init__(self, place: Place, schema: pa.Schema, folder: str) -> None:
+        self.place, self.schema, self.folder = place, schema, folder
+        self._days: dict[str, _Day] = {}
+        self._stack = ExitStack()
+        self.written: list[DataFile] = []
+
+    def __enter__(self) -> DayFiles:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        # one exit for all files: after an error none of them appears
+        if raised[0] is not None:
+            self._stack.__exit__(*raised)
+            return
+        with self._stack:
+            for day in self._days.values():
+                day.flush()
+                day.writer.close()
+                day.file.size = day.sink.tell()
+                self.written.append(day.file)
+
+    def add(self, table: pa.Table) -> None:
+        """Write the rows; missing columns are null."""
+        table = self._shaped(table)
+        times = table["ingest_time"]
+        bounds = pc.min_max(times.cast(pa.int64())).as_py()
+        first, last = (_day_of(bounds[end]) for end in ("min", "max"))
+        if first == last:
+            self._add(first, table)
+        else:
+            days = pc.floor_temporal(times, unit="day")
+            for start in pc.unique(days):
+                self._add(start.as_py().strftime("%Y-%m-%d"), table.filter(pc.equal(days, start)))
+        if sum(day.bytes for day in self._days.values()) > BUFFERED:
+            max(self._days.values(), key=lambda day: day.bytes).flush()
+
+    def _add(self, name: str, part: pa.Table) -> None:
+        day = self._days.get(name)
+        if day is None:
+            day = self._days[name] = _Day(self._stack, self.place, self.schema, name, self.folder)
+        for column in ("gateway", "stream", "epoch", "sequence_number"):
+            ends = pc.min_max(part[column]).as_py()
+            day.file.widen(column, ends["min"], ends["max"])
+        ends = pc.min_max(part["ingest_time"].cast(pa.int64())).as_py()
+        day.file.widen("ingest_time", ends["min"], ends["max"])
+        day.add(part)
+
+    def _shaped(self, table: pa.Table) -> pa.Table:
+        have = set(table.column_names)
+        columns = [
+            table[field.name] if field.name in have else pa.nulls(table.num_rows, field.type)
+            for field in self.schema
+        ]
+        return pa.Table.from_arrays(columns, schema=self.schema)
+
+
+def _day_of(micros: int) -> str:
+    return f"{datetime(1970, 1, 1) + timedelta(microseconds=micros):%Y-%m-%d}"
+
+
+def day_number(day: str) -> int:
+    """Days since 1970, as Iceberg stores them."""
+    return date.fromisoformat(day).toordinal() - date(1970, 1, 1).toordinal()

@@ -1,0 +1,71 @@
+"""What gateways say about their own streams: the head objects `<prefix>/_gateway/<id>.json`.
+
+    {"gateway": "gw-1", "updated": <ms>, "streams": [{"stream": "readings", "epoch": <ms>, "oldest": 0,
+     "newest": 99, "exported": 89, "dropped": [[first, last, reason], ...]}, ...]}
+
+`newest` is the newest number that the gateway has committed, `exported` the highest that it has
+uploaded (-1: none), `dropped` are the numbers that it legally dropped before they were uploaded. From
+the names of data objects alone a lost tail could not be seen, and a legal drop would look like loss.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.ingest.errors import Vanished
+from bridge.ingest.planner import StreamId
+from bridge.ingest.store import Store
+from bridge.objectkeys import HEADS
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One stream as its gateway saw it at `updated` (Unix time in ms)."""
+
+    updated: int
+    oldest: int
+    newest: int
+    exported: int
+    dropped: tuple[tuple[int, int, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "updated": self.updated,
+            "oldest": self.oldest,
+            "newest": self.newest,
+            "exported": self.exported,
+            "dropped": [list(drop) for drop in self.dropped],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], updated: int) -> Head:
+        dropped = tuple((int(low), int(high), str(why)) for low, high, why in data.get("dropped") or ())
+        newest = int(data["newest"])
+        return cls(updated, int(data.get("oldest", 0)), newest, int(data.get("exported", -1)), dropped)
+
+
+@dataclass(slots=True)
+class Heads:
+    """All that could be read, and one line for each head object that could not."""
+
+    streams: dict[StreamId, Head] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_heads(store: Store) -> Heads:
+    """Read the head objects; call it before the listing, so that a head never knows more than that."""
+    found = Heads()
+    for entry in store.under(HEADS):
+        try:
+            document = json.loads(store.get(entry.key))
+            gateway, updated = str(document["gateway"]), int(document["updated"])
+            for stream in document["streams"]:
+                name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
+                found.streams[name] = Head.from_json(stream, updated)
+        except Vanished:
+            continue
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            found.problems.append(f"{entry.key}: not a head object ({type(error).__name__}: {error})")
+    return found

@@ -1,0 +1,252 @@
+"""The job: list, plan, work in the executors, commit, until nothing is new.
+
+Crash anywhere and run again: before the commit there are unused data files and perhaps a state document
+that nothing points to; after it the round is done. Nothing is ever cleaned up by a later run in order
+to be right. A round that loses against another run is thrown away (its files are deleted, for they were
+certainly not committed) and planned again on top of what the other one did.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bridge.ingest.columns import MAX_EXTRAS
+from bridge.ingest.errors import Moved
+from bridge.ingest.files import DataFile
+from bridge.ingest.heads import Heads, read_heads
+from bridge.ingest.planner import Inventory, Limits, Plan, Work, plan
+from bridge.ingest.report import Report, build
+from bridge.ingest.sinks.base import Sink
+from bridge.ingest.state import Piece, Quarantined, State, StateStore
+from bridge.ingest.store import Place
+from bridge.ingest.worker import STATUS, Target, pack, task
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TASK_BYTES = 32 << 20  # of objects, compressed: what one task reads
+LOSSES = 5  # rounds lost in a row before a run gives way
+
+
+@dataclass(slots=True)
+class Round:
+    """The figures of one round."""
+
+    number: int = 0
+    objects: int = 0
+    rows: int = 0
+    bytes: int = 0
+    files: int = 0
+    tasks: int = 0
+    quarantined: int = 0
+    vanished: int = 0
+    new_columns: list[str] = field(default_factory=list)
+    version: int = 0
+    plan_seconds: float = 0.0
+    work_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a run did, and what the table holds now."""
+
+    rounds: list[Round]
+    rows: int
+    objects: int
+    bytes: int
+    quarantined: int
+    listed: int
+    list_seconds: float
+    seconds: float
+    report: Report
+
+    def to_json(self) -> dict[str, Any]:
+        figures = {
+            name: getattr(self, name) for name in ("rows", "objects", "bytes", "quarantined", "listed")
+        }
+        return {
+            **figures,
+            "list_seconds": round(self.list_seconds, 3),
+            "seconds": round(self.seconds, 3),
+            "rounds": [asdict(done) for done in self.rounds],
+            "report": self.report.to_json(),
+        }
+
+
+Tell = Callable[[Round], None]
+
+
+def run(
+    spark: SparkSession,
+    source: Place,
+    sink: Sink,
+    limits: Limits | None = None,
+    tell: Tell = lambda done: None,
+) -> Summary:
+    """Bring the table up to date with the objects under `source`; `tell` is called after every commit."""
+    began = time.monotonic()
+    store = source.open()
+    heads = read_heads(store)
+    inventory = Inventory(store.list())
+    listed = time.monotonic() - began
+    target = sink.target()
+    states = StateStore(sink.state())
+    pending = inventory.pending()
+    rounds: list[Round] = []
+    losses = 0
+    while True:
+        start = time.monotonic()
+        state = states.load(sink.pointer())
+        todo = plan(pending, state.covered(), state.quarantine, limits or Limits())
+        if not todo.work:
+            break
+        done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
+        try:
+            news = _one(spark, source, sink, target, states, state, todo, heads, done)
+        except Moved:
+            losses += 1
+            if losses == LOSSES:
+                raise
+            # the other run may have taken any of it, and lost objects may be needed again
+            pending = inventory.pending()
+            continue
+        losses = 0
+        if done.new_columns:
+            target = sink.target()
+        for work in news:  # gone since the listing: not to be planned again in this run
+            items = [item for item in pending.get(work.stream, ()) if item.key != work.item.key]
+            pending[work.stream] = items
+        rounds.append(done)
+        tell(done)
+    states.prune(state.version)
+    return Summary(
+        rounds,
+        rows=sum(done.rows for done in rounds),
+        objects=sum(done.objects for done in rounds),
+        bytes=sum(done.bytes for done in rounds),
+        quarantined=sum(done.quarantined for done in rounds),
+        listed=inventory.objects,
+        list_seconds=listed,
+        seconds=time.monotonic() - began,
+        report=build(state, inventory, heads, sink.name),
+    )
+
+
+def _one(
+    spark: SparkSession,
+    source: Place,
+    sink: Sink,
+    target: Target,
+    states: StateStore,
+    state: State,
+    todo: Plan,
+    heads: Heads,
+    done: Round,
+) -> list[Work]:
+    """Work and commit one plan; returns the work whose objects had vanished."""
+    start = time.monotonic()
+    parts = split(todo, _slots(spark))
+    frame = spark.range(0, len(parts), 1, len(parts))
+    rows = frame.mapInArrow(task([pack(part) for part in parts], source, target), STATUS).collect()
+    outcomes = {body["key"]: body for body in _bodies(rows, "object")}
+    files = [DataFile(**body) for body in _bodies(rows, "file")]
+    done.tasks = len(parts)
+    done.work_seconds = time.monotonic() - start
+
+    start = time.monotonic()
+    gone = _apply(state, todo.work, outcomes, done)
+    for stream, known in state.streams.items():
+        known.head = heads.streams.get(stream, known.head)
+    if done.new_columns:
+        sink.add_columns(_columns(outcomes, MAX_EXTRAS - len(target.extras)))
+    done.files, done.rows = len(files), sum(file.rows for file in files)
+    if done.objects or done.quarantined:
+        previous = state.version
+        version = states.save(state, previous)
+        try:
+            sink.commit(previous, version, files)
+        except Moved:
+            target.place.open().delete(file.path for file in files)
+            states.discard(version)
+            raise
+        done.version = version
+    done.commit_seconds = time.monotonic() - start
+    return gone
+
+
+def _apply(
+    state: State, work: Sequence[Work], outcomes: dict[str, dict[str, Any]], done: Round
+) -> list[Work]:
+    """Bring the state up to what the tasks report."""
+    gone: list[Work] = []
+    columns: set[str] = set()
+    known_last: dict[Any, int] = {}
+    for piece_of in work:
+        outcome = outcomes[piece_of.item.key]
+        match outcome["status"]:
+            case "taken":
+                stream = state.of(piece_of.stream)
+                last = known_last.setdefault(piece_of.stream, stream.covered.last if stream.covered else -1)
+                stream.take([Piece(*piece) for piece in outcome["pieces"]], known_last=last)
+                done.objects += 1
+                done.bytes += piece_of.item.size
+            case "bad":
+                name = piece_of.item.key, piece_of.item.etag
+                state.quarantine[name] = Quarantined(piece_of.item.size, outcome["reason"])
+                done.quarantined += 1
+            case "gone":
+                done.vanished += 1
+                gone.append(piece_of)
+            case "columns":
+                columns |= set(_schema_of(outcome).names)
+    done.new_columns = sorted(columns)
+    return gone
+
+
+def _columns(outcomes: dict[str, dict[str, Any]], room: int) -> dict[str, Any]:
+    """The new columns; where objects disagree on a type the first one counts, the others are quarantined."""
+    found: dict[str, Any] = {}
+    for outcome in outcomes.values():
+        if outcome["status"] == "columns":
+            for column in _schema_of(outcome):
+                if len(found) < room:
+                    found.setdefault(column.name, column.type)
+    return found
+
+
+def _schema_of(outcome: dict[str, Any]) -> Any:
+    import pyarrow as pa
+
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(outcome["columns"])))
+
+
+def _bodies(rows: Sequence[Any], kind: str) -> list[dict[str, Any]]:
+    return [json.loads(row.body) for row in rows if row.kind == kind]
+
+
+def split(todo: Plan, slots: int) -> list[list[Work]]:
+    """Cut the work into tasks of about the same bytes, in order: at least one for every slot."""
+    per = max(1, min(TASK_BYTES, -(-todo.bytes // slots)))
+    parts: list[list[Work]] = [[]]
+    filled = 0
+    for work in todo.work:
+        if parts[-1] and filled + work.item.size > per:
+            parts.append([])
+            filled = 0
+        parts[-1].append(work)
+        filled += work.item.size
+    return parts
+
+
+def _slots(spark: SparkSession) -> int:
+    """How many tasks run at once; Spark Connect does not say, so there it is a usual size."""
+    try:
+        return int(spark.sparkContext.defaultParallelism)
+    except Exception:  # Connect has no sparkContext, and each version says so in another way
+        return 16

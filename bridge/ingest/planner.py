@@ -1,0 +1,179 @@
+"""Decide what to read from the names of the objects alone: no data is read, no Spark is needed.
+
+`Inventory` is one listing, sorted by stream. `plan` compares it with what the table covers:
+
+* nothing fresh in first..last: a duplicate, never read;
+* all of it fresh: read whole; a part of it: read, and only the fresh numbers are kept.
+
+Within a plan an object counts as covered once it is planned, so two overlapping objects share their
+numbers between them and no join, shuffle or `dropDuplicates` is ever needed. A known bad object
+(same key, same ETag) is passed over until it is uploaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bridge.ingest.ranges import Pair, Ranges, size
+from bridge.ingest.store import Entry
+from bridge.objectkeys import HEADS, parse_key
+
+
+class StreamId(NamedTuple):
+    """One stream's life on one gateway; `epoch` is when it was created, Unix time in ms."""
+
+    gateway: str
+    stream: str
+    epoch: int
+
+
+class Item(NamedTuple):
+    """A data object of one stream; tuples sort by first, then the longest, then the key."""
+
+    first: int
+    minus_last: int
+    key: str
+    size: int
+    etag: str
+    modified: int
+
+    @property
+    def last(self) -> int:
+        return -self.minus_last
+
+
+class Work(NamedTuple):
+    """An object to read and the numbers to keep of it."""
+
+    stream: StreamId
+    item: Item
+    fresh: list[Pair]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one round takes at most."""
+
+    objects: int = 20_000
+    bytes: int = 16 << 30
+
+
+@dataclass(slots=True)
+class Plan:
+    """The work of one round, in the order of streams and numbers."""
+
+    work: list[Work] = field(default_factory=list)
+    rows: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the names of a stream's objects add up to."""
+
+    objects: int = 0
+    rows: int = 0
+    distinct: int = 0
+    bytes: int = 0
+
+
+class Inventory:
+    """The objects under a prefix, by stream; what is not named like a data object is `foreign`."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.foreign: list[str] = []
+        self.streams: dict[StreamId, list[Item]] = {}
+        self.objects = 0
+        names: dict[str, StreamId] = {}  # parsing costs more than anything else here, and folders repeat
+        for key, length, etag, modified in entries:
+            folder, _, name = key.rpartition("/")
+            stream = names.get(folder)
+            if stream is None or not _is_plain(name):
+                parsed = parse_key(key)
+                if parsed is None:
+                    if not key.startswith(HEADS):
+                        self.foreign.append(key)
+                    continue
+                stream = names[folder] = StreamId(parsed.gateway, parsed.stream, parsed.epoch)
+                self.streams.setdefault(stream, [])
+                first, last = parsed.first, parsed.last
+            else:
+                first, last = int(name[:20]), int(name[21:41])
+            self.streams[stream].append(Item(first, -last, key, length, etag, modified))
+            self.objects += 1
+        for items in self.streams.values():
+            items.sort()
+
+    def pending(self) -> dict[StreamId, list[Item]]:
+        """A copy that rounds may shorten while they take what is in it."""
+        return dict(self.streams)
+
+    def tally(self, quarantined: Container[tuple[str, str]]) -> dict[StreamId, Tally]:
+        """Count objects and rows per stream; rows less distinct are duplicates."""
+        result: dict[StreamId, Tally] = {}
+        for stream, items in self.streams.items():
+            total = Tally()
+            seen = Ranges()
+            for item in items:
+                if (item.key, item.etag) in quarantined:
+                    continue
+                total.objects += 1
+                total.rows += item.last - item.first + 1
+                total.bytes += item.size
+                seen.add(item.first, item.last)
+            total.distinct = seen.count()
+            result[stream] = total
+        return result
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name in a known folder may be read without the full check of `parse_key`."""
+    return (
+        name[41:] in (".ndjson.gz", ".parquet")
+        and name[20:21] == "-"
+        and name[:20].isdecimal()
+        and name[21:41].isdecimal()
+        and name.isascii()
+        and name[:20] <= name[21:41] <= "09223372036854775807"
+    )
+
+
+def plan(
+    pending: dict[StreamId, list[Item]],
+    covered: Mapping[StreamId, Ranges],
+    quarantined: Container[tuple[str, str]],
+    limits: Limits,
+) -> Plan:
+    """Plan one round; `covered` is not changed, and `pending` loses what needs no more looking at."""
+    result = Plan()
+    for stream in sorted(pending):
+        done = covered.get(stream, Ranges())
+        reach = done.copy()
+        rest: list[Item] = []
+        full = False
+        for index, item in enumerate(pending[stream]):
+            if (item.key, item.etag) in quarantined or done.covers(item.first, item.last):
+                continue
+            full = len(result.work) >= limits.objects or (
+                result.bytes > 0 and result.bytes + item.size > limits.bytes
+            )
+            if full:
+                rest += pending[stream][index:]
+                break
+            # also when a planned object covers it: if that one proves bad, this one is needed
+            rest.append(item)
+            fresh = reach.missing(item.first, item.last)
+            if fresh:
+                reach.update(fresh)
+                result.work.append(Work(stream, item, fresh))
+                result.rows += size(fresh)
+                result.bytes += item.size
+        if rest:
+            pending[stream] = rest
+        else:
+            del pending[stream]
+        if full:
+            break
+    return result

@@ -1,0 +1,207 @@
+"""The completeness report: what is in the table, and what is not, by stream.
+
+It comes from the state, the names of the objects and the gateways' head objects; the table's rows are never
+read, so it costs the same at a thousand messages and at a billion. Numbers that are not in the table are,
+in this order of precedence:
+
+* trimmed      the gateway declared that it dropped them (overwritten, expired, purged)
+* quarantined  an object that should hold them was refused
+* waiting      the gateway has not uploaded them yet
+* missing      none of these: lost, and nobody has said so
+
+A stream starts at 0 where its gateway's head is known, else at the first number that is in the table; it
+ends at the newest that anybody knows of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.ingest.heads import Head, Heads
+from bridge.ingest.planner import Inventory, StreamId, Tally
+from bridge.ingest.ranges import Pair, Ranges, size
+from bridge.ingest.state import State, StreamState
+from bridge.objectkeys import parse_key
+
+REASONS = ("trimmed", "quarantined", "waiting", "missing")
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Numbers that are not in the table, and the ingest times (ms) of their neighbours that are."""
+
+    first: int
+    last: int
+    kind: str
+    reason: str = ""
+    after_ms: int | None = None
+    before_ms: int | None = None
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first + 1
+
+
+@dataclass(slots=True)
+class StreamReport:
+    """One stream of one gateway."""
+
+    gateway: str
+    stream: str
+    epoch: int
+    first: int | None = None
+    last: int | None = None
+    rows: int = 0
+    missing: int = 0
+    trimmed: int = 0
+    quarantined: int = 0
+    waiting: int = 0
+    duplicates: int = 0
+    late_objects: int = 0
+    late_rows: int = 0
+    newest_ms: int | None = None
+    lag_seconds: float | None = None
+    holes: list[Hole] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        names = [name for name in self.__slots__ if name not in ("holes", "newest_ms")]
+        holes = [
+            {
+                "first": hole.first,
+                "last": hole.last,
+                "count": hole.count,
+                "kind": hole.kind,
+                "reason": hole.reason,
+                "after": _iso(hole.after_ms),
+                "before": _iso(hole.before_ms),
+            }
+            for hole in self.holes
+        ]
+        return {name: getattr(self, name) for name in names} | {
+            "newest": _iso(self.newest_ms),
+            "holes": holes,
+        }
+
+
+@dataclass(slots=True)
+class Report:
+    """All streams, and what is not about one stream."""
+
+    table: str
+    streams: list[StreamReport]
+    refused: list[dict[str, Any]]  # quarantined objects
+    foreign: list[str]  # objects that are not named like data
+    problems: list[str]  # head objects that could not be read
+
+    def total(self, figure: str) -> int:
+        return sum(getattr(stream, figure) for stream in self.streams)
+
+    @property
+    def complete(self) -> bool:
+        return not (self.total("missing") or self.total("quarantined"))
+
+    def to_json(self) -> dict[str, Any]:
+        figures = ("rows", *REASONS, "duplicates", "late_objects", "late_rows")
+        return {
+            "table": self.table,
+            "complete": self.complete,
+            "total": {name: self.total(name) for name in figures},
+            "streams": [stream.to_json() for stream in self.streams],
+            "quarantined_objects": self.refused,
+            "foreign_objects": {"count": len(self.foreign), "first": self.foreign[:20]},
+            "problems": self.problems,
+        }
+
+
+def build(state: State, inventory: Inventory, heads: Heads, table: str) -> Report:
+    """Put the report together; reads nothing."""
+    tallies = inventory.tally(state.quarantine)
+    refused: dict[StreamId, Ranges] = defaultdict(Ranges)
+    listed = (
+        {(item.key, item.etag) for items in inventory.streams.values() for item in items}
+        if state.quarantine
+        else ()
+    )
+    documents = []
+    for (key, etag), entry in sorted(state.quarantine.items()):
+        name = parse_key(key)
+        assert name is not None, key  # only such keys are ever read
+        refused[StreamId(name.gateway, name.stream, name.epoch)].add(name.first, name.last)
+        documents.append(
+            {"key": key, "size": entry.size, "reason": entry.reason, "present": (key, etag) in listed}
+        )
+    names = set(state.streams) | set(heads.streams) | set(refused)
+    now = time.time_ns() // 1_000_000
+    streams = [
+        _stream(
+            name,
+            state.streams.get(name, StreamState()),
+            heads.streams.get(name),
+            refused.get(name, Ranges()),
+            tallies.get(name, Tally()),
+            now,
+        )
+        for name in sorted(names)
+    ]
+    return Report(table, streams, documents, sorted(inventory.foreign), heads.problems)
+
+
+def _stream(
+    name: StreamId, state: StreamState, head: Head | None, refused: Ranges, tally: Tally, now: int
+) -> StreamReport:
+    head = head or state.head
+    covered = state.covered
+    report = StreamReport(*name, duplicates=tally.rows - tally.distinct)
+    report.late_objects, report.late_rows = state.late_objects, state.late_rows
+    if covered:
+        report.first, report.last, report.rows = covered.first, covered.last, covered.count()
+        report.newest_ms = state.times.get(covered.last)
+        report.lag_seconds = (
+            round((now - report.newest_ms) / 1000, 3) if report.newest_ms is not None else None
+        )
+    ends = [given.last for given in (covered, refused) if given] + ([head.newest] if head else [])
+    starts = [0] if head else [given.first for given in (covered, refused) if given]
+    if not starts or not ends:
+        return report
+    for first, last in covered.missing(min(starts), max(ends)):
+        after, before = state.times.get(first - 1), state.times.get(last + 1)
+        report.holes += [
+            Hole(low, high, kind, reason, after, before)
+            for low, high, kind, reason in _explain((first, last), head, refused)
+        ]
+    for kind in REASONS:
+        setattr(report, kind, sum(hole.count for hole in report.holes if hole.kind == kind))
+    return report
+
+
+def _explain(hole: Pair, head: Head | None, refused: Ranges) -> list[tuple[int, int, str, str]]:
+    """Cut a hole by why it is there."""
+    causes: list[tuple[str, str, Ranges]] = []
+    for first, last, reason in head.dropped if head else ():
+        causes.append(("trimmed", reason, Ranges([(first, last)])))
+    causes.append(("quarantined", "", refused))
+    if head and head.newest > head.exported:
+        causes.append(("waiting", "", Ranges([(head.exported + 1, head.newest)])))
+    rest: list[Pair] = [hole]
+    found: list[tuple[int, int, str, str]] = []
+    for kind, reason, numbers in causes:
+        explained = [part for pair in rest for part in numbers.common(*pair)]
+        found += [(first, last, kind, reason) for first, last in explained]
+        if size(explained):
+            rest = _without(rest, explained)
+    return sorted(found + [(first, last, "missing", "") for first, last in rest])
+
+
+def _without(pairs: Iterable[Pair], taken: Iterable[Pair]) -> list[Pair]:
+    gone = Ranges(taken)
+    return [part for pair in pairs for part in gone.missing(*pair)]
+
+
+def _iso(ms: int | None) -> str | None:
+    if ms is None:
+        return None
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(ms // 1000)) + f".{ms % 1000:03d}Z"

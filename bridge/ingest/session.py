@@ -1,0 +1,88 @@
+"""The Spark session: what spark-submit or a notebook has made, or a local one on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.ingest.errors import NotInstalled
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+PACKAGES = ("pyspark", "pyarrow", "pandas")
+LOCAL = {
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.memory": "1g",
+    "spark.log.level": "ERROR",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.shuffle.partitions": "4",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+
+def require(*packages: str) -> None:
+    """Say in one line what is not installed."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        raise NotInstalled(f"{', '.join(absent)} is not installed: pip install 'streambridge[spark]'")
+
+
+def require_java() -> None:
+    """Spark starts a Java virtual machine: say in one line when it could not."""
+    remedy = "install a Java 17 runtime (Debian: apt install openjdk-17-jre-headless) or set JAVA_HOME to one"
+    home = os.environ.get("JAVA_HOME")
+    java = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    if java is None or not Path(java).exists():
+        raise NotInstalled(
+            f"Spark needs Java and there is none{f' in JAVA_HOME={home}' if home else ''}: {remedy}"
+        )
+    told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
+    found = re.search(r'version "(?:1\.)?(\d+)', told)
+    import pyspark
+
+    needed = 17 if int(pyspark.__version__.split(".")[0]) >= 4 else 8
+    if found is None or int(found[1]) < needed:
+        version = found[1] if found else "unknown"
+        raise NotInstalled(
+            f"Spark {pyspark.__version__} needs Java {needed} and {java} is {version}: {remedy}"
+        )
+
+
+def is_submitted() -> bool:
+    """Whether spark-submit, pyspark or a platform has started this process, with settings of its own."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ or "SPARK_REMOTE" in os.environ
+
+
+def open_session(
+    master: str | None = None, remote: str | None = None, app: str = "streambridge ingest"
+) -> SparkSession:
+    """The session to work in; a local one of all cores unless something else is asked for."""
+    require(*PACKAGES)
+    if remote is None and not is_submitted():
+        require_java()
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.appName(app)
+    if remote:
+        return builder.remote(remote).getOrCreate()
+    if is_submitted():
+        return builder.getOrCreate()
+    # the Python workers must find this package and this Python, wherever it was started from
+    home = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    for name, value in LOCAL.items():
+        builder = builder.config(name, value)
+    session = builder.master(master or "local[*]").getOrCreate()
+    session.sparkContext.setLogLevel("ERROR")
+    return session

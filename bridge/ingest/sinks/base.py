@@ -1,0 +1,44 @@
+"""The contract of a sink.
+
+A commit makes a set of data files and the version of the state that includes them visible together. It
+succeeds only if the table still points to `previous`; if another run was first, it raises `Moved` and
+nothing was added. Commits of others that leave the pointer alone (compaction) are no obstacle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from bridge.ingest.files import DataFile
+from bridge.ingest.store import Place
+from bridge.ingest.worker import Target
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Sink(Protocol):
+    """A table, as the ingest job needs it."""
+
+    @property
+    def name(self) -> str:
+        """What the table is called in messages."""
+
+    def pointer(self) -> int | None:
+        """The version of the state that the table's content agrees with; None: nothing committed yet."""
+
+    def target(self) -> Target:
+        """Where and with which columns data files are to be written; makes the table if there is none."""
+
+    def state(self) -> Place:
+        """Where the state documents are."""
+
+    def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
+        """Add columns that the table does not have yet."""
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        """Add the files and point to `version`, in one step."""
+
+    def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
+        """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""

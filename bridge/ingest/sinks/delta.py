@@ -1,0 +1,155 @@
+"""A Delta table by delta-rs: no JVM library is needed.
+
+The pointer to the state is the version of an application transaction in the commit that adds the files.
+delta-rs does not refuse a repeated transaction by itself, so the pointer is always compared first; what
+it does refuse, with its default retries, is a commit from a handle that has not seen another run's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
+from deltalake.exceptions import CommitFailedError
+from deltalake.transaction import AddAction
+
+from bridge.ingest.columns import MESSAGES
+from bridge.ingest.errors import IngestError, Moved
+from bridge.ingest.files import DataFile
+from bridge.ingest.store import Place
+from bridge.ingest.worker import Target
+
+APPLICATION = "streambridge-ingest"
+PARTITION = "ingest_date"
+ATTEMPTS = 6
+
+
+class DeltaSink:
+    """The Delta table at a directory or an s3:// URL."""
+
+    def __init__(
+        self, url: str, state_at: str | None = None, endpoint: str | None = None, schema: pa.Schema = MESSAGES
+    ) -> None:
+        self.place = Place(
+            url if Place(url).is_s3 else str(Path(url.removeprefix("file://")).resolve()), endpoint
+        )
+        self.schema = schema
+        self._state_at = state_at
+        self._options = {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"} if endpoint else None
+
+    @property
+    def name(self) -> str:
+        return self.place.url
+
+    def table(self) -> DeltaTable | None:
+        """The table as it is now, or None."""
+        if DeltaTable.is_deltatable(self.place.url, self._options):
+            return DeltaTable(self.place.url, storage_options=self._options)
+        return None
+
+    def _made(self) -> DeltaTable:
+        table = self.table()
+        if table is None:
+            schema = Schema.from_arrow(self.schema.append(pa.field(PARTITION, pa.date32())))
+            # mode "ignore": another run may be making it at the same moment
+            DeltaTable.create(
+                self.place.url, schema, mode="ignore", partition_by=[PARTITION], storage_options=self._options
+            )
+            table = DeltaTable(self.place.url, storage_options=self._options)
+        return table
+
+    def state(self) -> Place:
+        # VACUUM leaves folders alone whose names begin with an underscore
+        if self._state_at:
+            return Place(self._state_at, self.place.endpoint)
+        return self.place.join("_streambridge")
+
+    def pointer(self) -> int | None:
+        table = self.table()
+        return table.transaction_version(APPLICATION) if table else None
+
+    def target(self) -> Target:
+        schema = pa.schema(self._made().schema().to_arrow())
+        schema = pa.schema([_narrow(field) for field in schema if field.name != PARTITION])
+        base = set(self.schema.names)
+        extras = tuple(name for name in schema.names if name not in base)
+        return Target(self.place, PARTITION, schema.serialize().to_pybytes(), extras)
+
+    def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
+        for attempt in range(ATTEMPTS):
+            table = self._made()
+            known = {field.name for field in table.schema().fields}
+            wanted = [pa.field(name, kind) for name, kind in columns.items() if name not in known]
+            if not wanted:
+                return
+            added: list[Field] = list(Schema.from_arrow(pa.schema(wanted)).fields)
+            try:
+                table.alter.add_columns(added)
+                return
+            except CommitFailedError:  # another writer was first: look again
+                time.sleep(0.1 * 2**attempt)
+        raise IngestError(f"{self.name}: columns could not be added, other writers were always first")
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        table = self._made()
+        found = table.transaction_version(APPLICATION)
+        if found == version:
+            return
+        if found != previous:
+            raise Moved(f"{self.name}: another run committed first")
+        properties = CommitProperties(app_transactions=[Transaction(APPLICATION, version)])
+        try:
+            table.create_write_transaction(
+                [_action(file) for file in files],
+                "append",
+                table.schema(),
+                partition_by=[PARTITION],
+                commit_properties=properties,
+            )
+        except CommitFailedError as error:
+            if "oncurrent transaction" in str(error):
+                raise Moved(f"{self.name}: another run committed first") from error
+            raise
+
+    def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
+        table = self.table()
+        if table is None:
+            return self.schema.empty_table()
+        data = table.to_pyarrow_dataset()
+        chosen = list(columns) if columns else None
+        return data.to_table(chosen) if limit is None else data.head(limit, columns=chosen)
+
+
+def _action(file: DataFile) -> AddAction:
+    low, high = ({name: _json(name, bounds[end]) for name, bounds in file.bounds.items()} for end in (0, 1))
+    statistics = {
+        "numRecords": file.rows,
+        "minValues": low,
+        "maxValues": high,
+        "nullCount": dict.fromkeys(low, 0),
+    }
+    return AddAction(
+        path=file.path,
+        size=file.size,
+        partition_values={PARTITION: file.day},
+        modification_time=time.time_ns() // 1_000_000,
+        data_change=True,
+        stats=json.dumps(statistics),
+    )
+
+
+def _json(name: str, value: Any) -> Any:
+    if name != "ingest_time":
+        return value
+    return pa.scalar(value, pa.timestamp("us")).as_py().isoformat(timespec="microseconds") + "Z"
+
+
+def _narrow(field: pa.Field) -> pa.Field:
+    """The delta library's Arrow schemas may use view types; files are written with the plain ones."""
+    plain = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary(), pa.large_string(): pa.string()}
+    return pa.field(field.name, plain.get(field.type, field.type), field.nullable)

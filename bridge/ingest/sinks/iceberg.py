@@ -1,0 +1,227 @@
+"""An Iceberg table by pyiceberg: no JVM library is needed.
+
+The pointer to the state is in the summary of the snapshot that added the files, so rolling the table back
+rolls the state back with it; and in a table property of the same commit, for when that snapshot
+has expired. Every round is a snapshot, even one without files: the catalog then refuses a commit on top
+of a snapshot that is not the newest any more, which is what keeps two runs apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.conversions import to_bytes
+from pyiceberg.exceptions import CommitFailedException, NoSuchTableError
+from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
+from pyiceberg.manifest import DataFile as IcebergFile
+from pyiceberg.manifest import DataFileContent, FileFormat
+from pyiceberg.partitioning import PartitionField, PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table.name_mapping import MappedField, NameMapping
+from pyiceberg.transforms import DayTransform
+from pyiceberg.typedef import Record
+
+from bridge.ingest.columns import MESSAGES
+from bridge.ingest.errors import BadOption, IngestError, Moved
+from bridge.ingest.files import DataFile, day_number
+from bridge.ingest.store import Place
+from bridge.ingest.worker import Target
+
+if TYPE_CHECKING:
+    from pyiceberg.table import Table
+    from pyiceberg.types import PrimitiveType
+
+POINTER = "streambridge.state"
+STATE_AT = "streambridge.state-location"
+ATTEMPTS = 6
+PROPERTIES = {"format-version": "2", "write.parquet.compression-codec": "zstd"}
+
+
+class IcebergSink:
+    """One table of a catalog. `schema` and `state_at` are used when the table is made."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        identifier: str,
+        state_at: str | None = None,
+        endpoint: str | None = None,
+        schema: pa.Schema = MESSAGES,
+    ) -> None:
+        self.catalog, self.identifier, self.endpoint = catalog, identifier, endpoint
+        self.schema = schema
+        self._state_at = state_at
+
+    @property
+    def name(self) -> str:
+        return self.identifier
+
+    def table(self) -> Table | None:
+        """The table as it is now, or None."""
+        try:
+            return self.catalog.load_table(self.identifier)
+        except NoSuchTableError:
+            return None
+
+    def _made(self) -> Table:
+        found = self.table()
+        if found is not None:
+            return found
+        self.catalog.create_namespace_if_not_exists(self.identifier.rpartition(".")[0])
+        fields = _schema(self.schema)
+        day = fields.find_field("ingest_time").field_id
+        return self.catalog.create_table_if_not_exists(
+            self.identifier,
+            fields,
+            partition_spec=PartitionSpec(PartitionField(day, 1000, DayTransform(), "ingest_day")),
+            properties={**PROPERTIES, **({STATE_AT: self._state_at} if self._state_at else {})},
+        )
+
+    def state(self) -> Place:
+        table = self.table()
+        at = self._state_at or (table.properties.get(STATE_AT) if table else None)
+        if at is None:
+            raise BadOption(f"{self.name}: where is its state? give --state URL, or --warehouse")
+        return Place(at, self.endpoint)
+
+    def pointer(self) -> int | None:
+        table = self.table()
+        return _pointer(table) if table else None
+
+    def target(self) -> Target:
+        table = self._made()
+        schema = schema_to_pyarrow(table.schema(), include_field_ids=True)
+        schema = pa.schema([_narrow(field) for field in schema])
+        base = set(self.schema.names)
+        extras = tuple(name for name in schema.names if name not in base)
+        return Target(
+            Place(table.location(), self.endpoint), "data/ingest_day", schema.serialize().to_pybytes(), extras
+        )
+
+    def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
+        for attempt in range(ATTEMPTS):
+            table = self._made()
+            known = {field.name for field in table.schema().fields}
+            wanted = {name: kind for name, kind in columns.items() if name not in known}
+            if not wanted:
+                return
+            added = _schema(pa.schema(list(wanted.items())))
+            try:
+                with table.update_schema() as update:
+                    for field in added.fields:
+                        update.add_column(field.name, field.field_type)
+                return
+            except CommitFailedException:  # another writer was first: look again
+                time.sleep(0.1 * 2**attempt)
+        raise IngestError(f"{self.name}: columns could not be added, other writers were always first")
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        for attempt in range(ATTEMPTS):
+            table = self._made()
+            found = _pointer(table)
+            if found == version:  # an attempt whose answer was lost did commit
+                return
+            if found != previous:
+                raise Moved(f"{self.name}: another run committed first")
+            # pyiceberg's own retry would add the files on top of another run's; this one looks first
+            table.metadata = table.metadata.model_copy(
+                update={"properties": {**table.metadata.properties, "commit.retry.num-retries": "0"}}
+            )
+            try:
+                with table.transaction() as change:
+                    with change.update_snapshot(
+                        snapshot_properties={POINTER: str(version)}
+                    ).fast_append() as append:
+                        for file in files:
+                            append.append_data_file(data_file(table, file))
+                    change.set_properties({POINTER: str(version)})
+                return
+            except CommitFailedException:
+                time.sleep(0.1 * 2**attempt)
+        raise Moved(f"{self.name}: {ATTEMPTS} commits failed, other writers were always first")
+
+    def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
+        table = self.table()
+        if table is None:
+            return self.schema.empty_table()
+        return table.scan(selected_fields=tuple(columns) if columns else ("*",), limit=limit).to_arrow()
+
+
+def open_catalog(warehouse: str | None, properties: Mapping[str, str], endpoint: str | None) -> Catalog:
+    """The catalog that the properties name; without any, an SQLite file in the warehouse directory."""
+    options = dict(properties)
+    if endpoint:
+        options.setdefault("s3.endpoint", endpoint)
+    if warehouse:
+        place = Place(warehouse)
+        if not place.is_s3:
+            folder = Path(warehouse.removeprefix("file://")).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            warehouse = folder.as_uri()
+            if "uri" not in options and "type" not in options:
+                options |= {"type": "sql", "uri": f"sqlite:///{folder / 'catalog.db'}"}
+        options.setdefault("warehouse", warehouse)
+    if "type" not in options and "uri" not in options:
+        raise BadOption(
+            "which catalog? give --warehouse DIR, or --catalog type=glue (rest, sql, ...) and its options"
+        )
+    return load_catalog(options.pop("name", "streambridge"), **options)
+
+
+def data_file(table: Table, file: DataFile) -> IcebergFile:
+    """Describe a file to the table without reading it again."""
+    fields = {field.name: field for field in table.schema().fields}
+    low, high = {}, {}
+    for column, (least, most) in file.bounds.items():
+        field = fields[column]
+        kind = cast("PrimitiveType", field.field_type)
+        low[field.field_id], high[field.field_id] = to_bytes(kind, least), to_bytes(kind, most)
+    return IcebergFile.from_args(
+        content=DataFileContent.DATA,
+        file_path=f"{table.location().rstrip('/')}/{file.path}",
+        file_format=FileFormat.PARQUET,
+        partition=Record(day_number(file.day)),
+        record_count=file.rows,
+        file_size_in_bytes=file.size,
+        column_sizes={},
+        value_counts=dict.fromkeys(low, file.rows),
+        null_value_counts=dict.fromkeys(low, 0),
+        nan_value_counts={},
+        lower_bounds=low,
+        upper_bounds=high,
+        key_metadata=None,
+        split_offsets=[4],
+        equality_ids=None,
+        sort_order_id=None,
+        spec_id=table.spec().spec_id,
+    )
+
+
+def _pointer(table: Table) -> int | None:
+    snapshot = table.current_snapshot()
+    while snapshot is not None:
+        summary = snapshot.summary
+        if summary is not None and (value := summary.additional_properties.get(POINTER)):
+            return int(value)
+        if snapshot.parent_snapshot_id is None:
+            return None  # rolled back to before the first round
+        snapshot = table.snapshot_by_id(snapshot.parent_snapshot_id)
+    value = table.properties.get(POINTER)  # the snapshot that said it has expired
+    return int(value) if value else None
+
+
+def _schema(schema: pa.Schema) -> Schema:
+    """Give the columns fresh ids 1, 2, ... in their order."""
+    mapping = NameMapping([MappedField(**{"field-id": at}, names=[f.name]) for at, f in enumerate(schema, 1)])
+    return pyarrow_to_schema(schema, name_mapping=mapping)
+
+
+def _narrow(field: pa.Field) -> pa.Field:
+    """pyiceberg's Arrow schemas say large_string and large_binary; files are written with the plain ones."""
+    plain = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+    return field.with_type(plain.get(field.type, field.type))

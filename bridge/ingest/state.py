@@ -1,0 +1,168 @@
+"""What the table holds, as one small document per commit.
+
+    <state>/<version, 20 digits>.json
+    {"format": 1, "version": v, "previous": v0, "streams": [{"gateway", "stream", "epoch",
+     "covered": [[first, last, ms of first, ms of last], ...], "late": [objects, rows], "head": {...}}],
+     "quarantine": [[key, etag, size, reason], ...]}
+
+A document is written under a new name before the commit, and the commit of the table carries its
+version: the commit decides which document is true, and one that was never committed is never read. It
+costs O(streams + holes), not O(objects). Versions grow, and hold when they were made (ms in the upper bits).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from bridge.ingest.errors import StateMissing, Vanished
+from bridge.ingest.heads import Head
+from bridge.ingest.planner import StreamId
+from bridge.ingest.ranges import Pair, Ranges
+from bridge.ingest.store import Place
+
+FORMAT = 1
+KEEP_MS = 7 * 24 * 3600 * 1000  # older documents go, so a table may be rolled back by a week
+RANDOM_BITS = 20  # two drivers in the same ms still get versions of their own
+
+
+class Piece(NamedTuple):
+    """Numbers taken from one object, and the ingest times (ms) of the first and the last of them."""
+
+    first: int
+    last: int
+    first_ms: int
+    last_ms: int
+
+
+@dataclass(slots=True)
+class StreamState:
+    """What the table holds of one stream."""
+
+    covered: Ranges = field(default_factory=Ranges)
+    times: dict[int, int] = field(default_factory=dict)  # of the first and last number of each interval
+    late_objects: int = 0
+    late_rows: int = 0
+    head: Head | None = None
+
+    def take(self, pieces: Iterable[Piece], *, known_last: int) -> None:
+        """Add what one object brought; `known_last` is how far the stream went before this round."""
+        late = 0
+        for piece in pieces:
+            self.covered.add(piece.first, piece.last)
+            self.times[piece.first] = piece.first_ms
+            self.times[piece.last] = piece.last_ms
+            late += piece.last - piece.first + 1 if piece.last < known_last else 0
+        self.late_objects += 1 if late else 0
+        self.late_rows += late
+
+    def tidy(self) -> None:
+        """Forget the times of numbers that no longer bound an interval."""
+        self.times = {
+            number: self.times[number] for pair in self.covered for number in pair if number in self.times
+        }
+
+
+class Quarantined(NamedTuple):
+    """Why an object was refused."""
+
+    size: int
+    reason: str
+
+
+@dataclass(slots=True)
+class State:
+    """The content of one state document."""
+
+    version: int | None = None
+    streams: dict[StreamId, StreamState] = field(default_factory=dict)
+    quarantine: dict[tuple[str, str], Quarantined] = field(default_factory=dict)
+
+    def covered(self) -> dict[StreamId, Ranges]:
+        return {stream: state.covered for stream, state in self.streams.items()}
+
+    def of(self, stream: StreamId) -> StreamState:
+        return self.streams.setdefault(stream, StreamState())
+
+
+class StateStore:
+    """The documents under one URL."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._store = place.open()
+
+    def load(self, version: int | None) -> State:
+        """Read the document that the table points to; no pointer is an empty table."""
+        if version is None:
+            return State()
+        try:
+            raw = json.loads(self._store.get(_name(version)))
+        except Vanished as error:
+            raise StateMissing(
+                f"{self.place.url}/{_name(version)}: the table points to this state and it is gone; "
+                "restore it, or roll the table back to a snapshot whose state is there"
+            ) from error
+        if raw.get("format") != FORMAT:
+            raise StateMissing(
+                f"{self.place.url}/{_name(version)}: format {raw.get('format')!r} is not known here"
+            )
+        state = State(version)
+        for stream in raw["streams"]:
+            name = StreamId(stream["gateway"], stream["stream"], stream["epoch"])
+            state.streams[name] = _stream_from_json(stream)
+        state.quarantine = {(key, etag): Quarantined(size, why) for key, etag, size, why in raw["quarantine"]}
+        return state
+
+    def save(self, state: State, previous: int | None) -> int:
+        """Write the state as a new document and return its version; it counts once the table points to it."""
+        fresh = (time.time_ns() // 1_000_000) << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
+        version = max(fresh, (previous or 0) + 1)
+        document = {
+            "format": FORMAT,
+            "version": version,
+            "previous": previous,
+            "streams": [_stream_to_json(name, state.streams[name]) for name in sorted(state.streams)],
+            "quarantine": [[*name, *entry] for name, entry in sorted(state.quarantine.items())],
+        }
+        self._store.put(_name(version), json.dumps(document, separators=(",", ":")).encode())
+        return version
+
+    def discard(self, version: int) -> None:
+        """Remove a document whose commit was certainly refused."""
+        self._store.delete([_name(version)])
+
+    def prune(self, current: int | None) -> None:
+        """Remove documents that are older than a week and not the current one."""
+        oldest = time.time_ns() // 1_000_000 - KEEP_MS
+        names = [entry.key for entry in self._store.list() if entry.key.endswith(".json")]
+        old = [name for name in names if name[:20].isdecimal() and int(name[:20]) >> RANDOM_BITS < oldest]
+        self._store.delete([name for name in old if current is None or name != _name(current)])
+
+
+def _name(version: int) -> str:
+    return f"{version:020d}.json"
+
+
+def _stream_to_json(name: StreamId, state: StreamState) -> dict[str, Any]:
+    state.tidy()
+    return {
+        **name._asdict(),
+        "covered": [[low, high, state.times.get(low), state.times.get(high)] for low, high in state.covered],
+        "late": [state.late_objects, state.late_rows],
+        "head": state.head.to_json() if state.head else None,
+    }
+
+
+def _stream_from_json(data: dict[str, Any]) -> StreamState:
+    pairs: list[Pair] = [(low, high) for low, high, _, _ in data["covered"]]
+    times: dict[int, int] = {}
+    for low, high, low_ms, high_ms in data["covered"]:
+        times |= {number: ms for number, ms in ((low, low_ms), (high, high_ms)) if ms is not None}
+    head = Head.from_json(data["head"], data["head"]["updated"]) if data["head"] else None
+    late_objects, late_rows = data["late"]
+    return StreamState(Ranges(pairs), times, late_objects, late_rows, head)

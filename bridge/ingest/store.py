@@ -1,0 +1,191 @@
+"""Objects under a URL: `s3://bucket/prefix` (also s3a, s3n) by boto3, `file:///dir` or a path locally.
+
+The job reads with this and not with Spark's readers, because a reader of Spark either fails the whole
+query at one truncated object or, told to ignore it, silently gives a part of it.
+
+Keys are relative to the URL. `put` and `writer` are atomic: a reader sees the whole object or none.
+Missing objects raise `Vanished`; everything else (network, throttling, credentials) raises what the
+library raises, so that Spark tries the task again. A `Place` travels to the executors; a store does not.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+from urllib.parse import unquote, urlparse
+from uuid import uuid4
+
+from bridge.ingest.errors import BadOption, IngestError, Vanished
+
+S3_SCHEMES = ("s3", "s3a", "s3n")
+LISTERS = 16  # prefixes listed at the same time: a LIST call is a round trip per 1000 keys
+SPOOL = 32 << 20  # what a writer to S3 holds in memory before it goes to a local temporary file
+
+
+class Entry(NamedTuple):
+    """One object as a listing shows it; `modified` is Unix time in ms."""
+
+    key: str
+    size: int
+    etag: str
+    modified: int
+
+
+class Store(Protocol):
+    """What the job needs from a place that holds objects."""
+
+    def list(self) -> Iterator[Entry]: ...
+    def under(self, prefix: str) -> Iterator[Entry]: ...
+    def get(self, key: str) -> bytes: ...
+    def put(self, key: str, data: bytes) -> None: ...
+    def writer(self, key: str) -> Any: ...
+    def delete(self, keys: Iterable[str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where objects are: a URL and, for S3 services that are not AWS, their endpoint."""
+
+    url: str
+    endpoint: str | None = None
+
+    @property
+    def is_s3(self) -> bool:
+        return urlparse(self.url).scheme in S3_SCHEMES
+
+    def open(self) -> Store:
+        """Open the store; one is enough for a process and its threads."""
+        parsed = urlparse(self.url)
+        if self.is_s3:
+            return S3Store(parsed.netloc, parsed.path.strip("/"), self.endpoint)
+        if parsed.scheme in ("", "file"):
+            return LocalStore(Path(unquote(parsed.path) if parsed.scheme else self.url))
+        raise BadOption(f"{self.url}: cannot read {parsed.scheme}://; use s3://bucket/prefix or a directory")
+
+    def join(self, name: str) -> Place:
+        return Place(f"{self.url.rstrip('/')}/{name}", self.endpoint)
+
+
+class LocalStore:
+    """Objects as files below a directory; names that end in `.tmp` are unfinished ones."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def list(self) -> Iterator[Entry]:
+        return self.under("")
+
+    def under(self, prefix: str) -> Iterator[Entry]:
+        for folder, _, names in os.walk(self.root / prefix):
+            for name in names:
+                path = os.path.join(folder, name)
+                if name.endswith(".tmp"):
+                    continue
+                try:
+                    found = os.stat(path)
+                except FileNotFoundError:  # removed since the directory was read
+                    continue
+                stamp = found.st_mtime_ns
+                yield Entry(os.path.relpath(path, self.root), found.st_size, f"{stamp:x}", stamp // 1_000_000)
+
+    def get(self, key: str) -> bytes:
+        try:
+            return (self.root / key).read_bytes()
+        except FileNotFoundError as error:
+            raise Vanished(f"{key}: no such file") from error
+
+    def put(self, key: str, data: bytes) -> None:
+        with self.writer(key) as file:
+            file.write(data)
+
+    @contextmanager
+    def writer(self, key: str) -> Iterator[BinaryIO]:
+        """Open a new object for writing; it appears when the block ends without an error."""
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            (self.root / key).unlink(missing_ok=True)
+
+
+class S3Store:
+    """Objects below a prefix of a bucket, by boto3's own chain of credentials."""
+
+    def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
+        import boto3
+        from botocore.config import Config
+
+        self.bucket = bucket
+        self.prefix = f"{prefix}/" if prefix else ""
+        session = boto3.session.Session()
+        self.client = session.client(
+            "s3",
+            endpoint_url=endpoint,
+            region_name=session.region_name or "us-east-1",
+            config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 8, "mode": "standard"}),
+        )
+
+    def list(self) -> Iterator[Entry]:
+        """List everything, the gateways at the same time."""
+        with ThreadPoolExecutor(LISTERS) as pool:
+            folders: list[str] = []
+            for page in self._pages("", Delimiter="/"):
+                yield from self._entries(page)
+                folders += [found["Prefix"][len(self.prefix) :] for found in page.get("CommonPrefixes", ())]
+            for entries in pool.map(lambda folder: list(self.under(folder)), folders):
+                yield from entries
+
+    def under(self, prefix: str) -> Iterator[Entry]:
+        for page in self._pages(prefix):
+            yield from self._entries(page)
+
+    def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
+        pages = self.client.get_paginator("list_objects_v2")
+        yield from pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix, **options)
+
+    def _entries(self, page: dict[str, Any]) -> Iterator[Entry]:
+        for found in page.get("Contents", ()):
+            modified = int(found["LastModified"].timestamp() * 1000)
+            yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
+
+    def get(self, key: str) -> bytes:
+        try:
+            data: bytes = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key)["Body"].read()
+        except self.client.exceptions.NoSuchKey as error:
+            raise Vanished(f"{key}: no such object") from error
+        return data
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)
+
+    @contextmanager
+    def writer(self, key: str) -> Iterator[BinaryIO]:
+        """Open a new object for writing; it is uploaded when the block ends without an error."""
+        with tempfile.SpooledTemporaryFile(SPOOL) as file:
+            yield file  # type: ignore[misc] # it has all of BinaryIO that writers of Parquet use
+            file.seek(0)
+            self.client.upload_fileobj(file, self.bucket, self.prefix + key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        wanted = [{"Key": self.prefix + key} for key in keys]
+        for start in range(0, len(wanted), 1000):
+            batch: Any = {"Objects": wanted[start : start + 1000], "Quiet": True}
+            refused = self.client.delete_objects(Bucket=self.bucket, Delete=batch).get("Errors", ())
+            for error in refused:
+                raise IngestError(f"{error.get('Key')}: could not be deleted: {error.get('Message')}")

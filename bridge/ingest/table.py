@@ -1,0 +1,55 @@
+"""Open the table that the job writes, by the same options as the command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bridge.ingest.errors import BadOption
+from bridge.ingest.session import require
+
+if TYPE_CHECKING:
+    from bridge.ingest.sinks.base import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class TableOptions:
+    """Which table, and where.
+
+    `name` is `namespace.table` of an Iceberg catalog: the one that `catalog` describes (pyiceberg's
+    properties), or else an SQLite file in the directory `warehouse`. With `delta` the table is the Delta
+    table at that URL. `state` is where the state documents are, by default beside the table.
+    """
+
+    name: str = "lake.messages"
+    warehouse: str | None = None
+    catalog: Mapping[str, str] = field(default_factory=dict)
+    delta: str | None = None
+    state: str | None = None
+    endpoint: str | None = None
+
+
+def open_sink(options: TableOptions) -> Sink:
+    """The table as a sink; nothing is created before the first round."""
+    if options.delta:
+        require("deltalake")
+        from bridge.ingest.sinks.delta import DeltaSink
+
+        return DeltaSink(options.delta, options.state, options.endpoint)
+    require("pyiceberg")
+    from bridge.ingest.sinks.iceberg import IcebergSink, open_catalog
+
+    if "." not in options.name:
+        raise BadOption(f"--table {options.name}: write it as namespace.table, such as lake.messages")
+    catalog = open_catalog(options.warehouse, options.catalog, options.endpoint)
+    state = options.state
+    if state is None and options.warehouse:
+        # not below the table: engines that remove orphan files there would remove it
+        state = f"{options.warehouse.rstrip('/')}/_streambridge/{options.name}"
+    return IcebergSink(catalog, options.name, state, options.endpoint)
+
+
+def read(options: TableOptions, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
+    """Rows of the table as an Arrow table; with `limit` only the first ones are read."""
+    return open_sink(options).read(columns, limit)

@@ -1,0 +1,127 @@
+"""What runs in the Python workers of the executors.
+
+A task gets the names of its objects and gives back status rows (`STATUS`); messages go from S3 through
+Arrow into data files without ever crossing to the JVM or the driver. Kinds of rows, each with a JSON body:
+
+* object: {key, etag, status, reason, rows, pieces}, status one of taken, bad, gone, columns (good, but the
+  table has to get the columns of `columns` first);
+* file:   a `DataFile` that the task has written.
+
+An object that does not keep its promise is a row, never an exception: it must not stop the others. What is
+not the object's fault (network, throttling) is raised, and Spark tries the task again.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from bridge.ingest.errors import BadObject, Vanished
+from bridge.ingest.planner import Work
+from bridge.ingest.store import Place
+from bridge.objectkeys import parse_key
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+STATUS = "kind string, body string"
+AHEAD = 2  # objects fetched while one is decoded
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where and how the data files of a table are written; it travels to the executors."""
+
+    place: Place
+    folder: str
+    schema: bytes  # serialized Arrow schema: it reads the same in every version of pyarrow
+    extras: tuple[str, ...]  # columns of the table beyond those of the contract
+
+
+def pack(work: Sequence[Work]) -> bytes:
+    """The work of one task, small enough to travel in the closure: names repeat, so they shrink well."""
+    return zlib.compress(json.dumps([(w.item.key, w.item.etag, w.fresh) for w in work]).encode())
+
+
+def task(parts: list[bytes], source: Place, target: Target) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """The function for `spark.range(len(parts)).mapInArrow`: each id is one part."""
+
+    def run(batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        pa.set_cpu_count(1)  # Spark has a task per core already
+        for batch in batches:
+            for part in batch.column(0).to_pylist():
+                rows = list(process(json.loads(zlib.decompress(parts[part])), source, target))
+                yield pa.record_batch(
+                    {"kind": [kind for kind, _ in rows], "body": [json.dumps(body) for _, body in rows]},
+                    schema=pa.schema([("kind", pa.string()), ("body", pa.string())]),
+                )
+
+    return run
+
+
+def process(work: list[Any], source: Place, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read, check and write the objects of one task."""
+    import pyarrow as pa
+
+    from bridge.ingest.files import DayFiles
+
+    schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
+    with DayFiles(target.place, schema, target.folder) as files:
+        for key, etag, fresh, fetched in _fetch(work, source):
+            yield (
+                "object",
+                {"key": key, "etag": etag, **_take(key, fresh, fetched, files, schema, target.extras)},
+            )
+    for file in files.written:
+        yield "file", asdict(file)
+
+
+def _fetch(work: list[Any], source: Place) -> Iterator[tuple[str, str, list[list[int]], Future[bytes]]]:
+    """Yield the objects in order, the next ones already on their way."""
+    store = source.open()
+    with ThreadPoolExecutor(AHEAD) as pool:
+        coming: list[Future[bytes]] = []
+        for index, (key, etag, fresh) in enumerate(work):
+            while len(coming) <= AHEAD and index + len(coming) < len(work):
+                coming.append(pool.submit(store.get, work[index + len(coming)][0]))
+            yield key, etag, fresh, coming.pop(0)
+
+
+def _take(
+    key: str,
+    fresh: list[list[int]],
+    fetched: Future[bytes],
+    files: Any,
+    schema: pa.Schema,
+    extras: tuple[str, ...],
+) -> dict[str, Any]:
+    import pyarrow as pa
+
+    from bridge.ingest.decode import NewColumns, decode
+
+    name = parse_key(key)
+    assert name is not None, key  # the planner has read it
+    try:
+        table = decode(fetched.result(), name, {extra: schema.field(extra).type for extra in extras})
+    except BadObject as error:
+        return {"status": "bad", "reason": str(error)}
+    except Vanished as error:
+        return {"status": "gone", "reason": str(error)}
+    except NewColumns as news:
+        found = pa.schema(list(news.columns.items()))
+        return {"status": "columns", "columns": base64.b64encode(found.serialize()).decode()}
+    pieces = []
+    for first, last in fresh:
+        part = table.slice(first - name.first, last - first + 1)
+        part = part.append_column("object_key", pa.repeat(pa.scalar(key), part.num_rows))
+        files.add(part)
+        times = part["ingest_time"].cast(pa.int64())
+        pieces.append([first, last, times[0].as_py() // 1000, times[-1].as_py() // 1000])
+    return {"status": "taken", "pieces": pieces, "rows": name.last - name.first + 1}

@@ -1,0 +1,105 @@
+"""`streambridge ingest` as people and timers run it: standard output, standard error, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.ingest.store import Place
+from bridge.ingest.table import TableOptions, read
+from tests.ingest.conftest import need_java
+from tests.ingest.gateway import Gateway, head_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bridge.ingest.main", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.spark
+def test_a_run_prints_progress_and_the_report_and_its_exit_code_says_whether_all_is_there(
+    bucket: Place, tmp_path: Path
+) -> None:
+    need_java()
+    gateway = Gateway(bucket)
+    gateway.export(0, 99)
+    gateway.export(120, 199, form="parquet")
+    gateway.head(head_of(199))
+    warehouse = str(tmp_path / "warehouse")
+    assert bucket.endpoint is not None
+    where = ("--source", bucket.url, "--endpoint-url", bucket.endpoint, "--warehouse", warehouse)
+    first = command(*where, "--master", "local[2]", "--json")
+    assert first.returncode == 3, first.stderr  # numbers are missing
+    document = json.loads(first.stdout)  # nothing else is on standard output
+    assert document["rows"] == 180
+    assert document["report"]["total"]["missing"] == 20
+    assert document["report"]["streams"][0]["holes"][0]["first"] == 100
+    metrics = [json.loads(line) for line in first.stderr.splitlines() if line.startswith('{"number"')]
+    assert [(figures["objects"], figures["rows"]) for figures in metrics] == [(2, 180)]
+
+    gateway.export(100, 119)
+    second = command(*where, "--master", "local[2]")
+    assert second.returncode == 0, second.stderr
+    assert "round 1: 1 objects, 20 rows" in second.stderr
+    assert "Completeness of lake.messages" in second.stdout
+    assert "complete: 200 rows, missing 0" in second.stdout
+
+    report = command("report", *where, "--json")
+    assert (report.returncode, json.loads(report.stdout)["complete"]) == (0, True)
+    rows = read(TableOptions(warehouse=warehouse), ["sequence_number"], limit=5)
+    assert rows.num_rows == 5
+
+
+def test_missing_java_is_said_in_one_line_with_the_remedy(tmp_path: Path) -> None:
+    done = command("--source", str(tmp_path), "--warehouse", str(tmp_path), JAVA_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert "Java" in done.stderr
+    assert "openjdk-17" in done.stderr
+
+
+def test_without_the_spark_extra_the_command_says_what_to_install(tmp_path: Path) -> None:
+    hide = "import sys; sys.modules |= dict.fromkeys(['pyspark', 'pyarrow', 'pandas'])\n"
+    code = hide + "from bridge.ingest.commands import app; app(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--source", str(tmp_path), "--warehouse", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "streambridge ingest: pyspark, pyarrow, pandas is not installed: pip install 'streambridge[spark]'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "--source is missing"),
+        (["--source", "x", "--catalog", "glue"], "--catalog glue: write it as key=value"),
+        (["--source", "x", "--table", "messages", "--warehouse", "{tmp}"], "write it as namespace.table"),
+        (["--source", "x"], "which catalog? give --warehouse DIR"),
+    ],
+)
+def test_wrong_options_are_named(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    done = command("--max-objects", "5", *(argument.format(tmp=tmp_path) for argument in arguments))
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,232 @@
+"""The whole chain: objects in, table out. Each test reads the table back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bridge.ingest.job import run
+from bridge.ingest.planner import Limits
+from bridge.ingest.store import Place
+from tests.ingest.gateway import EPOCH, Gateway, head_of
+
+pytestmark = pytest.mark.spark
+Sink = Callable[[], Any]
+
+
+def taken(sink: Any) -> Counter[tuple[str, str, str, int]]:
+    table = sink.read(["gateway", "stream", "epoch", "sequence_number"])
+    return Counter(tuple(row.values()) for row in table.to_pylist())  # type: ignore[misc]
+
+
+def numbers(sink: Any) -> list[int]:
+    return sorted(sink.read(["sequence_number"])["sequence_number"].to_pylist())
+
+
+def test_every_message_of_both_formats_is_in_the_table_unchanged(
+    spark: Any, bucket: Place, sink: Sink
+) -> None:
+    gateway = Gateway(bucket)
+    gateway.export(0, 99)
+    gateway.export(100, 199, form="parquet")
+    summary = run(spark, bucket, sink())
+    assert (summary.rows, summary.objects, summary.report.complete) == (200, 2, True)
+    table = sink().read().sort_by("sequence_number")
+    row = table.slice(150, 1).to_pylist()[0]
+    assert row["ingest_time"].isoformat() == "2026-11-18T11:09:10+00:00"
+    for name in ("ingest_time", "ingest_date"):  # the second is Delta's partition
+        row.pop(name, None)
+    assert row == {
+        "gateway": "gw-a",
+        "stream": "s0",
+        "epoch": str(EPOCH),
+        "sequence_number": 150,
+        "topic": "plant/gw-a/s0",
+        "payload": b'{"n":150,"temp":20.00}',
+        "object_key": row["object_key"],
+    }
+    assert row["object_key"].endswith("/00000000000000000100-00000000000000000199.parquet")
+    assert table["payload"].to_pylist()[7] == b'{"n":7,"temp":20.70}'
+
+
+def test_a_second_run_with_nothing_new_adds_nothing(spark: Any, landing: Place, sink: Sink) -> None:
+    Gateway(landing).export(0, 99)
+    run(spark, landing, sink())
+    before = sink().pointer()
+    summary = run(spark, landing, sink())
+    assert (summary.rows, summary.rounds, sink().pointer()) == (0, [], before)
+    assert numbers(sink()) == list(range(100))
+
+
+def test_only_new_objects_are_read(spark: Any, landing: Place, sink: Sink) -> None:
+    gateway = Gateway(landing)
+    old = gateway.export(0, 99)
+    run(spark, landing, sink())
+    gateway.store.put(old, b"whoever reads this again would quarantine it")
+    gateway.export(100, 149)
+    summary = run(spark, landing, sink())
+    assert (summary.rows, summary.objects, summary.quarantined) == (50, 1, 0)
+    assert numbers(sink()) == list(range(150))
+
+
+def test_duplicates_of_all_kinds_are_stored_once(spark: Any, landing: Place, sink: Sink) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 99)
+    gateway.export(0, 99, form="parquet")  # the same range in another object
+    gateway.export(0, 99, hour_of=90_000)  # and under another hour
+    gateway.export(50, 149)  # an overlap
+    gateway.export(100, 109)  # the same numbers cut elsewhere
+    gateway.export(110, 160)
+    gateway.export(0, 160, form="parquet")  # one that swallows all
+    summary = run(spark, landing, sink(), Limits(objects=2))
+    assert numbers(sink()) == list(range(161))
+    assert summary.report.streams[0].duplicates == 100 * 4 + 10 + 51 + 161 - 161
+    assert summary.report.complete
+
+
+def test_bad_objects_are_quarantined_with_a_reason_and_stop_nothing(
+    spark: Any, bucket: Place, sink: Sink
+) -> None:
+    gateway = Gateway(bucket)
+    gateway.export(0, 99)
+    good = gateway.store.get(gateway.export(100, 199, form="parquet"))
+    truncated = gateway.export(100, 199, form="parquet", data=good[:-50])
+    packed = gateway.store.get(gateway.export(200, 299))
+    cut = gateway.export(200, 299, data=packed[: len(packed) // 2])
+    empty = gateway.export(300, 399, data=b"")
+    lying = gateway.export(400, 499, data=gateway.store.get(gateway.export(400, 450)))
+    gateway.store.delete([gateway.export(400, 450)])
+    foreign = Gateway(bucket, "gw-b").export(0, 99, data=packed)
+    gateway.export(500, 509)
+    gateway.store.put("notes.txt", b"hello")
+    summary = run(spark, bucket, sink())
+    assert numbers(sink()) == [*range(100), *range(500, 510)]
+    reasons = {document["key"]: document["reason"] for document in summary.report.refused}
+    assert set(reasons) == {truncated, cut, empty, lying, foreign}
+    assert reasons[cut] == "truncated: the gzip stream has no end"
+    assert reasons[empty] == "empty: 0 bytes"
+    assert reasons[lying] == "51 rows, but the name promises 100"
+    assert reasons[foreign] == "sequence numbers are not 0..99 in order"
+    assert summary.report.foreign == ["notes.txt"]
+    assert (summary.report.total("missing"), summary.report.total("quarantined")) == (0, 500)
+    assert run(spark, bucket, sink()).rounds == []  # not read again
+
+    gateway.export(200, 299)  # uploaded again: another ETag
+    summary = run(spark, bucket, sink())
+    assert (summary.rows, summary.report.total("quarantined")) == (100, 400)
+    assert numbers(sink()) == [*range(100), *range(200, 300), *range(500, 510)]
+
+
+def test_a_stream_made_again_under_its_name_is_another_one(spark: Any, landing: Place, sink: Sink) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 99)
+    run(spark, landing, sink())
+    gateway.export(0, 49, epoch=EPOCH + 5)
+    summary = run(spark, landing, sink())
+    assert [(s.epoch, s.rows) for s in summary.report.streams] == [(EPOCH, 100), (EPOCH + 5, 50)]
+    assert sum(taken(sink()).values()) == len(taken(sink())) == 150
+
+
+def test_rounds_are_bounded_and_each_is_committed(spark: Any, landing: Place, iceberg: Sink) -> None:
+    for name in ("gw-a", "gw-b", "gw-c"):
+        for first in range(0, 50, 10):
+            Gateway(landing, name).export(first, first + 9)
+    seen: list[int] = []
+    summary = run(
+        spark, landing, iceberg(), Limits(objects=4), lambda done: seen.append(len(taken(iceberg())))
+    )
+    assert [done.objects for done in summary.rounds] == [4, 4, 4, 3]
+    assert seen == [40, 80, 120, 150]
+
+
+def test_a_gap_that_is_filled_late_is_taken_once_and_counted_late(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 9)
+    gateway.export(30, 39)
+    report = run(spark, landing, sink()).report
+    hole = report.streams[0].to_json()["holes"][0]
+    assert (hole["first"], hole["last"], hole["kind"]) == (10, 29, "missing")
+    assert (hole["after"], hole["before"]) == ("2026-11-18T11:06:49.000Z", "2026-11-18T11:07:10.000Z")
+    gateway.export(5, 34)
+    report = run(spark, landing, sink()).report
+    assert numbers(sink()) == list(range(40))
+    assert (report.streams[0].missing, report.streams[0].late_rows, report.streams[0].late_objects) == (
+        0,
+        20,
+        1,
+    )
+
+
+def test_heads_show_the_lost_tail_the_waiting_and_the_legally_dropped(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(100, 199)
+    dropped = [[0, 89, "overwritten"]]
+    gateway.head(head_of(259, exported=219, dropped=dropped), head_of(9, stream="s1", epoch=str(EPOCH)))
+    report = run(spark, landing, sink()).report
+    first, second = report.streams
+    assert (first.trimmed, first.missing, first.waiting) == (90, 10 + 20, 40)
+    assert [(hole.first, hole.last, hole.kind, hole.reason) for hole in first.holes] == [
+        (0, 89, "trimmed", "overwritten"),
+        (90, 99, "missing", ""),
+        (200, 219, "missing", ""),
+        (220, 259, "waiting", ""),
+    ]
+    assert (second.stream, second.rows, second.missing) == ("s1", 0, 10)
+
+
+def test_columns_that_objects_add_later_are_added_to_the_table(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 9)
+    run(spark, landing, sink())
+    gateway.export(10, 19, client_id=lambda n: f"dev-{n}", qos=1)
+    gateway.export(20, 29, form="parquet", qos=2, retained=True, level=0.5)
+    gateway.export(30, 39, qos="not a number")  # does not fit what the table has by now
+    gateway.export(40, 49)
+    summary = run(spark, landing, sink())
+    rows = sink().read().sort_by("sequence_number").to_pylist()
+    assert [row["sequence_number"] for row in rows] == [*range(30), *range(40, 50)]
+    pick = [(row["client_id"], row["qos"], row["retained"], row["level"]) for row in rows]
+    assert (pick[0], pick[15], pick[25]) == ((None,) * 4, ("dev-15", 1, None, None), (None, 2, True, 0.5))
+    assert summary.report.refused[0]["reason"].startswith("column qos does not fit int64")
+
+
+def test_messages_of_many_days_land_in_a_file_for_each_day(spark: Any, landing: Place, iceberg: Sink) -> None:
+    Gateway(landing).export(0, 9, step_ms=12 * 3_600_000)
+    summary = run(spark, landing, iceberg())
+    files = iceberg().table().inspect.files()
+    assert summary.rounds[0].files == files.num_rows == 5
+    assert numbers(iceberg()) == list(range(10))
+    one_day = iceberg().table().scan("ingest_time >= '2026-11-20T00:00:00+00:00' and gateway = 'gw-a'")
+    assert len(list(one_day.plan_files())) < 5  # the bounds in the manifest prune
+
+
+def test_two_runs_at_once_store_everything_once(
+    spark: Any, landing: Place, sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 99)
+    mine = sink()
+    others: list[int] = []
+    commit = type(mine).commit
+
+    def after_another(self: Any, previous: Any, version: int, files: Any) -> None:
+        if self is mine and not others:  # another run does all of it between this plan and this commit
+            gateway.export(100, 149)
+            others.append(run(spark, landing, sink()).rows)
+        commit(self, previous, version, files)
+
+    monkeypatch.setattr(type(mine), "commit", after_another)
+    gateway.export(200, 249)
+    summary = run(spark, landing, mine)
+    assert others == [200]
+    assert summary.rows == 0  # its round was thrown away, and what was left to plan had been done
+    assert numbers(sink()) == [*range(150), *range(200, 250)]
