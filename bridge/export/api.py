@@ -108,7 +108,7 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     dead_letter_stream: Name | None = None
 
 
-class BatchedConfig(ExportConfig, frozen=True):
+class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
     """An export that sends batches: when there are `batch_size` messages, or the oldest has waited.
 
     With no interval and no linger, what is there goes at once.

@@ -34,7 +34,8 @@ TELL_EVERY = 0.1
 WRITE_LIMIT = 256 * 1024
 QUIET_AFTER = 60.0  # a worker that lived so long starts the backoff anew
 MAX_RESTART = 30.0
-EXPECTED = (0, 4, 5)
+
+_THREAD = re.compile(r"Current thread 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n)*)")
 
 log = logging.getLogger("bridge.export")
 
@@ -85,7 +86,7 @@ class ExportSupervisor:
         self._moved: set[str] = set()
         self._flight: dict[tuple[str, str], wire.Began] = {}
         self._suspicions: dict[tuple[str, str], _Suspicion] = {}
-        self._named = False  # the worker has said itself why it will end
+        self._blamed = False  # somebody is known to be the cause of the worker's end
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tell: asyncio.TimerHandle | None = None
@@ -200,10 +201,12 @@ class ExportSupervisor:
                 log.error("the export worker cannot be started: %s", error)
             assert self._ready is not None
             self._ready.set()
-            failures = 0 if time.monotonic() - began > QUIET_AFTER else failures + 1
             self.restarts += 1
-            # The first time at once: what was in flight waits on its own account.
-            await asyncio.sleep(0 if failures <= 1 else min(0.25 * 2 ** (failures - 2), MAX_RESTART))
+            if self._blamed or time.monotonic() - began > QUIET_AFTER:
+                failures = 0  # at once: the culprit waits on its own account, and the others need not
+            else:
+                await asyncio.sleep(min(0.25 * 2**failures, MAX_RESTART))
+                failures += 1
 
     async def _run_worker(self) -> None:
         """Start a worker and serve it until it has died; find out who is to blame."""
@@ -219,7 +222,7 @@ class ExportSupervisor:
                     env=_environment(),
                 )
             self._flight.clear()
-            self._named = False
+            self._blamed = False
             self._heard = time.monotonic()
             reader, self._writer = await asyncio.open_connection(sock=ours)
             self._greet()
@@ -331,31 +334,32 @@ class ExportSupervisor:
             case wire.Damaged(name, detail):
                 if self._damaged is not None:
                     self._damaged(name, detail)
-            case wire.Culprit(name, identifier, reason):
-                self._named = True
-                self._suspect((name, identifier), reason, alone=False)
+            case wire.Culprit(name, identifier, reason, alone):
+                self._suspect((name, identifier), reason, alone=alone)
 
     # --- who did it
 
     def _blame(self, status: int, report: str) -> None:
-        if self._named or status == 0:
+        if self._blamed or status == 0:
             return
         how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
         guilty = list(self._flight)
         place = ""
-        found = re.search(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n)*)", report)
-        if found:
+        if found := _THREAD.search(report):
             thread = int(found[1], 16)
             guilty = [key for key, began in self._flight.items() if began.thread == thread] or guilty
-            if first := re.search(r'File "([^"]*)", line (\d+)', found[2]):
-                place = f" at {first[1]}:{first[2]}"
+            place = _place(found[2])
         if not guilty:
             log.error("the export worker was %s%s; no export was in flight", how, place)
+        # One that was a suspect before and is in flight again is it; the others were only near.
+        known = [key for key in guilty if key in self._suspicions and self._suspicions[key].alone]
+        guilty = known if len(known) == 1 else guilty
         for key in guilty:
             doing = self._flight[key].doing
             self._suspect(key, f"the export worker was {how}{place} while {doing}", alone=len(guilty) > 1)
 
     def _suspect(self, key: tuple[str, str], reason: str, *, alone: bool) -> None:
+        self._blamed = True
         suspicion = self._suspicions.setdefault(key, _Suspicion())
         tuning = self._tuning
         wait = min(tuning.first_backoff * 2**suspicion.count, tuning.max_backoff)
@@ -375,6 +379,16 @@ class ExportSupervisor:
                 exported_bytes_from_stream=before.exported_bytes_from_stream,
                 exported_messages_count=before.exported_messages_count,
             )
+
+
+def _place(stack: str) -> str:
+    """Where in the plugin it was: the last frame before ours, most recent first."""
+    place = ""
+    for file, line in re.findall(r'File "([^"]*)", line (\d+)', stack):
+        if Path(file).parent == Path(__file__).parent:
+            break
+        place = f" at {file}:{line}"
+    return place
 
 
 def _environment() -> dict[str, str]:

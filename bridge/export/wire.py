@@ -153,11 +153,15 @@ class Damaged(Message, frozen=True, array_like=True, tag=True):
 
 
 class Culprit(Message, frozen=True, array_like=True, tag=True):
-    """From the worker: it will end and wants to be replaced, because of this export."""
+    """From the worker: it will end and wants to be replaced, because of this export.
+
+    `alone`: it is one of several that may be the cause.
+    """
 
     stream: str
     identifier: str
     reason: str
+    alone: bool = False
 
 
 _ToWorker = Hello | Define | Forget | Committed | Appended | Notice | Stop

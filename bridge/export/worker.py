@@ -298,7 +298,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The kernel ends us with the supervisor, even when a plugin holds the interpreter for ever.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    faulthandler.enable(int(sys.argv[2]), all_threads=False)
+    faulthandler.enable(int(sys.argv[2]))
     os.nice(5)  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker

@@ -25,7 +25,7 @@ from bridge.export.wire import Tuning
 from bridge.manager import StreamManager
 from bridge.streams.store import Store
 
-FAST = Tuning(beat=0.1, silence=20.0, first_backoff=0.05, max_backoff=0.5, drain=2.0)
+FAST = Tuning(beat=0.1, silence=20.0, first_backoff=0.4, max_backoff=3.0, drain=2.0)
 
 
 class Gateway:
@@ -229,7 +229,7 @@ class Bucket:
         base = {"identifier": "up", "bucket": self.name, "prefix": "raw", "endpointUrl": self.url}
         return {**base, "timeHintMillis": 50, "headIntervalMillis": 20, **more}
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name)
         return [item["Key"] for page in pages for item in page.get("Contents", ())]
 
@@ -237,7 +237,7 @@ class Bucket:
         return bytes(self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
 
     def data_keys(self) -> list[str]:
-        return [key for key in self.keys() if objectkeys.parse_key(key)]
+        return [key for key in self.names() if objectkeys.parse_key(key)]
 
     def rows(self, key: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in gzip.decompress(self.body(key)).splitlines()]

@@ -1,0 +1,223 @@
+"""When exports run: priority, batches, intervals, bandwidth, pauses, updates, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.errors import InvalidRequest
+from tests.export.conftest import numbers, recorded, running, until
+
+
+def to(root: Path, name: str = "out", **more: Any) -> dict[str, Any]:
+    return {"identifier": name, "path": str(root / name), **more}
+
+
+def test_one_thread_serves_the_most_urgent_export_first(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder, threads=1) as gateway:
+            for name, priority in (("last", None), ("low", 9), ("high", 1)):
+                config = to(recorder, name, batchSize=10, disabled=True)
+                gateway.create(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
+                await gateway.append(name, *(b"x" for _ in range(50)))
+            # Enabled in one go: the worker hears of all three before it picks.
+            for name, priority in (("last", None), ("low", 9), ("high", 1)):
+                config = to(recorder, name, batchSize=10)
+                gateway.update(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
+            for name in ("last", "low", "high"):
+                await gateway.exported(name, 49)
+
+    asyncio.run(scenario())
+    order = sorted((row[3], name) for name in ("last", "low", "high") for row in recorded(recorder / name))
+    assert [name for _, name in order] == ["high"] * 5 + ["low"] * 5 + ["last"] * 5
+
+
+def test_without_an_interval_messages_go_at_once_and_in_order(recorder: Path) -> None:
+    async def scenario() -> float:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder)]})
+            began = time.monotonic()
+            await gateway.append("a", b"x")
+            await until(lambda: numbers(recorder / "out") == [0])
+            took = time.monotonic() - began
+            for _ in range(20):
+                await gateway.append("a", b"x", b"y", b"z")
+            await gateway.exported("a", 60)
+            return took
+
+    assert asyncio.run(scenario()) < 2
+    assert numbers(recorder / "out") == list(range(61))
+
+
+def test_a_lingering_export_waits_for_a_full_batch_or_for_age(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder, batchSize=10, lingerMillis=700)]})
+            began = time.time()
+            for _ in range(13):
+                await gateway.append("a", b"x")
+            await gateway.exported("a", 12)
+            (full, rest) = recorded(recorder / "out")
+            assert full[2] == list(range(10))
+            assert full[3] - began < 0.6  # full: at once
+            assert rest[3] - began >= 0.65  # not full: by age
+
+    asyncio.run(scenario())
+
+
+def test_the_interval_counts_from_the_oldest_waiting_message(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder, lingerMillis=600)]})
+            began = time.time()
+            for _ in range(10):
+                await gateway.append("a", b"x")
+                await asyncio.sleep(0.1)
+            await gateway.exported("a", 9)
+            assert 0.55 <= recorded(recorder / "out")[0][3] - began < 0.95
+
+    asyncio.run(scenario())
+
+
+def test_the_bandwidth_ceiling_holds_over_all_exports(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder, max_bandwidth=800_000) as gateway:  # 100 kB/s
+            for name in ("a", "b"):
+                gateway.create(name, {"recorder": [to(recorder, name, batchSize=5)]})
+                await gateway.append(name, *(bytes(2000) for _ in range(50)))
+            began = time.monotonic()
+            await gateway.exported("a", 49)
+            await gateway.exported("b", 49)
+            assert 1.5 < time.monotonic() - began < 4.5  # 200 kB, the first batch at once
+
+    asyncio.run(scenario())
+
+
+def test_a_disabled_export_keeps_its_place_and_goes_on_when_enabled(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder)]})
+            await gateway.append("a", b"0", b"1")
+            await gateway.exported("a", 1)
+            gateway.update("a", {"recorder": [to(recorder, disabled=True)]})
+            await gateway.append("a", b"2", b"3")
+            gateway.create("b", {"recorder": [to(recorder, "other")]})
+            await gateway.append("b", b"x")
+            await gateway.exported("b", 0)
+            assert numbers(recorder / "out") == [0, 1]
+            assert gateway.exports.exported_upto("a") is None  # nothing enabled holds data back
+            gateway.update("a", {"recorder": [to(recorder)]})
+            await gateway.exported("a", 3)
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "out") == [0, 1, 2, 3]
+
+
+def test_an_export_starts_at_its_start_sequence_number(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {})
+            await gateway.append("a", *(b"x" for _ in range(10)))
+            gateway.update("a", {"recorder": [to(recorder, startSequenceNumber=7)]})
+            await gateway.exported("a", 9)
+            assert numbers(recorder / "out") == [7, 8, 9]
+            gateway.update("a", {"recorder": [to(recorder, startSequenceNumber=8)]})
+            await until(lambda: numbers(recorder / "out") == [7, 8, 9, 8, 9])
+
+    asyncio.run(scenario())
+
+
+def test_an_update_changes_an_export_and_keeps_its_position(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder)]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            gateway.update("a", {"recorder": [to(recorder, path=str(recorder / "new"))]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 1)
+
+    asyncio.run(scenario())
+    assert (numbers(recorder / "out"), numbers(recorder / "new")) == ([0], [1])
+
+
+def test_a_deleted_export_is_forgotten_and_starts_anew_when_it_comes_back(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [to(recorder)]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            gateway.update("a", {})
+            assert gateway.exports.statuses("a") == []
+            await until(lambda: not list((recorder / "data" / "exports" / "a").glob("*.cursor")))
+            gateway.update("a", {"recorder": [to(recorder)]})
+            await until(lambda: numbers(recorder / "out") == [0, 0])
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_made_again_under_its_name_is_exported_from_its_beginning(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            for _ in range(2):
+                gateway.create("a", {"recorder": [to(recorder)]})
+                await gateway.append("a", b"x", b"y")
+                await gateway.exported("a", 1)
+                gateway.manager.delete("a")
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "out") == [0, 1, 0, 1]
+
+
+def test_a_hundred_exports_run_side_by_side(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            for n in range(20):
+                exports = [to(recorder, f"e{n}-{i}") for i in range(5)]
+                gateway.create(f"s{n}", {"recorder": exports})
+                await gateway.append(f"s{n}", b"1", b"2", b"3")
+            for n in range(20):
+                await gateway.exported(f"s{n}", 2)
+
+    asyncio.run(scenario())
+    assert all(numbers(recorder / f"e{n}-{i}") == [0, 1, 2] for n in range(20) for i in range(5))
+
+
+def test_dropped_messages_are_passed_over(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            exports = {"recorder": [to(recorder, disabled=True)]}
+            gateway.create("a", exports, limits={"maxMessages": 3})
+            await gateway.append("a", *(b"x" for _ in range(10)))
+            gateway.manager.refresh()
+            exports = {"recorder": [to(recorder)]}
+            gateway.update("a", exports, limits={"maxMessages": 3})
+            await gateway.exported("a", 9)
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "out") == [7, 8, 9]
+
+
+def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            for exports, words in [
+                ({"recoder": [{}]}, ["recoder", "did you mean 'recorder'"]),
+                ({"recorder": [to(recorder), to(recorder)]}, ["recorder[1].identifier", "is taken"]),
+                ({"recorder": [to(recorder, batchSize=0)]}, ["recorder[0].batchSize", ">= 1"]),
+                ({"recorder": [to(recorder, batchsize=1)]}, ["batchsize", "did you mean `batchSize`"]),
+                ({"recorder": [{"identifier": "x"}]}, ["recorder[0]", "path"]),
+                (
+                    {"s3": [{"identifier": "x", "bucket": "bbb", "kmsKeyId": "k"}]},
+                    ["s3[0]", "kmsKeyId needs"],
+                ),
+            ]:
+                with pytest.raises(InvalidRequest) as caught:
+                    gateway.create("a", exports)
+                assert all(word in str(caught.value) for word in words), caught.value
+
+    asyncio.run(scenario())

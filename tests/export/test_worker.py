@@ -1,0 +1,202 @@
+"""The worker process: whatever a plugin does to it, other exports go on and the culprit is named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.export.wire import Tuning
+from tests.export.conftest import FAST, numbers, recorded, running, until
+
+
+def good(root: Path, **more: Any) -> dict[str, Any]:
+    return {"identifier": "good", "path": str(root / "good"), **more}
+
+
+def bad(root: Path, fault: str, **more: Any) -> dict[str, Any]:
+    return {"identifier": "bad", "path": str(root / "bad"), "fault": fault, **more}
+
+
+def the_good_one_goes_on(
+    root: Path, fault: str, word: str, *, tuning: Tuning = FAST, heals: bool = True
+) -> None:
+    """Two exports of two streams, one with a fault that heals after its first attempt."""
+
+    async def scenario() -> None:
+        async with running(root, tuning=tuning) as gateway:
+            config = bad(root, fault, once=str(root / "once") if heals else "")
+            gateway.create("bad", {"recorder": [config]})
+            gateway.create("good", {"recorder": [good(root)]})
+            await gateway.append("bad", b"1", b"2")
+            for _ in range(5):
+                await gateway.append("good", b"x")
+                await asyncio.sleep(0.05)
+            await until(lambda: word in (gateway.status("bad").error_message or ""))
+            await gateway.append("good", b"last")
+            await gateway.exported("good", 5)
+            if heals:
+                await gateway.exported("bad", 1)
+                await until(lambda: gateway.status("bad").error_message is None)
+                assert numbers(root / "bad") == [0, 1]
+
+    asyncio.run(scenario())
+    assert sorted(set(numbers(root / "good"))) == list(range(6))
+
+
+def test_a_plugin_that_segfaults_is_named_and_waits_while_others_go_on(
+    recorder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        the_good_one_goes_on(recorder, "segfault", "killed by signal 11")
+    named = [record.message for record in caplog.records if "signal 11" in record.message]
+    assert any("export bad of bad" in line and "recorder.py" in line for line in named)
+    assert not any("export good" in line for line in named)
+
+
+def test_a_plugin_that_segfaults_for_ever_never_stops_the_others(recorder: Path) -> None:
+    the_good_one_goes_on(recorder, "segfault", "killed by signal 11", heals=False)
+
+
+def test_a_plugin_that_ends_the_process_is_found_out(recorder: Path) -> None:
+    the_good_one_goes_on(recorder, "leave", "ended with status 9")
+
+
+def test_a_plugin_that_raises_is_tried_again(recorder: Path) -> None:
+    the_good_one_goes_on(recorder, "blow", "ZeroDivisionError: division by zero")
+
+
+def test_a_plugin_that_hangs_is_named_and_the_worker_replaced(recorder: Path) -> None:
+    the_good_one_goes_on(recorder, "hang", "the plugin hangs")
+
+
+def test_a_plugin_that_holds_the_interpreter_is_killed(recorder: Path) -> None:
+    quick = Tuning(beat=0.1, silence=1.5, first_backoff=0.4, max_backoff=3.0)
+    the_good_one_goes_on(recorder, "hold", "killed by signal 9", tuning=quick)
+
+
+def test_a_plugin_that_leaks_has_the_worker_replaced_before_the_machine_suffers(recorder: Path) -> None:
+    small = Tuning(beat=0.1, first_backoff=0.4, max_backoff=3.0, drain=2.0, max_memory=250 << 20)
+    the_good_one_goes_on(recorder, "leak", "the export worker grew to", tuning=small)
+
+
+def test_with_all_threads_hung_other_exports_still_run(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder, threads=2) as gateway:
+            for n in range(3):
+                gateway.create(f"bad{n}", {"recorder": [bad(recorder, "hang")]})
+                await gateway.append(f"bad{n}", b"x")
+            await until(lambda: gateway.exports.restarts >= 1)
+            gateway.create("good", {"recorder": [good(recorder)]})
+            await gateway.append("good", b"x")
+            await gateway.exported("good", 0)
+
+    asyncio.run(scenario())
+
+
+def test_suspects_run_one_at_a_time_until_the_culprit_is_known(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("bad", {"recorder": [bad(recorder, "leave")]})
+            names = [f"slow{n}" for n in range(3)]
+            for name in names:
+                config = {"identifier": name, "path": str(recorder / name), "fault": "wait"}
+                gateway.create(name, {"recorder": [config]})
+            await gateway.append("bad", b"x")
+            for name in names:
+                await gateway.append(name, b"x")
+            await until(lambda: gateway.exports.restarts >= 4)
+            for name in names:
+                config = {"identifier": name, "path": str(recorder / name)}
+                gateway.update(name, {"recorder": [config]})
+                await gateway.exported(name, 0)
+            assert "status 9" in (gateway.status("bad").error_message or "")
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_worker_is_back_and_the_retry_has_the_same_boundaries(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [bad(recorder, "hang", batchSize=7)]})
+            await gateway.append("a", *(b"x" for _ in range(10)))
+            await until(lambda: (recorder / "bad.attempts").exists())
+            await gateway.append("a", *(b"x" for _ in range(10)))
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGKILL)
+            config = bad(recorder, "", batchSize=20)  # the batch that was planned stays as it was
+            gateway.update("a", {"recorder": [config]})
+            await gateway.exported("a", 19)
+
+    asyncio.run(scenario())
+    attempts = (recorder / "bad.attempts").read_text(encoding="utf-8").splitlines()
+    assert set(attempts) == {"0 6"}
+    batches = [(first, last) for first, last, _, _ in recorded(recorder / "bad")]
+    assert batches == [(0, 6), (7, 19)]
+
+
+def test_the_worker_ends_with_its_parent_even_when_a_plugin_hangs(recorder: Path) -> None:
+    async def scenario() -> int:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [bad(recorder, "hang")]})
+            await gateway.append("a", b"x")
+            await until(lambda: (recorder / "bad.attempts").exists())
+            pid = gateway.exports.pid
+            assert pid is not None
+            gateway.exports._disconnect()  # what the worker sees when the parent is gone
+            await until(lambda: gateway.exports.pid not in (None, pid))
+            return pid
+
+    pid = asyncio.run(scenario())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_stopping_lets_the_batch_in_flight_finish_and_leaves_no_process(recorder: Path) -> None:
+    async def scenario() -> int:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [good(recorder)]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            pid = gateway.exports.pid
+            assert pid is not None
+            began = time.monotonic()
+            await gateway.exports.stop(5)
+            assert time.monotonic() - began < 2
+            return pid
+
+    pid = asyncio.run(scenario())
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_worker_leaves_signals_to_the_service(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [good(recorder)]})
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGTERM)
+            os.kill(gateway.exports.pid, signal.SIGINT)
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            assert gateway.exports.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_ingest_does_not_notice_a_worker_that_cannot_start(
+    recorder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr("sys.executable", "/nonexistent/python")
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [good(recorder)]})
+            await gateway.append("a", b"x")
+            monkeypatch.undo()
+            await gateway.exported("a", 0)
+
+    asyncio.run(scenario())
