@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,11 +131,14 @@ class Scheduler:
             if not task.running and not task.gone:
                 task.finish()
 
-    def largest_growth(self) -> tuple[tuple[str, str], int]:
-        """The export in whose plugin this process has grown most, and by how many bytes."""
-        return max(
-            ((key, size) for key, size in list(self._grown.items())), key=itemgetter(1), default=(("", ""), 0)
-        )
+    def most_grown(self) -> dict[tuple[str, str], int]:
+        """The exports in whose plugins this process has grown most, and by how many bytes.
+
+        Several that ran at the same time cannot be told apart, so all near the largest are named.
+        """
+        grown = dict(self._grown)
+        largest = max(grown.values(), default=0)
+        return {key: size for key, size in grown.items() if size * 2 > largest}
 
     # --- for tasks, in pool threads
 

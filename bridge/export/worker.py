@@ -164,10 +164,11 @@ class Worker:
             self._end(HUNG, self._hello.tuning.drain)
         used = memory_used()
         if used > self._max_memory and self._ending is None:
-            (stream, identifier), grown = self._scheduler.largest_growth()
-            reason = f"the export worker grew to {used >> 20} MiB, {grown >> 20} MiB of it in this plugin"
-            log.error("%s: export %s of %s; starting a new worker", reason, identifier, stream)
-            self.send(wire.Culprit(stream, identifier, reason))
+            suspects = self._scheduler.most_grown()
+            log.error("the export worker grew to %d MiB; starting a new one", used >> 20)
+            for key, grown in suspects.items():
+                reason = f"the export worker grew to {used >> 20} MiB, {grown >> 20} MiB of it in this plugin"
+                self.send(wire.Culprit(*key, reason, alone=len(suspects) > 1))
             self._end(MEMORY, self._hello.tuning.drain)
 
     def _take(self, message: wire.Message) -> None:

@@ -167,7 +167,7 @@ RECORDER = '''
     kept = []
 
     def leak(batch):
-        kept.append(bytearray(os.urandom(1)) * (300 << 20))
+        kept.append(bytearray(os.urandom(1)) * (100 << 20))
         raise Retry("grew")
 
     @hookimpl
