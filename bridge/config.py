@@ -33,8 +33,8 @@ from bridge.mqtt.settings import MqttConfig
 from bridge.tomlfile import Document, Keys
 from bridge.tomlstruct import Reader, dotted
 
-# What a running service takes over on SIGHUP; the rest needs a restart (see `needs_restart`).
-RELOADED = {"mqtt.tls", "mqtt.users_file", "mqtt.acl", "log", "streams"}
+# What a running service takes over on SIGHUP, besides [streams]; the rest needs a restart.
+RELOADED = {"mqtt.tls", "mqtt.users_file", "mqtt.acl", "log.level"}
 
 
 class Gateway(Struct, frozen=True, kw_only=True):
@@ -136,7 +136,7 @@ def needs_restart(running: Config, new: Config) -> list[str]:
         key
         for section, struct in _SECTIONS.items()
         for field in struct.__struct_fields__
-        if not {section, key := f"{section}.{field}"} & RELOADED
+        if (key := f"{section}.{field}") not in RELOADED
         and getattr(getattr(running, section), field) != getattr(getattr(new, section), field)
     ]
 
@@ -202,7 +202,7 @@ def _export(reader: Reader, table: dict[str, Any], keys: Keys) -> dict[str, Any]
             value = _export(reader, raw, here)
         elif isinstance(raw, str) and "${STREAMBRIDGE_" in raw:
             reader.problem(here, "a stream's definition is stored and shown; keep the secret in a file")
-        elif isinstance(raw, str) and key.endswith("_millis"):
+        elif isinstance(raw, str) and key.endswith(("_millis", "_bytes")):
             value = reader.value(int, key, raw, here)
         word, *words = key.split("_")
         wire[word + "".join(map(str.capitalize, words))] = value

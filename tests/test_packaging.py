@@ -145,7 +145,7 @@ def test_the_command_starts_without_what_only_the_service_needs(tmp_path: Path) 
 
 def test_constraints_pin_every_dependency_exactly() -> None:
     lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = dict(line.replace("_", "-").split("==") for line in lines if not line.startswith("#"))
     wanted = [*PROJECT["project"]["dependencies"]]
     for extra in PROJECT["project"]["optional-dependencies"].values():
         wanted += extra

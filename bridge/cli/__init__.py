@@ -1,6 +1,6 @@
 """The command `streambridge`: nothing but parsing and printing.
 
-Exit codes are those of sysexits.h where it has one; see `ExitCode`. An expected error is one line on
+Exit codes are those of sysexits.h where it has one; see `common.ExitCode`. An expected error is one line on
 stderr, without a traceback.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import sys
-from enum import IntEnum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
 from bridge.cli import service, streams
+from bridge.cli.common import ExitCode
 from bridge.errors import (
     ConfigError,
     CorruptData,
@@ -22,20 +22,7 @@ from bridge.errors import (
     StreamBridgeError,
     StreamNotFound,
 )
-
-
-class ExitCode(IntEnum):
-    """What the command ends with."""
-
-    OK = 0
-    FAILED = 1  # anything without a code of its own
-    USAGE = 2  # unknown command or option
-    DAMAGED = 65  # stored data fails its check
-    NOT_FOUND = 66  # no such stream
-    BUSY = 75  # another process writes to the data directory; try again later
-    CONFIG = 78  # the configuration is wrong; a restart would not help
-    INTERRUPTED = 130  # Ctrl-C
-
+from bridge.ingest.commands import app as ingest
 
 _CODES: dict[type[Exception], ExitCode] = {
     ConfigError: ExitCode.CONFIG,
@@ -68,6 +55,7 @@ app = typer.Typer(
 )
 service.add_to(app)
 app.add_typer(streams.app, name="streams")
+app.add_typer(ingest, name="ingest")
 
 
 def _show_version(wanted: bool) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,19 @@ DataDirOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+class ExitCode(IntEnum):
+    """What the command ends with."""
+
+    OK = 0
+    FAILED = 1  # anything without a code of its own
+    USAGE = 2  # unknown command or option
+    DAMAGED = 65  # stored data fails its check
+    NOT_FOUND = 66  # no such stream
+    BUSY = 75  # another process writes to the data directory; try again later
+    CONFIG = 78  # the configuration is wrong; a restart would not help
+    INTERRUPTED = 130  # Ctrl-C
 
 
 def config_or_defaults(path: Path) -> Config:

@@ -7,11 +7,14 @@ import typer
 from bridge.cli.common import (
     DEFAULT_CONFIG,
     ConfigOption,
+    ExitCode,
     JsonOption,
     behave_in_pipes,
     config_or_defaults,
+    echo,
     print_json,
     print_table,
+    strong,
 )
 from bridge.config import load
 
@@ -19,6 +22,7 @@ from bridge.config import load
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the application."""
     app.command(epilog=_RUN)(run)
+    app.command(epilog=_CHECK)(check)
     app.command()(plugins)
 
 
@@ -40,6 +44,36 @@ def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     from bridge import app  # the broker and its dependencies; the other commands need none of them
 
     app.run(settings)
+
+
+_CHECK = """\b
+Examples:
+  streambridge check -c config/streambridge.toml
+  streambridge check --json | jq -r '.findings[].what'
+"""
+
+
+def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
+    """Say all that is wrong with the configuration and this machine, with place and remedy.
+
+    Looks at the whole configuration, ports, directories, disk room, plugins, certificates, secrets and
+    credentials. Warnings leave the exit code at 0.
+    """
+    from bridge.preflight import examine
+
+    settings, findings = examine(config)
+    failed = any(finding.level == "error" for finding in findings)
+    if as_json:
+        print_json({"ok": not failed, "findings": findings})
+    else:
+        for finding in findings:
+            echo(f"{strong(finding.level)}: {finding.what}")
+        if settings is not None and not failed:
+            exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
+            echo(
+                f"{config}: ok ({len(settings.streams)} streams, {exports} exports, {len(findings)} warnings)"
+            )
+    raise typer.Exit(ExitCode.CONFIG if failed else ExitCode.OK)
 
 
 def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:

@@ -24,16 +24,19 @@ NOON = 1_767_268_800_000  # 2026-01-01T12:00:00Z
 
 def environment() -> dict[str, str]:
     """This process's environment, without what would point the command at somebody's configuration."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("STREAMBRIDGE_")}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("STREAMBRIDGE_", "AWS_"))}
     return kept | {"PYTHONPATH": str(CHECKOUT)}
 
 
 def streambridge(
-    *arguments: str | Path, env: dict[str, str] | None = None, cwd: Path = CHECKOUT
+    *arguments: str | Path,
+    env: dict[str, str] | None = None,
+    cwd: Path = CHECKOUT,
+    prefix: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run the command and wait for its end."""
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
+        [*prefix, *COMMAND, *map(str, arguments)],
         cwd=cwd,
         env=environment() | (env or {}),
         stdin=subprocess.DEVNULL,

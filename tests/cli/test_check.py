@@ -1,0 +1,243 @@
+"""`streambridge check`: what is wrong with the configuration and this machine."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tests.cli.conftest import Fill, streambridge
+
+# No listener of its own, so that tests need no free port.
+QUIET = """
+[gateway]
+data_dir = "data"
+memory_dir = "memory"
+[mqtt]
+listen = ["tcp://127.0.0.1:0"]
+[greengrass]
+listen = ""
+[http]
+listen = ""
+"""
+OFFLINE = {
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+# Root without the right to pass over file modes.
+WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x.toml"
+
+
+def check(path: Path, text: str, **env: str) -> list[str]:
+    """The findings as `level: what`, without the directory; the exit code must agree with them."""
+    path.write_text(text)
+    done = streambridge("check", "-c", path, "--json", env=OFFLINE | env)
+    result = json.loads(done.stdout)
+    found = [f"{finding['level']}: {finding['what']}" for finding in result["findings"]]
+    assert result["ok"] == (not any(line.startswith("error") for line in found))
+    assert done.returncode == (0 if result["ok"] else 78)
+    return [line.replace(f"{path.parent}/", "") for line in found]
+
+
+def certificate(directory: Path, begins: datetime, ends: datetime, name: str = "server") -> tuple[Path, Path]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gateway")])
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(begins)
+        .not_valid_after(ends)
+        .sign(key, hashes.SHA256())
+    )
+    cert_file, key_file = directory / f"{name}.pem", directory / f"{name}.key"
+    cert_file.write_bytes(built.public_bytes(serialization.Encoding.PEM))
+    key_file.touch(mode=0o600)
+    key_file.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return cert_file, key_file
+
+
+def tls(cert: Path, key: Path) -> str:
+    return f'{QUIET}\n[mqtt.tls]\ncert = "{cert}"\nkey = "{key}"\n'
+
+
+def test_a_good_configuration_is_ok_in_one_line(path: Path) -> None:
+    path.write_text(QUIET + '[streams.a]\ntopics = ["a/#"]\n')
+    done = streambridge("check", "-c", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{path}: ok (1 streams, 0 exports, 0 warnings)\n"
+    assert sorted(path.parent.iterdir()) == [path]  # nothing was made
+
+
+def test_mistakes_of_the_text_are_errors_with_their_lines(path: Path) -> None:
+    assert check(path, "[mqtt]\nlisen = 1\n") == [
+        "error: x.toml:2: mqtt.lisen = 1: unknown key; did you mean `listen`?"
+    ]
+
+
+def test_a_port_that_is_taken_is_an_error_unless_the_service_itself_runs(path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        text = QUIET.replace("127.0.0.1:0", f"127.0.0.1:{port}")
+        (line,) = check(path, text)
+        assert line.startswith(
+            f"error: x.toml:6: mqtt.listen: cannot listen at 127.0.0.1:{port}: another program"
+        )
+        lock = path.parent / "data" / "lock"
+        lock.parent.mkdir()
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert check(path, text) == []
+
+
+def test_two_listeners_of_ours_on_one_port_are_an_error(path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    text = QUIET.replace("127.0.0.1:0", f"127.0.0.1:{port}").replace(
+        '[http]\nlisten = ""', f'[http]\nlisten = "127.0.0.1:{port}"'
+    )
+    (line,) = check(path, text)
+    assert line.startswith(f"error: x.toml:10: http.listen: cannot listen at 127.0.0.1:{port}")
+
+
+def test_a_data_directory_that_cannot_be_written_is_an_error(path: Path) -> None:
+    (path.parent / "data").mkdir(mode=0o500)
+    path.write_text(QUIET)
+    done = streambridge("check", "-c", path, prefix=WITHOUT_RIGHTS)
+    assert done.returncode == 78
+    assert (
+        f"x.toml:3: gateway.data_dir: user {os.geteuid()} may not write to {path.parent}/data" in done.stdout
+    )
+
+
+def test_a_data_directory_below_a_file_is_an_error(path: Path) -> None:
+    (path.parent / "data").write_text("")
+    (line,) = check(path, QUIET)
+    assert line == "error: x.toml:3: gateway.data_dir: data is not a directory; move it away"
+
+
+def test_streams_that_do_not_fit_on_the_disk_are_a_warning(path: Path) -> None:
+    (line,) = check(path, QUIET + '[streams.a]\nmax_size = "900000TiB"\n')
+    assert line.startswith("warning: x.toml:3: gateway.data_dir: the streams may grow to 9e+05 TiB, but ")
+
+
+def test_what_the_streams_hold_already_counts_as_room(path: Path, fill: Fill) -> None:
+    fill([("a", b"x" * 1000)] * 5)
+    assert check(path, QUIET + "[streams.sensors]\n") == []
+
+
+def test_exports_are_checked_by_their_plugins_in_the_words_of_the_file(path: Path) -> None:
+    text = """
+[[streams.a.export.s3]]
+identifier = "one"
+bucket = "my-bucket"
+size_hint_byte = "5MiB"
+[[streams.a.export.s3]]
+identifier = "two"
+bucket = 5
+[[streams.a.export.s4]]
+identifier = "three"
+"""
+    found = [line for line in check(path, QUIET + text) if line.startswith("error")]
+    assert found[0].startswith("error: x.toml:15: streams.a.export.s3[0].size_hint_byte: ")
+    assert "did you mean `size_hint_bytes`?" in found[0]
+    assert found[1] == "error: x.toml:18: streams.a.export.s3[1].bucket: Expected `str`, got `int`"
+    assert "there is no exporter of kind 's4'" in found[2]
+
+
+def test_one_identifier_for_two_exports_is_an_error(path: Path) -> None:
+    export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\n'
+    found = [line for line in check(path, QUIET + export * 2) if line.startswith("error")]
+    assert found == [
+        "error: x.toml:15: streams.a.export.s3[1].identifier: 'x' is another export's too; choose another"
+    ]
+
+
+def test_exports_without_credentials_are_a_warning(path: Path) -> None:
+    export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\n'
+    lines = check(path, QUIET + export)
+    assert any("no AWS credentials are found" in line for line in lines)
+    assert any("no region is set" in line for line in lines)
+    known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "eu-central-1"}
+    assert check(path, QUIET + export, **known) == []
+
+
+def test_a_topic_that_cannot_be_bound_is_an_error(path: Path) -> None:
+    (line,) = check(path, QUIET + '[streams.a]\ntopics = ["ok/#", "a/#/b"]\n')
+    assert line.startswith("error: x.toml:12: streams.a.topics: 'a/#/b' cannot be bound")
+
+
+def test_a_broken_plugin_that_nobody_uses_is_a_warning(path: Path) -> None:
+    drop_in = path.parent / "plugins"
+    drop_in.mkdir()
+    (drop_in / "broken.py").write_text("import no_such_module\n")
+    (line,) = check(path, QUIET + '[export]\nplugin_dirs = ["plugins"]\n')
+    assert line.startswith("warning: x.toml:12: export.plugin_dirs: plugin broken ")
+
+
+def test_certificates_are_checked_for_their_dates(path: Path) -> None:
+    now = datetime.now(UTC)
+    long, soon, past = (timedelta(days=days) for days in (4000, 10, -1))
+    for ends, expected in ((long, None), (soon, "warning"), (past, "error")):
+        lines = check(path, tls(*certificate(path.parent, now - timedelta(days=20), now + ends)))
+        assert [line.split(":")[0] for line in lines] == ([expected] if expected else [])
+    assert "mqtt.tls.cert: server.pem is valid from" in lines[0]
+
+
+def test_a_certificate_beyond_2049_is_read_too(path: Path) -> None:
+    begins = datetime(2020, 1, 1, tzinfo=UTC)
+    assert check(path, tls(*certificate(path.parent, begins, datetime(2090, 1, 1, tzinfo=UTC)))) == []
+
+
+def test_a_key_that_does_not_go_with_its_certificate_is_an_error(path: Path) -> None:
+    begins, ends = datetime(2020, 1, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
+    cert, _ = certificate(path.parent, begins, ends)
+    _, key = certificate(path.parent, begins, ends, name="other")
+    (line,) = check(path, tls(cert, key))
+    assert "mqtt.tls.key: other.key does not go with server.pem" in line
+
+
+def test_a_secret_that_everybody_can_read_is_a_warning(path: Path) -> None:
+    secret = path.parent / "password"
+    secret.write_text("x")
+    secret.chmod(0o644)
+    text = QUIET + '[mqtt.external]\npassword_file = "password"\n'
+    (line,) = check(path, text)
+    assert line.startswith(
+        "warning: x.toml:12: mqtt.external.password_file: every user of this machine can read"
+    )
+    secret.chmod(0o600)
+    assert check(path, text) == []
+    secret.unlink()
+    (line,) = check(path, text)
+    assert line.endswith("password cannot be read: No such file or directory")
+
+
+def test_a_users_file_is_read(path: Path) -> None:
+    users = path.parent / "users"
+    users.write_text("me:secret\n")
+    users.chmod(0o600)
+    (line,) = check(path, QUIET.replace("[mqtt]\n", '[mqtt]\nusers_file = "users"\n'))
+    assert "line 1: not name:$7$" in line
