@@ -67,7 +67,8 @@ class Scheduler:
         self._bandwidth = hello.export.max_bandwidth
         self._changed = threading.Condition()
         self._tasks: list[Task] = []  # also deleted ones, until they are closed
-        self._grown: dict[tuple[str, str], int] = {}
+        self._grown: dict[tuple[str, str], int] = {}  # by how many bytes, in each export's plugin
+        self._inside: dict[tuple[str, str], int] = {}  # how large when a plugin was called
         self._running: dict[int, tuple[Task, float]] = {}  # thread -> its task, when it counts as hung
         self._hung: set[int] = set()
         self._stopping = False
@@ -136,7 +137,9 @@ class Scheduler:
 
         Several that ran at the same time cannot be told apart, so all near the largest are named.
         """
-        grown = dict(self._grown)
+        grown, used = dict(self._grown), memory_used()
+        for key, before in list(self._inside.items()):
+            grown[key] = grown.get(key, 0) + used - before
         largest = max(grown.values(), default=0)
         return {key: size for key, size in grown.items() if size * 2 > largest}
 
@@ -145,12 +148,13 @@ class Scheduler:
     @contextmanager
     def in_plugin(self, task: Task, doing: str) -> Iterator[None]:
         """Around all code of plugins: the supervisor knows whom to name if this process dies in it."""
-        before = memory_used()
+        before = self._inside[task.key] = memory_used()
         self._parent.send(wire.Began(*task.key, threading.get_ident(), doing))
         try:
             yield
         finally:
             self._parent.send(wire.Ended(*task.key))
+            self._inside.pop(task.key, None)
             self._grown[task.key] = self._grown.get(task.key, 0) + memory_used() - before
 
     def working(self, task: Task) -> None:
