@@ -90,8 +90,8 @@ class Connection(asyncio.Protocol):
     """The server's side of one MQTT connection."""
 
     __slots__ = (
-        "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_routes", "_tail", "_timer", "address",
-        "aliases", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
+        "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes", "_tail", "_timer",
+        "address", "aliases", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
         "receive_maximum", "session", "state", "transport", "will", "writable",
     )  # fmt: skip
 
@@ -112,6 +112,7 @@ class Connection(asyncio.Protocol):
         self._holds: set[str] = set()
         self._routes: dict[bytes, Route] = {}
         self._epoch = -1
+        self._paid = 0.0  # until when its messages are within its rate
         self._batches: deque[Batch] = deque()
 
     @property
@@ -338,6 +339,8 @@ class Connection(asyncio.Protocol):
         finally:
             lane.counts["received"] += published
             self._queue(batch)
+            if published and lane.limits.messages_per_second:
+                self._throttle(published / lane.limits.messages_per_second)
         return pos
 
     def find_route(self, topic: bytes) -> Route:
@@ -393,6 +396,15 @@ class Connection(asyncio.Protocol):
         # The client will send these again, and then they must not pass for duplicates.
         if self.session is not None:
             self.session.incoming.difference_update(batch.ids)
+
+    def _throttle(self, seconds: float) -> None:
+        """Read no further for as long as what was read should have taken, beyond the last second's worth."""
+        loop = self.lane.loop
+        self._paid = max(self._paid, loop.time()) + seconds
+        ahead = self._paid - loop.time() - 1.0
+        if ahead > 0:
+            self.hold("rate")
+            loop.call_later(ahead, self.release, "rate")
 
     # -- time ------------------------------------------------------------
 
