@@ -1,0 +1,118 @@
+"""`streambridge run` as a process: the shipped configuration, signals, and queries beside it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import paho.mqtt.client as paho
+import pytest
+
+from tests.cli.conftest import CHECKOUT, COMMAND, environment, streambridge
+
+ANY_PORT = """
+[mqtt]
+listen = ["tcp://127.0.0.1:0"]
+[greengrass]
+listen = ""
+[http]
+listen = ""
+"""
+
+
+class Service:
+    """A running service, and what it has logged."""
+
+    def __init__(self, config: Path) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "run", "-c", str(config)], env=environment(), stderr=subprocess.PIPE, text=True
+        )
+        self.log: list[str] = []
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read the log until a line matches."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"{pattern!r} was never logged:\n{''.join(self.log)}")
+
+    def publish(self, port: int, topic: str, payload: bytes) -> None:
+        """Publish at QoS 1 and wait for the PUBACK."""
+        client = paho.Client(paho.CallbackAPIVersion.VERSION2)
+        client.connect("127.0.0.1", port)
+        client.loop_start()
+        client.publish(topic, payload, qos=1).wait_for_publish(timeout=30)
+        client.disconnect()
+        client.loop_stop()
+
+    def stop(self) -> int:
+        """Stop it as systemd does."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """The shipped configuration in a directory of its own, at free ports."""
+    copied = Path(shutil.copy(CHECKOUT / "config" / "streambridge.toml", tmp_path))
+    (tmp_path / "conf.d").mkdir()
+    (tmp_path / "conf.d" / "ports.toml").write_text(ANY_PORT)
+    return copied
+
+
+@pytest.fixture
+def service(config: Path) -> Iterator[Service]:
+    service = Service(config)
+    yield service
+    if service.process.poll() is None:
+        service.process.kill()
+        service.process.wait()
+    assert service.process.stderr is not None
+    service.process.stderr.close()
+
+
+def test_the_shipped_configuration_stores_what_a_device_publishes(service: Service, config: Path) -> None:
+    port = int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
+    service.publish(port, "sensors/a/temperature", b"21.5")
+    beside = streambridge("streams", "read", "sensors", "-c", config)
+    assert beside.stdout.split()[2:] == ["sensors/a/temperature", "21.5"]
+    assert streambridge("check", "-c", config).returncode == 0
+    assert streambridge("run", "-c", config).returncode == 75  # the data directory is in use
+    assert service.stop() == 0
+    assert streambridge("streams", "read", "sensors", "-c", config).stdout == beside.stdout
+    assert (config.parent / "data").is_dir()
+
+
+def test_a_reload_takes_over_streams_and_keeps_the_old_after_a_mistake(
+    service: Service, config: Path
+) -> None:
+    port = int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
+    more = config.parent / "conf.d" / "more.toml"
+    more.write_text("[streams.alarms]\ntopcs = 1\n")
+    service.process.send_signal(signal.SIGHUP)
+    assert "did you mean `topics`?" in service.wait_for(r"reload refused.*")[0]
+    more.write_text('[gateway]\nid = "other"\n[streams.alarms]\ntopics = ["alarms/#"]\n')
+    service.process.send_signal(signal.SIGHUP)
+    assert "gateway.id" in service.wait_for(r"needs a restart.*")[0]
+    service.wait_for("reloaded")
+    service.publish(port, "alarms/1", b"hot")
+    assert streambridge("streams", "read", "alarms", "-c", config).stdout.split()[-1] == "hot"
+    assert service.stop() == 0
+
+
+def test_a_port_that_is_taken_ends_the_start_in_one_line(service: Service, config: Path) -> None:
+    port = int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
+    other = config.parent / "other"
+    other.mkdir()
+    second = other / "x.toml"
+    second.write_text(ANY_PORT.replace("127.0.0.1:0", f"127.0.0.1:{port}") + '[gateway]\ndata_dir = "data"\n')
+    done = streambridge("run", "-c", second)
+    assert done.returncode == 78
+    assert "Traceback" not in done.stderr
+    assert "address already in use" in done.stderr.splitlines()[-1]
