@@ -70,7 +70,7 @@ Endpoint = Annotated[
     str | None, typer.Option("--endpoint-url", help="Endpoint of an S3 service that is not AWS.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Master = Annotated[str | None, typer.Option("--master", help="Spark master for a local session [local[*]].")]
+Master = Annotated[str | None, typer.Option("--master", help="Master of a local session [local[*,4]].")]
 Remote = Annotated[str | None, typer.Option("--remote", help="Spark Connect server, sc://host:port.")]
 
 

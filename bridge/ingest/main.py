@@ -1,6 +1,6 @@
 """The entry for spark-submit.
 
-    spark-submit --py-files streambridge-ingest.zip main.py --source s3://bucket/prefix --table lake.messages ...
+    spark-submit --py-files streambridge-ingest.zip main.py --source s3://bucket/prefix --table a.b ...
 
 The options are those of `streambridge ingest`.
 """

@@ -86,7 +86,7 @@ def _remarks(report: Report) -> Iterator[str]:
     if len(report.refused) > HOLES:
         yield f"... and {len(report.refused) - HOLES} more quarantined objects"
     if report.foreign:
-        yield f"{len(report.foreign)} objects are not named like data, and left alone: {report.foreign[0]}, ..."
+        yield f"{len(report.foreign)} objects are not named like data: {report.foreign[0]}, ..."
     yield from report.problems
     verdict = "complete" if report.complete else "NOT complete"
     figures = ", ".join(

@@ -7,7 +7,7 @@ in this order of precedence:
 * trimmed      the gateway declared that it dropped them (overwritten, expired, purged)
 * quarantined  an object that should hold them was refused
 * waiting      the gateway has not uploaded them yet
-* missing      none of these: lost, and nobody has said so
+* missing      none of these: lost
 
 A stream starts at 0 where its gateway's head is known, else at the first number that is in the table; it
 ends at the newest that anybody knows of.
@@ -27,7 +27,8 @@ from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.state import State, StreamState
 from bridge.objectkeys import parse_key
 
-REASONS = ("trimmed", "quarantined", "waiting", "missing")
+KINDS = ("trimmed", "quarantined", "waiting", "missing")
+ILLEGAL = ("damaged",)  # reasons of a gateway that are losses: stored bytes failed their check
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Report:
         return not (self.total("missing") or self.total("quarantined"))
 
     def to_json(self) -> dict[str, Any]:
-        figures = ("rows", *REASONS, "duplicates", "late_objects", "late_rows")
+        figures = ("rows", *KINDS, "duplicates", "late_objects", "late_rows")
         return {
             "table": self.table,
             "complete": self.complete,
@@ -173,7 +174,7 @@ def _stream(
             Hole(low, high, kind, reason, after, before)
             for low, high, kind, reason in _explain((first, last), head, refused)
         ]
-    for kind in REASONS:
+    for kind in KINDS:
         setattr(report, kind, sum(hole.count for hole in report.holes if hole.kind == kind))
     return report
 
@@ -182,7 +183,7 @@ def _explain(hole: Pair, head: Head | None, refused: Ranges) -> list[tuple[int, 
     """Cut a hole by why it is there."""
     causes: list[tuple[str, str, Ranges]] = []
     for first, last, reason in head.dropped if head else ():
-        causes.append(("trimmed", reason, Ranges([(first, last)])))
+        causes.append(("missing" if reason in ILLEGAL else "trimmed", reason, Ranges([(first, last)])))
     causes.append(("quarantined", "", refused))
     if head and head.newest > head.exported:
         causes.append(("waiting", "", Ranges([(head.exported + 1, head.newest)])))

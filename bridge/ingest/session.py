@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 PACKAGES = ("pyspark", "pyarrow", "pandas")
+MASTER = "local[*,4]"  # all cores, and a task may fail three times, as on a cluster
 LOCAL = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
@@ -83,6 +84,6 @@ def open_session(
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     for name, value in LOCAL.items():
         builder = builder.config(name, value)
-    session = builder.master(master or "local[*]").getOrCreate()
+    session = builder.master(master or MASTER).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session

@@ -100,6 +100,6 @@ def spark(credentials: None) -> Iterator[Any]:
 
     # the C1 compiler alone starts faster, and these tests never run long enough to miss the other
     LOCAL["spark.driver.extraJavaOptions"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-    session = open_session("local[2]")
+    session = open_session("local[2,4]")
     yield session
     session.stop()

@@ -167,13 +167,14 @@ def test_heads_show_the_lost_tail_the_waiting_and_the_legally_dropped(
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(100, 199)
-    dropped = [[0, 89, "overwritten"]]
+    dropped = [[0, 79, "overwritten"], [80, 89, "damaged"]]
     gateway.head(head_of(259, exported=219, dropped=dropped), head_of(9, stream="s1", epoch=str(EPOCH)))
     report = run(spark, landing, sink()).report
     first, second = report.streams
-    assert (first.trimmed, first.missing, first.waiting) == (90, 10 + 20, 40)
+    assert (first.trimmed, first.missing, first.waiting) == (80, 10 + 10 + 20, 40)
     assert [(hole.first, hole.last, hole.kind, hole.reason) for hole in first.holes] == [
-        (0, 89, "trimmed", "overwritten"),
+        (0, 79, "trimmed", "overwritten"),
+        (80, 89, "missing", "damaged"),
         (90, 99, "missing", ""),
         (200, 219, "missing", ""),
         (220, 259, "waiting", ""),

@@ -22,7 +22,7 @@ from pyiceberg.manifest import DataFile as IcebergFile
 from pyiceberg.manifest import DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.table.name_mapping import MappedField, NameMapping
+from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
@@ -217,8 +217,8 @@ def _pointer(table: Table) -> int | None:
 
 def _schema(schema: pa.Schema) -> Schema:
     """Give the columns fresh ids 1, 2, ... in their order."""
-    mapping = NameMapping([MappedField(**{"field-id": at}, names=[f.name]) for at, f in enumerate(schema, 1)])
-    return pyarrow_to_schema(schema, name_mapping=mapping)
+    ids = [{"field-id": number, "names": [field.name]} for number, field in enumerate(schema, 1)]
+    return pyarrow_to_schema(schema, name_mapping=NameMapping.model_validate(ids))
 
 
 def _narrow(field: pa.Field) -> pa.Field:

@@ -1,0 +1,110 @@
+"""Whatever is killed, wherever: the next run completes the table, and nothing is there twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.ingest import job
+from bridge.ingest.job import run
+from bridge.ingest.planner import Limits
+from bridge.ingest.state import StateStore
+from bridge.ingest.store import Place
+from tests.ingest.gateway import Gateway
+from tests.ingest.test_job import numbers
+
+pytestmark = pytest.mark.spark
+
+
+class Killed(BaseException):
+    """Like SIGKILL at this line: no handler of the job catches it."""
+
+
+def kill_at(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool, round_number: int) -> None:
+    real = getattr(owner, name)
+    calls: list[int] = []
+
+    def mortal(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if not after and len(calls) == round_number:
+            raise Killed
+        result = real(*arguments, **options)
+        if after and len(calls) == round_number:
+            raise Killed
+        return result
+
+    patch.setattr(owner, name, mortal)
+
+
+@pytest.mark.parametrize("round_number", [1, 2])
+@pytest.mark.parametrize("point", ["planned", "worked", "state written", "committed"])
+def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
+    spark: Any, landing: Place, sink: Callable[[], Any], point: str, round_number: int
+) -> None:
+    for first in range(0, 40, 10):
+        Gateway(landing).export(first, first + 9)
+    limits = Limits(objects=2)
+    places = {
+        "planned": (job, "split", False),
+        "worked": (job, "_apply", False),
+        "state written": (StateStore, "save", True),
+        "committed": (type(sink()), "commit", True),
+    }
+    owner, name, after = places[point]
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, owner, name, after=after, round_number=round_number)
+        with pytest.raises(Killed):
+            run(spark, landing, sink(), limits)
+    before = (round_number - 1 + (point == "committed")) * 20
+    assert numbers(sink()) == list(range(before))
+    summary = run(spark, landing, sink(), limits)
+    assert summary.rows == 40 - before
+    assert numbers(sink()) == list(range(40))
+    assert summary.report.complete
+
+
+def test_a_killed_python_worker_is_replaced_and_nothing_is_doubled(
+    spark: Any, landing: Place, iceberg: Callable[[], Any]
+) -> None:
+    gateway = Gateway(landing)
+    for first in range(0, 40, 10):
+        gateway.export(first, first + 9)
+    last = Path(landing.url) / gateway.export(40, 49)
+    content = last.read_bytes()
+    last.unlink()
+    os.mkfifo(last)  # the worker hangs here, with the other objects of its task read already
+
+    def kill_the_reader() -> None:
+        writer = os.open(last, os.O_WRONLY)  # waits for the reader
+        (victim,) = holders(last) - {os.getpid()}
+        last.unlink()
+        last.write_bytes(content)
+        os.kill(victim, signal.SIGKILL)
+        os.close(writer)
+
+    killer = threading.Thread(target=kill_the_reader)
+    killer.start()
+    summary = run(spark, landing, iceberg())
+    killer.join(timeout=30)
+    assert not killer.is_alive()
+    assert summary.rows == 50
+    assert numbers(iceberg()) == list(range(50))
+
+
+def holders(path: Path) -> set[int]:
+    """The processes that have the file open."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal():
+            try:
+                if any(fd.readlink() == path for fd in (process / "fd").iterdir()):
+                    found.add(int(process.name))
+            except OSError:  # it has ended, or is not ours
+                continue
+    return found

@@ -1,0 +1,167 @@
+"""One object's bytes: what is good is given whole, everything else is refused with a reason."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.ingest import decode as module
+from bridge.ingest.decode import NewColumns, decode
+from bridge.ingest.errors import BadObject
+from bridge.objectkeys import ObjectKey, data_key, parse_key
+from tests.ingest.gateway import EPOCH, ndjson, parquet, rows
+
+Change = Callable[[list[dict[str, Any]]], Any]
+FORMS = {"ndjson.gz": ndjson, "parquet": parquet}
+
+
+def key(form: str = "ndjson.gz", first: int = 0, last: int = 9) -> ObjectKey:
+    found = parse_key(data_key("gw-a", "s0", EPOCH, first, last, EPOCH, form))
+    assert found is not None
+    return found
+
+
+def content(**extra: Any) -> list[dict[str, Any]]:
+    return rows("gw-a", "s0", range(10), **extra)
+
+
+@pytest.fixture(params=["msgspec", "arrow"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With msgspec, and as on a cluster where it is not installed."""
+    if request.param == "arrow":
+        monkeypatch.setattr(module, "msgspec", None)
+    return str(request.param)
+
+
+def test_both_formats_and_both_readers_give_the_same_table(reader: str) -> None:
+    text = decode(ndjson(content()), key(), {})
+    assert text.equals(decode(parquet(content()), key("parquet"), {}))
+    assert text["payload"][3].as_py() == b'{"n":3,"temp":20.30}'
+
+
+def test_gzip_of_several_members_is_one_object() -> None:
+    lines = gzip.decompress(ndjson(content())).splitlines(keepends=True)
+    data = b"".join(gzip.compress(line) for line in lines)
+    assert decode(data, key(), {}).num_rows == 10
+
+
+def swap(row: list[dict[str, Any]]) -> None:
+    row[3], row[4] = row[4], row[3]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: r.pop(), "9 rows, but the name promises 10"),
+        (lambda r: r[5].update(sequence_number=4), "sequence numbers are not 0..9 in order"),
+        (swap, "sequence numbers are not 0..9 in order"),
+        (lambda r: r[5].update(gateway="gw-b"), "gateway is"),
+        (lambda r: r[0].update(stream="s1"), "stream is 's1' in the rows and 's0' in the name"),
+        (lambda r: r[9].update(epoch="7"), "epoch is"),
+        (lambda r: r[2].update(topic=None), "null in column topic"),
+    ],
+)
+def test_rows_that_are_not_those_of_the_name_are_refused(
+    form: str, change: Change, reason: str, reader: str
+) -> None:
+    wrong = content()
+    change(wrong)
+    with pytest.raises(BadObject, match=reason):
+        decode(FORMS[form](wrong), key(form), {})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_truncation_is_refused(form: str) -> None:
+    data = FORMS[form](content())
+    for length in range(len(data)):
+        with pytest.raises(BadObject):
+            decode(data[:length], key(form), {})
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=300), st.sampled_from(list(FORMS)))
+def test_any_bytes_are_refused_and_never_raise_anything_else(data: bytes, form: str) -> None:
+    with pytest.raises(BadObject):
+        decode(data, key(form), {})
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 10_000), st.integers(0, 7), st.sampled_from(list(FORMS)))
+def test_a_flipped_bit_is_refused_or_harmless(place: int, bit: int, form: str) -> None:
+    """gzip has a checksum over all; Parquet as written has none, so there only the shape is promised."""
+    good = FORMS[form](content())
+    data = bytearray(good)
+    data[place % len(data)] ^= 1 << bit
+    try:
+        table = decode(bytes(data), key(form), {})
+    except (BadObject, NewColumns):
+        return
+    assert table["sequence_number"].to_pylist() == list(range(10))
+    if form == "ndjson.gz":
+        assert table.equals(decode(good, key(form), {}))
+
+
+@pytest.mark.parametrize("payload", ["not base64!", "QUI", 5, None])
+def test_a_payload_that_is_not_base64_is_refused(payload: Any, reader: str) -> None:
+    lines = [json.loads(line) for line in gzip.decompress(ndjson(content())).splitlines()]
+    lines[4]["payload"] = payload
+    with pytest.raises(BadObject):
+        decode(gzip.compress("\n".join(map(json.dumps, lines)).encode()), key(), {})
+
+
+def test_an_object_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_UNPACKED", 1000)
+    for form, write in FORMS.items():
+        with pytest.raises(BadObject, match="unpacks to more than 1000 bytes"):
+            decode(write(content(note="x" * 200)), key(form), {})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_new_columns_are_asked_for_and_then_kept(form: str) -> None:
+    data = FORMS[form](content(qos=1, when="2026-01-01T00:00:00Z", ratio=0.5, ok=True))
+    with pytest.raises(NewColumns) as asked:
+        decode(data, key(form), {})
+    assert asked.value.columns == {
+        "qos": pa.int64(),
+        "when": pa.string(),  # a text that looks like a time is a text
+        "ratio": pa.float64(),
+        "ok": pa.bool_(),
+    }
+    table = decode(data, key(form), asked.value.columns)
+    assert table.slice(0, 1).to_pylist()[0]["when"] == "2026-01-01T00:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"Bad Name": 1}, "not a plain name"),
+        ({"object_key": "x"}, "not a plain name"),
+        ({"nested": {"a": 1}}, "cannot be added to the table: it holds struct"),
+    ],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_that_the_table_cannot_have_are_refused(
+    form: str, extra: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(BadObject, match=reason):
+        decode(FORMS[form](content(**extra)), key(form), {})
+
+
+def test_text_that_is_not_utf8_is_refused() -> None:
+    table = pa.Table.from_pylist(content())
+    table = table.set_column(5, "topic", pa.array([b"\xff"] * 10).view(pa.string()))
+    table = table.set_column(4, "ingest_time", table["ingest_time"].cast(pa.timestamp("ms", tz="UTC")))
+    sink = pa.BufferOutputStream()
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, sink)
+    with pytest.raises(BadObject, match=r"UTF-?8"):
+        decode(sink.getvalue().to_pybytes(), key("parquet"), {})
