@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -157,6 +158,17 @@ def report(
         if as_json:
             _document(result.to_json(), out)
         _finish(result, None if as_json else out)
+
+
+@app.command()
+def package(
+    folder: Annotated[Path, typer.Argument(help="Where the files are written.")] = Path(),
+) -> None:
+    """Write the two files that spark-submit needs: the modules as a zip, and the script to start."""
+    from bridge.ingest.package import write_package
+
+    for path in write_package(folder):
+        typer.echo(path)
 
 
 def _finish(result: Report, out: TextIO | None) -> None:

@@ -1,0 +1,28 @@
+"""What a cluster needs of this repository, as two files for spark-submit.
+
+`streambridge-ingest.zip` holds the ingest package and the three modules it uses, with an empty
+`bridge/__init__.py`: the gateway's own packages (MQTT, plugins, msgspec) are not needed there.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+ARCHIVE = "streambridge-ingest.zip"
+ENTRY = "streambridge_ingest.py"
+_STAMP = (2020, 1, 1, 0, 0, 0)  # the same sources give the same archive
+
+
+def write_package(folder: Path) -> list[Path]:
+    """Write both files into the folder and return their paths."""
+    bridge = Path(__file__).resolve().parents[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    modules = [bridge / "errors.py", bridge / "objectkeys.py", *sorted((bridge / "ingest").rglob("*.py"))]
+    with zipfile.ZipFile(folder / ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(zipfile.ZipInfo("bridge/__init__.py", _STAMP), "")
+        for module in modules:
+            name = zipfile.ZipInfo(f"bridge/{module.relative_to(bridge).as_posix()}", _STAMP)
+            archive.writestr(name, module.read_bytes(), zipfile.ZIP_DEFLATED)
+    (folder / ENTRY).write_bytes((bridge / "ingest" / "main.py").read_bytes())
+    return [folder / ARCHIVE, folder / ENTRY]

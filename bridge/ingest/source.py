@@ -1,0 +1,145 @@
+"""The exported objects as a DataFrame: `spark.read.format("streambridge").load("s3://bucket/prefix")`.
+
+    from bridge.ingest.source import register
+    register(spark)
+    frame = spark.read.format("streambridge").option("endpoint", "http://...").load("s3://bucket/prefix")
+
+For those who want the landing prefix in their own job; the table of `streambridge ingest` is not needed.
+Every number comes once, as in the table: duplicates and overlaps are sorted out from the names. An object
+that does not keep its promise fails the query, or is passed over with `badObjects` = `skip`. Further
+columns come when the schema that the query gives has them. Options: path, endpoint, badObjects.
+
+Spark 4.0 or newer (Python data sources); on Spark 3.5 use the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+
+from bridge.ingest.errors import BadObject, BadOption, Vanished
+from bridge.ingest.planner import Inventory, Limits, plan
+from bridge.ingest.store import Place
+from bridge.objectkeys import parse_key
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+    from pyspark.sql.types import StructType
+
+SCHEMA = (
+    "gateway string, stream string, epoch string, sequence_number bigint, ingest_time timestamp, "
+    "topic string, payload binary, object_key string"
+)
+PART_BYTES = 16 << 20  # of objects in one partition
+BATCH_ROWS = 10_000
+
+
+@dataclass
+class Part(InputPartition):
+    """Objects of one task: keys, and the numbers to give of each."""
+
+    objects: list[tuple[str, list[tuple[int, int]]]]
+
+
+class StreamBridgeSource(DataSource):
+    """The data source `streambridge`."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "streambridge"
+
+    def schema(self) -> str:
+        return SCHEMA
+
+    def reader(self, schema: StructType) -> ObjectReader:
+        options = {name.lower(): value for name, value in self.options.items()}
+        if "path" not in options:
+            raise BadOption('streambridge: say where the objects are: .load("s3://bucket/prefix")')
+        bad = options.get("badobjects", "fail")
+        if bad not in ("fail", "skip"):
+            raise BadOption(f"streambridge: badObjects is {bad!r}; it is fail or skip")
+        return ObjectReader(Place(options["path"], options.get("endpoint")), schema, skip=bad == "skip")
+
+
+class ObjectReader(DataSourceReader):
+    """Plans on the driver, reads in the tasks."""
+
+    def __init__(self, place: Place, schema: StructType, *, skip: bool) -> None:
+        self.place, self.columns, self.skip = place, schema, skip
+
+    def partitions(self) -> Sequence[InputPartition]:
+        inventory = Inventory(self.place.open().list())
+        no_limits = Limits(objects=inventory.objects + 1, bytes=1 << 62)
+        parts: list[Part] = []
+        filled = PART_BYTES
+        for work in plan(inventory.pending(), {}, (), no_limits).work:
+            if filled + work.item.size > PART_BYTES:
+                parts.append(Part([]))
+                filled = 0
+            parts[-1].objects.append((work.item.key, work.fresh))
+            filled += work.item.size
+        return parts or [Part([])]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        assert isinstance(partition, Part)
+        pa.set_cpu_count(1)
+        store = self.place.open()
+        wanted = _arrow(self.columns)
+        for key, fresh in partition.objects:
+            try:
+                table = self._decode(store.get(key), key, wanted)
+            except (BadObject, Vanished) as error:
+                if self.skip:
+                    continue
+                raise BadObject(f"{key}: {error}; option badObjects = skip passes it over") from error
+            first = table["sequence_number"][0].as_py()
+            for low, high in fresh:
+                yield from table.slice(low - first, high - low + 1).to_batches(max_chunksize=BATCH_ROWS)
+
+    def _decode(self, data: bytes, key: str, wanted: pa.Schema) -> pa.Table:
+        import pyarrow as pa
+
+        from bridge.ingest.columns import MESSAGES
+        from bridge.ingest.decode import NewColumns, decode
+
+        name = parse_key(key)
+        assert name is not None, key
+        extras = {field.name: field.type for field in wanted if field.name not in MESSAGES.names}
+        try:
+            table = decode(data, name, extras)
+        except NewColumns as news:  # nobody asked for them
+            table = decode(data, name, extras | news.columns)
+        table = table.append_column("object_key", pa.repeat(pa.scalar(key), table.num_rows))
+        have = set(table.column_names)
+        columns = [
+            table[field.name].cast(field.type) if field.name in have else pa.nulls(table.num_rows, field.type)
+            for field in wanted
+        ]
+        return pa.Table.from_arrays(columns, schema=wanted).combine_chunks()
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("streambridge")` known to the session."""
+    spark.dataSource.register(StreamBridgeSource)
+
+
+def _arrow(schema: StructType) -> pa.Schema:
+    """What Spark expects of the batches, exactly: times in us of UTC, everything nullable."""
+    import pyarrow as pa
+    from pyspark.sql.pandas.types import to_arrow_type
+    from pyspark.sql.types import TimestampType
+
+    time = pa.timestamp("us", tz="UTC")
+    is_time = TimestampType()
+    return pa.schema(
+        [
+            (field.name, time if field.dataType == is_time else to_arrow_type(field.dataType))
+            for field in schema
+        ]
+    )
