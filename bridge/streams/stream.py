@@ -304,7 +304,7 @@ class Stream:
             waiter(None)
         for told in self.on_commit:
             told()
-        if self._group.parts and not self._scheduled:
+        if self._group.parts:  # it may have been scheduled while we were busy, and passed over
             self._scheduled = True
             self._schedule(self)
 
@@ -322,7 +322,7 @@ class Stream:
         waiters = [*self._flight_waiters, *self._waiters]
         self._group, self._waiters, self._flight_waiters, self._flight_size = Group(), [], [], 0
         self._next = self.log.next
-        self.busy = False
+        self.busy = self._scheduled = False
         self._set_room()
         for waiter in waiters:
             waiter(self.error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
@@ -279,6 +280,33 @@ def test_a_reader_under_which_segments_are_deleted_goes_on_at_the_new_oldest(hou
             assert rows[0].payload == b"%03d" % stream.oldest
             assert reader.bounds() == (stream.oldest, 1000)
             reader.close()
+
+    run(work())
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_many_appenders_at_once_are_all_committed_in_order_and_told_in_order(
+    house: House, flush: bool
+) -> None:
+    async def work() -> None:
+        async with house.store() as store:
+            streams = [
+                store.create(f"s{n}", Settings(flush=flush, segment_size=4096), b"{}") for n in range(4)
+            ]
+            told: dict[str, list[int]] = {stream.name: [] for stream in streams}
+
+            async def device(number: int) -> None:
+                stream = streams[number % 4]
+                for _ in range(50):
+                    at = stream.append(b"t", b"%d" % stream.next_sequence)
+                    await committed(stream)
+                    told[stream.name].append(at)
+                    assert stream.next_sequence > at
+
+            await asyncio.wait_for(asyncio.gather(*(device(n) for n in range(40))), 60)
+            for stream in streams:
+                assert told[stream.name] == list(range(500))
+                assert [m.sequence_number for m in everything(stream)] == list(range(500))
 
     run(work())
 
