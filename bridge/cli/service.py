@@ -16,6 +16,7 @@ from bridge.cli.common import (
     print_table,
     strong,
 )
+from bridge.cli.install import install_service
 from bridge.config import load
 
 
@@ -24,6 +25,7 @@ def add_to(app: typer.Typer) -> None:
     app.command(epilog=_RUN)(run)
     app.command(epilog=_CHECK)(check)
     app.command()(plugins)
+    app.command("install-service")(install_service)
 
 
 _RUN = """\b

@@ -1,0 +1,101 @@
+"""The units, as systemd's own tools judge them, and what install-service makes of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+UNITS = sorted(
+    path.name for path in (CHECKOUT / "systemd").iterdir() if path.suffix in (".service", ".timer")
+)
+
+
+def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    if shutil.which("systemd-analyze") is None:
+        missing = "systemd-analyze is missing; install it: sudo apt-get install systemd"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+    command = ["systemd-analyze", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def install(root: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge", "install-service", "--root", str(root)],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    install(tmp_path)
+    return tmp_path
+
+
+def test_the_units_are_valid(root: Path, tmp_path: Path) -> None:
+    units = [root / "etc/systemd/system" / name for name in UNITS]
+    for unit in units:
+        text = unit.read_text()
+        unit.write_text(text.replace(f"{sys.prefix}/bin/streambridge", "/bin/true"))
+    done = analyze("verify", *units)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("unit", "most"), [("streambridge.service", 13), ("streambridge-ingest.service", 20)]
+)
+def test_the_sandbox_leaves_little_exposed(unit: str, most: int) -> None:
+    done = analyze("security", "--offline=true", f"--threshold={most}", CHECKOUT / "systemd" / unit)
+    assert done.returncode == 0, done.stdout.splitlines()[-1]
+
+
+def test_every_unit_starts_this_installation(root: Path) -> None:
+    for name in ("streambridge.service", "streambridge-ingest.service"):
+        text = (root / "etc/systemd/system" / name).read_text()
+        assert f"\nExecStart={sys.prefix}/bin/streambridge " in text
+        assert "/opt/" not in text
+
+
+def test_the_configuration_of_the_service_keeps_data_where_the_unit_allows_it(root: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "bridge",
+            "check",
+            "--json",
+            "-c",
+            root / "etc/streambridge/streambridge.toml",
+        ],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "unknown key" not in done.stdout
+    lines = (root / "etc/streambridge/streambridge.toml").read_text().splitlines()
+    assert 'data_dir = "/var/lib/streambridge"' in lines
+    assert "StateDirectory=streambridge" in (root / "etc/systemd/system/streambridge.service").read_text()
+
+
+def test_an_update_leaves_the_configuration_alone(root: Path) -> None:
+    config = root / "etc/streambridge/streambridge.toml"
+    config.write_text("# mine\n")
+    unit = root / "etc/systemd/system/streambridge.service"
+    unit.write_text("")
+    told = install(root)
+    assert f"kept {config}" in told
+    assert config.read_text() == "# mine\n"
+    assert "[Service]" in unit.read_text()
+    assert (root / "etc/sysusers.d/streambridge.conf").is_file()
+    assert (root / "etc/tmpfiles.d/streambridge.conf").is_file()
