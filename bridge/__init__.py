@@ -15,7 +15,9 @@ from bridge.export.api import (
     Outcome,
     Progress,
     Record,
+    Refused,
     Retry,
+    send_split,
 )
 from bridge.hookspecs import Event, hookimpl
 
@@ -32,6 +34,8 @@ __all__ = [
     "Outcome",
     "Progress",
     "Record",
+    "Refused",
     "Retry",
     "hookimpl",
+    "send_split",
 ]

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -94,6 +94,25 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
     def __init__(self, reason: str, *, after: float | None = None) -> None:
         super().__init__(reason)
         self.after = after
+
+
+class Refused(Exception):  # noqa: N818 - named for what the destination did
+    """Raised within `send_split` when the destination refuses a request for its content."""
+
+
+def send_split(indexes: Sequence[int], send: Callable[[Sequence[int]], None]) -> dict[int, str]:
+    """Send records together; after `Refused` in halves, until the bad ones are alone.
+
+    Returns the refused ones with the reason, so that one bad record costs no good one.
+    """
+    try:
+        send(indexes)
+    except Refused as error:
+        if len(indexes) == 1:
+            return {indexes[0]: str(error)}
+        middle = len(indexes) // 2
+        return send_split(indexes[:middle], send) | send_split(indexes[middle:], send)
+    return {}
 
 
 class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):

@@ -107,7 +107,7 @@ class Planner:
     def waiting(self, position: int) -> list[Record]:
         """The first records that wait, as far as they can still be read."""
         try:
-            found = self._read(position, self._source.next, self._records, self._bytes)
+            found = self._read(position, self._source.next, 1000, MAX_BYTES)
         except Exception:  # the stream is being deleted under the reader
             return []
         return self._plain(found)

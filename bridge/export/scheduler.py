@@ -62,7 +62,7 @@ class Scheduler:
         self.tuning = hello.tuning
         self.registry = registry
         self._parent = parent
-        self._aws = hello.aws
+        self.aws = hello.aws
         self._threads = hello.export.threads
         self._bandwidth = hello.export.max_bandwidth
         self._changed = threading.Condition()
@@ -182,7 +182,7 @@ class Scheduler:
     def client(self, service: str, **options: Any) -> Any:
         """An AWS client with the configured settings."""
         try:
-            return aws.client(self._aws, service, **options)
+            return aws.client(self.aws, service, **options)
         except Exception as error:
             raise aws.failure(error, f"making the {service} client") from error
 

@@ -1,0 +1,94 @@
+"""What the S3 export task executor reads: task definitions, key placeholders, input URLs.
+
+The formats are those of the AWS Stream Manager SDK (S3ExportTaskDefinition, StatusMessage). A
+placeholder `!{timestamp:PATTERN}` in a key is filled with the time of the first attempt, in UTC.
+PATTERN is Java's DateTimeFormatter as far as it can stand in a key: letters, and `/` between them.
+`YYYY` is taken for the calendar year that its users mean, not for Java's week-based year.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+MAX_KEY = 1024
+_PLACEHOLDER = re.compile(r"!\{([^:}]*):([^}]*)\}")
+_RUN = re.compile(r"([A-Za-z])\1*|[^A-Za-z]+")
+_FORMATS = {
+    **dict.fromkeys(("y", "yyyy", "u", "uuuu", "Y", "YYYY"), "%Y"),
+    **dict.fromkeys(("yy", "uu", "YY"), "%y"),
+    "MM": "%m",
+    "MMM": "%b",
+    "MMMM": "%B",
+    "dd": "%d",
+    "DDD": "%j",
+    "HH": "%H",
+    "hh": "%I",
+    "mm": "%M",
+    "ss": "%S",
+    "a": "%p",
+    "EEEE": "%A",
+    **dict.fromkeys(("E", "EE", "EEE"), "%a"),
+}
+_SHORT = {"M": "%m", "d": "%d", "D": "%j", "H": "%H", "h": "%I", "m": "%M", "s": "%S"}
+
+
+class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
+    """S3ExportTaskDefinition: upload the file `input_url` as `bucket`/`key`."""
+
+    input_url: str
+    bucket: Annotated[str, Meta(min_length=3, max_length=63)]
+    key: Annotated[str, Meta(min_length=1, max_length=MAX_KEY)]
+    user_metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        reserved = [name for name in self.user_metadata if name.lower().startswith("$aws-gg-")]
+        if reserved:
+            raise ValueError(f"userMetadata: names that begin with $aws-gg- are reserved: {reserved[0]}")
+
+    def metadata(self) -> dict[str, str]:
+        """The metadata as S3 takes it: the SDK lets numbers through, S3 knows only texts."""
+        return {str(name).lower(): str(value) for name, value in self.user_metadata.items()}
+
+    def path(self) -> Path:
+        """The file that the input URL names; raises ValueError."""
+        url = urlsplit(self.input_url)
+        if url.scheme not in ("", "file") or url.netloc not in ("", "localhost"):
+            raise ValueError(f"inputUrl {self.input_url!r} is no file of this machine; use file:/path")
+        # A bare path is taken as it is: a `%`, `?` or `#` in it is part of the name.
+        path = Path(unquote(url.path) if url.scheme else self.input_url)
+        if not path.is_absolute():
+            raise ValueError(f"inputUrl {self.input_url!r} is not an absolute path")
+        return path
+
+
+def resolve_key(key: str, now: datetime) -> str:
+    """Fill the placeholders of a key; raises ValueError for one that is not understood."""
+
+    def fill(found: re.Match[str]) -> str:
+        if found[1] != "timestamp":
+            raise ValueError(f"{found[0]}: the only placeholder is !{{timestamp:PATTERN}}")
+        return "".join(_letters(piece[0], now) for piece in _RUN.finditer(found[2]))
+
+    resolved = _PLACEHOLDER.sub(fill, key)
+    if not 0 < len(resolved.encode()) <= MAX_KEY:
+        raise ValueError(f"the key has {len(resolved.encode())} bytes; at most {MAX_KEY} are possible")
+    return resolved
+
+
+def _letters(piece: str, now: datetime) -> str:
+    if not piece[0].isalpha():
+        return piece
+    if set(piece) == {"S"}:
+        return f"{now.microsecond:06d}"[: len(piece)].ljust(len(piece), "0")
+    if piece in _SHORT:
+        return str(int(now.strftime(_SHORT[piece])))
+    if piece not in _FORMATS:
+        raise ValueError(f"the date pattern {piece!r} is not understood")
+    return now.strftime(_FORMATS[piece])

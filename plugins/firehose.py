@@ -1,0 +1,74 @@
+"""Exporter `firehose`: records of a Data Firehose delivery stream; see `bridge.export.firehose`.
+
+Each message is followed by `delimiter`, a newline by default, so that messages do not run together at
+the destination. `packBytes` packs messages into records of up to so many bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from bridge import (
+    Batch,
+    BatchedConfig,
+    Batching,
+    BatchLimits,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    hookimpl,
+)
+from bridge.export.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
+
+PACKED = 10_000  # messages of a batch, when they are packed
+
+
+class FirehoseConfig(BatchedConfig, frozen=True):
+    """Where records go and how messages become records."""
+
+    delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64)]
+    delimiter: str = "\n"
+    pack_bytes: Annotated[int, Meta(ge=0, le=MAX_RECORD)] = 0
+    endpoint_url: str | None = None
+    region: str | None = None
+
+
+class FirehoseExporter(Exporter):
+    """One stream to one delivery stream."""
+
+    kind: ClassVar[str] = "firehose"
+    Config: ClassVar[type[ExportConfig]] = FirehoseConfig
+    limits: ClassVar[BatchLimits] = BatchLimits(record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+
+    config: FirehoseConfig
+
+    def __init__(self, config: FirehoseConfig, context: Context) -> None:
+        super().__init__(config, context)
+        client = context.client("firehose", region=config.region, endpoint_url=config.endpoint_url)
+        self._sender = FirehoseSender(
+            client,
+            config.delivery_stream_name,
+            context,
+            delimiter=config.delimiter.encode(),
+            pack=config.pack_bytes,
+        )
+
+    @classmethod
+    def batching(cls, config: FirehoseConfig) -> Batching:
+        base = super().batching(config)
+        return Batching(
+            records=base.records or (PACKED if config.pack_bytes else MAX_RECORDS), millis=base.millis
+        )
+
+    def export(self, batch: Batch) -> Outcome:
+        return self._sender.send(batch)
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(FirehoseExporter)

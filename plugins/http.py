@@ -1,0 +1,160 @@
+"""Exporter `http`: POST to a URI.
+
+`exportFormat` 0, RAW_NOT_BATCHED: one request per message, the payload as its body. 1, JSON_BATCHED:
+one request per batch, a JSON list of the SDK's Message objects, payloads in base64.
+
+Any 2xx is success. 400, 411, 413, 414, 415, 421, 422 and 431 say that this content will never be
+taken: it is rejected (a refused batch is sent in halves, until the bad message is alone). All other
+answers, redirects and missing rights among them, are tried again.
+
+`bearerTokenFile` is read before each batch, so that a token may be replaced while running; a secret
+has no place in a stream's definition, which is stored and shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from bridge import (
+    Batch,
+    BatchedConfig,
+    Batching,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    Refused,
+    Retry,
+    hookimpl,
+    send_split,
+)
+
+REFUSED = frozenset({400, 411, 413, 414, 415, 421, 422, 431})
+
+
+class ExportFormat(IntEnum):
+    """The SDK's ExportFormat."""
+
+    RAW_NOT_BATCHED = 0
+    JSON_BATCHED = 1
+
+
+class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
+    """The SDK's HTTPConfig, and our extensions."""
+
+    uri: Annotated[str, Meta(min_length=1, pattern="^https?://")]
+    batch_size: Annotated[int, Meta(ge=1, le=500)] | None = None
+    export_format: ExportFormat = ExportFormat.RAW_NOT_BATCHED
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
+    bearer_token_file: str | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    timeout_millis: Annotated[int, Meta(ge=100, le=600_000)] = 30_000
+
+
+class HttpExporter(Exporter):
+    """One stream to one URI."""
+
+    kind: ClassVar[str] = "http"
+    Config: ClassVar[type[ExportConfig]] = HttpConfig
+
+    config: HttpConfig
+
+    def __init__(self, config: HttpConfig, context: Context) -> None:
+        super().__init__(config, context)
+        # botocore's HTTP session: TLS, proxies of the environment and kept connections, and nothing
+        # more to install.
+        from botocore.httpsession import URLLib3Session
+        from botocore.utils import get_environ_proxies
+
+        verify: Any = config.ca_file or True
+        timeout: Any = config.timeout_millis / 1000
+        certificate = (config.cert_file, config.key_file) if config.cert_file and config.key_file else None
+        proxies = get_environ_proxies(config.uri)
+        self._session = URLLib3Session(
+            verify=verify, proxies=proxies, timeout=timeout, client_cert=certificate or config.cert_file
+        )
+
+    @classmethod
+    def batching(cls, config: HttpConfig) -> Batching:
+        base = super().batching(config)
+        return Batching(records=base.records or 500, millis=base.millis)
+
+    def export(self, batch: Batch) -> Outcome:
+        headers = {**self.config.headers}
+        if self.config.bearer_token_file is not None:
+            try:
+                token = Path(self.config.bearer_token_file).read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise Retry(f"the bearer token cannot be read: {error}") from error
+            headers["Authorization"] = f"Bearer {token}"
+        if self.config.export_format is ExportFormat.JSON_BATCHED:
+            return Outcome(
+                rejected=send_split(
+                    range(len(batch.records)), lambda part: self._post(_json(batch, part), _JSON | headers)
+                )
+            )
+        rejected: dict[int, str] = {}
+        for n, record in enumerate(batch.records):
+            try:
+                self._post(record.payload, _RAW | headers)
+            except Refused as error:
+                rejected[n] = str(error)
+            except Retry as error:
+                if n == 0:
+                    raise
+                left = range(n, len(batch.records))
+                return Outcome(rejected=rejected, retry=left, error=str(error), after=error.after)
+        return Outcome(rejected=rejected)
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _post(self, body: bytes, headers: dict[str, str]) -> None:
+        from botocore.awsrequest import AWSRequest
+        from botocore.exceptions import BotoCoreError
+
+        self.context.working()
+        request = AWSRequest("POST", self.config.uri, headers=headers, data=body)
+        try:
+            response = self._session.send(request.prepare())
+            text = response.content[:200].decode("utf-8", "replace")
+        except BotoCoreError as error:
+            raise Retry(f"posting to {self.config.uri}: {error}") from error
+        if not 200 <= response.status_code < 300:
+            reason = f"{self.config.uri} answered {response.status_code}: {text}"
+            if response.status_code in REFUSED:
+                raise Refused(reason)
+            wait = response.headers.get("retry-after", "")
+            raise Retry(reason, after=min(float(wait), 300.0) if wait.isdecimal() else None)
+
+
+_RAW = {"Content-Type": "application/octet-stream"}
+_JSON = {"Content-Type": "application/json"}
+
+
+def _json(batch: Batch, part: Sequence[int]) -> bytes:
+    return msgspec.json.encode(
+        [
+            {
+                "streamName": batch.stream,
+                "sequenceNumber": record.sequence_number,
+                "ingestTime": record.ingest_time,
+                "payload": record.payload,
+            }
+            for record in (batch.records[n] for n in part)
+        ]
+    )
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(HttpExporter)

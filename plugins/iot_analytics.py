@@ -1,0 +1,78 @@
+"""Exporter `iotAnalytics`: kept for definitions that still ask for it. AWS retired the service.
+
+AWS IoT Analytics ended on 2025-12-15; its endpoints no longer answer and boto3 has no client for it.
+An export goes to a Firehose delivery stream instead when `deliveryStreamName` names one. Otherwise it
+keeps its position and reports why, without trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from bridge import (
+    Batch,
+    BatchedConfig,
+    Batching,
+    BatchLimits,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    Retry,
+    hookimpl,
+)
+from bridge.export.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender
+
+LOOK_AGAIN = 300.0
+
+
+class IotAnalyticsConfig(BatchedConfig, kw_only=True, frozen=True):
+    """The SDK's IoTAnalyticsConfig, and where its messages go now."""
+
+    iot_channel: Annotated[str, Meta(min_length=1)]
+    iot_msg_id_prefix: Annotated[str, Meta(max_length=32)] | None = None
+    batch_size: Annotated[int, Meta(ge=1, le=100)] | None = None
+    delivery_stream_name: str | None = None
+    endpoint_url: str | None = None
+    region: str | None = None
+
+
+class IotAnalyticsExporter(Exporter):
+    """One stream to the delivery stream in place of a channel."""
+
+    kind: ClassVar[str] = "iotAnalytics"
+    Config: ClassVar[type[ExportConfig]] = IotAnalyticsConfig
+    limits: ClassVar[BatchLimits] = BatchLimits(records=100, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+
+    config: IotAnalyticsConfig
+
+    def __init__(self, config: IotAnalyticsConfig, context: Context) -> None:
+        super().__init__(config, context)
+        target = config.delivery_stream_name
+        self._sender: FirehoseSender | None = None
+        if target is not None:
+            client = context.client("firehose", region=config.region, endpoint_url=config.endpoint_url)
+            self._sender = FirehoseSender(client, target, context, delimiter=b"\n")
+
+    @classmethod
+    def batching(cls, config: IotAnalyticsConfig) -> Batching:
+        base = super().batching(config)
+        return Batching(records=base.records or 100, millis=base.millis)
+
+    def export(self, batch: Batch) -> Outcome:
+        if self._sender is None:
+            raise Retry(
+                "AWS retired IoT Analytics on 2025-12-15; remove this export, or name in deliveryStreamName "
+                f"the Firehose delivery stream that takes the place of channel {self.config.iot_channel}",
+                after=LOOK_AGAIN,
+            )
+        return self._sender.send(batch)
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(IotAnalyticsExporter)

@@ -1,0 +1,181 @@
+"""Exporter `kinesis`: records of a Kinesis data stream, by PutRecords.
+
+Service limits: 500 records and 10 MiB per request, 10 MiB per record, keys included; 1,000 records
+and 1 MB per second and shard.
+
+Without `partitionKey` each record has a random key, and no order. With one, records of the same key
+arrive in sequence order, also when some of them fail: PutRecords promises no order within a request,
+so that a request carries at most one record of a key, and the later records of a failed key wait.
+`orderPerKey: false` gives that up for throughput. Failed records, and only they, are sent again.
+
+`pacing` spreads records over time, within what the stream's shards take, instead of being throttled
+(needs the right kinesis:DescribeStreamSummary).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from bridge import (
+    Batch,
+    BatchedConfig,
+    Batching,
+    BatchLimits,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    Refused,
+    Retry,
+    hookimpl,
+    send_split,
+)
+from bridge.aws import failure, is_hopeless, is_throttled
+from bridge.export.keys import KeyTemplate
+from bridge.model import MIB
+
+SHARD_RECORDS, SHARD_BYTES = 1000, 1_000_000  # per second
+SHARDS_EVERY = 300.0  # seconds between two looks at how many shards there are
+
+
+class KinesisConfig(BatchedConfig, kw_only=True, frozen=True):
+    """The SDK's KinesisConfig, and our extensions."""
+
+    kinesis_stream_name: Annotated[str, Meta(min_length=1, max_length=128)]
+    batch_size: Annotated[int, Meta(ge=1, le=500)] | None = None
+    partition_key: str | None = None
+    order_per_key: bool = True
+    pacing: bool = False
+    endpoint_url: str | None = None
+    region: str | None = None
+
+
+class KinesisExporter(Exporter):
+    """One stream to one Kinesis data stream."""
+
+    kind: ClassVar[str] = "kinesis"
+    Config: ClassVar[type[ExportConfig]] = KinesisConfig
+    # 1 KiB is room for the longest key in UTF-8; half a MiB is, for 500 of them.
+    limits: ClassVar[BatchLimits] = BatchLimits(
+        records=500, record_bytes=10 * MIB - 1024, batch_bytes=10 * MIB - 500 * 1024
+    )
+
+    config: KinesisConfig
+
+    def __init__(self, config: KinesisConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self._client = context.client("kinesis", region=config.region, endpoint_url=config.endpoint_url)
+        self._template = KeyTemplate(config.partition_key) if config.partition_key else None
+        self._shards, self._shards_at = 1, -SHARDS_EVERY
+        self._free_at = 0.0
+
+    @classmethod
+    def check(cls, config: KinesisConfig) -> None:
+        if config.partition_key is not None:
+            KeyTemplate(config.partition_key)
+
+    @classmethod
+    def batching(cls, config: KinesisConfig) -> Batching:
+        base = super().batching(config)
+        return Batching(records=base.records or 500, millis=base.millis)
+
+    def export(self, batch: Batch) -> Outcome:
+        keys = [self._template.key(batch, record) if self._template else None for record in batch.records]
+        retry: list[int] = []
+        rejected: dict[int, str] = {}
+        held: set[str] = set()  # keys of which a record has failed: the later ones wait for it
+        error = ""
+        for wave in self._waves(keys):
+            sending = [n for n in wave if keys[n] not in held]
+            failed = [n for n in wave if keys[n] in held]
+            try:
+                again, refused = self._send(batch, keys, sending)
+            except Retry as problem:
+                if len(sending) == len(batch.records):
+                    raise
+                again, refused, error = sending, {}, str(problem)
+            failed += again
+            rejected |= refused
+            error = error or self._error
+            retry += failed
+            held |= {key for n in failed if (key := keys[n]) is not None}
+        return Outcome(
+            retry=sorted(retry), rejected=rejected, error=error, after=self._after if retry else None
+        )
+
+    def _send(
+        self, batch: Batch, keys: Sequence[str | None], sending: Sequence[int]
+    ) -> tuple[list[int], dict[int, str]]:
+        """Send one request; which records are to be tried again, and which were refused."""
+        failed: list[int] = []
+        refused = (
+            send_split(sending, lambda part: failed.extend(self._put(batch, keys, part))) if sending else {}
+        )
+        return failed, refused
+
+    def _waves(self, keys: Sequence[str | None]) -> list[list[int]]:
+        """Requests in order: each with at most one record of a key if order matters."""
+        if self._template is None or not self.config.order_per_key:
+            return [list(range(len(keys)))]
+        waves: list[list[int]] = []
+        seen: dict[str, int] = {}
+        for n, key in enumerate(keys):
+            wave = 0 if key is None else seen.get(key, 0)
+            if key is not None:
+                seen[key] = wave + 1
+            if wave == len(waves):
+                waves.append([])
+            waves[wave].append(n)
+        return waves
+
+    def _put(self, batch: Batch, keys: Sequence[str | None], part: Sequence[int]) -> list[int]:
+        """Send some records; returns those that failed. Raises Retry or Refused for all of them."""
+        self._error, self._after = "", None
+        entries = [
+            {"Data": batch.records[n].payload, "PartitionKey": keys[n] or str(uuid.uuid4())} for n in part
+        ]
+        if self.config.pacing:
+            self._pace(len(part), sum(len(batch.records[n].payload) for n in part))
+        self.context.working()
+        name = self.config.kinesis_stream_name
+        try:
+            answer = self._client.put_records(StreamName=name, Records=entries)
+        except Exception as error:
+            if is_hopeless(error):
+                raise Refused(str(error)) from error
+            raise failure(error, f"putting records to {name}") from error
+        failed = []
+        for n, result in zip(part, answer["Records"], strict=True):
+            if code := result.get("ErrorCode"):
+                failed.append(n)
+                self._error = f"{code}: {result.get('ErrorMessage', '')}"
+                self._after = 1.0 if is_throttled(code) else self._after
+        return failed
+
+    _error: str = ""
+    _after: float | None = None
+
+    def _pace(self, records: int, size: int) -> None:
+        now = time.monotonic()
+        if now - self._shards_at >= SHARDS_EVERY:
+            try:
+                answer = self._client.describe_stream_summary(StreamName=self.config.kinesis_stream_name)
+                self._shards = max(answer["StreamDescriptionSummary"]["OpenShardCount"], 1)
+            except Exception as error:
+                raise failure(error, "asking for the number of shards") from error
+            self._shards_at = now
+        if (wait := self._free_at - now) > 0:
+            time.sleep(wait)
+        seconds = max(records / SHARD_RECORDS, size / SHARD_BYTES) / self._shards
+        self._free_at = max(self._free_at, now) + seconds
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(KinesisExporter)

@@ -1,0 +1,275 @@
+"""Exporter `s3TaskExecutor`: uploads files of this machine that messages of a stream name.
+
+A message is one S3ExportTaskDefinition in JSON. Tasks run one at a time, in the order of the stream;
+the file itself is never changed or deleted. Files over `sizeThresholdForMultipartUploadBytes` go in
+parts, and an upload that was interrupted, also by a crash, goes on after its last part. The key, the
+upload's id and what the file looked like are kept durably at the first attempt, so that all attempts
+are the same upload.
+
+Each task ends with one status message: Success; Failure for what can never succeed (no such file, no
+such bucket, a bad definition), and then the next task is taken; Canceled when the export is deleted.
+Network, throttling, rights and credentials are waited out, and the task stays InProgress. A status
+stream that is missing or full costs the message, never the task.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import Annotated, Any, BinaryIO, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from bridge import (
+    ACCEPTED,
+    Batch,
+    BatchLimits,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    Record,
+    Retry,
+    hookimpl,
+)
+from bridge.aws import error_code, failure
+from bridge.export.uploads import TaskDefinition, resolve_key
+from bridge.model import MIB, Name
+
+MIN_PART = 5 * MIB
+MAX_PARTS = 10_000
+HOPELESS = frozenset(
+    {"EntityTooLarge", "InvalidArgument", "InvalidBucketName", "KeyTooLongError", "MetadataTooLarge"}
+    | {"NoSuchBucket"}
+)
+
+
+class StatusLevel(IntEnum):
+    """The SDK's StatusLevel; a level takes in those before it."""
+
+    ERROR = 0
+    WARN = 1
+    INFO = 2
+    DEBUG = 3
+    TRACE = 4
+
+
+class Status(IntEnum):
+    """The SDK's Status."""
+
+    Success = 0
+    Failure = 1
+    InProgress = 2
+    Warning = 3
+    Canceled = 4
+
+
+LEVELS = {
+    Status.Success: StatusLevel.INFO,
+    Status.Failure: StatusLevel.ERROR,
+    Status.InProgress: StatusLevel.INFO,
+    Status.Warning: StatusLevel.WARN,
+    Status.Canceled: StatusLevel.WARN,
+}
+
+
+class StatusConfig(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The SDK's StatusConfig."""
+
+    status_level: StatusLevel = StatusLevel.INFO
+    status_stream_name: Name | None = None
+
+
+class S3TasksConfig(ExportConfig, kw_only=True, frozen=True):
+    """The SDK's S3ExportTaskExecutorConfig, and where to send."""
+
+    size_threshold_for_multipart_upload_bytes: Annotated[int, Meta(ge=MIN_PART)] = MIN_PART
+    status_config: StatusConfig = StatusConfig()
+    endpoint_url: str | None = None
+    region: str | None = None
+
+
+class Upload(Struct, frozen=True):
+    """What is kept of a task from its first attempt on."""
+
+    number: int
+    key: str
+    size: int
+    changed: int
+    upload_id: str = ""
+
+
+class Failed(Exception):  # noqa: N818 - named for the status
+    """The task can never succeed."""
+
+
+class S3TaskExporter(Exporter):
+    """The tasks of one stream."""
+
+    kind: ClassVar[str] = "s3TaskExecutor"
+    Config: ClassVar[type[ExportConfig]] = S3TasksConfig
+    limits: ClassVar[BatchLimits] = BatchLimits(records=1)
+
+    config: S3TasksConfig
+
+    def __init__(self, config: S3TasksConfig, context: Context) -> None:
+        super().__init__(config, context)
+        style = {"addressing_style": "path" if config.endpoint_url else "auto"}
+        self._client = context.client("s3", region=config.region, endpoint_url=config.endpoint_url, s3=style)
+        self._upload = msgspec.msgpack.decode(context.state, type=Upload) if context.state else None
+
+    def export(self, batch: Batch) -> Outcome:
+        (record,) = batch.records
+        task: TaskDefinition | None = None
+        try:
+            try:
+                task = msgspec.json.decode(record.payload, type=TaskDefinition)
+            except msgspec.MsgspecError as error:
+                raise Failed(f"no S3ExportTaskDefinition: {error}") from error
+            self._run(record, task)
+        except Failed as error:
+            self._tell(Status.Failure, record, task, str(error))
+            return Outcome(rejected={0: str(error)})
+        self._tell(Status.Success, record, task, "the file was uploaded")
+        return ACCEPTED
+
+    def cancelled(self, records: Sequence[Record]) -> None:
+        for record in records:
+            task: TaskDefinition | None = None
+            try:
+                task = msgspec.json.decode(record.payload, type=TaskDefinition)
+            except msgspec.MsgspecError:
+                self.context.log.debug("message %d is no task", record.sequence_number)
+            if task and self._upload and self._upload.number == record.sequence_number:
+                self._abort(record, task, self._upload)
+            self._tell(Status.Canceled, record, task, "the export was deleted")
+
+    def _run(self, record: Record, task: TaskDefinition) -> None:
+        upload = self._upload if self._upload and self._upload.number == record.sequence_number else None
+        if upload is None:
+            self._tell(Status.InProgress, record, task, "the upload begins")
+        try:
+            path = task.path()
+            status = path.stat()
+            now = datetime.fromtimestamp(self.context.now(), UTC)
+            key = upload.key if upload else resolve_key(task.key, now)
+            fresh = Upload(record.sequence_number, key, status.st_size, status.st_mtime_ns)
+            if upload is None or (upload.size, upload.changed) != (fresh.size, fresh.changed):
+                if upload and upload.upload_id:  # the file is another one by now: begin again
+                    self._abort(record, task, upload)
+                upload = self._keep(fresh)
+            with path.open("rb") as file:
+                if upload.size > self.config.size_threshold_for_multipart_upload_bytes:
+                    self._put_parts(task, upload, file)
+                else:
+                    self._put(task, upload, file)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | IsADirectoryError):
+                raise Retry(f"reading {task.input_url}: {error}") from error
+            raise Failed(str(error)) from error
+
+    def _put(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
+        body = file.read()
+        if len(body) != upload.size:
+            raise Retry("the file changes while it is uploaded")
+        self._call("put_object", task, upload, Body=body, Metadata=task.metadata())
+
+    def _put_parts(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
+        done: dict[int, str] = {}
+        if upload.upload_id:
+            known = self._parts(task, upload)
+            if known is None:  # the service has forgotten it, such as by a lifecycle rule
+                upload = msgspec.structs.replace(upload, upload_id="")
+            else:
+                done = known
+        if not upload.upload_id:
+            answer = self._call("create_multipart_upload", task, upload, Metadata=task.metadata())
+            upload = self._keep(msgspec.structs.replace(upload, upload_id=answer["UploadId"]))
+        size = max(MIN_PART, -(-upload.size // MAX_PARTS))
+        for number in range(1, -(-upload.size // size) + 1):
+            if number not in done:
+                file.seek((number - 1) * size)
+                body = file.read(size)
+                if len(body) != min(size, upload.size - (number - 1) * size):
+                    raise Retry("the file changes while it is uploaded")
+                self.context.throttle(len(body))
+                options: dict[str, Any] = {"UploadId": upload.upload_id, "PartNumber": number, "Body": body}
+                done[number] = self._call("upload_part", task, upload, **options)["ETag"]
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(done.items())]
+        options = {"UploadId": upload.upload_id, "MultipartUpload": {"Parts": parts}}
+        self._call("complete_multipart_upload", task, upload, **options)
+
+    def _parts(self, task: TaskDefinition, upload: Upload) -> dict[int, str] | None:
+        """The parts that the service has; None if it does not know the upload any more."""
+        found: dict[int, str] = {}
+        marker = 0
+        while True:
+            try:
+                answer = self._client.list_parts(
+                    Bucket=task.bucket, Key=upload.key, UploadId=upload.upload_id, PartNumberMarker=marker
+                )
+            except Exception as error:
+                if error_code(error) == "NoSuchUpload":
+                    return None
+                raise failure(error, f"resuming the upload of {upload.key}") from error
+            found |= {part["PartNumber"]: part["ETag"] for part in answer.get("Parts", ())}
+            if not answer.get("IsTruncated"):
+                return found
+            marker = answer["NextPartNumberMarker"]
+
+    def _call(self, name: str, task: TaskDefinition, upload: Upload, **options: Any) -> Any:
+        self.context.working()
+        try:
+            return getattr(self._client, name)(Bucket=task.bucket, Key=upload.key, **options)
+        except Exception as error:
+            if error_code(error) in HOPELESS:
+                raise Failed(str(error)) from error
+            if error_code(error) == "NoSuchUpload":  # listed a moment ago: begin again
+                self._keep(msgspec.structs.replace(upload, upload_id=""))
+            raise failure(error, f"uploading {task.input_url} to s3://{task.bucket}/{upload.key}") from error
+
+    def _abort(self, record: Record, task: TaskDefinition, upload: Upload) -> None:
+        try:
+            self._client.abort_multipart_upload(Bucket=task.bucket, Key=upload.key, UploadId=upload.upload_id)
+        except Exception as error:
+            if error_code(error) != "NoSuchUpload":
+                self._tell(Status.Warning, record, task, f"parts of an earlier attempt stay in S3: {error}")
+
+    def _keep(self, upload: Upload) -> Upload:
+        self._upload = upload
+        self.context.save_state(msgspec.msgpack.encode(upload))
+        return upload
+
+    def _tell(self, status: Status, record: Record, task: TaskDefinition | None, text: str) -> None:
+        """Append a status message, if the configuration asks for it."""
+        wanted, level = self.config.status_config, LEVELS[status]
+        if wanted.status_stream_name is None or level > wanted.status_level:
+            return
+        context: dict[str, Any] = {
+            "exportIdentifier": self.config.identifier,
+            "streamName": self.context.stream,
+            "sequenceNumber": record.sequence_number,
+        }
+        if task is not None:
+            context["s3ExportTaskDefinition"] = task
+        message = {
+            "eventType": 0,
+            "statusLevel": level,
+            "status": status,
+            "statusContext": context,
+            "message": text,
+            "timestampEpochMs": time.time_ns() // 1_000_000,
+        }
+        try:
+            self.context.append(wanted.status_stream_name, msgspec.json.encode(message))
+        except Retry as error:
+            self.context.log.warning("status message %s lost: %s", status.name, error)
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(S3TaskExporter)

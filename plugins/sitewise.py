@@ -1,0 +1,189 @@
+"""Exporter `IotSitewise`: property values, by BatchPutAssetPropertyValue.
+
+A message is one PutAssetPropertyValueEntry in JSON, as the Stream Manager SDK writes it. Up to 10
+entries go in a request. An entry with a value for the same property and time as one before it goes
+in a later request, since the service refuses both together. `entryId` need not be unique: requests
+carry numbers of their own.
+
+What becomes of an entry follows the service's error codes: throttling, missing rights and the
+service's own faults are tried again; an unknown property, an invalid value or a timestamp that the
+service no longer takes (older than 7 days, or over 10 minutes ahead) is rejected. The values of an
+entry are judged one by one: those without error are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from bridge import (
+    Batch,
+    BatchedConfig,
+    Batching,
+    BatchLimits,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    Refused,
+    Retry,
+    hookimpl,
+    send_split,
+)
+from bridge.aws import error_code, failure
+
+MAX_ENTRIES = 10
+# Whatever else the service may answer is tried again: only these can never succeed.
+HOPELESS = frozenset({"InvalidRequestException", "ResourceNotFoundException", "TimestampOutOfRangeException"})
+# For a whole request: it may be one entry's fault, so the entries are tried apart.
+APART = frozenset({*HOPELESS, "ConflictingOperationException", "ValidationException"})
+
+
+class SitewiseConfig(BatchedConfig, frozen=True):
+    """The SDK's IoTSiteWiseConfig, and where to send."""
+
+    batch_size: Annotated[int, Meta(ge=1, le=MAX_ENTRIES)] | None = None
+    endpoint_url: str | None = None
+    region: str | None = None
+
+
+class Variant(Struct, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
+    """A value: exactly one of these, or nullValue."""
+
+    string_value: str | None = None
+    integer_value: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    double_value: float | None = None
+    boolean_value: bool | None = None
+    null_value: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
+            raise ValueError("a value holds exactly one of stringValue, integerValue, doubleValue, ...")
+
+
+class TimeInNanos(Struct, rename="camel", omit_defaults=True):
+    """A time."""
+
+    time_in_seconds: Annotated[int, Meta(ge=1, le=31_556_889_864_403_199)]
+    offset_in_nanos: Annotated[int, Meta(ge=0, le=999_999_999)] = 0
+
+
+class PropertyValue(Struct, rename="camel", omit_defaults=True):
+    """A value at a time."""
+
+    value: Variant
+    timestamp: TimeInNanos
+    quality: Literal["GOOD", "BAD", "UNCERTAIN"] | None = None
+
+
+class Entry(Struct, rename="camel", omit_defaults=True):
+    """PutAssetPropertyValueEntry of the SDK."""
+
+    entry_id: str
+    property_values: Annotated[list[PropertyValue], Meta(min_length=1, max_length=10)]
+    asset_id: str | None = None
+    property_id: str | None = None
+    property_alias: Annotated[str, Meta(min_length=1, max_length=2048)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.property_alias is None and (self.asset_id is None or self.property_id is None):
+            raise ValueError("an entry names propertyAlias, or assetId and propertyId")
+
+    def points(self) -> set[tuple[Any, ...]]:
+        """What may be in a request only once."""
+        where = self.property_alias or (self.asset_id, self.property_id)
+        return {
+            (where, v.timestamp.time_in_seconds, v.timestamp.offset_in_nanos) for v in self.property_values
+        }
+
+
+class SitewiseExporter(Exporter):
+    """One stream to IoT SiteWise."""
+
+    kind: ClassVar[str] = "IotSitewise"
+    Config: ClassVar[type[ExportConfig]] = SitewiseConfig
+    limits: ClassVar[BatchLimits] = BatchLimits(records=MAX_ENTRIES)
+
+    config: SitewiseConfig
+
+    def __init__(self, config: SitewiseConfig, context: Context) -> None:
+        super().__init__(config, context)
+        # The service's host names begin with `data.`; an endpoint that is given is meant as it is.
+        options = {"inject_host_prefix": False} if config.endpoint_url else {}
+        self._client = context.client(
+            "iotsitewise", region=config.region, endpoint_url=config.endpoint_url, **options
+        )
+
+    @classmethod
+    def batching(cls, config: SitewiseConfig) -> Batching:
+        base = super().batching(config)
+        return Batching(records=base.records or MAX_ENTRIES, millis=base.millis)
+
+    def export(self, batch: Batch) -> Outcome:
+        entries: dict[int, Entry] = {}
+        rejected: dict[int, str] = {}
+        for n, record in enumerate(batch.records):
+            try:
+                entries[n] = msgspec.json.decode(record.payload, type=Entry)
+            except msgspec.MsgspecError as error:
+                rejected[n] = f"no PutAssetPropertyValueEntry: {error}"
+        retry: dict[int, str] = {}
+        requests = list(_without_conflicts(entries))
+
+        def put(part: Sequence[int]) -> None:
+            for n, (reason, hopeless) in self._put(entries, part).items():
+                (rejected if hopeless else retry)[n] = reason
+
+        for number, request in enumerate(requests):
+            try:
+                rejected |= send_split(request, put)
+            except Retry as problem:
+                if number == 0:
+                    raise
+                retry |= {n: str(problem) for rest in requests[number:] for n in rest}
+                break
+        retry = {n: reason for n, reason in retry.items() if n not in rejected}
+        return Outcome(retry=sorted(retry), rejected=rejected, error=next(iter(retry.values()), ""))
+
+    def _put(self, entries: dict[int, Entry], part: Sequence[int]) -> dict[int, tuple[str, bool]]:
+        """Send one request; the entries that failed, why, and whether there is no hope for them."""
+        request = [msgspec.to_builtins(entries[n]) | {"entryId": str(n)} for n in part]
+        self.context.working()
+        try:
+            answer = self._client.batch_put_asset_property_value(
+                enablePartialEntryProcessing=True, entries=request
+            )
+        except Exception as error:
+            if error_code(error) in APART and (len(part) > 1 or error_code(error) in HOPELESS):
+                raise Refused(str(error)) from error
+            raise failure(error, "putting property values") from error
+        failed = {}
+        for entry in answer.get("errorEntries", ()):
+            codes = {error["errorCode"]: error.get("errorMessage", "") for error in entry["errors"]}
+            reason = "; ".join(f"{code}: {text}" for code, text in codes.items())
+            failed[int(entry["entryId"])] = reason, codes.keys() <= HOPELESS
+        return failed
+
+
+def _without_conflicts(entries: dict[int, Entry]) -> Iterator[list[int]]:
+    """Cut entries into requests in which no property has two values for one time, keeping their order."""
+    request: list[int] = []
+    taken: set[tuple[Any, ...]] = set()
+    for n, entry in entries.items():
+        points = entry.points()
+        if points & taken:
+            yield request
+            request, taken = [], set()
+        request.append(n)
+        taken |= points
+    if request:
+        yield request
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(SitewiseExporter)
