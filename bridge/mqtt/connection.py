@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes", "_tail", "_timer",
         "address", "aliases", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
-        "receive_maximum", "session", "state", "transport", "will", "writable",
+        "receive_maximum", "requests", "session", "state", "transport", "will", "writable",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, listener: Listener) -> None:
@@ -106,6 +106,7 @@ class Connection(asyncio.Protocol):
         self.receive_maximum = self.max_packet_out = 0xFFFF_FFFF
         self.keep_alive = 0.0  # seconds of silence until the connection counts as lost; 0: never
         self.aliases: dict[int, bytes] = {}
+        self.requests = 0  # being answered
         self._drained: asyncio.Future[None] | None = None
         self._tail: bytes | bytearray = b""  # read, not yet handled
         self._need = 2  # bytes that make the next packet whole

@@ -9,14 +9,14 @@ from bridge.mqtt.lane import Lane
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from bridge.manager import StreamManager
     from bridge.mqtt.settings import MqttConfig
-    from bridge.mqtt.store import Store
 
 
 class MqttFrontEnd:
     """The embedded broker. `state_dir` keeps sessions and retained messages; without it they end with us."""
 
-    def __init__(self, config: MqttConfig, manager: Store, state_dir: Path | None = None) -> None:
+    def __init__(self, config: MqttConfig, manager: StreamManager, state_dir: Path | None = None) -> None:
         self._config, self._manager, self._state_dir = config, manager, state_dir
         self._lane: Lane | None = None
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from pathlib import Path
 
+    from bridge.manager import StreamManager
     from bridge.mqtt.settings import Address, MqttConfig, TlsSettings
-    from bridge.mqtt.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +53,16 @@ class Listener:
 class Lane:
     """The embedded broker's front: sockets and connections."""
 
-    def __init__(self, config: MqttConfig, store: Store, state_dir: Path | None) -> None:
+    def __init__(self, config: MqttConfig, manager: StreamManager, state_dir: Path | None) -> None:
         self.loop = asyncio.get_running_loop()
         self.config, self.limits, self.max_packet = config, config.limits, config.max_packet
         self.counts: Counter[str] = Counter()
-        self.store = store
-        self.under_pressure = store.under_pressure
+        self.manager = manager
+        self.under_pressure = manager.under_pressure
         self.access = Access(config)
         self.journal = Journal(None if state_dir is None else state_dir / "sessions.journal")
         self.delivery = AmqttDelivery(self._deliver, self.counts)
-        self.router = Router(store, self.delivery, self.journal, self.limits, self.counts)
+        self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts)
         self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)
         self.connections: set[Connection] = set()
         self.stopping = False
@@ -84,8 +84,8 @@ class Lane:
         recover(self.journal.read(), self)
         self.journal.snapshot = lambda: snapshot(self)
         self.journal.open()
-        self.store.on_pressure.append(self._pressure)
-        self.store.on_bindings_changed.append(self.router.forget_routes)
+        self.manager.on_pressure.append(self._pressure)
+        self.manager.on_bindings_changed.append(self.router.forget_routes)
         await self.delivery.start()
         try:
             return [await self._listen(parse_address(url)) for url in self.config.listen]
@@ -117,8 +117,8 @@ class Lane:
         self.sessions.stop()
         await self.journal.close()
         self.access.close()
-        self.store.on_pressure.remove(self._pressure)
-        self.store.on_bindings_changed.remove(self.router.forget_routes)
+        self.manager.on_pressure.remove(self._pressure)
+        self.manager.on_bindings_changed.remove(self.router.forget_routes)
         if self.connections:
             # The transports have been told to close; a peer that takes no more bytes is not waited for.
             self._empty = self.loop.create_future()

@@ -18,7 +18,7 @@ from bridge.errors import (
     StreamFull,
     Unauthorized,
 )
-from bridge.mqtt import headers
+from bridge.mqtt import headers, requests
 from bridge.mqtt import properties as p
 from bridge.mqtt.message import Message
 from bridge.mqtt.packets import (
@@ -68,7 +68,7 @@ def allowed_route(conn: Connection, topic: bytes) -> Route:
     """The route of a topic, or a denied one if the client may not publish there."""
     route = conn.lane.router.route(topic)
     assert conn.session is not None
-    if not route.request and not conn.session.identity.may_publish(route.name):
+    if not conn.session.identity.may_publish(route.name):
         route = Route(route.name, ())
         route.denied = True
     return route
@@ -92,11 +92,11 @@ def publish(
         batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)
         return
     try:
-        if route.request:
-            raise Unauthorized(f"{route.name!r} is reserved for requests")
         if route.denied:
             raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; see [[mqtt.acl]]")
-        if route.streams:
+        if route.request:
+            requests.take(conn, route.name, payload, properties or {}, qos >> 1)
+        elif route.streams:
             kept = _headers(head, properties, session, number)
             for stream in route.streams:
                 stream.append(topic, payload, kept)

@@ -1,0 +1,303 @@
+"""Requests over MQTT: the operations on streams for any MQTT client.
+
+A client publishes to `streambridge/<client id>/<operation>` and gets the reply on
+`streambridge/<client id>/<operation>/reply`, or, with MQTT 5, on its Response Topic with its
+Correlation Data. The body is the request map of the Stream Manager SDK, as JSON (bytes in base64) or
+CBOR, told apart by the first byte (a CBOR map begins with 0xA0 to 0xBF); the reply is in the same:
+
+    {"requestId": ..., "status": 0, "statusName": "Success", <the operation's result>}
+    {"requestId": ..., "status": 5, "statusName": "ResourceNotFound", "errorMessage": ...}
+
+    operation               request                                     result
+    createMessageStream     definition
+    updateMessageStream     definition
+    deleteMessageStream     name
+    describeMessageStream   name                                        messageStreamInfo
+    listStreams                                                         streams: names
+    appendMessage           name, payload, [messageId]                  sequenceNumber
+    appendMessages          name, payloads, [messageIds]                sequenceNumbers
+    readMessages            streamName, [readMessagesOptions]           messages
+    purgeMessageStream      name, [upto], [topic]                       purgedMessages
+
+A reply is never larger than a packet may be: a read returns fewer messages, and what still does not
+fit is the error ResponsePayloadTooLarge. With access rules a client needs `publish` on the request
+topic, and on `streams/<name>` to append, `read` on `streams/<name>` to read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import cbor2
+import msgspec
+from msgspec import Struct
+
+from bridge.errors import InvalidRequest, StreamBridgeError, Unauthorized
+from bridge.manager import ReadMessagesOptions
+from bridge.mqtt import headers
+from bridge.mqtt import properties as p
+from bridge.mqtt.access import REQUEST_LEVEL
+from bridge.mqtt.message import Message
+from bridge.mqtt.outbox import Outgoing
+
+if TYPE_CHECKING:
+    from bridge.manager import StreamManager
+    from bridge.mqtt.access import Identity
+    from bridge.mqtt.connection import Connection
+    from bridge.mqtt.lane import Lane
+
+log = logging.getLogger(__name__)
+
+AT_A_TIME = 16  # requests of one client that are being answered; more wait in the socket
+ENVELOPE = 4 * 1024  # bytes of a reply beside the messages
+
+
+class ReplyTooLarge(StreamBridgeError):  # noqa: N818  (named for what happened)
+    """Raised when a reply would not fit into a packet."""
+
+    status = 7
+    status_name = "ResponsePayloadTooLarge"
+
+
+class UnknownOperation(StreamBridgeError):  # noqa: N818
+    """Raised for an operation that there is not."""
+
+    status = 18
+    status_name = "UnknownOperation"
+
+
+class Request(Struct, rename="camel"):
+    """The body of any request; each operation takes its own fields and ignores the rest."""
+
+    request_id: str = ""
+    definition: dict[str, Any] | None = None
+    name: str | None = None
+    stream_name: str | None = None
+    payload: bytes | None = None
+    payloads: list[bytes] | None = None
+    message_id: bytes = b""
+    message_ids: list[bytes] = []
+    read_messages_options: ReadMessagesOptions | None = None
+    upto: int | None = None
+    topic: str | None = None
+
+
+class StoredMessage(Struct, rename="camel", omit_defaults=True):
+    """A message as the SDK knows it, with our topic and headers."""
+
+    stream_name: str
+    sequence_number: int
+    ingest_time: int
+    payload: bytes
+    topic: str = ""
+    headers: headers.Headers | None = None
+
+
+async def answer(
+    manager: StreamManager, operation: str, body: bytes, limit: int, who: Identity | None = None
+) -> bytes:
+    """Carry out one request and return the encoded reply; never raises because of what is asked."""
+    in_cbor = bool(body) and 0xA0 <= body[0] <= 0xBF
+    request = Request()
+    try:
+        request = _decode(body, in_cbor=in_cbor)
+        action = _OPERATIONS.get(operation)
+        if action is None:
+            raise UnknownOperation(f"there is no operation {operation!r}; known: {', '.join(_OPERATIONS)}")
+        room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4
+        result = await action(manager, request, who, max(room, 1))
+        reply = _encode(
+            {"requestId": request.request_id, "status": 0, "statusName": "Success", **result}, in_cbor
+        )
+        if len(reply) > limit:
+            raise ReplyTooLarge(
+                f"the reply has {len(reply)} bytes, and a packet has room for {limit}; ask for less"
+            )
+    except StreamBridgeError as error:
+        return _failure(request, error.status, error.status_name, str(error), in_cbor)
+    except OSError as error:
+        return _failure(request, 1, "UnknownFailure", f"{operation}: {error}", in_cbor)
+    return reply
+
+
+def _failure(request: Request, status: int, name: str, text: str, in_cbor: bool) -> bytes:
+    fields = {"requestId": request.request_id, "status": status, "statusName": name, "errorMessage": text}
+    return _encode(fields, in_cbor)
+
+
+def _decode(body: bytes, *, in_cbor: bool) -> Request:
+    try:
+        if not in_cbor:
+            return msgspec.json.decode(body or b"{}", type=Request)
+        return msgspec.convert(cbor2.loads(body), Request, builtin_types=(bytes,))
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise InvalidRequest(f"the request: {error}") from None
+    except (ValueError, RecursionError, EOFError, cbor2.CBORDecodeError) as error:
+        raise InvalidRequest(f"the request is not one CBOR map: {error}") from None
+
+
+def _encode(fields: dict[str, Any], in_cbor: bool) -> bytes:
+    if in_cbor:
+        return cbor2.dumps(msgspec.to_builtins(fields, builtin_types=(bytes,)))
+    return msgspec.json.encode(fields)
+
+
+# -- the operations ------------------------------------------------------------
+
+Action = Callable[["StreamManager", Request, "Identity | None", int], Awaitable[dict[str, Any]]]
+
+
+def _name(request: Request) -> str:
+    name = request.name or request.stream_name
+    if not name:
+        raise InvalidRequest("the request: `name` is missing; give the name of the stream")
+    return name
+
+
+async def _create(
+    manager: StreamManager, request: Request, who: Identity | None, room: int
+) -> dict[str, Any]:
+    manager.create(_definition(request))
+    return {}
+
+
+async def _update(
+    manager: StreamManager, request: Request, who: Identity | None, room: int
+) -> dict[str, Any]:
+    manager.update(_definition(request))
+    return {}
+
+
+def _definition(request: Request) -> dict[str, Any]:
+    if request.definition is None:
+        raise InvalidRequest("the request: `definition` is missing")
+    return request.definition
+
+
+async def _delete(
+    manager: StreamManager, request: Request, who: Identity | None, room: int
+) -> dict[str, Any]:
+    manager.delete(_name(request))
+    return {}
+
+
+async def _describe(
+    manager: StreamManager, request: Request, who: Identity | None, room: int
+) -> dict[str, Any]:
+    return {"messageStreamInfo": manager.describe(_name(request))}
+
+
+async def _list(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
+    return {"streams": manager.names()}
+
+
+async def _append(
+    manager: StreamManager, request: Request, who: Identity | None, room: int
+) -> dict[str, Any]:
+    name = _name(request)
+    _may_append(who, name)
+    if request.payload is None:
+        raise InvalidRequest("the request: `payload` is missing")
+    number = await manager.append(name, request.payload, message_id=request.message_id)
+    return {"sequenceNumber": number}
+
+
+async def _append_all(
+    manager: StreamManager, request: Request, who: Identity | None, room: int
+) -> dict[str, Any]:
+    name = _name(request)
+    _may_append(who, name)
+    payloads, ids = request.payloads or [], request.message_ids
+    if ids and len(ids) != len(payloads):
+        raise InvalidRequest(f"the request: {len(payloads)} payloads and {len(ids)} messageIds")
+    return {"sequenceNumbers": await manager.append_all(name, payloads, ids)}
+
+
+async def _read(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
+    name = _name(request)
+    if who is not None and not who.may_read(f"streams/{name}"):
+        raise Unauthorized(f"client {who.client_id!r} may not read streams/{name}; see [[mqtt.acl]]")
+    found = await manager.read(name, request.read_messages_options, max_bytes=room)
+    return {
+        "messages": [
+            StoredMessage(
+                name,
+                message.sequence_number,
+                message.ingest_time,
+                message.payload,
+                message.topic.decode(),
+                headers.decode(message.headers) if message.headers else None,
+            )
+            for message in found
+        ]
+    }
+
+
+async def _purge(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
+    return {"purgedMessages": manager.purge(_name(request), upto=request.upto, topic=request.topic)}
+
+
+def _may_append(who: Identity | None, name: str) -> None:
+    if who is not None and not who.may_publish(f"streams/{name}"):
+        raise Unauthorized(f"client {who.client_id!r} may not publish on streams/{name}; see [[mqtt.acl]]")
+
+
+_OPERATIONS: dict[str, Action] = {
+    "createMessageStream": _create,
+    "updateMessageStream": _update,
+    "deleteMessageStream": _delete,
+    "describeMessageStream": _describe,
+    "listStreams": _list,
+    "appendMessage": _append,
+    "appendMessages": _append_all,
+    "readMessages": _read,
+    "purgeMessageStream": _purge,
+}
+
+
+# -- on the embedded broker ------------------------------------------------------------
+
+
+def take(conn: Connection, topic: str, payload: bytes, properties: p.Properties, qos: int) -> None:
+    """Answer a PUBLISH on a request topic; raises Unauthorized on another client's."""
+    assert conn.session is not None
+    client_id = conn.session.client_id
+    operation = topic.removeprefix(f"{REQUEST_LEVEL}/{client_id}/")
+    if operation == topic or "/" in operation:
+        raise Unauthorized(
+            f"{topic!r} is not open to client {client_id!r}: "
+            f"requests go to {REQUEST_LEVEL}/{client_id}/<operation>"
+        )
+    reply_to = properties.get(p.RESPONSE_TOPIC) or f"{topic}/reply".encode()
+    passed_on = (
+        {p.CORRELATION_DATA: properties[p.CORRELATION_DATA]} if p.CORRELATION_DATA in properties else {}
+    )
+    conn.requests += 1
+    if conn.requests >= AT_A_TIME:
+        conn.hold("requests")
+    lane = conn.lane
+    lane.counts["requests"] += 1
+    lane.spawn(_reply(lane, conn, operation, payload, reply_to, passed_on, qos))
+
+
+async def _reply(
+    lane: Lane,
+    conn: Connection,
+    operation: str,
+    body: bytes,
+    reply_to: bytes,
+    properties: p.Properties,
+    qos: int,
+) -> None:
+    session = conn.session
+    assert session is not None
+    try:
+        room = min(lane.max_packet, conn.max_packet_out) - len(reply_to) - 1024
+        reply = await answer(lane.manager, operation, body, room, session.identity)
+        # Straight to who asked, at the QoS of the request: no other client can ask for it.
+        session.outbox.put(Outgoing(Message(reply_to, reply, qos, properties=properties), min(qos, 1)))
+    finally:
+        conn.requests -= 1
+        conn.release("requests")
