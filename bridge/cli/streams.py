@@ -34,7 +34,7 @@ from bridge.cli.common import (
     print_json,
     print_table,
 )
-from bridge.errors import StreamNotFound
+from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.model import MessageStreamDefinition
 from bridge.streams.reader import StreamMeta, StreamReader, list_streams
 from bridge.streams.segment import Message
@@ -48,7 +48,20 @@ app = typer.Typer(
     help="Look into the streams, also while the service runs.", no_args_is_help=True, rich_markup_mode=None
 )
 
-NameArgument = Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")]
+
+def _complete_name(context: typer.Context, incomplete: str) -> list[str]:
+    """The names that begin so, for the shell; none if there is no data directory to look into."""
+    try:
+        given = context.params
+        directory = data_directory(given.get("config") or DEFAULT_CONFIG, given.get("data_dir"))
+        return [meta.name for meta in list_streams(directory) if meta.name.startswith(incomplete)]
+    except (StreamBridgeError, OSError):
+        return []
+
+
+NameArgument = Annotated[
+    str, typer.Argument(metavar="STREAM", help="The stream's name.", autocompletion=_complete_name)
+]
 TopicOption = Annotated[
     str | None,
     typer.Option("--topic", help="Only messages whose topic matches this filter.", metavar="FILTER"),

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import streambridge
+from tests.cli.conftest import Fill, streambridge
 
 
 def test_help_names_every_command_and_exit_code() -> None:
     text = streambridge("--help").stdout
-    for word in ("run", "check", "streams", "plugins", "verify", "repair", "ingest", "Examples:", "78"):
+    for word in ("run", "check", "streams", "plugins", "ingest", "install-service", "Examples:", "78"):
         assert word in text
 
 
@@ -69,3 +69,22 @@ def test_plugins_lists_shipped_and_broken_ones(tmp_path: Path) -> None:
     assert found["s3"]["error"] is None
     assert found["s3"]["kinds"] == ["s3"]
     assert "failed: ModuleNotFoundError" in streambridge("plugins", "-c", path).stdout
+
+
+def complete(line: str) -> list[str]:
+    """What bash is offered at the end of a line."""
+    words = line.split(" ")
+    env = {
+        "_STREAMBRIDGE_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    return streambridge(env=env).stdout.split()
+
+
+def test_the_shell_completes_commands_and_names_of_streams(fill: Fill) -> None:
+    data = fill(name="sensors")
+    fill(name="alarms")
+    assert complete("streambridge str") == ["streams"]
+    assert complete(f"streambridge streams read --data-dir {data} s") == ["sensors"]
+    assert complete("streambridge streams read --data-dir /nowhere s") == []

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import paho.mqtt.client as paho
@@ -27,9 +28,12 @@ listen = ""
 class Service:
     """A running service, and what it has logged."""
 
-    def __init__(self, config: Path) -> None:
+    def __init__(self, config: Path, **env: str) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, "run", "-c", str(config)], env=environment(), stderr=subprocess.PIPE, text=True
+            [*COMMAND, "run", "-c", str(config)],
+            env=environment() | env,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.log: list[str] = []
 
@@ -67,14 +71,26 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def service(config: Path) -> Iterator[Service]:
-    service = Service(config)
-    yield service
-    if service.process.poll() is None:
-        service.process.kill()
-        service.process.wait()
-    assert service.process.stderr is not None
-    service.process.stderr.close()
+def start(config: Path) -> Iterator[Callable[..., Service]]:
+    """A function that starts the service with more environment."""
+    started: list[Service] = []
+
+    def start_it(**env: str) -> Service:
+        started.append(Service(config, **env))
+        return started[-1]
+
+    yield start_it
+    for service in started:
+        if service.process.poll() is None:
+            service.process.kill()
+            service.process.wait()
+        assert service.process.stderr is not None
+        service.process.stderr.close()
+
+
+@pytest.fixture
+def service(start: Callable[..., Service]) -> Service:
+    return start()
 
 
 def test_the_shipped_configuration_stores_what_a_device_publishes(service: Service, config: Path) -> None:
@@ -116,3 +132,27 @@ def test_a_port_that_is_taken_ends_the_start_in_one_line(service: Service, confi
     assert done.returncode == 78
     assert "Traceback" not in done.stderr
     assert "address already in use" in done.stderr.splitlines()[-1]
+
+
+def test_systemd_is_told_when_it_is_ready_reloading_and_stopping(
+    start: Callable[..., Service], tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(60)
+
+        def next_state() -> dict[str, str]:
+            while True:
+                state = dict(line.split("=", 1) for line in systemd.recv(4096).decode().splitlines())
+                if not state.keys() & {"WATCHDOG"}:
+                    return state
+
+        service = start(NOTIFY_SOCKET=str(tmp_path / "notify"))
+        ready = next_state()
+        assert ready["READY"] == "1"
+        assert "1 streams" in ready["STATUS"]
+        service.process.send_signal(signal.SIGHUP)
+        assert next_state()["RELOADING"] == "1"
+        assert next_state()["READY"] == "1"
+        assert service.stop() == 0
+        assert next_state()["STOPPING"] == "1"
