@@ -26,6 +26,7 @@ from bridge.mqtt.recovery import recover, snapshot
 from bridge.mqtt.router import Router
 from bridge.mqtt.sessions import Session, Sessions
 from bridge.mqtt.settings import parse_address
+from bridge.mqtt.websocket import WebSocket
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -143,7 +144,7 @@ class Lane:
         listener = Listener(address, wants_names)
         try:
             listener.server = await self.loop.create_server(
-                lambda: Connection(self, listener),
+                lambda: self._protocol(listener),
                 address.host,
                 address.port,
                 ssl=tls,
@@ -157,6 +158,10 @@ class Lane:
         port = listener.server.sockets[0].getsockname()[1]
         host = f"[{address.host}]" if ":" in address.host else address.host
         return f"{_URL_SCHEMES[address.scheme]}://{host}:{port}"
+
+    def _protocol(self, listener: Listener) -> asyncio.Protocol:
+        conn = Connection(self, listener)
+        return WebSocket(conn) if listener.address.scheme in ("ws", "wss") else conn
 
     # -- connections ------------------------------------------------------------
 

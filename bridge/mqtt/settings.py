@@ -31,12 +31,17 @@ class Address(NamedTuple):
     @property
     def loopback(self) -> bool:
         """Whether only this machine can reach it."""
-        return self.host in _LOOPBACK or self.host.startswith("127.")
+        return is_loopback(self.host)
 
     @property
     def secure(self) -> bool:
         """Whether it needs a certificate."""
         return self.scheme in ("tls", "wss")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name means this machine."""
+    return host in _LOOPBACK or host.startswith("127.")
 
 
 def parse_address(url: str) -> Address:

@@ -1,0 +1,51 @@
+"""Certificates for the tests, made with the openssl command."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from .harness import tool
+
+KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+class Pair(NamedTuple):
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """A certificate authority in a directory."""
+
+    def __init__(self, directory: Path, name: str = "test-ca") -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self.cert, self._key = directory / f"{name}.pem", directory / f"{name}.key"
+        self._run(
+            "req",
+            "-x509",
+            *KEY,
+            "-days",
+            "2",
+            "-subj",
+            f"/CN={name}",
+            "-keyout",
+            self._key,
+            "-out",
+            self.cert,
+        )
+
+    def issue(self, name: str) -> Pair:
+        """A certificate for a client or server of a name, valid for 127.0.0.1."""
+        pair = Pair(self.directory / f"{name}.pem", self.directory / f"{name}.key")
+        request, extensions = self.directory / "request.csr", self.directory / "extensions"
+        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        self._run("req", *KEY, "-subj", f"/CN={name}", "-keyout", pair.key, "-out", request)
+        signer = ("-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-days", "2")
+        self._run("x509", "-req", "-in", request, *signer, "-extfile", extensions, "-out", pair.cert)
+        return pair
+
+    def _run(self, *arguments: object) -> None:
+        subprocess.run([tool("openssl"), *map(str, arguments)], check=True, capture_output=True)

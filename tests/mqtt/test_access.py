@@ -1,0 +1,292 @@
+"""Who may come in and what they may do: users, certificates, rules; all of it closed when in doubt."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.errors import ConfigError
+from bridge.mqtt.access import Identity, hash_password, read_users
+from bridge.mqtt.packets import V5
+from bridge.mqtt.settings import AccessRule, Limits, MqttConfig, TlsSettings
+
+from .certificates import Authority
+from .harness import Bridge, Client, Packet, bridge_test, publish, run_async, running, subscribe, tool, until
+
+BOB = "bob:" + hash_password(b"builder")
+
+
+def with_bridge(root: Path, test: Any, **settings: Any) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), running(root, **settings) as bridge:
+            await test(bridge)
+
+    run_async(main())
+
+
+def users(root: Path, text: str) -> Path:
+    path = root / "users"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_password_of_mosquitto_passwd_is_accepted_and_a_wrong_one_is_slow(tmp_path: Path) -> None:
+    path = users(tmp_path, BOB + "\n")
+    subprocess.run([tool("mosquitto_passwd"), "-b", path, "ann", "secret"], check=True, capture_output=True)
+
+    async def test(bridge: Bridge) -> None:
+        known = [await bridge.connect("a", user="ann", password=b"secret")]
+        known.append(await bridge.connect("b", user="bob", password=b"builder"))
+        took = []
+        for user, password in (("bob", b"wrong"), ("nobody", b"x"), ("ann", None)):
+            began = time.monotonic()
+            client = await bridge.open()
+            await client.connect("c", user=user, password=password, expect=4)
+            assert await client.closed()
+            took.append(time.monotonic() - began)
+        assert took[0] > 0.2
+        assert took[2] > took[0] + 0.4, "later each time"
+        anonymous = await bridge.open()
+        await anonymous.connect("d", expect=5)
+        assert bridge.stat("refused_connects") == 4
+        assert bridge.stat("sessions") == len(known) == 2
+
+    with_bridge(tmp_path, test, users_file=path, allow_anonymous=False)
+
+
+def test_a_refused_connect_with_a_foreign_client_id_disturbs_nobody(tmp_path: Path) -> None:
+    path = users(tmp_path, BOB + "\nann:" + hash_password(b"a") + "\n")
+
+    async def test(bridge: Bridge) -> None:
+        victim = await bridge.connect("victim", clean=False, user="bob", password=b"builder")
+        await victim.subscribe(("t/#", 1))
+        for options in ({"user": "bob", "password": b"no"}, {}, {"user": "ann", "password": b"a"}):
+            for clean in (True, False):
+                thief = await bridge.open()
+                expect = 4 if options.get("password") == b"no" else 5
+                await thief.connect("victim", clean=clean, expect=expect, **options)
+        publisher = await bridge.connect("p", user="bob", password=b"builder")
+        await publisher.exchange(publish("t/1", b"hi", 1, 1))
+        assert (await victim.message()).payload == b"hi"
+        victim.abort()
+        await until(lambda: bridge.stat("connections") == 1)
+        thief = await bridge.open()
+        await thief.connect("victim", clean=False, user="ann", password=b"a", expect=5)
+        victim = await bridge.open()
+        assert (await victim.connect("victim", clean=False, user="bob", password=b"builder")).body == b"\1\0"
+
+    with_bridge(tmp_path, test, users_file=path, allow_anonymous=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "no users"),
+        ("# only a comment\n", "no users"),
+        ("bob\n", "line 1"),
+        ("bob:plain\n", "line 1"),
+        ("bob:$7$0$YQ==$YQ==\n", "iterations"),
+        ("bob:$7$101$YQ=$YQ==\n", "base64"),
+        (f"{BOB}\n{BOB}\n", "line 2"),
+    ],
+)
+def test_a_users_file_with_a_mistake_lets_nobody_in(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_users(users(tmp_path, text))
+
+
+def test_a_users_file_that_is_missing_or_open_to_all_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_users(tmp_path / "nothing")
+    path = users(tmp_path, BOB)
+    path.chmod(0o666)
+    with pytest.raises(ConfigError, match="chmod"):
+        read_users(path)
+
+
+def test_a_reload_is_all_or_nothing(tmp_path: Path) -> None:
+    path = users(tmp_path, BOB)
+
+    async def test(bridge: Bridge) -> None:
+        path.write_text("")
+        with pytest.raises(ConfigError):
+            bridge.front.reload(bridge.config)
+        await bridge.connect("a", user="bob", password=b"builder")
+        path.write_text("ann:" + hash_password(b"a"))
+        bridge.front.reload(bridge.config)
+        await bridge.connect("b", user="ann", password=b"a")
+        client = await bridge.open()
+        await client.connect("c", user="bob", password=b"builder", expect=4)
+
+    with_bridge(tmp_path, test, users_file=path)
+
+
+@bridge_test
+async def test_anonymous_clients_are_welcome_on_loopback_and_their_user_name_means_nothing(
+    bridge: Bridge,
+) -> None:
+    client = await bridge.connect("a", user="admin", password=b"x")
+    session = bridge.lane.sessions.get("a")
+    assert session is not None
+    assert session.identity.user is None
+    assert await client.alive()
+
+
+@bridge_test(listen=["tcp://0.0.0.0:0"], allow_anonymous=True)
+async def test_anonymous_clients_are_welcome_elsewhere_only_if_allowed(bridge: Bridge) -> None:
+    await bridge.connect("a")
+    bridge.lane.access.load(MqttConfig())
+    client = await bridge.open()
+    await client.connect("b", expect=5)
+
+
+def test_a_listener_that_nobody_could_log_in_at_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="nobody could log in"):
+        MqttConfig(listen=["tcp://0.0.0.0:1883"])
+    with pytest.raises(ValueError, match=r"mqtt\.tls"):
+        MqttConfig(listen=["wss://127.0.0.1:8443"])
+
+
+RULES = [
+    AccessRule(publish=["in/%c/#", "plain/+"], subscribe=["open/#", "own/%u"]),
+    AccessRule(user="ann", publish=["ann/#"], subscribe=["#"], read=["open/#", "ann/#"]),
+]
+
+
+@bridge_test(acl=RULES)
+async def test_a_publish_that_is_not_allowed_is_refused(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    assert await client.exchange(publish("in/c/x", b"", 1, 1)) == Packet(0x40, b"\0\1")
+    client.send(publish("in/other/x", b"no", 0), publish("ann/x", b"no", 0))
+    assert await client.alive(), "QoS 0 is dropped"
+    client.send(
+        publish("plain/x", b"", 1, 2), publish("in/other/x", b"", 1, 3), publish("plain/x", b"", 1, 4)
+    )
+    assert await client.receive() == Packet(0x40, b"\0\2")
+    assert await client.closed()
+    assert [message.topic for message in await bridge.stored()] == [b"in/c/x"]
+    assert (bridge.stat("dropped_not_allowed"), bridge.stat("rejected_not_allowed")) == (2, 1)
+    will = await bridge.open()
+    await will.connect("w", will=("in/other/w", b"", 0), expect=5)
+    modern = await bridge.connect("m", level=V5)
+    answer = await modern.exchange(publish("in/other/x", b"", 1, 9, level=V5))
+    assert answer == Packet(0x40, b"\0\x09\x87")
+    answer = await modern.exchange(publish("in/other/x", b"", 2, 9, level=V5))
+    assert answer == Packet(0x50, b"\0\x09\x87")
+
+
+@bridge_test(acl=RULES)
+async def test_a_subscription_wider_than_the_rules_is_refused(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    codes = await client.subscribe(
+        ("open/a", 1), ("open/#", 0), ("#", 0), ("+/a", 0), ("own/+", 0), ("own/", 0)
+    )
+    assert codes == b"\1\0\x80\x80\x80\x80"
+
+
+def test_messages_are_checked_when_they_are_delivered_retained_and_queued(tmp_path: Path) -> None:
+    path = users(tmp_path, "ann:" + hash_password(b"a") + "\nbob:" + hash_password(b"b"))
+    rules = [*RULES, AccessRule(user="bob", publish=["#"])]
+
+    async def test(bridge: Bridge) -> None:
+        bob = await bridge.connect("bob", user="bob", password=b"b")
+        for topic in ("open/r", "secret/r"):
+            await bob.exchange(publish(topic, b"retained", 1, 1, retain=True))
+        ann = await bridge.connect("ann", clean=False, user="ann", password=b"a")
+        await ann.subscribe(("#", 1))
+        assert (await ann.message()).topic == "open/r"
+        for topic in ("secret/live", "open/live", "secret/live", "ann/live"):
+            await bob.exchange(publish(topic, b"", 1, 1))
+            bob.send(publish(topic, b""))
+        got = [(await ann.message()).topic for _ in range(4)]
+        assert sorted(got) == ["ann/live", "ann/live", "open/live", "open/live"]
+        ann.abort()
+        await until(lambda: bridge.stat("connections") == 1)
+        await bob.exchange(publish("secret/away", b"", 1, 1))
+        await bob.exchange(publish("open/away", b"", 1, 1))
+        ann = await bridge.connect("ann", clean=False, user="ann", password=b"a")
+        assert (await ann.message()).topic == "open/away"
+        assert await ann.silent()
+
+    with_bridge(tmp_path, test, users_file=path, acl=rules, allow_anonymous=False)
+
+
+def test_a_name_that_is_a_wildcard_gets_nothing_from_a_placeholder() -> None:
+    for name in ("#", "+", "a/b", "+/x"):
+        assert not Identity(name, None, RULES).may_publish("in/victim/x")
+        assert not Identity("c", name, RULES).may_subscribe("own/victim")
+    assert Identity("c", "dora", RULES).may_subscribe("own/dora")
+    assert not Identity("c", "%c", RULES).may_subscribe("own/c")
+
+
+async def open_tls(bridge: Bridge, authority: Authority, pair: Any = None, listener: int = 0) -> Client:
+    context = ssl.create_default_context(cafile=str(authority.cert))
+    if pair is not None:
+        context.load_cert_chain(pair.cert, pair.key)
+    return await bridge.open(listener, context)
+
+
+def test_tls_listeners_serve_and_take_a_new_certificate_on_reload(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    pair = authority.issue("server")
+
+    def serial(client: Client) -> str:
+        return str(client.writer.get_extra_info("peercert")["serialNumber"])
+
+    async def test(bridge: Bridge) -> None:
+        client = await open_tls(bridge, authority)
+        await client.connect("a")
+        assert await client.exchange(publish("in/a", b"x" * 100_000, 1, 1)) == Packet(0x40, b"\0\1")
+        authority.issue("server")
+        bridge.front.reload(bridge.config)
+        renewed = await open_tls(bridge, authority)
+        await renewed.connect("b")
+        assert serial(client) != serial(renewed)
+        assert await client.alive()
+        pair.cert.write_text("rubbish")
+        with pytest.raises(ConfigError, match=r"mqtt\.tls"):
+            bridge.front.reload(bridge.config)
+        assert serial(await open_tls(bridge, authority)) == serial(renewed)
+        for open_client in (client, renewed):
+            open_client.disconnect()
+
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=TlsSettings(cert=pair.cert, key=pair.key))
+
+
+def test_the_name_in_a_client_certificate_is_the_user(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path / "ca"), Authority(tmp_path / "other", "other-ca")
+    server, device, forged = authority.issue("server"), authority.issue("dev-1"), stranger.issue("dev-1")
+    tls = TlsSettings(cert=server.cert, key=server.key, client_ca=authority.cert)
+
+    async def test(bridge: Bridge) -> None:
+        client = await open_tls(bridge, authority, device)
+        await client.connect("c")
+        assert await client.exchange(publish("by/dev-1", b"", 1, 1)) == Packet(0x40, b"\0\1")
+        client.send(publish("by/dev-2", b"", 1, 2))
+        assert await client.closed()
+        other = await open_tls(bridge, authority, device)
+        await other.connect("c", user="dev-2", expect=5)
+        for pair in (None, forged):
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                intruder = await open_tls(bridge, authority, pair)
+                await intruder.connect("c")
+
+    rules = [AccessRule(publish=["by/%u"])]
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls, acl=rules)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="topic filter"):
+        AccessRule(publish=["a/#/b"])
+    for url in ("mqtt://x", "tcp://", "tcp://h:99999", "tcp://h/path"):
+        with pytest.raises(ValueError, match="listen"):
+            MqttConfig(listen=[url], allow_anonymous=True)
+    assert Limits().connections == 10_000
+    assert subscribe(1, ("a", 0))
