@@ -8,11 +8,8 @@ from __future__ import annotations
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -34,15 +31,13 @@ from bridge.cli.common import (
     print_json,
     print_table,
 )
+from bridge.cli.lookup import describe_stream, find, first_since, messages_of, read_messages
 from bridge.errors import StreamBridgeError, StreamNotFound
-from bridge.model import MessageStreamDefinition
-from bridge.streams.reader import StreamMeta, StreamReader, list_streams
+from bridge.streams.reader import StreamReader, list_streams
 from bridge.streams.segment import Message
-from bridge.streams.store import MEMORY
 from bridge.units import format_duration, format_size, parse_duration
 
 POLL = 0.2  # seconds between two looks of `tail`; a look costs one stat and one read
-_MOST = 1 << 20  # bytes per read
 
 app = typer.Typer(
     help="Look into the streams, also while the service runs.", no_args_is_help=True, rich_markup_mode=None
@@ -79,7 +74,7 @@ def list_command(
 ) -> None:
     """List the streams."""
     directory = data_directory(config, data_dir)
-    described = [_describe(directory, meta) for meta in list_streams(directory)]
+    described = [describe_stream(directory, meta) for meta in list_streams(directory)]
     if as_json:
         print_json(described)
         return
@@ -108,15 +103,17 @@ def describe(
 ) -> None:
     """Show a stream's definition and what it holds."""
     directory = data_directory(config, data_dir)
-    info = _describe(directory, _find(directory, name))
+    info = describe_stream(directory, find(directory, name))
     if as_json:
         print_json(info)
         return
     storage, definition = info["storageStatus"], info["definition"]
+    newest = storage["newestSequenceNumber"]
     exports = [
-        f"{kind} {export.get('identifier', '')}"
-        for kind, items in definition["exportDefinition"].items()
-        for export in items
+        f"{status.export_config_identifier}: exported to {status.last_exported_sequence_number}, "
+        f"{newest - status.last_exported_sequence_number} to go"
+        + (f"; {status.error_message}" if status.error_message else "")
+        for status in info["exportStatuses"]
     ]
     now = time.time() * 1000
     print_facts(
@@ -124,7 +121,7 @@ def describe(
             ("name", info["name"]),
             ("created", format_time(info["epoch"])),
             ("messages", info["messages"]),
-            ("numbers", f"{storage['oldestSequenceNumber']} to {storage['newestSequenceNumber']}"),
+            ("numbers", f"{storage['oldestSequenceNumber']} to {newest}"),
             *(
                 (label, f"{format_time(info[key])} ({format_duration(int(now - info[key]))} ago)")
                 for label, key in (("oldest", "oldestIngestTime"), ("newest", "newestIngestTime"))
@@ -134,7 +131,7 @@ def describe(
             ("when full", definition["strategyOnFull"]),
             ("persistence", definition["persistence"]),
             ("topics", " ".join(definition["topics"]) or "-"),
-            ("exports", ", ".join(exports) or "-"),
+            *(("export", export) for export in exports),
             ("directory", info["directory"]),
         ]
     )
@@ -180,14 +177,14 @@ def read(
         raise typer.BadParameter("give either --start or --from-time")
     _check_filter(topic)
     since = None if from_time is None else _parse_time(from_time)
-    with closing(StreamReader(_messages_of(data_directory(config, data_dir), name))) as reader:
+    with closing(StreamReader(messages_of(data_directory(config, data_dir), name))) as reader:
         oldest, end = reader.bounds()
         if since is not None:
-            start = _first_since(reader, oldest, end, since)
+            start = first_since(reader, oldest, end, since)
         elif start is not None and start < oldest:
             note(f"{name}: the messages before {oldest} are no longer stored")
         shown = 0
-        for message in _read(reader, oldest if start is None else start, end):
+        for message in read_messages(reader, oldest if start is None else start, end):
             if topic is None or topics.matches(topic, _topic(message)):
                 if shown == count:
                     note(f"{name}: there is more; go on with --start {message.sequence_number}")
@@ -216,12 +213,12 @@ def tail(
 ) -> None:
     """Print the newest messages and then each new one, until Ctrl-C."""
     _check_filter(topic)
-    directory = _messages_of(data_directory(config, data_dir), name)
+    directory = messages_of(data_directory(config, data_dir), name)
     with closing(StreamReader(directory)) as reader:
         oldest, end = reader.bounds()
         position = max(oldest, end - count)
         while directory.is_dir():
-            for message in _read(reader, position, end):
+            for message in read_messages(reader, position, end):
                 if topic is None or topics.matches(topic, _topic(message)):
                     _print(message, as_json)
             sys.stdout.flush()
@@ -229,85 +226,6 @@ def tail(
             time.sleep(POLL)
             end = max(reader.bounds()[1], position)
     raise StreamNotFound(f"{name}: the stream was deleted")
-
-
-def _find(data_dir: Path, name: str) -> StreamMeta:
-    known = {meta.name: meta for meta in list_streams(data_dir)}
-    if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
-        raise StreamNotFound(f"{data_dir}: there is no stream {name}; {hint}")
-    return known[name]
-
-
-def _messages_of(data_dir: Path, name: str) -> Path:
-    meta = _find(data_dir, name)
-    directory = _files(data_dir, meta)
-    if not directory.is_dir():
-        raise StreamNotFound(f"{directory}: the messages of {name} were in memory, and are gone")
-    return directory
-
-
-def _files(data_dir: Path, meta: StreamMeta) -> Path:
-    return data_dir / MEMORY / meta.directory.name if meta.memory else meta.directory
-
-
-def _describe(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
-    """What --json prints; enums by name, everything else as on the wire."""
-    directory = _files(data_dir, meta)
-    definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
-    wire = msgspec.to_builtins(definition)
-    wire["strategyOnFull"] = definition.strategy_on_full.name
-    wire["persistence"] = definition.persistence.name
-    oldest, end, size, first, last = _holding(directory) if directory.is_dir() else (0, 0, 0, None, None)
-    return {
-        "name": meta.name,
-        "epoch": meta.epoch,
-        "directory": str(directory),
-        "messages": end - oldest,
-        "oldestIngestTime": first,
-        "newestIngestTime": last,
-        "storageStatus": {
-            "oldestSequenceNumber": oldest,
-            "newestSequenceNumber": end - 1,
-            "totalBytes": size,
-        },
-        "definition": wire,
-    }
-
-
-def _holding(directory: Path) -> tuple[int, int, int, int | None, int | None]:
-    """Oldest and next number, bytes, and the times of the oldest and newest message."""
-    with closing(StreamReader(directory)) as reader:
-        oldest, end = reader.bounds()
-        times = [
-            message.ingest_time
-            for number in (oldest, end - 1)
-            if oldest < end
-            for message in reader.read(number, end=end, max_messages=1, max_bytes=1)
-        ]
-        return oldest, end, reader.total_bytes(), next(iter(times), None), next(iter(times[1:]), None)
-
-
-def _read(reader: StreamReader, start: int, end: int) -> Iterator[Message]:
-    while start < end:
-        found = reader.read(start, end=end, max_messages=1000, max_bytes=_MOST)
-        if not found:
-            return
-        yield from found
-        start = found[-1].sequence_number + 1
-
-
-def _first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
-    """The first number whose message is not older; numbers grow with the ingest time."""
-    while low < high:
-        middle = (low + high) // 2
-        found = reader.read(middle, end=high, max_messages=1, max_bytes=1)
-        if found and found[0].ingest_time < millis:
-            low = found[0].sequence_number + 1
-        else:
-            high = middle
-    return low
 
 
 def _parse_time(text: str) -> int:

@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.model import Persistence
+from bridge.streams.reader import list_streams
 from tests.cli.conftest import COMMAND, Fill, environment, streambridge
 
 READINGS = [(f"sensors/{'ab'[n % 2]}/temperature", b'{"value":%d}' % n) for n in range(6)]
@@ -45,16 +47,26 @@ def test_list_and_describe_as_json_agree(fill: Fill) -> None:
     assert described["newestIngestTime"] - described["oldestIngestTime"] == 5000
 
 
-def test_describe_is_readable(fill: Fill) -> None:
-    exports = {"s3": [{"identifier": "lake", "bucket": "b"}]}
+def test_describe_is_readable_and_says_how_far_each_export_is(fill: Fill) -> None:
+    exports = {"s3": [{"identifier": "lake", "bucket": "b"}, {"identifier": "new", "bucket": "c"}]}
     data = fill(READINGS, export_definition=exports)
-    facts = dict(
-        line.split(maxsplit=1) for line in lines("streams", "describe", "sensors", "--data-dir", data)
-    )
+    (stream,) = list_streams(data)
+    cursor = CursorFile(stream_directory(data, "sensors") / "lake.cursor")
+    cursor.write(Cursor(epoch=stream.epoch, kind="s3", position=4, messages=4, error="no route to host"))
+    cursor.close()
+    rows = [line.split(maxsplit=1) for line in lines("streams", "describe", "sensors", "--data-dir", data)]
+    facts = dict(rows)
     assert facts["numbers"] == "0 to 5"
-    assert facts["exports"] == "s3 lake"
     assert facts["oldest"].startswith("2026-01-01T12:00:00.000Z (")
     assert facts["directory"] == str(data / "streams" / "sensors")
+    assert [value for key, value in rows if key == "export"] == [
+        "lake: exported to 3, 2 to go; no route to host",
+        "new: exported to -1, 6 to go",
+    ]
+    described = json.loads(
+        streambridge("streams", "describe", "sensors", "--data-dir", data, "--json").stdout
+    )
+    assert described["exportStatuses"][0]["lastExportedSequenceNumber"] == 3
 
 
 def test_read_prints_number_time_topic_and_payload(fill: Fill) -> None:

@@ -1,0 +1,127 @@
+"""What the files of a data directory say about its streams: the reading behind `streams ...`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import closing
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from bridge.errors import CorruptData, StreamNotFound
+from bridge.export.cursor import Cursor, CursorFile, stream_directory
+from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.streams.layout import directory_name
+from bridge.streams.reader import StreamMeta, StreamReader, list_streams
+from bridge.streams.segment import Message
+from bridge.streams.store import MEMORY
+
+_MOST = 1 << 20  # bytes per read
+
+
+def find(data_dir: Path, name: str) -> StreamMeta:
+    """The stream of this name; raises StreamNotFound with one that is like it."""
+    known = {meta.name: meta for meta in list_streams(data_dir)}
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
+        raise StreamNotFound(f"{data_dir}: there is no stream {name}; {hint}")
+    return known[name]
+
+
+def messages_of(data_dir: Path, name: str) -> Path:
+    """The directory of a stream's segments; raises StreamNotFound."""
+    meta = find(data_dir, name)
+    directory = _files(data_dir, meta)
+    if not directory.is_dir():
+        raise StreamNotFound(f"{directory}: the messages of {name} were in memory, and are gone")
+    return directory
+
+
+def _files(data_dir: Path, meta: StreamMeta) -> Path:
+    return data_dir / MEMORY / meta.directory.name if meta.memory else meta.directory
+
+
+def describe_stream(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
+    """What --json prints; enums by name, everything else as on the wire."""
+    directory = _files(data_dir, meta)
+    definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
+    wire = msgspec.to_builtins(definition)
+    wire["strategyOnFull"] = definition.strategy_on_full.name
+    wire["persistence"] = definition.persistence.name
+    oldest, end, size, first, last = _holding(directory) if directory.is_dir() else (0, 0, 0, None, None)
+    return {
+        "name": meta.name,
+        "epoch": meta.epoch,
+        "directory": str(directory),
+        "messages": end - oldest,
+        "oldestIngestTime": first,
+        "newestIngestTime": last,
+        "storageStatus": {
+            "oldestSequenceNumber": oldest,
+            "newestSequenceNumber": end - 1,
+            "totalBytes": size,
+        },
+        "exportStatuses": [*_exports(data_dir, meta, definition)],
+        "definition": wire,
+    }
+
+
+def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefinition) -> Iterator[ExportStatus]:
+    """How far each export is, from its cursor; one that never ran has none."""
+    for items in definition.export_definition.values():
+        for item in items:
+            identifier = str(item.get("identifier", ""))
+            path = stream_directory(data_dir, meta.name) / f"{directory_name(identifier)}.cursor"
+            cursor: Cursor | None = None
+            with contextlib.suppress(OSError, CorruptData):
+                cursor = CursorFile.peek(path)
+            if cursor is None or cursor.epoch != meta.epoch:
+                yield ExportStatus(export_config_identifier=identifier)
+            else:
+                yield ExportStatus(
+                    export_config_identifier=identifier,
+                    last_exported_sequence_number=cursor.position - 1,
+                    last_export_time=cursor.last_time,
+                    error_message=cursor.error,
+                    exported_bytes_from_stream=cursor.size,
+                    exported_messages_count=cursor.messages,
+                )
+
+
+def _holding(directory: Path) -> tuple[int, int, int, int | None, int | None]:
+    """Oldest and next number, bytes, and the times of the oldest and newest message."""
+    with closing(StreamReader(directory)) as reader:
+        oldest, end = reader.bounds()
+        times = [
+            message.ingest_time
+            for number in (oldest, end - 1)
+            if oldest < end
+            for message in reader.read(number, end=end, max_messages=1, max_bytes=1)
+        ]
+        return oldest, end, reader.total_bytes(), next(iter(times), None), next(iter(times[1:]), None)
+
+
+def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[Message]:
+    """The messages start..end-1 that are stored, in order; raises CorruptData."""
+    while start < end:
+        found = reader.read(start, end=end, max_messages=1000, max_bytes=_MOST)
+        if not found:
+            return
+        yield from found
+        start = found[-1].sequence_number + 1
+
+
+def first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
+    """The first number whose message is not older; numbers grow with the ingest time."""
+    while low < high:
+        middle = (low + high) // 2
+        found = reader.read(middle, end=high, max_messages=1, max_bytes=1)
+        if found and found[0].ingest_time < millis:
+            low = found[0].sequence_number + 1
+        else:
+            high = middle
+    return low
