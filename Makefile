@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo test test-slow lint format venv clean
+.PHONY: help demo test test-slow lint format venv deb clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -38,5 +38,8 @@ venv: .venv/made ## the environment alone
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,parquet,dev]'
 	@touch $@
 
+deb: ## a Debian package of the gateway, in dist/
+	.ci/deb
+
 clean: ## remove what all of this has made
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

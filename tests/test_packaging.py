@@ -173,3 +173,25 @@ def test_pip_install_alone_gives_a_gateway_that_works(tmp_path: Path) -> None:
     )
     copied = shutil.copy(shipped / "streambridge.toml", tmp_path)
     run(command, "plugins", "-c", copied, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_debian_package_holds_a_gateway_that_works(tmp_path: Path) -> None:
+    if shutil.which("dpkg-deb") is None:
+        pytest.skip("Debian packages are built on Debian")
+    tree = tmp_path / "tree"
+    run("git", "clone", "--quiet", CHECKOUT, tree, cwd=tmp_path)
+    run("make", "deb", cwd=tree)
+    (package,) = (tree / "dist").glob("*.deb")
+    unpacked = tmp_path / "unpacked"
+    run("dpkg-deb", "-x", package, unpacked, cwd=tmp_path)
+    python = unpacked / "opt/streambridge/bin/python3"
+    found = json.loads(run(python, "-m", "bridge", "plugins", "--json", cwd=tmp_path))
+    assert {plugin["error"] for plugin in found} == {None}
+    script = (unpacked / "opt/streambridge/bin/streambridge").read_text()
+    assert script.startswith("#!/opt/streambridge/bin/python3\n")
+    unit = (unpacked / "lib/systemd/system/streambridge.service").read_text()
+    assert "ExecStart=/opt/streambridge/bin/streambridge run\n" in unit
+    config = (unpacked / "etc/streambridge/streambridge.toml").read_text()
+    assert 'data_dir = "/var/lib/streambridge"' in config.splitlines()
+    assert str(tmp_path) not in script + unit + config

@@ -36,7 +36,7 @@ def install_service(
     alone = root != Path("/")
     if not alone:
         _check(command)
-    units, config = shipped("systemd"), shipped("config")
+    units = shipped("systemd")
     for unit in UNITS:
         text = (units / unit).read_text().replace(_PLACEHOLDER, str(command))
         _write(root / "etc/systemd/system" / unit, text)
@@ -47,8 +47,7 @@ def install_service(
     if target.exists():
         typer.echo(f"kept {target}")
     else:
-        text = (config / "streambridge.toml").read_text()
-        _write(target, text.replace(_LOCAL_DATA, 'data_dir = "/var/lib/streambridge"\n'))
+        _write(target, service_config())
     if alone:
         return
     _run("systemd-sysusers", "/etc/sysusers.d/streambridge.conf")
@@ -60,6 +59,12 @@ def install_service(
     _run("systemctl", "enable", "streambridge.service")
     _run("systemctl", "restart", "streambridge.service")
     typer.echo("`systemctl status streambridge` and `journalctl -u streambridge` show how it is")
+
+
+def service_config() -> str:
+    """The sample configuration with its data where the unit allows it."""
+    text = (shipped("config") / "streambridge.toml").read_text()
+    return text.replace(_LOCAL_DATA, 'data_dir = "/var/lib/streambridge"\n')
 
 
 def _check(command: Path) -> None:
