@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -158,6 +158,59 @@ def report(
         if as_json:
             _document(result.to_json(), out)
         _finish(result, None if as_json else out)
+
+
+@app.command()
+def refine(
+    to: Annotated[
+        str, typer.Option("--to", help="Typed table, namespace.table; with --delta a directory or URL.")
+    ],
+    schema: Annotated[
+        str,
+        typer.Option("--schema", help='Columns as Spark DDL, such as "temp DOUBLE, unit STRING", or infer.'),
+    ] = "infer",
+    form: Annotated[str, typer.Option("--format", help="Payloads are json or cbor.")] = "json",
+    stream: Annotated[
+        list[str] | None, typer.Option("--stream", help="Only this stream, repeatable [all].")
+    ] = None,
+    table: TableName = "lake.messages",
+    warehouse: Warehouse = None,
+    catalog: Catalog = None,
+    delta: Delta = None,
+    state: StateUrl = None,
+    endpoint_url: Endpoint = None,
+    master: Master = None,
+    remote: Remote = None,
+    as_json: Json = False,
+) -> None:
+    """Decode payloads into typed columns of the table --to; what does not fit goes to <to>_rejects.
+
+    Incremental and exactly once, like the first step.
+    """
+    with _result() as out:
+        if form not in ("json", "cbor"):
+            raise _usage(f"--format {form}: it is json or cbor")
+        options = _table(table, warehouse, catalog, delta, state, endpoint_url)
+        require(*PACKAGES, *(["cbor2"] if form == "cbor" else []))
+        messages = open_sink(options)
+        spark = open_session(master, remote, "streambridge ingest refine")
+        from bridge.ingest.refine import Step
+
+        def make(kind: str, columns: Any) -> Any:
+            name = to if kind == "typed" else f"{to.rstrip('/')}_rejects"
+            own = replace(options, state=f"{state}/{kind}" if state else None)
+            return open_sink(replace(own, delta=name) if delta else replace(own, name=name), columns)
+
+        try:
+            done = Step(messages, make, form, schema, stream or ()).run(spark)
+        finally:
+            spark.stop()
+        if as_json:
+            _document(asdict(done), out)
+        else:
+            print(
+                f"{done.rows:,} rows typed, {done.rejected:,} rejected; schema {done.schema or '-'}", file=out
+            )
 
 
 @app.command()

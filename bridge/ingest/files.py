@@ -126,7 +126,7 @@ class DayFiles:
     def _shaped(self, table: pa.Table) -> pa.Table:
         have = set(table.column_names)
         columns = [
-            table[field.name] if field.name in have else pa.nulls(table.num_rows, field.type)
+            table[field.name].cast(field.type) if field.name in have else pa.nulls(table.num_rows, field.type)
             for field in self.schema
         ]
         return pa.Table.from_arrays(columns, schema=self.schema)

@@ -3,7 +3,7 @@
     <state>/<version, 20 digits>.json
     {"format": 1, "version": v, "previous": v0, "streams": [{"gateway", "stream", "epoch",
      "covered": [[first, last, ms of first, ms of last], ...], "late": [objects, rows], "head": {...}}],
-     "quarantine": [[key, etag, size, reason], ...]}
+     "quarantine": [[key, etag, size, reason], ...], "notes": {...}}
 
 A document is written under a new name before the commit, and the commit of the table carries its
 version: the commit decides which document is true, and one that was never committed is never read. It
@@ -81,6 +81,7 @@ class State:
     version: int | None = None
     streams: dict[StreamId, StreamState] = field(default_factory=dict)
     quarantine: dict[tuple[str, str], Quarantined] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def covered(self) -> dict[StreamId, Ranges]:
         return {stream: state.covered for stream, state in self.streams.items()}
@@ -115,6 +116,7 @@ class StateStore:
         for stream in raw["streams"]:
             name = StreamId(stream["gateway"], stream["stream"], stream["epoch"])
             state.streams[name] = _stream_from_json(stream)
+        state.notes = raw["notes"]
         state.quarantine = {(key, etag): Quarantined(size, why) for key, etag, size, why in raw["quarantine"]}
         return state
 
@@ -127,6 +129,7 @@ class StateStore:
             "version": version,
             "previous": previous,
             "streams": [_stream_to_json(name, state.streams[name]) for name in sorted(state.streams)],
+            "notes": state.notes,
             "quarantine": [[*name, *entry] for name, entry in sorted(state.quarantine.items())],
         }
         self._store.put(_name(version), json.dumps(document, separators=(",", ":")).encode())

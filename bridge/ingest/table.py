@@ -10,6 +10,8 @@ from bridge.ingest.errors import BadOption
 from bridge.ingest.session import require
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from bridge.ingest.sinks.base import Sink
 
 
@@ -30,13 +32,17 @@ class TableOptions:
     endpoint: str | None = None
 
 
-def open_sink(options: TableOptions) -> Sink:
-    """The table as a sink; nothing is created before the first round."""
+def open_sink(options: TableOptions, schema: pa.Schema | None = None) -> Sink:
+    """The table as a sink; nothing is created before the first round, then with these columns."""
+    require("pyarrow")
+    from bridge.ingest.columns import MESSAGES
+
+    schema = MESSAGES if schema is None else schema
     if options.delta:
         require("deltalake")
         from bridge.ingest.sinks.delta import DeltaSink
 
-        return DeltaSink(options.delta, options.state, options.endpoint)
+        return DeltaSink(options.delta, options.state, options.endpoint, schema)
     require("pyiceberg")
     from bridge.ingest.sinks.iceberg import IcebergSink, open_catalog
 
@@ -47,7 +53,7 @@ def open_sink(options: TableOptions) -> Sink:
     if state is None and options.warehouse:
         # not below the table: engines that remove orphan files there would remove it
         state = f"{options.warehouse.rstrip('/')}/_streambridge/{options.name}"
-    return IcebergSink(catalog, options.name, state, options.endpoint)
+    return IcebergSink(catalog, options.name, state, options.endpoint, schema)
 
 
 def read(options: TableOptions, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:

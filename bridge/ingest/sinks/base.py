@@ -8,6 +8,7 @@ nothing was added. Commits of others that leave the pointer alone (compaction) a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.ingest.files import DataFile
@@ -16,6 +17,17 @@ from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class LiveFile:
+    """A data file that the table consists of; a file that came later has a larger `added`."""
+
+    path: str  # relative to the table
+    day: str
+    size: int
+    rows: int
+    added: int
 
 
 class Sink(Protocol):
@@ -39,6 +51,9 @@ class Sink(Protocol):
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         """Add the files and point to `version`, in one step."""
+
+    def files(self) -> list[LiveFile]:
+        """The table's data files, in the order of `added`."""
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""

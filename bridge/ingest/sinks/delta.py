@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
@@ -21,6 +22,7 @@ from deltalake.transaction import AddAction
 from bridge.ingest.columns import MESSAGES
 from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
+from bridge.ingest.sinks.base import LiveFile
 from bridge.ingest.store import Place
 from bridge.ingest.worker import Target
 
@@ -116,6 +118,23 @@ class DeltaSink:
                 raise Moved(f"{self.name}: another run committed first") from error
             raise
 
+    def files(self) -> list[LiveFile]:
+        table = self.table()
+        if table is None:
+            return []
+        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        found = [
+            LiveFile(
+                unquote(action["path"]),
+                str(action[f"partition.{PARTITION}"]),
+                action["size_bytes"],
+                action["num_records"],
+                _millis(action["modification_time"]),
+            )
+            for action in actions
+        ]
+        return sorted(found, key=lambda file: file.added)
+
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()
         if table is None:
@@ -123,6 +142,10 @@ class DeltaSink:
         data = table.to_pyarrow_dataset()
         chosen = list(columns) if columns else None
         return data.to_table(chosen) if limit is None else data.head(limit, columns=chosen)
+
+
+def _millis(when: Any) -> int:
+    return when if isinstance(when, int) else int(when.timestamp() * 1000)
 
 
 def _action(file: DataFile) -> AddAction:

@@ -9,7 +9,9 @@ of a snapshot that is not the newest any more, which is what keeps two runs apar
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date, timedelta
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +21,7 @@ from pyiceberg.conversions import to_bytes
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError
 from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
 from pyiceberg.manifest import DataFile as IcebergFile
-from pyiceberg.manifest import DataFileContent, FileFormat
+from pyiceberg.manifest import DataFileContent, FileFormat, ManifestContent, ManifestEntry
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
@@ -29,6 +31,7 @@ from pyiceberg.typedef import Record
 from bridge.ingest.columns import MESSAGES
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
+from bridge.ingest.sinks.base import LiveFile
 from bridge.ingest.store import Place
 from bridge.ingest.worker import Target
 
@@ -145,6 +148,19 @@ class IcebergSink:
                 time.sleep(0.1 * 2**attempt)
         raise Moved(f"{self.name}: {ATTEMPTS} commits failed, other writers were always first")
 
+    def files(self) -> list[LiveFile]:
+        table = self.table()
+        snapshot = table.current_snapshot() if table else None
+        if table is None or snapshot is None:
+            return []
+        found = [
+            live_file(table, entry)
+            for manifest in snapshot.manifests(table.io)
+            if manifest.content == ManifestContent.DATA
+            for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
+        ]
+        return sorted(found, key=lambda file: file.added)
+
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()
         if table is None:
@@ -202,6 +218,16 @@ def data_file(table: Table, file: DataFile) -> IcebergFile:
     )
 
 
+def live_file(table: Table, entry: ManifestEntry) -> LiveFile:
+    """A manifest entry, as the job sees it."""
+    file = entry.data_file
+    path = file.file_path.removeprefix(f"{table.location().rstrip('/')}/")
+    day = date(1970, 1, 1) + timedelta(days=file.partition[0])
+    return LiveFile(
+        path, day.isoformat(), file.file_size_in_bytes, file.record_count, entry.file_sequence_number or 0
+    )
+
+
 def _pointer(table: Table) -> int | None:
     snapshot = table.current_snapshot()
     while snapshot is not None:
@@ -216,12 +242,30 @@ def _pointer(table: Table) -> int | None:
 
 
 def _schema(schema: pa.Schema) -> Schema:
-    """Give the columns fresh ids 1, 2, ... in their order."""
-    ids = [{"field-id": number, "names": [field.name]} for number, field in enumerate(schema, 1)]
-    return pyarrow_to_schema(schema, name_mapping=NameMapping.model_validate(ids))
+    """Give the columns, and the fields within them, fresh ids 1, 2, ..."""
+    ids = count(1)
+    columns = [{"field-id": next(ids), "names": [field.name]} for field in schema]
+    for column, field in zip(columns, schema, strict=True):
+        column["fields"] = _inner(field.type, ids)
+    return pyarrow_to_schema(schema, name_mapping=NameMapping.model_validate(columns))
+
+
+def _inner(kind: pa.DataType, ids: Iterator[int]) -> list[dict[str, Any]]:
+    if pa.types.is_struct(kind):
+        fields = [(field.name, field.type) for field in kind]
+    elif pa.types.is_list(kind):
+        fields = [("element", kind.value_type)]
+    else:
+        return []
+    return [{"field-id": next(ids), "names": [name], "fields": _inner(inner, ids)} for name, inner in fields]
 
 
 def _narrow(field: pa.Field) -> pa.Field:
     """pyiceberg's Arrow schemas say large_string and large_binary; files are written with the plain ones."""
+    kind = field.type
+    if pa.types.is_struct(kind):
+        return field.with_type(pa.struct([_narrow(inner) for inner in kind]))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return field.with_type(pa.list_(_narrow(kind.value_field)))
     plain = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
-    return field.with_type(plain.get(field.type, field.type))
+    return field.with_type(plain.get(kind, kind))

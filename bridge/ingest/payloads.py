@@ -1,0 +1,136 @@
+"""Payloads as JSON text, and the schema of typed columns.
+
+`texts` runs in the executors: it makes JSON text of every payload, for Spark's `from_json` to type. A
+payload that is not JSON text (UTF-8) or not CBOR gives None.
+
+A schema is Spark DDL ("temp DOUBLE, unit STRING"), given or inferred from a sample: whole numbers are
+BIGINT, numbers DOUBLE, lists ARRAY, objects STRUCT; what is not the same in all samples is STRING, which
+takes any JSON value as its text.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Mapping
+from datetime import date, datetime
+from typing import Any
+
+FORMATS = ("json", "cbor")
+KEYS = ("gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic")
+
+Shape = str | dict[str, Any] | list[Any]  # a DDL type, a struct, or [shape of the elements]
+
+
+def texts(payloads: Iterable[bytes], form: str) -> list[str | None]:
+    """JSON text of each payload, or None."""
+    return [_cbor(payload) if form == "cbor" else _utf8(payload) for payload in payloads]
+
+
+def _utf8(payload: bytes) -> str | None:
+    try:
+        return payload.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _cbor(payload: bytes) -> str | None:
+    import cbor2
+
+    try:
+        return json.dumps(cbor2.loads(payload), default=_plain)
+    # a hostile payload can raise nearly anything in a decoder, and it is one row of many
+    except Exception:
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """What CBOR has and JSON has not."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, date | datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)
+
+
+def infer(sample: Iterable[str | None]) -> str:
+    """The DDL that fits all samples that are JSON objects; empty when there are none."""
+    merged: dict[str, Any] = {}
+    for text in sample:
+        try:
+            value = json.loads(text or "")
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            merged = _merge_structs(merged, _shape(value))
+    return ", ".join(f"`{name}` {_ddl(shape)}" for name, shape in merged.items())
+
+
+def _shape(value: Any) -> Any:
+    match value:
+        case bool():
+            return "BOOLEAN"
+        case int():
+            return "BIGINT" if -(2**63) <= value < 2**63 else "STRING"
+        case float():
+            return "DOUBLE"
+        case dict() if value and all("`" not in name for name in value):
+            return {name: _shape(item) for name, item in value.items()}
+        case list() if value:
+            shape = _shape(value[0])
+            for item in value[1:]:
+                shape = _merge(shape, _shape(item))
+            return [shape]
+        case None:
+            return None
+        case _:
+            return "STRING"
+
+
+def _merge(one: Any, other: Any) -> Any:
+    if one is None or other is None or one == other:
+        return other if one is None else one
+    if {str(one), str(other)} == {"BIGINT", "DOUBLE"}:
+        return "DOUBLE"
+    if isinstance(one, dict) and isinstance(other, dict):
+        return _merge_structs(one, other)
+    if isinstance(one, list) and isinstance(other, list):
+        return [_merge(one[0], other[0])]
+    return "STRING"
+
+
+def _merge_structs(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _merge(one.get(name), other.get(name)) for name in [*one, *(n for n in other if n not in one)]
+    }
+
+
+def _ddl(shape: Any) -> str:
+    match shape:
+        case dict():
+            return "STRUCT<" + ", ".join(f"`{name}`: {_ddl(item)}" for name, item in shape.items()) + ">"
+        case list():
+            return f"ARRAY<{_ddl(shape[0])}>"
+        case _:
+            return shape or "STRING"
+
+
+def column_names(
+    fields: Iterable[str], taken: Iterable[str] = (*KEYS, "payload", "reason")
+) -> dict[str, str]:
+    """A column for each field of the payload: lower case and plain, for Athena, and no name twice."""
+    used = set(taken)
+    names: dict[str, str] = {}
+    for field in fields:
+        plain = re.sub(r"\W", "_", field.lower(), flags=re.ASCII) or "_"
+        name = f"payload_{plain}" if plain in taken else plain
+        number = 2
+        while name in used:
+            name = f"{plain}_{number}"
+            number += 1
+        used.add(name)
+        names[field] = name
+    return names

@@ -1,0 +1,247 @@
+"""The second step: payloads as typed columns, in a table of their own.
+
+What fits the schema goes to the typed table, what does not, with its payload and the reason, to
+`<table>_rejects`. Spark types the rows (`from_json`); reading and writing are this package's.
+
+Incremental and exactly once, as the first step: the state of each of the two tables says which numbers
+it has seen, and changes in the same commit as its rows. A crash between the two commits leaves one table
+ahead; the next run brings up the other one first. Only data files that were added since the last run are
+read; should numbers be missing from those (another engine compacted in between), all files are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bridge.ingest.errors import BadOption, IngestError
+from bridge.ingest.files import DataFile
+from bridge.ingest.payloads import KEYS, column_names, infer
+from bridge.ingest.planner import StreamId
+from bridge.ingest.ranges import Ranges
+from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
+from bridge.ingest.sinks.base import LiveFile, Sink
+from bridge.ingest.state import State, StateStore
+from bridge.ingest.worker import STATUS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+SAMPLE = 1000  # payloads looked at to infer a schema
+TASK_BYTES = 64 << 20  # of data files: what one task reads
+MISFIT = "_misfit"
+
+
+@dataclass(slots=True)
+class Refined:
+    """What one run did."""
+
+    rows: int = 0
+    rejected: int = 0
+    files: int = 0
+    rounds: int = 0
+    schema: str = ""
+
+
+@dataclass(slots=True)
+class Step:
+    """One refinement: from which table, of which streams, by which format and schema ("infer" or DDL)."""
+
+    messages: Sink
+    make: Callable[[str, pa.Schema], Sink]  # opens "typed" or "rejects" with these columns
+    form: str = "json"
+    schema: str = "infer"
+    streams: Collection[str] = ()
+    max_bytes: int = 4 << 30
+    done: Refined = field(default_factory=Refined)
+
+    def run(self, spark: SparkSession) -> Refined:
+        """Refine all that the table of messages has and the typed table has not."""
+        source = StateStore(self.messages.state()).load(self.messages.pointer())
+        wanted = {
+            name: state.covered
+            for name, state in source.streams.items()
+            if state.covered and (not self.streams or name.stream in self.streams)
+        }
+        files = self.messages.files()
+        if not wanted or not files:
+            return self.done
+        keys = _arrow(spark.createDataFrame([], READ.rsplit(",", 2)[0]).schema)
+        rejects = self.make("rejects", _with(keys, payload="binary", reason="string"))
+        ddl = self._schema(spark, wanted, files, keys)
+        self.done.schema = ddl
+        typed_schema = _arrow(spark.createDataFrame([], ddl).schema)
+        names = column_names(typed_schema.names)
+        columns = _renamed(typed_schema, names)
+        typed = self.make("typed", _joined(keys, columns))
+        typed.target()  # makes the table when there is none
+        typed.add_columns({column.name: column.type for column in columns})
+        sinks = {"typed": typed, "rejects": rejects}
+        fresh = {kind: _fresh(wanted, _load(sink)) for kind, sink in sinks.items()}
+        if fresh["typed"] != fresh["rejects"]:  # a crash between two commits
+            for kind, sink in sinks.items():
+                self._all(spark, ddl, names, {kind: sink}, fresh[kind], files)
+        else:
+            self._all(spark, ddl, names, sinks, fresh["typed"], files)
+        return self.done
+
+    def _schema(self, spark: SparkSession, wanted: Fresh, files: Sequence[LiveFile], keys: pa.Schema) -> str:
+        if self.schema != "infer":
+            return self.schema
+        known = _load(self.make("typed", keys)).notes.get("schema")
+        if known:
+            return known
+        frame = self._read(spark, [[file.path] for file in files[:8]], wanted)
+        ddl = infer(row.text for row in frame.select("text").limit(SAMPLE).collect())
+        if not ddl:
+            raise BadOption("no payload is a JSON object, so there is no schema to infer: give --schema")
+        return ddl
+
+    def _all(
+        self,
+        spark: SparkSession,
+        ddl: str,
+        names: dict[str, str],
+        sinks: dict[str, Sink],
+        fresh: Fresh,
+        files: Sequence[LiveFile],
+    ) -> None:
+        """Rounds until nothing is fresh: first over files added since the last run, then over all."""
+        marks = [int(_load(sink).notes.get("added", "-1")) for sink in sinks.values()]
+        newest = max(file.added for file in files)
+        new = [file for file in files if file.added > min(marks)]
+        for candidates in (new, list(files)):
+            for group in _groups(candidates, self.max_bytes):
+                if not any(fresh.values()):
+                    return
+                last = group[-1] is candidates[-1]
+                self._round(spark, ddl, names, sinks, fresh, group, newest if last else min(marks))
+        if any(fresh.values()):
+            stream, ranges = next((stream, ranges) for stream, ranges in fresh.items() if ranges)
+            raise IngestError(
+                f"{self.messages.name}: its state has {stream.gateway} {stream.stream} {ranges.first}.."
+                f"{ranges.last}, but no data file does; was something deleted from the table?"
+            )
+
+    def _round(
+        self,
+        spark: SparkSession,
+        ddl: str,
+        names: dict[str, str],
+        sinks: dict[str, Sink],
+        fresh: Fresh,
+        files: Sequence[LiveFile],
+        mark: int,
+    ) -> None:
+        parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
+        frame = _typed(self._read(spark, parts, fresh), ddl)
+        targets = {kind: sink.target() for kind, sink in sinks.items()}
+        rows = frame.mapInArrow(writing(targets, names), STATUS).collect()
+        seen: Fresh = {}
+        for row in rows:
+            if row.kind == "seen":
+                gateway, stream, epoch, pairs = json.loads(row.body)
+                seen.setdefault(StreamId(gateway, stream, int(epoch)), Ranges()).update(pairs)
+        for kind in ("rejects", "typed"):
+            if kind in sinks:
+                written = [DataFile(**json.loads(row.body)) for row in rows if row.kind == kind]
+                _commit(sinks[kind], seen, written, {"schema": ddl, "added": str(mark)})
+                count = sum(file.rows for file in written)
+                self.done.files += len(written)
+                if kind == "typed":
+                    self.done.rows += count
+                else:
+                    self.done.rejected += count
+        self.done.rounds += 1
+        for name, ranges in seen.items():
+            fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
+
+    def _read(self, spark: SparkSession, parts: list[list[str]], fresh: Fresh) -> DataFrame:
+        place = self.messages.target().place
+        frame = spark.range(0, len(parts), 1, len(parts))
+        return frame.mapInArrow(reading(parts, place, pack_fresh(fresh), self.form), READ)
+
+
+def _typed(frame: DataFrame, ddl: str) -> DataFrame:
+    """Type the text; `fits` is whether all of it could be typed."""
+    from pyspark.sql import functions as f
+
+    options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": MISFIT}
+    parsed = frame.withColumn("parsed", f.from_json("text", f"{ddl}, `{MISFIT}` STRING", options))
+    is_object = f.col("text").isNotNull() & f.ltrim("text").startswith("{")
+    fits = is_object & f.col("parsed").isNotNull() & f.col(f"parsed.{MISFIT}").isNull()
+    reason = f.when(is_object, "does not fit the schema").otherwise("not an object")
+    fields = [name for name in parsed.schema["parsed"].dataType.names if name != MISFIT]  # type: ignore[attr-defined]
+    return parsed.select(
+        *KEYS,
+        "payload",
+        reason.alias("reason"),
+        f.coalesce(fits, f.lit(False)).alias("fits"),
+        *(f.col(f"parsed.`{name}`") for name in fields),
+    )
+
+
+def _load(sink: Sink) -> State:
+    return StateStore(sink.state()).load(sink.pointer())
+
+
+def _fresh(wanted: Fresh, state: State) -> Fresh:
+    known = state.covered()
+    return {
+        name: Ranges(hole for pair in ranges for hole in known.get(name, Ranges()).missing(*pair))
+        for name, ranges in wanted.items()
+    }
+
+
+def _commit(sink: Sink, seen: Fresh, files: Sequence[DataFile], notes: dict[str, str]) -> None:
+    states = StateStore(sink.state())
+    state = states.load(sink.pointer())
+    for name, ranges in seen.items():
+        state.of(name).covered.update(ranges)
+    state.notes |= notes
+    sink.commit(state.version, states.save(state, state.version), files)
+    states.prune(sink.pointer())
+
+
+def _groups(files: Sequence[LiveFile], limit: int) -> list[list[LiveFile]]:
+    groups: list[list[LiveFile]] = []
+    filled = limit
+    for file in files:
+        if not groups or filled + file.size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(file)
+        filled += file.size
+    return groups
+
+
+def _arrow(schema: Any) -> pa.Schema:
+    import pyarrow as pa
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    try:
+        arrow = to_arrow_schema(schema, timezone="UTC")
+    except TypeError:  # Spark before 4.3 has no such argument, and means UTC
+        arrow = to_arrow_schema(schema)
+    return pa.schema(list(arrow))
+
+
+def _with(keys: pa.Schema, **columns: str) -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema([*keys, *((name, getattr(pa, kind)()) for name, kind in columns.items())])
+
+
+def _joined(keys: pa.Schema, more: pa.Schema) -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema([*keys, *more])
+
+
+def _renamed(schema: pa.Schema, names: dict[str, str]) -> pa.Schema:
+    import pyarrow as pa
+
+    return pa.schema([column.with_name(names[column.name]) for column in schema])

@@ -1,0 +1,136 @@
+"""What runs in the Python workers of a refine round: before and after Spark types the payloads.
+
+    reading: data files of the table -> rows that are not refined yet, with the payload as JSON text
+    writing: typed rows -> data files of the typed table and of its rejects, and status rows
+
+Both ends and Spark's own expressions between them are one stage: no shuffle, nothing on the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from bridge.ingest.payloads import KEYS, texts
+from bridge.ingest.planner import StreamId
+from bridge.ingest.ranges import Ranges
+from bridge.ingest.store import Place
+from bridge.ingest.worker import Target
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ROWS = (
+    "gateway string, stream string, epoch string, sequence_number bigint, ingest_time timestamp, topic string"
+)
+READ = f"{ROWS}, payload binary, text string"
+BATCH_ROWS = 10_000
+Fresh = dict[StreamId, Ranges]
+Function = Callable[[Iterable[Any]], Iterator[Any]]
+
+
+def pack_fresh(fresh: Fresh) -> bytes:
+    """Numbers per stream, small enough to travel in the closure."""
+    return zlib.compress(json.dumps([[*stream, list(ranges)] for stream, ranges in fresh.items()]).encode())
+
+
+def reading(parts: list[list[str]], place: Place, packed: bytes, form: str) -> Function:
+    """For `spark.range(len(parts)).mapInArrow`: each id is the paths of some data files."""
+
+    def run(batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pa.set_cpu_count(1)
+        fresh = {
+            (gateway, stream, str(epoch)): Ranges(pairs)
+            for gateway, stream, epoch, pairs in json.loads(zlib.decompress(packed))
+        }
+        store = place.open()
+        for batch in batches:
+            for part in batch.column(0).to_pylist():
+                for path in parts[part]:
+                    file = pq.ParquetFile(pa.BufferReader(store.get(path)))
+                    for rows in file.iter_batches(BATCH_ROWS, columns=[*KEYS, "payload"], use_threads=False):
+                        kept = _fresh_rows(rows, fresh)
+                        if kept.num_rows:
+                            text = pa.array(texts(kept["payload"].to_pylist(), form), pa.string())
+                            yield from kept.append_column("text", text).combine_chunks().to_batches()
+
+    return run
+
+
+def _fresh_rows(batch: pa.RecordBatch, fresh: dict[tuple[str, str, str], Ranges]) -> pa.Table:
+    """The rows of the batch whose numbers are not refined yet; runs of one stream are cut, not filtered."""
+    import pyarrow as pa
+
+    table = pa.Table.from_batches([batch])
+    slices = []
+    for stream, first, last, start in runs(table):
+        slices += [
+            table.slice(start + low - first, high - low + 1)
+            for low, high in fresh.get(stream, Ranges()).common(first, last)
+        ]
+    return pa.concat_tables(slices) if slices else table.slice(0, 0)
+
+
+def runs(table: pa.Table) -> Iterator[tuple[tuple[str, str, str], int, int, int]]:
+    """Stretches of one stream with contiguous numbers: (stream, first, last, at which row)."""
+    import pyarrow.compute as pc
+
+    count = table.num_rows
+    if not count:
+        return
+    names = ("gateway", "stream", "epoch")
+    breaks = pc.not_equal(pc.subtract(table["sequence_number"][1:], table["sequence_number"][:-1]), 1)
+    for name in names:
+        breaks = pc.or_(breaks, pc.not_equal(table[name][1:], table[name][:-1]))
+    starts = [0, *(index + 1 for index in pc.indices_nonzero(breaks).to_pylist())]
+    for start, end in zip(starts, [*starts[1:], count], strict=True):
+        stream = tuple(table[name][start].as_py() for name in names)
+        first = table["sequence_number"][start].as_py()
+        yield stream, first, first + end - start - 1, start
+
+
+def writing(targets: dict[str, Target], renamed: dict[str, str]) -> Function:
+    """For `mapInArrow` over typed rows: `fits` says which of the tables gets a row."""
+
+    def run(batches: Iterable[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        from bridge.ingest.files import DayFiles
+
+        pa.set_cpu_count(1)
+        seen: dict[tuple[str, str, str], Ranges] = {}
+        files = {}
+        with ExitStack() as stack:
+            for kind, target in targets.items():
+                schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
+                files[kind] = stack.enter_context(DayFiles(target.place, schema, target.folder))
+            for batch in batches:
+                table = pa.Table.from_batches([batch])
+                for stream, first, last, _ in runs(table):
+                    seen.setdefault(stream, Ranges()).add(first, last)
+                fits = table["fits"]
+                table = table.rename_columns([renamed.get(name, name) for name in table.column_names])
+                for kind, rows in (("typed", table.filter(fits)), ("rejects", table.filter(_not(fits)))):
+                    if kind in files and rows.num_rows:
+                        files[kind].add(rows)
+        rows = [(kind, json.dumps(asdict(file))) for kind, into in files.items() for file in into.written]
+        rows += [("seen", json.dumps([*stream, list(ranges)])) for stream, ranges in seen.items()]
+        yield pa.record_batch(
+            {"kind": [kind for kind, _ in rows], "body": [body for _, body in rows]},
+            schema=pa.schema([("kind", pa.string()), ("body", pa.string())]),
+        )
+
+    return run
+
+
+def _not(mask: Any) -> Any:
+    import pyarrow.compute as pc
+
+    return pc.invert(mask)

@@ -1,0 +1,195 @@
+"""The second step: payloads become typed columns, once each; what does not fit is kept aside."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import cbor2
+import pytest
+
+from bridge.ingest import refine
+from bridge.ingest.job import run
+from bridge.ingest.payloads import column_names, infer, texts
+from bridge.ingest.refine import Step
+from bridge.ingest.store import Place
+from bridge.ingest.table import TableOptions, open_sink
+from tests.ingest.gateway import Gateway
+
+
+class Lake:
+    """The table of messages and what is refined from it, opened anew each time as other processes would."""
+
+    def __init__(self, spark: Any, landing: Place, kind: str, folder: Path) -> None:
+        self.spark, self.landing, self.folder, self.kind = spark, landing, folder, kind
+        self.options = TableOptions(warehouse=str(folder / "lake"))
+        if kind == "delta":
+            self.options = TableOptions(delta=str(folder / "messages"))
+
+    def _options(self, name: str) -> TableOptions:
+        if self.kind == "delta":
+            return replace(self.options, delta=str(self.folder / name))
+        return replace(self.options, name=f"lake.{name}")
+
+    def ingest(self) -> int:
+        return run(self.spark, self.landing, open_sink(self.options)).rows
+
+    def refine(self, **settings: Any) -> refine.Refined:
+        def make(kind: str, schema: Any) -> Any:
+            return open_sink(self._options("readings" if kind == "typed" else "rejects"), schema)
+
+        return Step(open_sink(self.options), make, **settings).run(self.spark)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        table = open_sink(self._options(name)).read()
+        return sorted(table.to_pylist(), key=lambda row: (row["stream"], row["sequence_number"]))
+
+    def numbers(self, name: str) -> list[int]:
+        return [row["sequence_number"] for row in self.rows(name)]
+
+
+@pytest.fixture(params=["iceberg", "delta"])
+def lake(request: pytest.FixtureRequest, spark: Any, landing: Place, tmp_path: Path) -> Lake:
+    if request.param == "delta":
+        request.getfixturevalue("delta")
+    return Lake(spark, landing, request.param, tmp_path)
+
+
+@pytest.mark.spark
+def test_only_what_is_new_is_refined_and_nothing_twice(lake: Lake, landing: Place) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 99)
+    lake.ingest()
+    done = lake.refine()
+    assert (done.rows, done.rejected, done.schema) == (100, 0, "`n` BIGINT, `temp` DOUBLE")
+    row = lake.rows("readings")[42]
+    assert (row["n"], row["temp"], row["topic"]) == (42, 20.2, "plant/gw-a/s0")
+    assert lake.refine().rows == 0
+    gateway.export(150, 199)
+    lake.ingest()
+    gateway.export(100, 149)  # late
+    lake.ingest()
+    assert lake.refine().rows == 100
+    assert lake.numbers("readings") == list(range(200))
+
+
+@pytest.mark.spark
+def test_payloads_that_do_not_fit_are_kept_aside_with_the_reason(lake: Lake, landing: Place) -> None:
+    payloads = [
+        b'{"temp":1.5,"unit":"C","at":{"lat":47.1},"tags":["a","b"]}',
+        b'{"temp":"hot"}',
+        b"[1,2]",
+        b"no json",
+        b"\xff\xfe",
+        b'{"temp":2,"more":true}',
+        b"{}",
+        b"",
+    ]
+    Gateway(landing).export(0, len(payloads) - 1, payload=lambda n: payloads[n])
+    lake.ingest()
+    schema = "temp DOUBLE, unit STRING, at STRUCT<lat: DOUBLE>, tags ARRAY<STRING>"
+    done = lake.refine(schema=schema)
+    assert (done.rows, done.rejected) == (3, 5)
+    typed = lake.rows("readings")
+    assert [(row["sequence_number"], row["temp"]) for row in typed] == [(0, 1.5), (5, 2.0), (6, None)]
+    assert (typed[0]["at"], typed[0]["tags"]) == ({"lat": 47.1}, ["a", "b"])
+    aside = lake.rows("rejects")
+    assert [row["payload"] for row in aside] == [payloads[n] for n in (1, 2, 3, 4, 7)]
+    assert [row["reason"] for row in aside] == [
+        "does not fit the schema",
+        "not an object",
+        "not an object",
+        "not an object",
+        "not an object",
+    ]
+
+
+@pytest.mark.spark
+def test_cbor_payloads_are_typed(spark: Any, landing: Place, tmp_path: Path) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    content = [cbor2.dumps({"temp": 1.5, "raw": b"\x00\xff"}), b"\xff"]
+    Gateway(landing).export(0, 1, payload=lambda n: content[n])
+    lake.ingest()
+    assert (lake.refine(form="cbor").rows, lake.numbers("rejects")) == (1, [1])
+    row = lake.rows("readings")[0]
+    assert (row["temp"], base64.b64decode(row["raw"])) == (1.5, b"\x00\xff")
+
+
+@pytest.mark.spark
+def test_a_crash_between_the_commits_of_the_two_tables_is_made_good(
+    lake: Lake, landing: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    payloads = [b'{"temp":1}', b"bad"]
+    Gateway(landing).export(0, 9, payload=lambda n: payloads[n % 2])
+    lake.ingest()
+    commit = refine._commit
+    calls: list[int] = []
+
+    def dying(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        commit(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(refine, "_commit", dying)
+        with pytest.raises(KeyboardInterrupt):
+            lake.refine(schema="temp INT")
+    assert (lake.numbers("readings"), lake.numbers("rejects")) == ([], [1, 3, 5, 7, 9])
+    Gateway(landing).export(10, 19, payload=lambda n: payloads[n % 2])
+    lake.ingest()
+    lake.refine(schema="temp INT")
+    assert (lake.numbers("readings"), lake.numbers("rejects")) == ([*range(0, 20, 2)], [*range(1, 20, 2)])
+
+
+@pytest.mark.spark
+def test_columns_that_a_later_schema_adds_are_added(spark: Any, landing: Place, tmp_path: Path) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    Gateway(landing).export(0, 4)
+    lake.ingest()
+    lake.refine(schema="n BIGINT")
+    Gateway(landing).export(5, 9)
+    lake.ingest()
+    lake.refine(schema="n BIGINT, temp DOUBLE")
+    assert [(row["n"], row["temp"]) for row in lake.rows("readings")][4:6] == [(4, None), (5, 20.5)]
+
+
+@pytest.mark.spark
+def test_one_stream_can_be_refined_alone(spark: Any, landing: Place, tmp_path: Path) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    for stream in ("s0", "s1"):
+        Gateway(landing).export(0, 4, stream=stream)
+    lake.ingest()
+    assert lake.refine(streams=["s1"]).rows == 5
+    assert {row["stream"] for row in lake.rows("readings")} == {"s1"}
+    assert lake.refine().rows == 5
+
+
+def test_a_schema_is_inferred_that_fits_all_samples() -> None:
+    samples = [
+        '{"a":1,"b":{"c":true},"l":[1,2.5]}',
+        '{"a":2.5,"b":{"d":null},"s":"x"}',
+        '{"s":5}',
+        "[1]",
+        "x",
+        None,
+    ]
+    assert infer(samples) == (
+        "`a` DOUBLE, `b` STRUCT<`c`: BOOLEAN, `d`: STRING>, `l` ARRAY<DOUBLE>, `s` STRING"
+    )
+
+
+def test_columns_get_plain_names_that_never_collide() -> None:
+    assert column_names(["Temp", "temp", "topic", "a-b"]) == {
+        "Temp": "temp",
+        "temp": "temp_2",
+        "topic": "payload_topic",
+        "a-b": "a_b",
+    }
+
+
+def test_text_is_only_what_is_text() -> None:
+    assert texts([b"{}", b"\xff"], "json") == ["{}", None]
+    assert texts([cbor2.dumps({"x": 1}), b"\x1f"], "cbor") == ['{"x": 1}', None]
