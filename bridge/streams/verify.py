@@ -1,0 +1,200 @@
+"""Checking a data directory without changing it, and mending what is wrong in one.
+
+`verify` reads every frame of every segment, whoever wrote it and whether or not the service runs. On
+a running one, what is being written at that moment is not counted as damage.
+
+`repair` needs the directory for itself. It opens every stream, which mends what a crash has left,
+checks every frame, sets damage aside in `quarantine/`, rebuilds indexes, and rebuilds a lost
+definition (its settings are then the defaults; the name is that of the directory).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote
+
+import msgspec
+from msgspec import Struct
+
+from bridge.streams import layout, meta, recovery, segment
+from bridge.streams.drops import DropLog, Reason
+from bridge.streams.layout import Files
+from bridge.streams.meta import Meta, Settings
+from bridge.streams.store import MEMORY, Store
+
+Progress = Callable[[str, int, int], None]  # stream, bytes read, bytes in all
+
+
+class Problem(Struct, rename="camel"):
+    """Something that is wrong: the file, what, and the sequence numbers that cannot be read for it."""
+
+    path: str
+    what: str
+    lost: list[tuple[int, int]] = []
+
+
+class Checked(Struct, rename="camel"):
+    """One stream as it was found. Sizes in bytes.
+
+    `lost` are the numbers that earlier damage has cost and `quarantined` the files that were set
+    aside then: facts, but no problems of today.
+    """
+
+    name: str
+    directory: str
+    oldest: int = 0
+    newest: int = -1
+    messages: int = 0
+    segments: int = 0
+    frames: int = 0
+    total_bytes: int = 0
+    lost: list[tuple[int, int]] = []
+    quarantined: list[str] = []
+    problems: list[Problem] = []
+
+
+def verify(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:
+    """Check all streams of a data directory; reads only. Raises OSError if it cannot be read at all."""
+    root = data_dir / layout.STREAMS
+    return [
+        _verify(data_dir, directory, progress)
+        for directory in sorted(root.iterdir())
+        if directory.is_dir() and not directory.name.startswith(".")
+    ]
+
+
+def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
+    known, bad = meta.load(directory)
+    name = known.name if known is not None else unquote(directory.name)
+    data = data_dir / MEMORY / directory.name if known is not None and known.settings.memory else directory
+    found = Checked(name, str(directory))
+    if known is None:
+        found.problems.append(Problem(str(directory), "both copies of the definition are damaged"))
+    else:
+        found.problems += [
+            Problem(str(path), "this copy of the definition is damaged or missing") for path in bad
+        ]
+    if not data.is_dir():
+        return found
+    quarantine = data / layout.QUARANTINE
+    if quarantine.is_dir():
+        found.quarantined = sorted(path.name for path in quarantine.iterdir())
+    drops = DropLog(Files(), data)
+    bases = layout.segment_bases(data)
+    sizes = [_size(layout.segment_path(data, base)) for base in bases]
+    done = 0
+    if bases:
+        found.oldest = drops.first_live(bases[0])
+        found.newest = bases[0] - 1
+    for number, base in enumerate(bases):
+        following = bases[number + 1] if number + 1 < len(bases) else None
+        with contextlib.suppress(FileNotFoundError):  # retention has deleted it while we were reading
+            _check(found, drops, data, base, following, known.epoch if known is not None else None)
+        done += sizes[number]
+        progress(name, done, sum(sizes))
+    live = drops.live(found.oldest, found.newest) if found.oldest <= found.newest else []
+    found.messages = sum(last - first + 1 for first, last in live)
+    found.lost = [(drop.first, drop.last) for drop in drops.ranges if drop.reason == Reason.DAMAGED]
+    return found
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _check(
+    found: Checked, drops: DropLog, data: Path, base: int, following: int | None, epoch: int | None
+) -> None:
+    path = layout.segment_path(data, base)
+    content = path.read_bytes()
+    index, holes, spans, end = recovery.walk(content, base, following)
+    found.segments += 1
+    found.total_bytes += len(content)
+    found.frames += sum(1 for a, b in spans for _ in segment.scan(content[a:b], 0))
+    found.newest = max(found.newest, index.next - 1)
+    header = segment.decode_header(content)
+    if len(content) >= segment.HEADER.size and (
+        header is None or header[0] != base or (epoch is not None and header[1] != epoch)
+    ):
+        found.problems.append(Problem(str(path), "its header is damaged or belongs to another stream"))
+    if following is not None and index.next < following:
+        holes = [*holes, (index.next, following - 1)]
+    lost = [part for first, last in holes for part in drops.live(first, last)]
+    if lost:
+        found.problems.append(Problem(str(path), "frames are damaged or missing", lost))
+    elif following is None and end < len(content) and _size(path) == len(content):
+        # The last segment of a running service may be in the middle of a write.
+        if _is_whole(content, end):
+            found.problems.append(Problem(str(path), f"the last frame, at byte {end}, is damaged"))
+        else:
+            found.problems.append(Problem(str(path), f"a torn tail of {len(content) - end} bytes"))
+    if following is not None and (index_path := path.with_suffix(layout.INDEX)).exists():
+        summary = recovery.read_index(data, base, len(content))
+        if summary is None:
+            found.problems.append(Problem(str(index_path), "the index is damaged; it will be rebuilt"))
+
+
+def _is_whole(content: bytes, at: int) -> bool:
+    frame = segment.frame_at(content, at)
+    return frame is not None and frame.end <= len(content)
+
+
+def repair(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:
+    """Mend a data directory; returns each stream as it is afterwards, with what was wrong.
+
+    Raises DataDirectoryBusy while the service runs, or OSError.
+    """
+    mended: dict[str, list[Problem]] = {}
+    for directory in sorted((data_dir / layout.STREAMS).iterdir()):
+        if directory.is_dir() and not directory.name.startswith("."):
+            problem = _rebuild_definition(directory)
+            if problem is not None:
+                mended.setdefault(unquote(directory.name), []).append(problem)
+
+    def note(stream: str, what: str) -> None:
+        mended.setdefault(stream, []).append(Problem(str(data_dir), what))
+
+    asyncio.run(_mend(data_dir, note, progress))
+    after = verify(data_dir)
+    for checked in after:
+        checked.problems = mended.get(checked.name, [])
+    return after
+
+
+async def _mend(data_dir: Path, note: Callable[[str, str], None], progress: Progress) -> None:
+    link = data_dir / MEMORY
+    with tempfile.TemporaryDirectory(prefix="streambridge-") as unused:
+        store = Store(data_dir, link.readlink() if link.is_symlink() else Path(unused), on_event=note)
+        try:
+            for stream in store.streams.values():
+                bases = list(stream.log.sizes)
+                for done, base in enumerate(bases, 1):
+                    stream.heal(base)
+                    progress(stream.name, done, len(bases))
+        finally:
+            await store.close()
+
+
+def _rebuild_definition(directory: Path) -> Problem | None:
+    """Write a definition with default settings if both copies are lost; the segments tell the epoch."""
+    known, _ = meta.load(directory)
+    if known is not None:
+        return None
+    epoch = 0
+    for base in layout.segment_bases(directory):
+        with layout.segment_path(directory, base).open("rb") as file:
+            header = segment.decode_header(file.read(segment.HEADER.size))
+        if header is not None:
+            epoch = header[1]
+            break
+    name = unquote(directory.name)
+    definition = msgspec.json.encode({"name": name, "strategyOnFull": 0})
+    meta.save(Files(), directory, Meta(name, epoch, Settings(), definition))
+    return Problem(str(directory), "the definition was lost; written again with default settings")

@@ -1,0 +1,214 @@
+"""The whole way with the real command and real clients: what is acknowledged reaches the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import paho.mqtt.client as mqtt
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+CONFIG = """
+[gateway]
+id = "test"
+data_dir = "data"
+[mqtt]
+listen = ["tcp://127.0.0.1:{port}"]
+[greengrass]
+listen = ""
+[http]
+listen = ""
+[streams.readings]
+topics = ["readings/#"]
+segment_size = 65536
+flush_on_write = {flush}
+"""
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Service:
+    """`streambridge run` as a process that a test kills and starts again."""
+
+    def __init__(self, directory: Path, flush: bool) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.config = directory / "streambridge.toml"
+        self.config.write_text(CONFIG.format(port=self.port, flush=str(flush).lower()))
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bridge", "run", "-c", str(self.config)],
+            stderr=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+        wait_for(self._listens)
+
+    def _listens(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def signal(self, number: int) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+    def command(self, *arguments: str) -> Any:
+        out = subprocess.run(
+            [sys.executable, "-m", "bridge", *arguments, "--json", "-c", str(self.config)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        ).stdout
+        return [json.loads(line) for line in out.splitlines()]
+
+    def payloads(self) -> list[str]:
+        rows = self.command("streams", "read", "readings", "--count", "1000000")
+        return [row["payload"] for row in rows]
+
+
+@pytest.fixture
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
+    service = Service(tmp_path, getattr(request, "param", False))
+    yield service
+    if service.process is not None and service.process.poll() is None:
+        service.process.kill()
+        service.process.wait()
+
+
+class Publisher:
+    """A paho client that publishes numbers and remembers which were acknowledged."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name, self.sent, self.acknowledged = name, 0, set[str]()
+        self._waiting: dict[int, str] = {}
+        self._room = threading.Semaphore(50)
+        self.client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id=name)
+        self.client.max_inflight_messages_set(50)
+        self.client.on_publish = self._on_publish
+        self.client.connect("127.0.0.1", port)
+        self.client.loop_start()
+
+    def _on_publish(self, _client: object, _data: object, mid: int, *_: object) -> None:
+        wait_for(lambda: mid in self._waiting)
+        self.acknowledged.add(self._waiting[mid])
+        self._room.release()
+
+    def publish(self, number: int) -> None:
+        for _ in range(number):
+            if not self._room.acquire(timeout=1):
+                return  # the bridge is gone
+            body = f"{self.name}-{self.sent}"
+            self.sent += 1
+            self._waiting[self.client.publish(f"readings/{self.name}", body, qos=1).mid] = body
+
+    def close(self) -> None:
+        self.client.disconnect()
+        self.client.loop_stop()
+
+
+def have_acknowledged(publishers: list[Publisher], number: int) -> bool:
+    return sum(len(publisher.acknowledged) for publisher in publishers) > number
+
+
+@pytest.mark.parametrize("service", [False, True], indirect=True, ids=["written", "synced"])
+def test_nothing_acknowledged_is_missing_and_nothing_is_invented_after_sigkill_under_load(
+    service: Service,
+) -> None:
+    acknowledged: set[str] = set()
+    sent: set[str] = set()
+    for round_number in range(4):
+        service.start()
+        publishers = [Publisher(f"r{round_number}p{n}", service.port) for n in range(3)]
+        threads = [threading.Thread(target=p.publish, args=(100_000,)) for p in publishers]
+        for thread in threads:
+            thread.start()
+        enough = random.randrange(200, 2000)
+        wait_for(partial(have_acknowledged, publishers, enough))
+        assert service.signal(signal.SIGKILL) == -signal.SIGKILL
+        for publisher, thread in zip(publishers, threads, strict=True):
+            publisher.close()
+            thread.join(30)
+            acknowledged |= publisher.acknowledged
+            sent |= {f"{publisher.name}-{n}" for n in range(publisher.sent)}
+        stored = service.payloads()
+        assert acknowledged <= set(stored)
+        assert set(stored) <= sent
+    service.start()
+    assert service.signal(signal.SIGTERM) == 0
+    stored = service.payloads()
+    assert acknowledged <= set(stored)
+    (described,) = service.command("streams", "describe", "readings")
+    status = described["storageStatus"]
+    assert (status["oldestSequenceNumber"], status["newestSequenceNumber"]) == (0, len(stored) - 1)
+
+
+def test_sigterm_under_load_loses_nothing_that_was_acknowledged(service: Service) -> None:
+    service.start()
+    publisher = Publisher("p", service.port)
+    thread = threading.Thread(target=publisher.publish, args=(100_000,))
+    thread.start()
+    wait_for(lambda: len(publisher.acknowledged) > 500)
+    assert service.signal(signal.SIGTERM) == 0
+    publisher.close()
+    thread.join(30)
+    assert publisher.acknowledged <= set(service.payloads())
+
+
+def test_mosquitto_pub_is_served_at_every_qos(service: Service) -> None:
+    if shutil.which("mosquitto_pub") is None:
+        assert not os.environ.get("CI"), "mosquitto_pub is missing"
+        pytest.skip("mosquitto_pub is missing: apt-get install mosquitto-clients")
+    service.start()
+    for qos in "012":
+        subprocess.run(
+            ["mosquitto_pub", "-p", str(service.port), "-q", qos, "-t", "readings/x", "-l"],
+            input="".join(f"{qos}-{n}\n" for n in range(100)).encode(),
+            check=True,
+            timeout=30,
+        )
+    wait_for(lambda: len(service.payloads()) == 300)
+    assert service.payloads() == [f"{qos}-{n}" for qos in "012" for n in range(100)]
+
+
+@pytest.mark.spark
+def test_the_demo_brings_every_acknowledged_reading_into_the_table(tmp_path: Path) -> None:
+    if shutil.which("java") is None:
+        assert not os.environ.get("CI"), "java is missing"
+        pytest.skip("java is missing: apt-get install openjdk-17-jre-headless")
+    done = subprocess.run(
+        [sys.executable, "examples/demo/run.py", "--seconds", "6", "--output", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "missing 0" in done.stdout
+    assert "every acknowledged reading is in the table, none twice" in done.stdout
+    assert (tmp_path / "out" / "counts.png").stat().st_size > 10_000
