@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import service, streams
+from bridge.cli import integrity, service, streams
 from bridge.cli.common import ExitCode
 from bridge.errors import (
     ConfigError,
@@ -54,6 +54,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 service.add_to(app)
+integrity.add_to(app)
 app.add_typer(streams.app, name="streams")
 app.add_typer(ingest, name="ingest")
 

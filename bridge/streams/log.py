@@ -21,6 +21,7 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 
 from bridge.streams import layout, recovery, segment
+from bridge.streams.drops import Drops
 from bridge.streams.layout import Files
 from bridge.streams.recovery import Damage
 from bridge.streams.segment import FRAME, HEADER, Frame, Indexer, Summary
@@ -68,7 +69,8 @@ class Staged:
 class SegmentLog:
     """Appends commit groups to a stream's segments, and removes segments from its front."""
 
-    def __init__(self, files: Files, directory: Path, epoch: int) -> None:
+    def __init__(self, files: Files, directory: Path, epoch: int, drops: Drops) -> None:
+        self._drops = drops
         self.files, self.directory, self.epoch = files, directory, epoch
         self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
         self.total_bytes = 0  # their sum
@@ -89,7 +91,9 @@ class SegmentLog:
             if following is not None and path.with_suffix(layout.INDEX).exists():
                 self._resize(base, path.stat().st_size)
                 continue
-            examined = recovery.examine(self.files, self.directory, base, self.epoch, following)
+            examined = recovery.examine(
+                self.files, self.directory, base, self.epoch, following, drops=self._drops
+            )
             self.damage += examined.damage
             self._resize(base, examined.summary.size)
             if following is not None:
@@ -330,7 +334,9 @@ class SegmentLog:
             os.close(item.fd)
         if base == self.active.index.base:
             return []
-        examined = recovery.examine(self.files, self.directory, base, self.epoch, self.following(base))
+        examined = recovery.examine(
+            self.files, self.directory, base, self.epoch, self.following(base), self._drops
+        )
         self._resize(base, examined.summary.size)
         self._write_index(layout.segment_path(self.directory, base), examined.summary)
         self.damage += examined.damage

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bridge.streams import layout, segment
+from bridge.streams.drops import Drops
 from bridge.streams.layout import Files
 from bridge.streams.segment import HEADER, Indexer, Summary
 
@@ -47,11 +48,13 @@ def read_index(directory: Path, base: int, size: int) -> Summary | None:
     return summary if summary is not None and (summary.base, summary.size) == (base, size) else None
 
 
-def examine(files: Files, directory: Path, base: int, epoch: int, following: int | None) -> Examined:
+def examine(
+    files: Files, directory: Path, base: int, epoch: int, following: int | None, drops: Drops
+) -> Examined:
     """Check every frame of a segment and mend what is wrong, as the module's text says.
 
-    `following` is the first number of the next segment, None for the last one. Raises OSError if
-    the disk refuses; then nothing has changed.
+    `following` is the first number of the next segment, None for the last one. Holes that `drops`
+    explains are none. Raises OSError if the disk refuses; then nothing has changed.
     """
     path = layout.segment_path(directory, base)
     fd = files.open(path, os.O_RDWR)
@@ -63,19 +66,20 @@ def examine(files: Files, directory: Path, base: int, epoch: int, following: int
     finally:
         os.close(fd)
     index, holes, spans, end = walk(data, base, following)
+    holes = [part for first, last in holes for part in drops.live(first, last)]
     header_ok = segment.decode_header(data) == (base, epoch)
     if not header_ok and not spans:
         if size >= HEADER.size:
             keep(directory, path, "damaged")
         rewrite(files, path, base, epoch, [])
-        lost = [(base, following - 1)] if following is not None and following > base else []
+        lost = drops.live(base, following - 1) if following is not None and following > base else []
         index.next = following if following is not None else base
         what = "its header is damaged" if size >= HEADER.size else "its header was never written whole"
         return Examined(index.summary(HEADER.size), [Damage(path, what, lost)] if size or lost else [])
     lost = list(holes)
     claimed = segment.frame_at(data, end)
     if following is not None and index.next < following:
-        lost.append((index.next, following - 1))
+        lost += drops.live(index.next, following - 1)
     elif claimed is not None and claimed.base == index.next and claimed.end <= size and following is None:
         lost.append(
             (claimed.base, claimed.next - 1)

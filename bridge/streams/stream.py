@@ -61,9 +61,11 @@ class Stream:
         self.files, self.home, self.directory, self.meta = files, home, data, meta
         self.counters: dict[str, int] = {}
         self.exported_upto: int | None = None
-        self.log = SegmentLog(files, data, meta.epoch)
-        self.log.open(floor)
         self.drops = DropLog(files, data)
+        if self.drops.ranges:  # also when the segment with the last frame has lost that frame
+            floor = max(floor, self.drops.ranges[-1].last + 1)
+        self.log = SegmentLog(files, data, meta.epoch, self.drops)
+        self.log.open(floor)
         now = now_ms()
         self._on_event = on_event
         self._report(self.log.damage)

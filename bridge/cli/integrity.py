@@ -1,0 +1,129 @@
+"""`streambridge verify` and `streambridge repair`: the integrity of a data directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from bridge.cli.common import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    ExitCode,
+    JsonOption,
+    data_directory,
+    echo,
+    print_json,
+)
+from bridge.streams import verify as integrity
+from bridge.streams.verify import Checked
+
+Directory = Annotated[
+    Path | None,
+    typer.Argument(
+        help="The data directory.", metavar="[DIR]", show_default="gateway.data_dir of the configuration"
+    ),
+]
+
+_VERIFY = """\b
+Examples:
+  streambridge verify /var/lib/streambridge
+  streambridge verify --json -c config/streambridge.toml
+
+\b
+Exit codes:
+  0 everything that is there is sound; 65 something is damaged; `repair` sets it aside
+"""
+
+_REPAIR = """\b
+Examples:
+  systemctl stop streambridge && streambridge repair /var/lib/streambridge
+
+\b
+Exit codes:
+  0 nothing was wrong; 65 something was, and is mended now; 75 the service is running
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the application."""
+    app.command(epilog=_VERIFY)(verify)
+    app.command(epilog=_REPAIR)(repair)
+
+
+def verify(
+    directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
+) -> None:
+    """Check every frame of every segment; changes nothing, also beside the running service."""
+    with _bar("bytes") as progress:
+        found = integrity.verify(data_directory(config, directory), progress)
+    _print(found, as_json, "damaged or missing")
+
+
+def repair(
+    directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
+) -> None:
+    """Set damage aside in quarantine/ and rebuild indexes, with the service stopped; says what was lost."""
+    with _bar("segments") as progress:
+        found = integrity.repair(data_directory(config, directory), progress)
+    _print(found, as_json, "mended")
+
+
+@contextmanager
+def _bar(unit: str) -> Iterator[integrity.Progress]:
+    count = TextColumn("{task.completed:,} of {task.total:,} " + unit)
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        count,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bars:
+        tasks = {}
+
+        def tell(stream: str, done: int, total: int) -> None:
+            if stream not in tasks:
+                tasks[stream] = bars.add_task(stream, total=total)
+            bars.update(tasks[stream], completed=done, total=total)
+
+        yield tell
+
+
+def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
+    bad = [checked for checked in found if checked.problems]
+    if as_json:
+        print_json(found)
+    else:
+        for checked in found:
+            _print_stream(checked)
+        total = sum(checked.messages for checked in found)
+        state = f"{len(bad)} of them {verdict}" if bad else "all sound"
+        echo(f"{len(found)} streams, {total} messages: {state}")
+    if bad:
+        raise typer.Exit(ExitCode.DAMAGED)
+
+
+def _print_stream(checked: Checked) -> None:
+    state = "ok" if not checked.problems else f"{len(checked.problems)} problems"
+    echo(
+        f"{checked.name}: {state}; {checked.messages} messages ({checked.oldest} to {checked.newest}), "
+        f"{checked.segments} segments, {checked.frames} frames, {checked.total_bytes} bytes"
+    )
+    for problem in checked.problems:
+        lost = f"; lost: {_ranges(problem.lost)}" if problem.lost else ""
+        echo(f"  {problem.path}: {problem.what}{lost}")
+    if checked.lost:
+        echo(f"  lost by damage so far: {_ranges(checked.lost)}")
+    for name in checked.quarantined:
+        echo(f"  set aside: quarantine/{name}")
+
+
+def _ranges(ranges: list[tuple[int, int]]) -> str:
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)

@@ -1,0 +1,127 @@
+"""`streambridge verify` and `streambridge repair`, as commands on directories with known damage."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bridge.streams import meta
+
+from .conftest import House, payloads, put, run
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def command(*arguments: str | Path) -> tuple[int, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge", *arguments, "--json"], capture_output=True, text=True, cwd=ROOT
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file() and not p.is_symlink()}
+
+
+async def fill(house: House) -> None:
+    async with house.stream(segment_size=1024) as stream:
+        for start in range(0, 100, 5):
+            await put(stream, *(b"%03d" % n * 10 for n in range(start, start + 5)))
+
+
+def damage(house: House, which: int) -> Path:
+    path = sorted(house.directory().glob("*.seg"))[which]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    return path
+
+
+def test_a_sound_directory_verifies_with_exit_code_0_and_all_its_counts(house: House) -> None:
+    run(fill(house))
+    code, (stream,) = command("verify", house.data_dir)
+    assert code == 0
+    assert (stream["name"], stream["messages"], stream["oldest"], stream["newest"]) == ("s", 100, 0, 99)
+    assert stream["frames"] == 20
+    assert stream["totalBytes"] == sum(p.stat().st_size for p in house.directory().glob("*.seg"))
+    assert stream["problems"] == []
+
+
+def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_mends_it(house: House) -> None:
+    run(fill(house))
+    path = damage(house, 2)
+    before = contents(house.data_dir)
+    code, (stream,) = command("verify", house.data_dir)
+    assert code == 65
+    (problem,) = stream["problems"]
+    assert problem["path"] == str(path)
+    ((first, last),) = problem["lost"]
+    assert last - first == 4
+    assert stream["messages"] == 100
+    assert contents(house.data_dir) == before
+
+    code, (stream,) = command("repair", house.data_dir)
+    assert code == 65
+    assert f"lost: {first}-{last}" in "".join(p["what"] for p in stream["problems"])
+    assert stream["messages"] == 95
+    code, (stream,) = command("verify", house.data_dir)
+    assert (code, stream["messages"], stream["lost"]) == (0, 95, [[first, last]])
+    assert len(stream["quarantined"]) == 1
+    assert command("repair", house.data_dir)[0] == 0
+
+    async def work() -> None:
+        async with house.stream() as stream:
+            assert len(payloads(stream)) == 95
+            assert await put(stream, b"on") == [100]
+
+    run(work())
+
+
+def test_a_torn_tail_and_damaged_definition_and_index_are_found_and_mended(house: House) -> None:
+    run(fill(house))
+    last = max(house.directory().glob("*.seg"))
+    last.write_bytes(last.read_bytes()[:-3])
+    (house.directory() / meta.NAMES[0]).write_bytes(b"")
+    index = min(house.directory().glob("*.idx"))
+    index.write_bytes(index.read_bytes()[:-1])
+    code, (stream,) = command("verify", house.data_dir)
+    assert code == 65
+    found = " ".join(f"{p['path']} {p['what']}" for p in stream["problems"])
+    for expected in ("torn tail of", "this copy of the definition is damaged", "the index is damaged"):
+        assert expected in found
+    assert command("repair", house.data_dir)[0] == 65
+    code, (stream,) = command("verify", house.data_dir)
+    assert (code, stream["messages"]) == (0, 95)
+
+
+def test_repair_writes_a_lost_definition_again_and_the_messages_are_there(house: House) -> None:
+    run(fill(house))
+    for name in meta.NAMES:
+        (house.directory() / name).write_bytes(b"?")
+    assert command("verify", house.data_dir)[0] == 65
+    code, (stream,) = command("repair", house.data_dir)
+    assert code == 65
+    assert "default settings" in stream["problems"][0]["what"]
+
+    async def work() -> None:
+        async with house.stream() as stream:
+            assert len(payloads(stream)) == 100
+
+    run(work())
+
+
+def test_repair_refuses_while_the_service_has_the_directory_and_verify_does_not(house: House) -> None:
+    async def work() -> None:
+        await fill(house)
+        async with house.stream() as stream:
+            await put(stream, b"x")
+            code, (found,) = command("verify", house.data_dir)
+            assert (code, found["messages"]) == (0, 101)
+            code, told = command("repair", house.data_dir)
+            assert code == 75
+            assert "another process writes" in told
+
+    run(work())
