@@ -30,7 +30,7 @@ PACKED = 10_000  # messages of a batch, when they are packed
 class FirehoseConfig(BatchedConfig, frozen=True):
     """Where records go and how messages become records."""
 
-    delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64)]
+    delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[\w.-]+\Z")]
     delimiter: str = "\n"
     pack_bytes: Annotated[int, Meta(ge=0, le=MAX_RECORD)] = 0
     endpoint_url: str | None = None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from bridge import objectkeys
-from tests.export.conftest import Bucket, running, until
+from tests.export.harness import Bucket, running, until
 
 
 def test_every_message_is_in_exactly_the_object_that_its_name_promises(

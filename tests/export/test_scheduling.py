@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import InvalidRequest
-from tests.export.conftest import numbers, recorded, running, until
+from tests.export.harness import numbers, recorded, running, until
 
 
 def to(root: Path, name: str = "out", **more: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bridge.export.wire import Tuning
-from tests.export.conftest import FAST, numbers, recorded, running, until
+from tests.export.harness import FAST, numbers, recorded, running, until
 
 
 def good(root: Path, **more: Any) -> dict[str, Any]:

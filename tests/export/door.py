@@ -1,0 +1,89 @@
+"""A TCP forwarder that stands for the link: it can be shut, and then everything on it is reset."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from urllib.parse import urlsplit
+
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Door:
+    """Forwards its own `url` to another one while it is open."""
+
+    def __init__(self, url: str) -> None:
+        target = urlsplit(url)
+        self._target = ("127.0.0.1", target.port or 80)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.open = True
+        self._pairs: dict[socket.socket, socket.socket] = {}
+        self._wake, self._waker = socket.socketpair()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended = True
+        self._waker.send(b"x")
+        self._thread.join()
+        for one in (*self._pairs, self._listener, self._wake, self._waker):
+            one.close()
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        self.open = False
+        self._waker.send(b"x")
+        try:
+            yield
+        finally:
+            self.open = True
+
+    def _run(self) -> None:
+        while not self._ended:
+            ready, _, _ = select.select([self._listener, self._wake, *self._pairs], [], [])
+            for one in ready:
+                if one is self._wake:
+                    self._wake.recv(100)
+                    if not self.open:
+                        for other in list(self._pairs):
+                            self._drop(other)
+                elif one is self._listener:
+                    self._accept()
+                elif one in self._pairs:
+                    self._forward(one)
+
+    def _accept(self) -> None:
+        client, _ = self._listener.accept()
+        if not self.open:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            client.close()
+            return
+        server = socket.create_connection(self._target)
+        for one in (client, server):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._pairs[client], self._pairs[server] = server, client
+
+    def _forward(self, one: socket.socket) -> None:
+        try:
+            data = one.recv(256 * 1024)
+            if data:
+                self._pairs[one].sendall(data)
+                return
+        except OSError:
+            data = b""
+        self._drop(one)
+
+    def _drop(self, one: socket.socket) -> None:
+        other = self._pairs.pop(one, None)
+        if other is not None:
+            self._pairs.pop(other, None)
+            for end in (one, other):
+                with suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                end.close()

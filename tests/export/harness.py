@@ -1,0 +1,260 @@
+"""A gateway without front ends: the real store, the real supervisor, a real worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from bridge import objectkeys, plugins
+from bridge.aws import AwsSettings
+from bridge.export.settings import ExportSettings
+from bridge.export.supervisor import ExportSupervisor, highest_exported
+from bridge.export.wire import Tuning
+from bridge.manager import StreamManager
+from bridge.streams.store import Store
+
+FAST = Tuning(beat=0.1, silence=20.0, first_backoff=0.4, max_backoff=3.0, drain=2.0)
+
+
+class Gateway:
+    """One running gateway of a test."""
+
+    def __init__(self, root: Path, store: Store, exports: ExportSupervisor, manager: StreamManager) -> None:
+        self.root, self.store, self.exports, self.manager = root, store, exports, manager
+        self.refused: set[str] = set()  # streams whose appends by exporters are refused
+
+    def create(self, name: str, exports: dict[str, list[dict[str, Any]]], **more: Any) -> None:
+        self.manager.create({"name": name, "strategyOnFull": 0, "exportDefinition": exports, **more})
+
+    def update(self, name: str, exports: dict[str, list[dict[str, Any]]], **more: Any) -> None:
+        self.manager.update({"name": name, "strategyOnFull": 0, "exportDefinition": exports, **more})
+
+    async def append(self, name: str, *payloads: bytes) -> None:
+        await self.manager.append_all(name, list(payloads))
+
+    def append_status(self, name: str, payload: bytes) -> None:
+        if name in self.refused:
+            raise OSError(f"{name} is full")
+        stream = self.store.streams[name]
+        stream.append(f"streams/{name}".encode(), payload)
+
+    def read(self, name: str) -> list[bytes]:
+        stream = self.store.streams[name]
+        rows = stream.reader().read(0, end=stream.next_sequence, max_messages=10**6, max_bytes=2**40)
+        return [row.payload for row in rows]
+
+    def status(self, name: str, number: int = 0) -> Any:
+        return self.exports.statuses(name)[number]
+
+    async def exported(self, name: str, upto: int, within: float = 20.0) -> None:
+        """Wait until all exports of a stream have passed number `upto`."""
+        await until(
+            lambda: all(s.last_exported_sequence_number >= upto for s in self.exports.statuses(name)),
+            within,
+            lambda: f"exported {name}: {self.exports.statuses(name)}",
+        )
+
+
+async def until(condition: Callable[[], Any], within: float = 20.0, say: Callable[[], str] = str) -> None:
+    """Wait for a condition; fail with what `say` says."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {within} s: {say()}"
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> AsyncIterator[Gateway]:
+    """A gateway on the data directory `root/data`, with drop-in plugins from `root/plugins`."""
+    data_dir, drop_in = root / "data", root / "plugins"
+    drop_in.mkdir(exist_ok=True, mode=0o755)
+    gateway: Gateway
+    export = ExportSettings(plugin_dirs=[str(drop_in)], **settings)
+    store = Store(
+        data_dir,
+        root / "memory",
+        on_event=lambda stream, what: None,
+        floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
+    )
+    exports = ExportSupervisor(
+        data_dir,
+        gateway="gw-1",
+        export=export,
+        aws=AwsSettings(),
+        append_status=lambda name, payload: gateway.append_status(name, payload),
+        tuning=tuning,
+    )
+    gateway = Gateway(root, store, exports, StreamManager(store, plugins.load([drop_in]), exports))
+    try:
+        await exports.start()
+        yield gateway
+    finally:
+        await exports.stop(5)
+        await store.close()
+
+
+def drop_in(root: Path, name: str, source: str) -> None:
+    """Put a plugin file in place."""
+    directory = root / "plugins"
+    directory.mkdir(exist_ok=True, mode=0o755)
+    path = directory / f"{name}.py"
+    path.write_text(textwrap.dedent(source), encoding="utf-8")
+    path.chmod(0o644)
+
+
+# An exporter that appends what it is given to a file, and does as its configuration says before.
+RECORDER = '''
+    import json, os, time
+    from bridge import *
+    from bridge import hookimpl
+
+    class Config(BatchedConfig, frozen=True):
+        path: str
+        fault: str = ""          # what to do instead of exporting ...
+        once: str = ""           # ... as long as this file does not exist
+
+    class Recorder(Exporter):
+        kind = "recorder"
+        Config = Config
+        timeout = 1.0
+
+        def export(self, batch):
+            config = self.config
+            if config.fault and not (config.once and os.path.exists(config.once)):
+                with open(config.path + ".attempts", "a") as out:
+                    print(batch.first, batch.last, file=out)
+                if config.once:
+                    open(config.once, "w").close()
+                globals()[config.fault](batch)
+            numbers = [record.sequence_number for record in batch.records]
+            with open(config.path, "a") as out:
+                out.write(json.dumps([batch.first, batch.last, numbers, time.time()]) + chr(10))
+            return ACCEPTED
+
+    def segfault(batch):
+        import ctypes
+        ctypes.string_at(0)
+
+    def leave(batch):
+        os._exit(9)
+
+    def hang(batch):
+        time.sleep(1000)
+
+    def hold(batch):
+        """Hold the interpreter itself: nothing else in the process can run."""
+        import re
+        re.match("(a*)*b", "a" * 100)
+
+    def blow(batch):
+        raise ZeroDivisionError("division by zero")
+
+    def wait(batch):
+        raise Retry("the link is down")
+
+    kept = []
+
+    def leak(batch):
+        kept.append(bytearray(os.urandom(1)) * (100 << 20))
+        raise Retry("grew")
+
+    @hookimpl
+    def register_exporters(register):
+        register(Recorder)
+'''
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Path:
+    """A data root with the recording exporter dropped in."""
+    drop_in(tmp_path, "recorder", RECORDER)
+    return tmp_path
+
+
+def recorded(path: Path) -> list[list[Any]]:
+    """The batches that a recorder wrote: [first, last, numbers, time]."""
+    with suppress(FileNotFoundError):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return []
+
+
+def numbers(path: Path) -> list[int]:
+    """All sequence numbers that a recorder wrote, in order."""
+    return [number for batch in recorded(path) for number in batch[2]]
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[str]:
+    """The URL of a moto server."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Credentials for the fakes; nothing of this machine's own is read."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+
+
+class Bucket:
+    """A bucket of the moto server, read as the ingest job would."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url, self.name = url, name
+        self.client = boto3.client("s3", endpoint_url=url)
+        self.make()
+
+    def make(self) -> None:
+        where = {"LocationConstraint": "eu-central-1"}
+        self.client.create_bucket(Bucket=self.name, CreateBucketConfiguration=where)
+
+    def remove(self) -> None:
+        for key in self.names():
+            self.client.delete_object(Bucket=self.name, Key=key)
+        self.client.delete_bucket(Bucket=self.name)
+
+    def config(self, **more: Any) -> dict[str, Any]:
+        base = {"identifier": "up", "bucket": self.name, "prefix": "raw", "endpointUrl": self.url}
+        return {**base, "timeHintMillis": 50, "headIntervalMillis": 20, **more}
+
+    def names(self) -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name)
+        return [item["Key"] for page in pages for item in page.get("Contents", ())]
+
+    def body(self, key: str) -> bytes:
+        return bytes(self.client.get_object(Bucket=self.name, Key=key)["Body"].read())
+
+    def data_keys(self) -> list[str]:
+        return [key for key in self.names() if objectkeys.parse_key(key)]
+
+    def rows(self, key: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in gzip.decompress(self.body(key)).splitlines()]
+
+    def head(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.body("raw/" + objectkeys.head_key("gw-1")))
+        return document
+
+
+@pytest.fixture
+def bucket(moto: str, request: pytest.FixtureRequest) -> Bucket:
+    """A fresh bucket."""
+    return Bucket(moto, f"test-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}")

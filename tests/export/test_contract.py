@@ -1,0 +1,292 @@
+"""All shipped exporters pass the published contract suite."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+from bridge import plugins
+from bridge.testing import ExporterContract
+from tests.export.door import Door
+from tests.export.fake_aws import FakeAws, error, partial, reset
+from tests.export.harness import Bucket
+
+EXPORTERS = plugins.load().exporters
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAws]:
+    server = FakeAws()
+    yield server
+    server.close()
+
+
+class AwsFaults(ExporterContract):
+    """The faults that the services of the fake have in common."""
+
+    fake: FakeAws
+    faults: ClassVar = ("throttled", "internal", "unavailable", "expired", "denied", "wrong_signature", "cut")
+
+    @pytest.fixture(autouse=True)
+    def _server(self, fake: FakeAws) -> None:
+        self.fake = fake
+
+    def throttled(self) -> Any:
+        return self.fake.broken(error(400, "ProvisionedThroughputExceededException"))
+
+    def internal(self) -> Any:
+        return self.fake.broken(error(500, "InternalFailure"))
+
+    def unavailable(self) -> Any:
+        return self.fake.broken(error(503, "ServiceUnavailableException"))
+
+    def expired(self) -> Any:
+        return self.fake.broken(error(400, "ExpiredTokenException"))
+
+    def denied(self) -> Any:
+        return self.fake.broken(error(400, "AccessDeniedException"))
+
+    def wrong_signature(self) -> Any:
+        return self.fake.broken(error(400, "UnrecognizedClientException"))
+
+    def cut(self) -> Any:
+        return self.fake.broken(reset)
+
+
+class TestKinesis(AwsFaults):
+    exporter = EXPORTERS["kinesis"]
+    ordered = False  # random keys
+    poison = b"poison"
+    faults: ClassVar = (*AwsFaults.faults, "partly", "missing")
+
+    def config(self) -> dict[str, Any]:
+        return {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": self.fake.url}
+
+    def delivered(self) -> list[int]:
+        return [int(record["Data"].split()[1]) for record in self.fake.taken]
+
+    def partly(self) -> Any:
+        return self.fake.broken(partial(self.fake, lambda n, _: n % 3 == 0, "InternalFailure"))
+
+    def missing(self) -> Any:
+        return self.fake.broken(error(400, "ResourceNotFoundException"))
+
+
+class TestKinesisWithKeys(TestKinesis):
+    ordered = True
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "partitionKey": "{topic}", "pacing": True}
+
+
+class TestFirehose(AwsFaults):
+    exporter = EXPORTERS["firehose"]
+    poison = b"poison"
+    faults: ClassVar = (*AwsFaults.faults, "partly")
+
+    def config(self) -> dict[str, Any]:
+        return {"identifier": "f", "deliveryStreamName": "s", "endpointUrl": self.fake.url}
+
+    def delivered(self) -> list[int]:
+        lines = b"".join(record["Data"] for record in self.fake.taken).splitlines()
+        return [int(line.split()[1]) for line in lines]
+
+    def partly(self) -> Any:
+        return self.fake.broken(partial(self.fake, lambda n, _: n % 3 == 0, "ServiceUnavailableException"))
+
+
+class TestPackedFirehose(TestFirehose):
+    poison = None  # it would take its whole record with it
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "packBytes": 100}
+
+
+class TestRedirectedIotAnalytics(TestFirehose):
+    exporter = EXPORTERS["iotAnalytics"]
+
+    def config(self) -> dict[str, Any]:
+        base = {"identifier": "a", "iotChannel": "c", "deliveryStreamName": "s"}
+        return {**base, "endpointUrl": self.fake.url}
+
+
+class TestSitewise(AwsFaults):
+    exporter = EXPORTERS["IotSitewise"]
+    poison = b'{"entryId": "no values"}'
+
+    def config(self) -> dict[str, Any]:
+        return {"identifier": "w", "endpointUrl": self.fake.url}
+
+    def payload(self, number: int) -> bytes:
+        value = {
+            "value": {"doubleValue": number + 0.5},
+            "timestamp": {"timeInSeconds": int(time.time())},
+            "quality": "GOOD",
+        }
+        entry = {"entryId": "same", "propertyAlias": f"/plant/{number}", "propertyValues": [value]}
+        return json.dumps(entry).encode()
+
+    def delivered(self) -> list[int]:
+        return [int(entry["propertyAlias"].split("/")[2]) for entry in self.fake.taken]
+
+
+class S3Faults(ExporterContract):
+    """A bucket of moto's server behind a link that can be cut."""
+
+    faults: ClassVar = ("link_down",)
+    bucket: Bucket
+    door: Door
+    path: Path
+
+    @pytest.fixture(autouse=True)
+    def _bucket(self, bucket: Bucket, tmp_path: Path) -> Iterator[None]:
+        self.bucket, self.path, self.door = bucket, tmp_path, Door(bucket.url)
+        yield
+        self.door.close()
+
+    def link_down(self) -> Any:
+        return self.door.shut()
+
+
+class TestS3(S3Faults):
+    exporter = EXPORTERS["s3"]
+
+    faults: ClassVar = ("link_down", "no_bucket")
+
+    def config(self) -> dict[str, Any]:
+        return self.bucket.config(endpointUrl=self.door.url)
+
+    @contextmanager
+    def no_bucket(self) -> Iterator[None]:
+        """For data that is no reason to drop it: somebody will make the bucket."""
+        kept = {key: self.bucket.body(key) for key in self.bucket.names()}
+        self.bucket.remove()
+        yield
+        self.bucket.make()
+        for key, body in kept.items():
+            self.bucket.client.put_object(Bucket=self.bucket.name, Key=key, Body=body)
+
+    def delivered(self) -> list[int]:
+        rows = [row for key in sorted(self.bucket.data_keys()) for row in self._rows(key)]
+        return [int(payload.split()[1]) for payload in rows]
+
+    def _rows(self, key: str) -> list[bytes]:
+        lines = gzip.decompress(self.bucket.body(key)).splitlines()
+        return [base64.b64decode(json.loads(line)["payload"]) for line in lines]
+
+
+class TestS3Tasks(S3Faults):
+    exporter = EXPORTERS["s3TaskExecutor"]
+    poison = b'{"inputUrl": "file:/nowhere"}'
+
+    def config(self) -> dict[str, Any]:
+        return {"identifier": "t", "endpointUrl": self.door.url}
+
+    def payload(self, number: int) -> bytes:
+        path = self.path / f"file{number}"
+        path.write_bytes(b"content")
+        task = {"inputUrl": f"file:{path}", "bucket": self.bucket.name, "key": f"up/{number}"}
+        return json.dumps(task).encode()
+
+    def delivered(self) -> list[int]:
+        return [int(key.split("/")[1]) for key in self.bucket.names()]
+
+
+class Web:
+    """A web server that keeps what is posted to it."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.status = 204
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def log_message(self, *args: object) -> None:
+                """Nothing."""
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                status = 422 if b"poison" in body or b"cG9pc29u" in body else web.status
+                if status == 204:
+                    web.bodies.append(body)
+                    web.headers.append({name.lower(): value for name, value in self.headers.items()})
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.send_header("Retry-After", "1")
+                self.end_headers()
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.thread = Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/in"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    server = Web()
+    yield server
+    server.close()
+
+
+class TestHttpRaw(ExporterContract):
+    exporter = EXPORTERS["http"]
+    faults: ClassVar = ("server_error", "throttled", "unauthorized", "moved")
+    poison = b"poison"
+    web: Web
+
+    @pytest.fixture(autouse=True)
+    def _web(self, web: Web) -> None:
+        self.web = web
+
+    def config(self) -> dict[str, Any]:
+        return {"identifier": "h", "uri": self.web.url}
+
+    def delivered(self) -> list[int]:
+        return [int(body.split()[1]) for body in self.web.bodies]
+
+    def server_error(self) -> Any:
+        return self._answering(503)
+
+    def throttled(self) -> Any:
+        return self._answering(429)
+
+    def unauthorized(self) -> Any:
+        return self._answering(401)
+
+    def moved(self) -> Any:
+        return self._answering(302)
+
+    @contextmanager
+    def _answering(self, status: int) -> Iterator[None]:
+        self.web.status = status
+        yield
+        self.web.status = 204
+
+
+class TestHttpBatched(TestHttpRaw):
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "exportFormat": 1}
+
+    def delivered(self) -> list[int]:
+        messages = [message for body in self.web.bodies for message in json.loads(body)]
+        return [int(base64.b64decode(message["payload"]).split()[1]) for message in messages]
