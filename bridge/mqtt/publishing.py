@@ -68,7 +68,7 @@ def allowed_route(conn: Connection, topic: bytes) -> Route:
     """The route of a topic, or a denied one if the client may not publish there."""
     route = conn.lane.router.route(topic)
     assert conn.session is not None
-    if not conn.session.identity.may_publish(route.name):
+    if not route.denied and not conn.session.identity.may_publish(route.name):
         route = Route(route.name, ())
         route.denied = True
     return route

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.store import Store, Stream
 
+RESERVED = ("$SYS/", "$share/", REQUEST_LEVEL + "/")
 ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
 
 
@@ -66,9 +67,12 @@ class Router:
         if route is not None:
             return route
         name = text(topic)
-        if not is_topic_name(name):
+        # Below `$` a client may publish, to no avail for wildcards (4.7.2); not where the server would.
+        if not is_topic_name(name.removeprefix("$")):
             raise ProtocolError(f"topic name {name[:80]!r}", BAD_TOPIC_NAME)
-        route = Route(name, () if name.startswith(REQUEST_LEVEL + "/") else self._store.bound(name))
+        reserved = name.startswith(RESERVED)
+        route = Route(name, () if reserved else self._store.bound(name))
+        route.denied = reserved and not route.request
         found: dict[Session, list[Subscription]] = {}
         for session, subscription in self._tree.match(name):
             if session.identity.may_read(name):
