@@ -148,7 +148,7 @@ class Reader:
                 return units.parse_duration(raw)
         enum = next((member for member in members if _is_enum(member)), None)
         if enum is not None:
-            if raw not in enum.__members__:
+            if not isinstance(raw, str) or raw not in enum.__members__:
                 raise ValueError(_one_of(enum.__members__, raw))
             return enum[raw]
         value = _deep(self.expand, raw)

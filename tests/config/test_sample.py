@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from bridge import config, tomlstruct
+from bridge.errors import ConfigError
 from bridge.model import MessageStreamDefinition
 
 SAMPLE = Path(__file__).parents[2] / "config" / "streambridge.toml"
 LINES = SAMPLE.read_text().splitlines()
 DEFAULT = re.compile(r"#(\w+ = .*)")
 EXAMPLE = re.compile(r"# Example: (.*)")
+EITHER = re.compile(rf"(?:{DEFAULT.pattern}|{EXAMPLE.pattern})")
 
 
 def uncommented(pattern: re.Pattern[str], *, active: bool) -> str:
@@ -25,7 +27,7 @@ def uncommented(pattern: re.Pattern[str], *, active: bool) -> str:
     for line in LINES:
         found = pattern.fullmatch(line)
         if found:
-            kept.append(found[1])
+            kept.append(next(filter(None, found.groups())))
         elif line.startswith("[") or (active and not line.startswith("#")):
             kept.append(line)
     return "\n".join(kept)
@@ -58,13 +60,7 @@ def test_every_example_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_key_that_the_code_knows_is_in_the_file() -> None:
-    either = re.compile(rf"(?:{DEFAULT.pattern}|{EXAMPLE.pattern})")
-    text = "\n".join(
-        next(filter(None, found.groups())) if found else line if line.startswith("[") else ""
-        for line in LINES
-        for found in [either.fullmatch(line)]
-    )
-    shown = tomllib.loads(text)
+    shown = tomllib.loads(uncommented(EITHER, active=False))
     sensors = shown.pop("streams")["sensors"]
     sensors.pop("export")
     del shown["gateway"]["data_dir"]
@@ -76,6 +72,45 @@ def test_every_key_that_the_code_knows_is_in_the_file() -> None:
         {"name", "topics", "export_definition"},
     )
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "[]",
+        "{}",
+        "[[]]",
+        "[{}]",
+        '""',
+        '"\\u0000"',
+        "-1",
+        "1e300",
+        "true",
+        "2026-01-01",
+        '[1, "a"]',
+        "9" * 30,
+    ],
+)
+def test_any_value_at_any_key_is_taken_or_refused_with_its_line(
+    tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    lines = uncommented(EITHER, active=False).splitlines()
+    path = tmp_path / "x.toml"
+    for number, line in enumerate(lines):
+        key, equals, _ = line.partition(" = ")
+        if equals:
+            path.write_text("\n".join([*lines[:number], f"{key} = {wrong}", *lines[number + 1 :]]))
+            told = refusal(path)
+            assert told == "" or f"{path}:" in told
+
+
+def refusal(path: Path) -> str:
+    try:
+        config.load(path)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def absent(cls: type[msgspec.Struct], table: dict[str, Any], place: str, leave_out: set[str]) -> list[str]:
