@@ -16,6 +16,7 @@ import typer
 
 from bridge.config import Config, load
 from bridge.errors import ConfigError
+from bridge.plugins import shipped
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
 
@@ -50,16 +51,19 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # Ctrl-C
 
 
-def config_or_defaults(path: Path) -> Config:
-    """The configuration; the defaults if nobody named one and there is none at the usual place."""
+def load_config(path: Path) -> Config:
+    """The configuration; raises ConfigError, with a way to begin if nobody has made one yet."""
     if path == DEFAULT_CONFIG and not path.exists():
-        return Config()
+        begin = f"cp {shipped('config') / 'streambridge.toml'} ."
+        raise ConfigError(
+            f"{path}: there is no such file; begin with the sample: `{begin}`, then name it with --config"
+        )
     return load(path)
 
 
 def data_directory(config: Path, data_dir: Path | None) -> Path:
     """The data directory that a command works on."""
-    directory = load(config).gateway.data_dir if data_dir is None else data_dir
+    directory = load_config(config).gateway.data_dir if data_dir is None else data_dir
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: there is no such data directory; start the service once, or name another one "

@@ -10,14 +10,15 @@ from bridge.cli.common import (
     ExitCode,
     JsonOption,
     behave_in_pipes,
-    config_or_defaults,
     echo,
+    load_config,
     print_json,
     print_table,
     strong,
 )
 from bridge.cli.install import install_service
-from bridge.config import load
+from bridge.config import Config, load
+from bridge.plugins import load as load_plugins
 
 
 def add_to(app: typer.Typer) -> None:
@@ -42,7 +43,7 @@ Signals:
 
 def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service in the foreground until SIGTERM or Ctrl-C."""
-    settings = load(config)
+    settings = load_config(config)
     from bridge import app  # the broker and its dependencies; the other commands need none of them
 
     app.run(settings)
@@ -81,9 +82,9 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
 def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
     """List the plugins that are found, from where, and what is wrong with those that fail."""
     behave_in_pipes()
-    from bridge.plugins import load as load_plugins
-
-    found = load_plugins(config_or_defaults(config).export.plugin_dirs).found
+    # The shipped plugins are worth listing before there is any configuration.
+    settings = load(config) if config != DEFAULT_CONFIG or config.exists() else Config()
+    found = load_plugins(settings.export.plugin_dirs).found
     if as_json:
         print_json(found)
         return

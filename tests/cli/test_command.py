@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Fill, streambridge
+from bridge.cli.common import DEFAULT_CONFIG
+from tests.cli.conftest import CHECKOUT, Fill, streambridge
 
 
 def test_help_names_every_command_and_exit_code() -> None:
@@ -29,6 +30,13 @@ def test_a_configuration_that_is_missing_is_told_in_one_line() -> None:
     assert done.stderr == (
         "streambridge: /nowhere/streambridge.toml: there is no such file; name another one with --config\n"
     )
+
+
+@pytest.mark.skipif(DEFAULT_CONFIG.exists(), reason="streambridge is installed on this machine")
+def test_somebody_without_a_configuration_is_told_how_to_begin() -> None:
+    done = streambridge("run")
+    assert done.returncode == 78
+    assert f"begin with the sample: `cp {CHECKOUT}/config/streambridge.toml .`" in done.stderr
 
 
 def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
