@@ -21,6 +21,7 @@ from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import pluggy
@@ -210,9 +211,12 @@ def _check_owner(path: Path) -> None:
 
 def _import_path(path: Path) -> Callable[[], ModuleType]:
     package = path.name == "__init__.py"
-    name = f"{GROUP}_plugins_{path.parent.name if package else path.stem}"
+    stem = path.parent.name if package else path.stem
+    name = f"{GROUP}_plugins_{stem}_{crc32(os.fsencode(path)):08x}"
 
     def import_it() -> ModuleType:
+        if name in sys.modules:  # msgspec looks types up by module name: there must be one of each
+            return sys.modules[name]
         spec = importlib.util.spec_from_file_location(
             name, path, submodule_search_locations=[str(path.parent)] if package else None
         )

@@ -143,8 +143,9 @@ class S3TaskExporter(Exporter):
                 task = msgspec.json.decode(record.payload, type=TaskDefinition)
             except msgspec.MsgspecError:
                 self.context.log.debug("message %d is no task", record.sequence_number)
-            if task and self._upload and self._upload.number == record.sequence_number:
-                self._abort(record, task, self._upload)
+            upload = self._upload
+            if task and upload and upload.upload_id and upload.number == record.sequence_number:
+                self._abort(record, task, upload)
             self._tell(Status.Canceled, record, task, "the export was deleted")
 
     def _run(self, record: Record, task: TaskDefinition) -> None:

@@ -116,7 +116,7 @@ def drop_in(root: Path, name: str, source: str) -> None:
 
 # An exporter that appends what it is given to a file, and does as its configuration says before.
 RECORDER = '''
-    import json, os, time
+    import json, os, threading, time
     from bridge import *
     from bridge import hookimpl
 
@@ -151,7 +151,7 @@ RECORDER = '''
         os._exit(9)
 
     def hang(batch):
-        time.sleep(1000)
+        threading.Event().wait()
 
     def hold(batch):
         """Hold the interpreter itself: nothing else in the process can run."""

@@ -1,0 +1,266 @@
+"""The S3 export task executor: order, parts that are resumed, keys, metadata, status messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge import Context, Exporter, Retry, plugins
+from bridge.export.api import convert_config
+from bridge.export.uploads import TaskDefinition, resolve_key
+from bridge.testing import deliver, make_batch
+from tests.export.door import Door
+from tests.export.harness import Bucket, Gateway, running, until
+
+CLS = plugins.load().exporters["s3TaskExecutor"]
+MIB = 1024 * 1024
+
+
+class Notes(Context):
+    """A context that keeps the status messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[dict[str, Any]] = []
+        self.clock = datetime(2026, 12, 31, 13, 5, 9, tzinfo=UTC).timestamp()
+
+    def append(self, stream: str, payload: bytes) -> None:
+        self.messages.append({"to": stream, **json.loads(payload)})
+
+    def now(self) -> float:
+        return self.clock
+
+
+def make(bucket: Bucket, context: Context, level: int = 2, url: str = "") -> Exporter:
+    status = {"statusLevel": level, "statusStreamName": "status"}
+    config = {"identifier": "up", "endpointUrl": url or bucket.url, "statusConfig": status}
+    return CLS(convert_config(CLS, config), context)
+
+
+def task(bucket: Bucket, path: Path, key: str = "k", **more: Any) -> bytes:
+    return json.dumps({"inputUrl": f"file:{path}", "bucket": bucket.name, "key": key, **more}).encode()
+
+
+def statuses(context: Notes) -> list[int]:
+    return [message["status"] for message in context.messages]
+
+
+def test_a_task_uploads_its_file_and_tells_how_it_went(tmp_path: Path, bucket: Bucket) -> None:
+    path, context = tmp_path / "a b.txt", Notes()
+    path.write_bytes(b"content")
+    deliver(make(bucket, context), make_batch([task(bucket, path, userMetadata={"Plant": 7})], first=42))
+    assert bucket.body("k") == b"content"
+    found = bucket.client.head_object(Bucket=bucket.name, Key="k")
+    assert found["Metadata"] == {"plant": "7"}
+    begun, done = context.messages
+    assert (begun["status"], done["status"]) == (2, 0)  # InProgress, Success
+    assert done["to"] == "status"
+    assert done["eventType"] == 0
+    assert done["statusLevel"] == 2
+    assert done["statusContext"]["sequenceNumber"] == 42
+    assert done["statusContext"]["exportIdentifier"] == "up"
+    assert done["statusContext"]["streamName"] == "stream"
+    assert done["statusContext"]["s3ExportTaskDefinition"]["inputUrl"] == f"file:{path}"
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"inputUrl": "file:/no/such/file"}, "No such file"),
+        ({"inputUrl": "http://example.org/f"}, "no file of this machine"),
+        ({"inputUrl": "relative"}, "absolute path"),
+        ({"bucket": "no-such-bucket-anywhere"}, "bucket does not exist"),
+        ({"key": "!{timestamp:qq}"}, "not understood"),
+        ({"key": "!{other:yyyy}"}, "only placeholder"),
+        ({"userMetadata": {"$aws-gg-x": "1"}}, "reserved"),
+        ({"bucket": None}, "bucket"),
+    ],
+)
+def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
+    tmp_path: Path, bucket: Bucket, change: dict[str, Any], word: str
+) -> None:
+    path, context = tmp_path / "f", Notes()
+    path.write_bytes(b"x")
+    bad = json.loads(task(bucket, path)) | change
+    exporter = make(bucket, context)
+    rejected = deliver(exporter, make_batch([json.dumps(bad).encode()]))
+    assert word in rejected[0]
+    assert statuses(context)[-1] == 1
+    assert context.messages[-1]["statusLevel"] == 0
+    deliver(exporter, make_batch([task(bucket, path)], first=1))
+    assert statuses(context)[-1] == 0
+
+
+def test_levels_are_thresholds(tmp_path: Path, bucket: Bucket) -> None:
+    path, context = tmp_path / "f", Notes()
+    path.write_bytes(b"x")
+    exporter = make(bucket, context, level=0)
+    deliver(exporter, make_batch([task(bucket, path)]))
+    deliver(exporter, make_batch([task(bucket, tmp_path / "none")], first=1))
+    assert statuses(context) == [1]
+
+
+def test_an_interrupted_upload_goes_on_after_its_last_part(tmp_path: Path, bucket: Bucket) -> None:
+    path, context = tmp_path / "f", Notes()
+    path.write_bytes(os.urandom(16 * MIB))
+    door = Door(bucket.url)
+    try:
+        exporter = make(bucket, context, url=door.url)
+        real, sent = exporter._client.upload_part, []
+
+        def counted(**options: Any) -> Any:
+            sent.append(options["PartNumber"])
+            if len(sent) == 3:
+                with door.shut():
+                    return real(**options)
+            return real(**options)
+
+        exporter._client.upload_part = counted
+        batch = make_batch([task(bucket, path, key="!{timestamp:HH/mm}/f")])
+        with pytest.raises(Retry):
+            exporter.export(batch)
+        context.clock += 3600  # the key stays that of the first attempt
+        again = make(bucket, context, url=door.url)  # a new process, with the state that was kept
+        again._client.upload_part = counted
+        deliver(again, batch)
+    finally:
+        exporter._client.upload_part = real
+        door.close()
+    assert sent == [1, 2, 3, 3, 4]
+    assert bucket.body("13/05/f") == path.read_bytes()
+    assert statuses(context) == [2, 0]
+
+
+def test_a_file_that_changed_between_attempts_is_uploaded_from_its_beginning(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    path, context = tmp_path / "f", Notes()
+    path.write_bytes(bytes(11 * MIB))
+    exporter = make(bucket, context)
+    exporter._client.complete_multipart_upload, real = _fail, exporter._client.complete_multipart_upload
+    batch = make_batch([task(bucket, path)])
+    try:
+        with pytest.raises(Retry):
+            exporter.export(batch)
+    finally:
+        exporter._client.complete_multipart_upload = real
+    path.write_bytes(b"y" * (12 * MIB))
+    deliver(make(bucket, context), batch)
+    assert bucket.body("k") == path.read_bytes()
+    assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
+
+
+def _fail(**options: Any) -> Any:
+    raise ConnectionResetError("on demand")
+
+
+def test_tasks_of_a_deleted_export_are_canceled(tmp_path: Path, bucket: Bucket) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x")
+
+    def config(url: str) -> dict[str, Any]:
+        status = {"statusStreamName": "status"}
+        return {"s3TaskExecutor": [{"identifier": "up", "endpointUrl": url, "statusConfig": status}]}
+
+    def seen(gateway: Gateway) -> list[tuple[int, int]]:
+        messages = map(json.loads, gateway.read("status"))
+        return [(m["statusContext"]["sequenceNumber"], m["status"]) for m in messages]
+
+    async def scenario() -> None:
+        door = Door(bucket.url)
+        try:
+            async with running(tmp_path) as gateway:
+                gateway.create("status", {})
+                gateway.create("tasks", config(door.url))
+                await gateway.append("tasks", task(bucket, path))
+                await gateway.exported("tasks", 0)
+                with door.shut():
+                    await gateway.append("tasks", task(bucket, path), task(bucket, path))
+                    await until(lambda: gateway.status("tasks").error_message)
+                    gateway.update("tasks", {})
+                    await until(lambda: seen(gateway)[-1:] == [(2, 4)], say=lambda: str(seen(gateway)))
+                assert seen(gateway) == [(0, 2), (0, 0), (1, 2), (1, 4), (2, 4)]
+        finally:
+            door.close()
+
+    asyncio.run(scenario())
+
+
+def test_after_sigkill_a_task_is_finished_and_told_at_least_once(tmp_path: Path, bucket: Bucket) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(os.urandom(12 * MIB))
+    status = {"statusStreamName": "status"}
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            config = {"identifier": "up", "endpointUrl": bucket.url, "statusConfig": status}
+            gateway.create("status", {})
+            gateway.create("tasks", {"s3TaskExecutor": [config]})
+            await gateway.append("tasks", *(task(bucket, path, key=f"k{n}") for n in range(3)))
+            for number in range(1, 4):
+                await until(lambda n=number: len(gateway.read("status")) >= n)  # type: ignore[misc]
+                if gateway.exports.pid:
+                    os.kill(gateway.exports.pid, signal.SIGKILL)
+                await until(lambda n=number: gateway.exports.restarts >= n)  # type: ignore[misc]
+            await gateway.exported("tasks", 2)
+            messages = [json.loads(message) for message in gateway.read("status")]
+            done = {m["statusContext"]["sequenceNumber"] for m in messages if m["status"] == 0}
+            assert done == {0, 1, 2}
+
+    asyncio.run(scenario())
+    assert all(bucket.body(f"k{n}") == path.read_bytes() for n in range(3))
+
+
+def test_a_status_stream_that_is_missing_costs_no_task(tmp_path: Path, bucket: Bucket) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x")
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            status = {"statusStreamName": "nowhere"}
+            config = {"identifier": "up", "endpointUrl": bucket.url, "statusConfig": status}
+            gateway.create("tasks", {"s3TaskExecutor": [config]})
+            await gateway.append("tasks", task(bucket, path))
+            await gateway.exported("tasks", 0)
+
+    asyncio.run(scenario())
+    assert bucket.body("k") == b"x"
+
+
+WHEN = datetime(2020, 12, 31, 13, 5, 9, 123456, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("yyyy/MM/dd", "2020/12/31"),
+        ("YYYY", "2020"),  # Java would say 2021: the week-based year
+        ("uu/D/DDD", "20/366/366"),
+        ("HH/mm/ss/SSS", "13/05/09/123"),
+        ("h/a/MMMM/EEE", "1/PM/December/Thu"),
+        ("d/M/m", "31/12/5"),
+    ],
+)
+def test_key_placeholders_follow_java(pattern: str, text: str) -> None:
+    assert resolve_key(f"a/!{{timestamp:{pattern}}}/b", WHEN) == f"a/{text}/b"
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("file:/a/b", "/a/b"),
+        ("file:///a/b", "/a/b"),
+        ("file://localhost/a%20b", "/a b"),
+        ("/a%20b?c#d", "/a%20b?c#d"),
+    ],
+)
+def test_input_urls_come_in_four_forms(url: str, path: str) -> None:
+    assert TaskDefinition(input_url=url, bucket="bbb", key="k").path() == Path(path)

@@ -1,0 +1,311 @@
+"""What each exporter makes of its own service: partial failures, limits, conflicts, order."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from bridge import Batch, Context, Exporter, Record, Retry, plugins
+from bridge.export.api import convert_config
+from bridge.testing import deliver, make_batch
+from tests.export.fake_aws import FakeAws, partial
+from tests.export.harness import Bucket
+from tests.export.test_contract import Web
+
+EXPORTERS = plugins.load().exporters
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAws]:
+    server = FakeAws()
+    yield server
+    server.close()
+
+
+def make(kind: str, **config: Any) -> Exporter:
+    cls = EXPORTERS[kind]
+    return cls(convert_config(cls, {"identifier": "x", **config}), Context())
+
+
+def kinesis(fake: FakeAws, **config: Any) -> Exporter:
+    return make("kinesis", kinesisStreamName="s", endpointUrl=fake.url, **config)
+
+
+def batch_of(*rows: tuple[str, bytes]) -> Batch:
+    records = [Record(n, 0, topic, payload) for n, (topic, payload) in enumerate(rows)]
+    return Batch("gw", "plant", 1, 0, len(records) - 1, records)
+
+
+# --- Kinesis
+
+
+def test_only_the_failed_entries_are_sent_again(fake: FakeAws) -> None:
+    code = "ProvisionedThroughputExceededException"
+    fake.faults = [partial(fake, lambda n, _: n in (1, 3), code)]
+    deliver(kinesis(fake), make_batch([b"%d" % n for n in range(5)]))
+    assert [len(parameters["Records"]) for _, parameters in fake.requests] == [5, 2]
+    assert [record["Data"] for record in fake.taken] == [b"0", b"2", b"4", b"1", b"3"]
+
+
+def test_records_of_one_key_never_overtake_each_other(fake: FakeAws) -> None:
+    rows = [(f"line/{n % 3}", b"%d" % n) for n in range(12)]
+    # The first record of each request fails, four times over.
+    fake.faults = [partial(fake, lambda n, _: n == 0, "InternalFailure")] * 4
+    deliver(kinesis(fake, partitionKey="{topic}"), batch_of(*rows))
+    by_key: dict[str, list[int]] = {}
+    for record in fake.taken:
+        by_key.setdefault(record["PartitionKey"], []).append(int(record["Data"]))
+    assert by_key == {f"line/{k}": list(range(k, 12, 3)) for k in range(3)}
+
+
+def test_without_order_per_key_a_batch_is_one_request(fake: FakeAws) -> None:
+    exporter = kinesis(fake, partitionKey="{topic}", orderPerKey=False)
+    deliver(exporter, batch_of(*[("t", b"%d" % n) for n in range(100)]))
+    assert len(fake.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "key"),
+    [
+        ("{topic}", "plant/7/temp"),
+        ("{topic/1}", "7"),
+        ("{topic/-1}-{stream}-{gateway}", "temp-plant-gw"),
+        ("{json:/device/id}", "d1"),
+        ("{json:/values/1}", "2.5"),
+        ("fixed", "fixed"),
+    ],
+)
+def test_partition_keys_follow_their_template(fake: FakeAws, template: str, key: str) -> None:
+    payload = b'{"device": {"id": "d1"}, "values": [1, 2.5]}'
+    deliver(kinesis(fake, partitionKey=template), batch_of(("plant/7/temp", payload)))
+    assert [record["PartitionKey"] for record in fake.taken] == [key]
+
+
+def test_records_without_a_key_get_random_ones_and_long_keys_are_hashed(fake: FakeAws) -> None:
+    deliver(kinesis(fake, partitionKey="{json:/id}"), batch_of(("t", b"no json"), ("t", b"{}")))
+    deliver(kinesis(fake, partitionKey="{topic}"), batch_of(("x" * 300, b"1")))
+    keys = [record["PartitionKey"] for record in fake.taken]
+    assert len(set(keys)) == 3
+    assert [len(key) for key in keys] == [36, 36, 64]
+
+
+@pytest.mark.parametrize("template", ["{nope}", "{topic", "", "{topic/x}"])
+def test_a_wrong_template_is_refused_when_it_is_configured(template: str) -> None:
+    with pytest.raises(ValueError, match=r"field|brace|empty"):
+        convert_config(
+            EXPORTERS["kinesis"],
+            {"identifier": "x", "kinesisStreamName": "s", "partitionKey": template},
+        )
+
+
+def test_pacing_spreads_records_over_what_the_shards_take(fake: FakeAws) -> None:
+    exporter = kinesis(fake, pacing=True)  # the fake has two shards: 2 MB/s
+    began = time.monotonic()
+    for _ in range(3):
+        deliver(exporter, make_batch([bytes(100_000) for _ in range(6)]))
+    assert time.monotonic() - began > 0.55  # two waits of 0.3 s
+    assert [name for name, _ in fake.requests].count("DescribeStreamSummary") == 1
+
+
+def test_motos_kinesis_gives_back_what_was_sent(moto: str) -> None:
+    client = boto3.client("kinesis", endpoint_url=moto)
+    client.create_stream(StreamName="plant", ShardCount=1)
+    exporter = make("kinesis", kinesisStreamName="plant", endpointUrl=moto, partitionKey="{topic}")
+    assert deliver(exporter, make_batch([b"%d" % n for n in range(30)])) == {}
+    shard = client.describe_stream(StreamName="plant")["StreamDescription"]["Shards"][0]["ShardId"]
+    iterator = client.get_shard_iterator(StreamName="plant", ShardId=shard, ShardIteratorType="TRIM_HORIZON")[
+        "ShardIterator"
+    ]
+    found = client.get_records(ShardIterator=iterator)["Records"]
+    assert [record["Data"] for record in found] == [b"%d" % n for n in range(30)]
+
+
+# --- Firehose
+
+
+def test_motos_firehose_gives_back_what_was_sent(moto: str, bucket: Bucket) -> None:
+    client = boto3.client("firehose", endpoint_url=moto)
+    client.create_delivery_stream(
+        DeliveryStreamName="plant",
+        ExtendedS3DestinationConfiguration={
+            "RoleARN": "arn:aws:iam::123456789012:role/r",
+            "BucketARN": f"arn:aws:s3:::{bucket.name}",
+        },
+    )
+    exporter = make("firehose", deliveryStreamName="plant", endpointUrl=moto)
+    assert deliver(exporter, make_batch([b"a", b"b"])) == {}
+    assert b"".join(bucket.body(key) for key in bucket.names()) == b"a\nb\n"
+
+
+def firehose(fake: FakeAws, **config: Any) -> Exporter:
+    return make("firehose", deliveryStreamName="s", endpointUrl=fake.url, **config)
+
+
+def test_packed_messages_fill_records_and_fail_together(fake: FakeAws) -> None:
+    fake.faults = [partial(fake, lambda n, _: n == 0, "ServiceUnavailableException")]
+    exporter = firehose(fake, packBytes=40)
+    deliver(exporter, make_batch([b"message %02d" % n for n in range(10)]))
+    assert [len(parameters["Records"]) for _, parameters in fake.requests] == [4, 1]
+    assert fake.taken[-1]["Data"] == b"message 00\nmessage 01\nmessage 02\n"
+
+
+def test_requests_stay_within_500_records_and_4_mib(fake: FakeAws) -> None:
+    deliver(firehose(fake), make_batch([b"x"] * 1200))
+    deliver(firehose(fake), make_batch([bytes(900_000)] * 9))
+    assert [len(parameters["Records"]) for _, parameters in fake.requests] == [500, 500, 200, 4, 4, 1]
+
+
+def test_a_message_too_large_for_firehose_is_rejected_alone(fake: FakeAws) -> None:
+    rejected = deliver(firehose(fake), make_batch([b"a", bytes(1000 * 1024), b"b"]))
+    assert list(rejected) == [1]
+    assert [record["Data"] for record in fake.taken] == [b"a\n", b"b\n"]
+
+
+def test_the_delimiter_can_be_left_out(fake: FakeAws) -> None:
+    deliver(firehose(fake, delimiter=""), make_batch([b"a"]))
+    assert fake.taken == [{"Data": b"a"}]
+
+
+# --- SiteWise
+
+
+def entry(alias: str, second: int | None = None, **value: Any) -> bytes:
+    when = int(time.time()) if second is None else second
+    point = {"value": value or {"doubleValue": 1.0}, "timestamp": {"timeInSeconds": when}}
+    return json.dumps({"entryId": "1", "propertyAlias": alias, "propertyValues": [point]}).encode()
+
+
+def sitewise(fake: FakeAws) -> Exporter:
+    return make("IotSitewise", endpointUrl=fake.url)
+
+
+def test_values_of_one_property_and_time_go_in_different_requests_in_order(fake: FakeAws) -> None:
+    now = int(time.time())
+    payloads = [entry("/a", now, integerValue=n) for n in range(3)] + [entry("/b", now)]
+    assert deliver(sitewise(fake), make_batch(payloads)) == {}
+    assert [len(parameters["entries"]) for _, parameters in fake.requests] == [1, 1, 2]
+    values = [e["propertyValues"][0]["value"] for e in fake.taken if e["propertyAlias"] == "/a"]
+    assert values == [{"integerValue": 0}, {"integerValue": 1}, {"integerValue": 2}]
+
+
+def test_values_too_old_or_unknown_are_rejected_with_the_reason(fake: FakeAws) -> None:
+    fake.properties = {"/known"}
+    payloads = [entry("/known"), entry("/known", int(time.time()) - 8 * 86400), entry("/other")]
+    rejected = deliver(sitewise(fake), make_batch(payloads))
+    assert rejected.keys() == {1, 2}
+    assert "TimestampOutOfRange" in rejected[1]
+    assert "ResourceNotFound" in rejected[2]
+    assert len(fake.taken) == 1
+
+
+def test_entries_that_wait_are_tried_again_and_the_others_are_not(fake: FakeAws) -> None:
+    def throttled(request: Any) -> tuple[int, dict[str, Any]]:
+        wrong = {"errorCode": "ThrottlingException", "errorMessage": "slow", "timestamps": []}
+        fake.taken += request.parameters["entries"][1:]
+        return 200, {"errorEntries": [{"entryId": "0", "errors": [wrong]}]}
+
+    fake.faults = [throttled]
+    assert deliver(sitewise(fake), make_batch([entry(f"/{n}") for n in range(3)])) == {}
+    assert [len(parameters["entries"]) for _, parameters in fake.requests] == [3, 1]
+
+
+def test_a_request_refused_as_a_whole_costs_only_the_bad_entry(fake: FakeAws) -> None:
+    def picky(request: Any) -> tuple[int, dict[str, Any]]:
+        if any(e["propertyAlias"] == "/2" for e in request.parameters["entries"]):
+            return 400, {"__type": "InvalidRequestException", "message": "no"}
+        return fake._BatchPutAssetPropertyValue(request.parameters)
+
+    with fake.broken(picky):
+        rejected = deliver(sitewise(fake), make_batch([entry(f"/{n}") for n in range(5)]))
+    assert list(rejected) == [2]
+    assert len(fake.taken) == 4
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xa0 no JSON",
+        b'{"entryId": "1", "propertyValues": []}',
+        entry("/a", None, doubleValue=1.0, integerValue=1),
+        entry("/a", 0),
+    ],
+)
+def test_messages_that_are_no_entries_are_rejected(fake: FakeAws, payload: bytes) -> None:
+    assert list(deliver(sitewise(fake), make_batch([entry("/a"), payload]))) == [1]
+
+
+# --- HTTP, IoT Analytics
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    server = Web()
+    yield server
+    server.close()
+
+
+def test_http_batches_are_the_sdks_messages(web: Web) -> None:
+    deliver(make("http", uri=web.url, exportFormat=1), make_batch([b"\xff\x00"], first=7))
+    ((message,),) = map(json.loads, web.bodies)
+    now = message.pop("ingestTime")
+    assert abs(now / 1000 - time.time()) < 60
+    assert message == {"streamName": "stream", "sequenceNumber": 7, "payload": "/wA="}
+
+
+def test_http_sends_headers_and_a_token_that_may_change(web: Web, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    exporter = make("http", uri=web.url, headers={"X-Plant": "7"}, bearerTokenFile=str(token))
+    with pytest.raises(Retry, match="token cannot be read"):
+        exporter.export(make_batch([b"x"]))
+    for value in ("one", "two"):
+        token.write_text(value + "\n", encoding="utf-8")
+        deliver(exporter, make_batch([b"x"]))
+    assert [head["authorization"] for head in web.headers] == ["Bearer one", "Bearer two"]
+    assert web.headers[0]["x-plant"] == "7"
+
+
+def test_http_speaks_tls_with_a_certificate_authority_of_its_own(web: Web, tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert]
+        + ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"],
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    web.server.socket = context.wrap_socket(web.server.socket, server_side=True)
+    url = web.url.replace("http:", "https:")
+    with pytest.raises(Retry, match=r"[Cc]ertificate|CERTIFICATE|SSL"):
+        make("http", uri=url).export(make_batch([b"x"]))
+    deliver(make("http", uri=url, caFile=str(cert)), make_batch([b"x"]))
+    assert web.bodies == [b"x"]
+
+
+def test_iot_analytics_without_a_redirection_waits_and_says_why() -> None:
+    exporter = make("iotAnalytics", iotChannel="c")
+    with pytest.raises(Retry, match="retired IoT Analytics") as caught:
+        exporter.export(make_batch([b"x"]))
+    assert (caught.value.after or 0) >= 60
+
+
+def test_a_slow_answer_is_a_retry(fake: FakeAws, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.aws.READ_TIMEOUT", 0.2)
+
+    given_up = threading.Event()
+
+    def slow(request: Any) -> None:
+        given_up.wait(10)
+
+    with fake.broken(slow), pytest.raises(Retry, match=r"[Rr]ead timeout"):
+        kinesis(fake).export(make_batch([b"x"]))
+    given_up.set()
