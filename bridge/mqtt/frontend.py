@@ -1,9 +1,10 @@
-"""`MqttFrontEnd`: what the application starts and stops."""
+"""`MqttFrontEnd`: what the application starts and stops, in either mode."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from bridge.mqtt.external import ExternalBroker
 from bridge.mqtt.lane import Lane
 
 if TYPE_CHECKING:
@@ -14,21 +15,29 @@ if TYPE_CHECKING:
 
 
 class MqttFrontEnd:
-    """The embedded broker. `state_dir` keeps sessions and retained messages; without it they end with us."""
+    """The embedded broker, or the subscriber at an external one.
+
+    `state_dir` keeps sessions and retained messages of the embedded broker; without it they end with us.
+    """
 
     def __init__(self, config: MqttConfig, manager: StreamManager, state_dir: Path | None = None) -> None:
         self._config, self._manager, self._state_dir = config, manager, state_dir
         self._lane: Lane | None = None
+        self._external: ExternalBroker | None = None
 
     async def start(self) -> list[str]:
-        """Listen; returns the urls listened on, port 0 resolved. Raises ConfigError with the remedy."""
+        """Listen, or begin to connect; returns the urls, port 0 resolved. Raises ConfigError or OSError."""
+        if self._config.mode == "external":
+            self._external = ExternalBroker(self._config.external, self._manager, self._config.max_packet)
+            return await self._external.start()
         self._lane = Lane(self._config, self._manager, self._state_dir)
         return await self._lane.start()
 
     async def stop(self) -> None:
-        """Stop accepting and reading, commit and acknowledge what was read, close."""
-        if self._lane is not None:
-            await self._lane.stop()
+        """Stop reading, commit and acknowledge what was read, close."""
+        for part in (self._lane, self._external):
+            if part is not None:
+                await part.stop()
 
     def reload(self, config: MqttConfig) -> None:
         """Take over users, rules and certificates, all or nothing (ConfigError)."""
@@ -37,4 +46,5 @@ class MqttFrontEnd:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (drops and refusals by reason), connections and sessions now."""
-        return self._lane.stats() if self._lane is not None else {}
+        part = self._lane or self._external
+        return part.stats() if part is not None else {}

@@ -1,0 +1,364 @@
+"""Mode "external": the messages of an existing broker, through paho-mqtt.
+
+What it promises: a message is acknowledged to that broker only after it is committed to all its streams,
+in the order of arrival. The session there is persistent, so that messages wait at the broker while the
+bridge is away. What it cannot promise is more than that broker does: one that acknowledges its
+publishers from memory (Mosquitto's default) loses on a power cut what it has not passed on, and one
+that bounds its queues (Mosquitto: 1,000 messages) drops what does not fit. After each connect the
+session is checked: if it is gone without our doing, messages may be lost, which is logged and counted
+(`sessions_lost`). Redelivered messages are stored again: at least once.
+
+Flow: paho's thread puts messages into `_inbox` and waits while it is full, so that the broker's own flow
+control takes over; the event loop appends them, and acknowledges them batch by batch. A message for a
+stream that is full is tried again until there is room, and nothing behind it is acknowledged before it;
+one that can never be stored is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import threading
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties as PahoProperties
+from paho.mqtt.subscribeoptions import SubscribeOptions
+
+from bridge.errors import ConfigError, MessageTooLarge, StreamError
+from bridge.mqtt import headers, requests
+from bridge.mqtt import properties as p
+from bridge.mqtt.access import REQUEST_LEVEL
+from bridge.topics import covers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bridge.manager import StreamManager
+    from bridge.mqtt.settings import ExternalSettings
+    from bridge.mqtt.store import Stream
+
+log = logging.getLogger(__name__)
+
+INBOX_BYTES = 8 * 1024 * 1024
+FIRST_DELAY, LONGEST_DELAY = 1, 60  # seconds between attempts to connect
+RETRY_INTERVAL = 1.0
+STOP_TIMEOUT = 10.0
+ROUTES = 50_000
+REQUESTS = f"{REQUEST_LEVEL}/+/+"
+NEVER = 0xFFFFFFFF
+
+
+class _Batch:
+    """Messages that are acknowledged together: (packet id, QoS), and how many streams are awaited."""
+
+    __slots__ = ("acks", "connection", "error", "source", "waiting")
+
+    def __init__(self, source: ExternalBroker) -> None:
+        self.source, self.connection = source, source.connection
+        self.acks: list[tuple[int, int]] = []
+        self.waiting = 1
+        self.error: StreamError | None = None
+
+    def done(self, error: StreamError | None) -> None:
+        self.error = self.error or error
+        self.waiting -= 1
+        if not self.waiting:
+            self.source.settle()
+
+
+class ExternalBroker:
+    """A subscriber at an existing broker that stores what it gets."""
+
+    def __init__(self, settings: ExternalSettings, manager: StreamManager, max_packet: int) -> None:
+        self._settings, self._manager, self._max_packet = settings, manager, max_packet
+        self._loop = asyncio.get_running_loop()
+        self.counts: Counter[str] = Counter()
+        self.connection = 0  # grows with each connection: packet ids mean nothing on the next one
+        self._v5 = settings.protocol == "5"
+        self._client = self._make_client()
+        self._inbox: deque[paho.MQTTMessage] = deque()
+        self._inbox_bytes = 0
+        self._room = threading.Condition()
+        self._scheduled = self._stopping = self._connected = False
+        self._batches: deque[_Batch] = deque()
+        self._routes: dict[str, tuple[Stream, ...]] = {}
+        self._subscribed: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._retry: asyncio.TimerHandle | None = None
+        self._idle: asyncio.Future[None] | None = None
+
+    async def start(self) -> list[str]:
+        """Begin to connect; a broker that is not there yet is waited for."""
+        parts = urlsplit(self._settings.url)
+        port = parts.port or (8883 if parts.scheme == "mqtts" else 1883)
+        options: dict[str, Any] = {"keepalive": self._settings.keep_alive}
+        if self._v5:
+            properties = PahoProperties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
+            properties.SessionExpiryInterval = NEVER
+            options.update(clean_start=False, properties=properties)
+        self._client.connect_async(parts.hostname or "", port, **options)
+        self._client.loop_start()
+        self._manager.on_bindings_changed.append(self._rebind)
+        return [self._settings.url]
+
+    async def stop(self) -> None:
+        """Take no more, commit and acknowledge what was taken, disconnect; the session stays."""
+        self._manager.on_bindings_changed.remove(self._rebind)
+        with self._room:
+            self._stopping = True
+            self._inbox.clear()  # not acknowledged: the broker keeps it
+            self._room.notify_all()
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._batches:
+            self._idle = self._loop.create_future()
+            await asyncio.wait([self._idle], timeout=STOP_TIMEOUT)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._client.disconnect()
+        await asyncio.to_thread(self._client.loop_stop)
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the start."""
+        return {**self.counts, "connections": int(self._connected), "waiting": len(self._inbox)}
+
+    def _make_client(self) -> paho.Client:
+        settings = self._settings
+        client = paho.Client(
+            CallbackAPIVersion.VERSION2,
+            settings.client_id,
+            clean_session=None if self._v5 else False,
+            protocol=paho.MQTTv5 if self._v5 else paho.MQTTv311,
+            manual_ack=True,
+        )
+        client.reconnect_delay_set(FIRST_DELAY, LONGEST_DELAY)
+        try:
+            if settings.username is not None:
+                secret = settings.password_file.read_text().strip() if settings.password_file else None
+                client.username_pw_set(settings.username, secret)
+            if urlsplit(settings.url).scheme == "mqtts":
+                cert, key = (str(path) if path else None for path in (settings.cert, settings.key))
+                client.tls_set(str(settings.ca) if settings.ca else None, cert, key)
+        except (OSError, ValueError, ssl.SSLError) as error:
+            raise ConfigError(f"mqtt.external: password_file, ca, cert or key: {error}") from error
+        client.on_connect = self._on_connect
+        client.on_disconnect = self._on_disconnect
+        client.on_message = self._on_message
+        return client
+
+    # -- in paho's thread ------------------------------------------------------------
+
+    def _on_connect(self, client: Any, _data: Any, flags: Any, reason: Any, _properties: Any) -> None:
+        failed = bool(reason.is_failure)
+        self._loop.call_soon_threadsafe(self._connect_ended, failed, str(reason), bool(flags.session_present))
+
+    def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
+        self._loop.call_soon_threadsafe(self._disconnected, str(reason))
+
+    def _on_message(self, _client: Any, _data: Any, message: paho.MQTTMessage) -> None:
+        with self._room:
+            while self._inbox_bytes > INBOX_BYTES and not self._stopping:
+                self._room.wait()
+            if self._stopping:
+                return
+            self._inbox.append(message)
+            self._inbox_bytes += len(message.payload) + 200
+            wake, self._scheduled = not self._scheduled, True
+        if wake:
+            self._loop.call_soon_threadsafe(self._take)
+
+    # -- in the event loop ------------------------------------------------------------
+
+    def _connect_ended(self, failed: bool, reason: str, present: bool) -> None:
+        if failed:
+            self.counts["refused_connects"] += 1
+            log.error("%s refuses us: %s; trying again", self._settings.url, reason)
+            return
+        log.info("connected to %s", self._settings.url)
+        self._connected = True
+        self.counts["connects"] += 1
+        if not present:
+            if self._subscribed:
+                self.counts["sessions_lost"] += 1
+                log.warning(
+                    "%s has lost our session: what it had not delivered is lost; check its persistence",
+                    self._settings.url,
+                )
+            self._subscribed.clear()
+        self._subscribe()
+
+    def _disconnected(self, reason: str) -> None:
+        self.connection += 1
+        if self._connected and not self._stopping:
+            log.warning("lost the connection to %s: %s; trying again", self._settings.url, reason)
+        self._connected = False
+
+    def _rebind(self) -> None:
+        self._routes.clear()
+        if self._connected:
+            self._subscribe()
+
+    def _subscribe(self) -> None:
+        """Subscribe to what streams are bound to now, and to nothing else.
+
+        A filter that another one covers is left out: brokers may deliver one message for each.
+        """
+        wanted = {REQUESTS}
+        for name, definition in self._manager.definitions.items():
+            wanted |= {*definition.topics, f"streams/{name}/#"}
+        wanted = {one for one in wanted if not any(one != other and covers(other, one) for other in wanted)}
+        group = self._settings.share_group
+        named = {f"$share/{group}/{one}" if group and one != REQUESTS else one for one in wanted}
+        for old in self._subscribed - named:
+            self._client.unsubscribe(old)
+        for new in sorted(named - self._subscribed):
+            if self._v5:
+                # 1: retained messages only with a new subscription, not at every reconnect.
+                handling = (
+                    SubscribeOptions.RETAIN_DO_NOT_SEND if group else SubscribeOptions.RETAIN_SEND_IF_NEW_SUB
+                )
+                self._client.subscribe(new, options=SubscribeOptions(qos=1, retainHandling=handling))
+            else:
+                self._client.subscribe(new, 1)
+        self._subscribed = named
+
+    def _take(self) -> None:
+        """Append what has arrived; what a full stream refuses stays at the head of the inbox."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        batch = _Batch(self)
+        touched: dict[Stream, None] = {}
+        inbox = self._inbox
+        with self._room:
+            self._scheduled = False
+            taken = 0
+            while inbox and not self._stopping and not self._manager.under_pressure:
+                if not self._append(inbox[0], batch, touched):
+                    break
+                taken += len(inbox.popleft().payload) + 200
+            self._inbox_bytes -= taken
+            self._room.notify_all()
+            if inbox and not self._stopping:
+                self._scheduled = True
+                self._retry = self._loop.call_later(RETRY_INTERVAL, self._take)
+        if not batch.acks:
+            return
+        self._batches.append(batch)
+        batch.waiting += len(touched)
+        for stream in touched:
+            stream.after_commit(batch.done)
+        batch.done(None)
+
+    def _append(self, message: paho.MQTTMessage, batch: _Batch, touched: dict[Stream, None]) -> bool:
+        """Append one message to its streams; False if it must be tried again."""
+        topic = message.topic
+        self.counts["received"] += 1
+        if topic.startswith(REQUEST_LEVEL + "/"):
+            self._answer(message)
+        else:
+            streams = self._routes.get(topic)
+            if streams is None:
+                if len(self._routes) >= ROUTES:
+                    self._routes.clear()
+                streams = self._routes[topic] = self._manager.bound(topic)
+            raw, kept = topic.encode(), _headers(message)
+            for stream in streams:
+                try:
+                    stream.append(raw, bytes(message.payload), kept)
+                except MessageTooLarge as error:
+                    self._dropped("too_large", error)
+                except StreamError as error:
+                    self.counts["held"] += 1
+                    if message.qos:
+                        log.warning("%s; trying again, and nothing is acknowledged meanwhile", error)
+                        return False
+                    self._dropped("full", error)
+                else:
+                    touched[stream] = None
+        if message.qos:
+            batch.acks.append((message.mid, message.qos))
+        return True
+
+    def settle(self) -> None:
+        """Acknowledge all leading batches that are committed."""
+        while self._batches and not self._batches[0].waiting:
+            batch = self._batches.popleft()
+            if batch.error is not None:
+                # Unacknowledged, it comes again on a new connection, with all that followed.
+                log.error("not acknowledged: %s; reconnecting", batch.error)
+                self.counts["rejected_storage"] += 1
+                self.connection += 1
+                self._loop.call_later(RETRY_INTERVAL, self._reconnect)
+            elif batch.connection == self.connection:
+                for packet_id, qos in batch.acks:
+                    self._client.ack(packet_id, qos)
+        if not self._batches and self._idle is not None and not self._idle.done():
+            self._idle.set_result(None)
+
+    def _reconnect(self) -> None:
+        if not self._stopping:
+            socket = self._client.socket()
+            if socket is not None:
+                socket.close()
+
+    def _dropped(self, kind: str, error: StreamError) -> None:
+        self.counts[f"dropped_{kind}"] += 1
+        log.warning("dropped a message: %s", error)
+
+    def _answer(self, message: paho.MQTTMessage) -> None:
+        operation = message.topic.rpartition("/")[2]
+        asked = _properties(message)
+        reply_to = asked.get(p.RESPONSE_TOPIC, b"").decode() or f"{message.topic}/reply"
+        task = self._loop.create_task(self._reply(operation, bytes(message.payload), reply_to, asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self.counts["requests"] += 1
+
+    async def _reply(self, operation: str, body: bytes, reply_to: str, asked: p.Properties) -> None:
+        reply = await requests.answer(self._manager, operation, body, self._max_packet)
+        properties = None
+        if self._v5:
+            properties = PahoProperties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
+            if p.CORRELATION_DATA in asked:
+                properties.CorrelationData = asked[p.CORRELATION_DATA]
+        self._client.publish(reply_to, reply, 1, properties=properties)
+
+
+def _headers(message: paho.MQTTMessage) -> bytes:
+    flags = message.retain | (8 if message.dup else 0)
+    properties = _properties(message)
+    if not flags and not properties:
+        return b""
+    return headers.of_publish(flags, properties, "", 0)
+
+
+def _properties(message: paho.MQTTMessage) -> p.Properties:
+    """The MQTT 5 properties of a message, as we have them everywhere else."""
+    given = getattr(message, "properties", None)
+    if given is None:
+        return {}
+    found: p.Properties = {}
+    for kind, name in _NAMES:
+        value = getattr(given, name, None)
+        if value is not None:
+            found[kind] = value.encode() if isinstance(value, str) else value
+    if users := getattr(given, "UserProperty", None):
+        found[p.USER_PROPERTY] = [(name.encode(), value.encode()) for name, value in users]
+    return found
+
+
+_NAMES: Iterable[tuple[int, str]] = (
+    (p.PAYLOAD_FORMAT, "PayloadFormatIndicator"),
+    (p.MESSAGE_EXPIRY, "MessageExpiryInterval"),
+    (p.CONTENT_TYPE, "ContentType"),
+    (p.RESPONSE_TOPIC, "ResponseTopic"),
+    (p.CORRELATION_DATA, "CorrelationData"),
+)

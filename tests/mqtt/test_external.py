@@ -1,0 +1,318 @@
+"""Mode "external": a Mosquitto of our own has the messages, the bridge stores them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import paho.mqtt.client as paho
+import pytest
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from bridge.errors import ConfigError, StorageFailed
+from bridge.mqtt.settings import ExternalSettings, MqttConfig
+
+from .brokers import Mosquitto
+from .certificates import Authority
+from .harness import Bridge, decoded, run_async, running, until
+
+
+class Device:
+    """A paho client in its own thread."""
+
+    def __init__(self, port: int, *, v5: bool = False) -> None:
+        self.got: list[paho.MQTTMessage] = []
+        self.client = paho.Client(
+            paho.CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5 if v5 else paho.MQTTv311
+        )
+        self.client.on_message = lambda _client, _data, message: self.got.append(message)
+        self.client.connect("127.0.0.1", port)
+        self.client.loop_start()
+
+    def publish(self, topic: str, payload: bytes, qos: int = 1, **options: Any) -> None:
+        info = self.client.publish(topic, payload, qos, **options)
+        info.wait_for_publish(10)
+
+    def close(self) -> None:
+        self.client.disconnect()
+        self.client.loop_stop()
+
+
+def external(port: int, **settings: Any) -> dict[str, Any]:
+    url = settings.pop("url", f"mqtt://127.0.0.1:{port}")
+    return {"mode": "external", "external": ExternalSettings(url=url, **settings)}
+
+
+async def connected(bridge: Bridge, connects: int = 1) -> None:
+    await until(lambda: bridge.stat("connects") >= connects and bridge.stat("connections"), 20)
+
+
+async def stored(bridge: Bridge, count: int) -> list[bytes]:
+    end = time.monotonic() + 20
+    while len(found := await bridge.payloads()) < count:
+        assert time.monotonic() < end, f"{len(found)} of {count}"
+        await asyncio.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("protocol", ["3.1.1", "5"])
+def test_what_devices_publish_at_the_broker_is_stored(tmp_path: Path, protocol: str) -> None:
+    async def main() -> None:
+        async with (
+            asyncio.timeout(60),
+            running(tmp_path, **external(broker.port, protocol=protocol)) as bridge,
+        ):
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port, v5=protocol == "5")
+            properties = Properties(PacketTypes.PUBLISH)
+            properties.UserProperty = ("unit", "K")
+            options = {"properties": properties} if protocol == "5" else {}
+            for number in range(100):
+                await asyncio.to_thread(device.publish, "in/a", b"%d" % number, number % 3, **options)
+            assert sorted(await stored(bridge, 100), key=int) == [b"%d" % number for number in range(100)]
+            if protocol == "5":
+                assert decoded((await bridge.stored())[0].headers) == {"user": [["unit", "K"]]}
+            bridge.stream("later", "later/#")
+            await asyncio.to_thread(device.publish, "later/x", b"x")
+            await until(lambda: bridge.manager.describe("later").storage_status.newest_sequence_number == 0)
+            device.close()
+
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())
+
+
+def test_messages_wait_at_the_broker_while_the_bridge_is_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path, **external(broker.port)) as bridge:
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port)
+            await asyncio.to_thread(device.publish, "in/a", b"first")
+            await stored(bridge, 1)
+            await bridge.stop()
+            for number in range(500):
+                await asyncio.to_thread(device.publish, "in/a", b"%d" % number)
+            await bridge.start()
+            assert (await stored(bridge, 501))[1:] == [b"%d" % number for number in range(500)]
+            assert bridge.stat("sessions_lost") == 0
+            device.close()
+
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())
+
+
+def test_nothing_is_acknowledged_before_it_is_committed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path, **external(broker.port)) as bridge:
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port)
+            stream = bridge.manager.stream("s")
+            append, failures = stream.append, iter([True] * 3)
+
+            def failing(*arguments: Any) -> int:
+                if next(failures, False):
+                    raise StorageFailed("the disk is away")
+                return append(*arguments)
+
+            stream.append = failing  # type: ignore[method-assign]
+            for number in range(5):
+                await asyncio.to_thread(device.publish, "in/a", b"%d" % number)
+            assert await stored(bridge, 5) == [b"%d" % number for number in range(5)], "in order, all of them"
+            assert bridge.stat("held") == 3
+            device.close()
+
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())
+
+
+def test_the_bridge_reconnects_and_notices_that_its_session_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path, **external(broker.port)) as bridge:
+            assert bridge.stat("connections") == 0, "a broker that is not there yet is waited for"
+            await asyncio.to_thread(broker.start)
+            await connected(bridge)
+            await asyncio.to_thread(broker.stop)
+            await until(lambda: not bridge.stat("connections"))
+            for left in (tmp_path / "broker").glob("mosquitto.db*"):
+                left.unlink()
+            await asyncio.to_thread(broker.start)
+            await connected(bridge, 2)
+            assert bridge.stat("sessions_lost") == 1
+            device = await asyncio.to_thread(Device, broker.port)
+            await asyncio.to_thread(device.publish, "in/a", b"again")
+            await stored(bridge, 1)
+            device.close()
+
+    broker = Mosquitto(tmp_path / "broker")
+    try:
+        run_async(main())
+    finally:
+        broker.stop()
+
+
+def test_requests_are_answered_over_the_broker(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path, **external(broker.port, protocol="5")) as bridge:
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port, v5=True)
+            device.client.subscribe([("streambridge/dev/+/reply", 1), ("answers", 1)])
+            await asyncio.to_thread(device.publish, "streambridge/dev/listStreams", b'{"requestId": "7"}')
+            await until(lambda: len(device.got) == 1)
+            assert json.loads(device.got[0].payload)["streams"] == ["s"]
+            properties = Properties(PacketTypes.PUBLISH)
+            properties.ResponseTopic, properties.CorrelationData = "answers", b"\1\2"
+            await asyncio.to_thread(device.publish, "streambridge/dev/nonsense", b"{}", properties=properties)
+            await until(lambda: len(device.got) == 2)
+            assert device.got[1].topic == "answers"
+            assert device.got[1].properties.CorrelationData == b"\1\2"
+            assert json.loads(device.got[1].payload)["statusName"] == "UnknownOperation"
+            device.close()
+
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())
+
+
+def test_two_bridges_share_the_messages_of_a_group(tmp_path: Path) -> None:
+    async def main() -> None:
+        first = running(tmp_path / "1", **external(broker.port, share_group="g", client_id="one"))
+        second = running(tmp_path / "2", **external(broker.port, share_group="g", client_id="two"))
+        async with asyncio.timeout(60), first as one, second as two:
+            await connected(one)
+            await connected(two)
+            device = await asyncio.to_thread(Device, broker.port)
+            for number in range(100):
+                await asyncio.to_thread(device.publish, "in/a", b"%d" % number)
+            while len(found := [*await one.payloads(), *await two.payloads()]) < 100:
+                await asyncio.sleep(0.01)
+            assert sorted(found, key=int) == [b"%d" % number for number in range(100)]
+            assert await one.payloads()
+            assert await two.payloads()
+            device.close()
+
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())
+
+
+def test_tls_and_a_password_are_used_and_a_missing_file_is_named(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    pair, password = authority.issue("server"), tmp_path / "password"
+    users = tmp_path / "users"
+    subprocess.run(
+        ["mosquitto_passwd", "-c", "-b", users, "bridge", "secret"], check=True, capture_output=True
+    )
+    password.write_text("secret\n")
+    extra = f"certfile {pair.cert}\nkeyfile {pair.key}\nallow_anonymous false\npassword_file {users}"
+    broker = Mosquitto(tmp_path / "broker", extra)
+    settings = external(
+        broker.port,
+        url=f"mqtts://127.0.0.1:{broker.port}",
+        ca=authority.cert,
+        username="bridge",
+        password_file=password,
+    )
+
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path, **settings) as bridge:
+            await connected(bridge)
+        missing = ExternalSettings(username="x", password_file=tmp_path / "nothing")
+        other = Bridge(tmp_path / "other", MqttConfig(mode="external", external=missing))
+        with pytest.raises(ConfigError, match="password_file"):
+            await other.start()
+        await other.store.close()
+
+    (tmp_path / "other").mkdir()
+    with broker:
+        run_async(main())
+
+
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from tests.mqtt.harness import Bridge, MqttConfig
+from tests.mqtt.test_external import connected, external
+
+async def main():
+    bridge = Bridge(Path(sys.argv[1]), MqttConfig(**external(int(sys.argv[2]))))
+    await bridge.start()
+    if not bridge.manager.names():
+        bridge.stream("s", "in/#")
+    await connected(bridge)
+    print("connected", flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_lost_when_the_bridge_is_killed_again_and_again(tmp_path: Path) -> None:
+    acknowledged: list[int] = []
+
+    def publish() -> None:
+        device = Device(broker.port)
+        number = 0
+        while not enough.is_set():
+            device.publish("in/a", b"%d" % number)
+            acknowledged.append(number)
+            number += 1
+        device.close()
+
+    def child() -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", CHILD, str(tmp_path), str(broker.port)]
+        process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"connected\n"
+        return process
+
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        """Kill the bridge in the middle of 200 more messages."""
+        wanted, end = len(acknowledged) + 200, time.monotonic() + 20
+        while len(acknowledged) < wanted:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        with process:
+            process.wait()
+
+    async def read() -> list[bytes]:
+        bridge = Bridge(tmp_path, MqttConfig(**external(broker.port)))
+        await bridge.start()
+        try:
+            end = time.monotonic() + 20
+            while True:
+                found = await bridge.payloads()
+                if set(acknowledged) <= {int(payload) for payload in found} or time.monotonic() > end:
+                    return found
+                await asyncio.sleep(0.05)
+        finally:
+            await bridge.stop()
+
+    enough = threading.Event()
+    with Mosquitto(tmp_path / "broker") as broker:
+        # The session must be there before the first message: what is published before it is nobody's.
+        bridge = child()
+        thread = threading.Thread(target=publish)
+        thread.start()
+        for _ in range(2):
+            kill(bridge)
+            bridge = child()
+        kill(bridge)
+        enough.set()
+        thread.join()
+        found: list[bytes] = []
+
+        async def main() -> None:
+            found.extend(await read())
+
+        run_async(main())
+    assert len(acknowledged) >= 600
+    assert set(acknowledged) <= {int(payload) for payload in found}
