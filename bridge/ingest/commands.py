@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -103,6 +104,7 @@ def ingest(
     if context.invoked_subcommand is not None:
         return
     with _result() as out:
+        signal.signal(signal.SIGTERM, _stop)
         if source is None:
             raise _usage("--source is missing: s3://bucket/prefix or a directory")
         options = _table(table, warehouse, catalog, delta, state, endpoint_url)
@@ -112,15 +114,14 @@ def ingest(
         from bridge.ingest.job import run
         from bridge.ingest.render import summary_line
 
+        place, limits, tell = Place(source, endpoint_url), Limits(max_objects, max_bytes), _teller(as_json)
         try:
             while True:
                 began = time.monotonic()
-                summary = run(
-                    spark, Place(source, endpoint_url), sink, Limits(max_objects, max_bytes), _teller(as_json)
-                )
+                summary = run(spark, place, sink, limits, tell)
                 if as_json:
                     _document(summary.to_json(), out)
-                else:
+                elif every is None or summary.rounds:
                     _say(summary_line(summary))
                 if every is None:
                     break
@@ -154,7 +155,7 @@ def report(
         heads = read_heads(store)
         inventory = Inventory(store.list())
         known = StateStore(sink.state()).load(sink.pointer())
-        result = build(known, inventory, heads, sink.name)
+        result = build(known, inventory, heads, sink.name, sink.rows())
         if as_json:
             _document(result.to_json(), out)
         _finish(result, None if as_json else out)
@@ -214,6 +215,79 @@ def refine(
 
 
 @app.command()
+def compact(
+    expire_days: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Also delete files that no version of the last so many days uses [keep all]."
+        ),
+    ] = None,
+    table: TableName = "lake.messages",
+    warehouse: Warehouse = None,
+    catalog: Catalog = None,
+    delta: Delta = None,
+    state: StateUrl = None,
+    endpoint_url: Endpoint = None,
+    master: Master = None,
+    remote: Remote = None,
+    as_json: Json = False,
+) -> None:
+    """Put the table's small files together; with --expire-days delete what is no longer used.
+
+    No run may be longer than --expire-days: files that it has not committed yet would be deleted.
+    """
+    with _result() as out:
+        require(*PACKAGES)
+        sink = open_sink(_table(table, warehouse, catalog, delta, state, endpoint_url))
+        spark = open_session(master, remote, "streambridge ingest compact")
+        try:
+            done = sink.compact(spark)
+        finally:
+            spark.stop()
+        deleted = sink.expire(expire_days) if expire_days is not None else 0
+        if as_json:
+            _document({**asdict(done), "deleted": deleted}, out)
+        else:
+            print(f"{done.before:,} files became {done.after:,}; {deleted:,} unused files deleted", file=out)
+
+
+@app.command()
+def prune(
+    source: Source,
+    older_than_days: Annotated[float, typer.Option(min=0, help="Keep objects that are younger.")] = 7,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, say what would go.")] = False,
+    trust_state: Annotated[
+        bool, typer.Option("--trust-state", help="Also when rows were deleted from the table on purpose.")
+    ] = False,
+    table: TableName = "lake.messages",
+    warehouse: Warehouse = None,
+    catalog: Catalog = None,
+    delta: Delta = None,
+    state: StateUrl = None,
+    endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Delete exported objects that are provably in the table; quarantined ones stay. Needs no Spark."""
+    with _result() as out:
+        require("pyarrow")
+        from bridge.ingest.prune import prune as go
+
+        sink = open_sink(_table(table, warehouse, catalog, delta, state, endpoint_url))
+        place = Place(source, endpoint_url)
+        done = go(place, sink, older_than_days, dry_run=dry_run, trust_state=trust_state)
+        if as_json:
+            _document(asdict(done), out)
+        else:
+            verb = "would be deleted" if dry_run else "deleted"
+            print(
+                f"{done.deleted:,} objects {verb} ({done.deleted_bytes / 1e6:,.1f} MB), "
+                f"{done.kept_because_young:,} are younger than {older_than_days:g} days, "
+                f"{done.kept:,} are not in the table",
+                file=out,
+            )
+
+
+@app.command()
 def package(
     folder: Annotated[Path, typer.Argument(help="Where the files are written.")] = Path(),
 ) -> None:
@@ -222,6 +296,14 @@ def package(
 
     for path in write_package(folder):
         typer.echo(path)
+
+
+class Stopped(BaseException):
+    """Raised by SIGTERM: an ordinary end, for a round that is not committed leaves nothing."""
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped
 
 
 def _finish(result: Report, out: TextIO | None) -> None:
@@ -316,5 +398,11 @@ def _errors() -> Iterator[None]:
     except IngestError as error:
         _say(f"streambridge ingest: {error}")
         raise typer.Exit(EXIT_FAILED) from None
-    except KeyboardInterrupt:
+    except Stopped:
+        raise typer.Exit(EXIT_OK) from None
+    except Exception as error:
+        # an S3 that cannot be reached or refuses needs no stack trace; anything else does
+        if not type(error).__module__.startswith("botocore"):
+            raise
+        _say(f"streambridge ingest: {type(error).__name__}: {error}")
         raise typer.Exit(EXIT_FAILED) from None

@@ -134,7 +134,7 @@ def run(
         listed=inventory.objects,
         list_seconds=listed,
         seconds=time.monotonic() - began,
-        report=build(state, inventory, heads, sink.name),
+        report=build(state, inventory, heads, sink.name, sink.rows()),
     )
 
 

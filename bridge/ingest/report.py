@@ -118,8 +118,8 @@ class Report:
         }
 
 
-def build(state: State, inventory: Inventory, heads: Heads, table: str) -> Report:
-    """Put the report together; reads nothing."""
+def build(state: State, inventory: Inventory, heads: Heads, table: str, rows: int) -> Report:
+    """Put the report together; reads nothing. `rows` is what the table itself says it has."""
     tallies = inventory.tally(state.quarantine)
     refused: dict[StreamId, Ranges] = defaultdict(Ranges)
     listed = (
@@ -148,7 +148,10 @@ def build(state: State, inventory: Inventory, heads: Heads, table: str) -> Repor
         )
         for name in sorted(names)
     ]
-    return Report(table, streams, documents, sorted(inventory.foreign), heads.problems)
+    problems = list(heads.problems)
+    if rows != state.rows():
+        problems.append(f"{table} has {rows} rows and its state says {state.rows()}: it was changed")
+    return Report(table, streams, documents, sorted(inventory.foreign), problems)
 
 
 def _stream(

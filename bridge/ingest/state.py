@@ -86,6 +86,10 @@ class State:
     def covered(self) -> dict[StreamId, Ranges]:
         return {stream: state.covered for stream, state in self.streams.items()}
 
+    def rows(self) -> int:
+        """How many rows the table has if nobody else changed it."""
+        return sum(stream.covered.count() for stream in self.streams.values())
+
     def of(self, stream: StreamId) -> StreamState:
         return self.streams.setdefault(stream, StreamState())
 

@@ -34,6 +34,8 @@ def credentials() -> Iterator[None]:
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        # the C1 compiler alone starts faster, and these tests never run long enough to miss the other
+        patch.setenv("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
         yield
 
 
@@ -96,10 +98,8 @@ def need_java() -> None:
 @pytest.fixture(scope="session")
 def spark(credentials: None) -> Iterator[Any]:
     need_java()
-    from bridge.ingest.session import LOCAL, open_session
+    from bridge.ingest.session import open_session
 
-    # the C1 compiler alone starts faster, and these tests never run long enough to miss the other
-    LOCAL["spark.driver.extraJavaOptions"] = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
     session = open_session("local[2,4]")
     yield session
     session.stop()

@@ -64,6 +64,40 @@ def test_a_run_prints_progress_and_the_report_and_its_exit_code_says_whether_all
     assert rows.num_rows == 5
 
 
+@pytest.mark.spark
+def test_a_continuous_run_takes_what_comes_and_ends_at_sigterm(landing: Place, tmp_path: Path) -> None:
+    need_java()
+    Gateway(landing).export(0, 9)
+    where = ("--source", landing.url, "--warehouse", str(tmp_path), "--master", "local[2]")
+    with subprocess.Popen(
+        [sys.executable, "-m", "bridge.ingest.main", *where, "--every", "1", "--json"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as running:
+        assert running.stdout is not None
+        assert json.loads(running.stdout.readline())["rows"] == 10
+        Gateway(landing).export(10, 29)
+        later = (json.loads(line)["rows"] for line in running.stdout)
+        assert next(rows for rows in later if rows) == 20
+        running.terminate()
+        assert running.wait(timeout=30) == 0
+    assert read(TableOptions(warehouse=str(tmp_path))).num_rows == 30
+
+
+def test_an_s3_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path) -> None:
+    done = command(
+        *("report", "--source", "s3://nowhere/x", "--endpoint-url", "http://127.0.0.1:1"),
+        *("--warehouse", str(tmp_path)),
+        AWS_ACCESS_KEY_ID="x",
+        AWS_SECRET_ACCESS_KEY="x",
+    )
+    assert done.returncode == 1
+    assert "Could not connect to the endpoint URL" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_missing_java_is_said_in_one_line_with_the_remedy(tmp_path: Path) -> None:
     done = command("--source", str(tmp_path), "--warehouse", str(tmp_path), JAVA_HOME=str(tmp_path))
     assert done.returncode == 2

@@ -17,6 +17,7 @@ from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.sql import SparkSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,15 @@ class LiveFile:
     size: int
     rows: int
     added: int
+
+
+@dataclass(slots=True)
+class Compacted:
+    """What was put together: files before and after, and the rows in them."""
+
+    before: int = 0
+    after: int = 0
+    rows: int = 0
 
 
 class Sink(Protocol):
@@ -54,6 +64,15 @@ class Sink(Protocol):
 
     def files(self) -> list[LiveFile]:
         """The table's data files, in the order of `added`."""
+
+    def rows(self) -> int:
+        """How many rows the table has, from its metadata."""
+
+    def compact(self, spark: SparkSession) -> Compacted:
+        """Put small data files together; the rows stay the same."""
+
+    def expire(self, days: float) -> int:
+        """Forget versions older than so many days, delete files that only they used, and say how many."""
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -22,9 +22,12 @@ from deltalake.transaction import AddAction
 from bridge.ingest.columns import MESSAGES
 from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
-from bridge.ingest.sinks.base import LiveFile
+from bridge.ingest.sinks.base import Compacted, LiveFile
 from bridge.ingest.store import Place
 from bridge.ingest.worker import Target
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 APPLICATION = "streambridge-ingest"
 PARTITION = "ingest_date"
@@ -134,6 +137,26 @@ class DeltaSink:
             for action in actions
         ]
         return sorted(found, key=lambda file: file.added)
+
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files())
+
+    def compact(self, spark: SparkSession) -> Compacted:
+        """By delta-rs, in this process: its Python API cannot remove files that executors have replaced."""
+        table = self.table()
+        if table is None:
+            return Compacted()
+        done = table.optimize.compact()
+        return Compacted(
+            done["numFilesRemoved"], done["numFilesAdded"], sum(file.rows for file in self.files())
+        )
+
+    def expire(self, days: float) -> int:
+        table = self.table()
+        if table is None:
+            return 0
+        hours = round(days * 24)
+        return len(table.vacuum(hours, dry_run=False, enforce_retention_duration=False, full=True))
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()

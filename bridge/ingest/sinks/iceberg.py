@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,13 +31,14 @@ from pyiceberg.typedef import Record
 from bridge.ingest.columns import MESSAGES
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
-from bridge.ingest.sinks.base import LiveFile
+from bridge.ingest.sinks.base import Compacted, LiveFile
 from bridge.ingest.store import Place
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
     from pyiceberg.types import PrimitiveType
+    from pyspark.sql import SparkSession
 
 POINTER = "streambridge.state"
 STATE_AT = "streambridge.state-location"
@@ -125,16 +126,12 @@ class IcebergSink:
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         for attempt in range(ATTEMPTS):
-            table = self._made()
+            table = without_retry(self._made())
             found = _pointer(table)
             if found == version:  # an attempt whose answer was lost did commit
                 return
             if found != previous:
                 raise Moved(f"{self.name}: another run committed first")
-            # pyiceberg's own retry would add the files on top of another run's; this one looks first
-            table.metadata = table.metadata.model_copy(
-                update={"properties": {**table.metadata.properties, "commit.retry.num-retries": "0"}}
-            )
             try:
                 with table.transaction() as change:
                     with change.update_snapshot(
@@ -150,16 +147,63 @@ class IcebergSink:
 
     def files(self) -> list[LiveFile]:
         table = self.table()
-        snapshot = table.current_snapshot() if table else None
-        if table is None or snapshot is None:
+        if table is None:
             return []
-        found = [
-            live_file(table, entry)
-            for manifest in snapshot.manifests(table.io)
-            if manifest.content == ManifestContent.DATA
-            for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
-        ]
-        return sorted(found, key=lambda file: file.added)
+        return sorted((live_file(table, entry) for entry in _entries(table)), key=lambda file: file.added)
+
+    def rows(self) -> int:
+        table = self.table()
+        snapshot = table.current_snapshot() if table else None
+        summary = snapshot.summary if snapshot else None
+        return int((summary.additional_properties.get("total-records") if summary else None) or 0)
+
+    def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
+        """Put files in the place of others, in one step; the state stays the one it was."""
+        paths = {file.path for file in removed}
+        for attempt in range(ATTEMPTS):
+            table = without_retry(self._made())
+            old = [entry.data_file for entry in _entries(table) if live_file(table, entry).path in paths]
+            if len(old) != len(paths):
+                raise Moved(f"{self.name}: another run has compacted it")
+            try:
+                with (
+                    table.transaction() as change,
+                    change.update_snapshot(snapshot_properties=_keep(table)).overwrite() as overwrite,
+                ):
+                    for gone in old:
+                        overwrite.delete_data_file(gone)
+                    for file in added:
+                        overwrite.append_data_file(data_file(table, file))
+                return
+            except CommitFailedException:
+                time.sleep(0.1 * 2**attempt)
+        raise Moved(f"{self.name}: {ATTEMPTS} commits failed, other writers were always first")
+
+    def compact(self, spark: SparkSession) -> Compacted:
+        from bridge.ingest.compact import compact
+
+        return compact(spark, self)
+
+    def expire(self, days: float) -> int:
+        table = self.table()
+        if table is None:
+            return 0
+        before = datetime.now(UTC) - timedelta(days=days)
+        table.maintenance.expire_snapshots().older_than(before).commit()
+        table = self._made()
+        used: set[str] = set()
+        manifests: set[str] = set()
+        for snapshot in table.snapshots():
+            for manifest in snapshot.manifests(table.io):
+                if manifest.manifest_path not in manifests:
+                    manifests.add(manifest.manifest_path)
+                    entries = manifest.fetch_manifest_entry(table.io, discard_deleted=True)
+                    used.update(live_file(table, entry).path for entry in entries)
+        store = Place(table.location(), self.endpoint).open()
+        limit = before.timestamp() * 1000
+        gone = [f.key for f in store.under("data/") if f.modified < limit and f.key not in used]
+        store.delete(gone)
+        return len(gone)
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()
@@ -218,6 +262,30 @@ def data_file(table: Table, file: DataFile) -> IcebergFile:
     )
 
 
+def _keep(table: Table) -> dict[str, str]:
+    """Say in a new snapshot what the last one said about the state: that one may expire."""
+    version = _pointer(table)
+    return {} if version is None else {POINTER: str(version)}
+
+
+def without_retry(table: Table) -> Table:
+    """Make pyiceberg's own retry fail: it would commit on top of a run that it has not looked at."""
+    properties = {**table.metadata.properties, "commit.retry.num-retries": "0"}
+    table.metadata = table.metadata.model_copy(update={"properties": properties})
+    return table
+
+
+def _entries(table: Table) -> list[ManifestEntry]:
+    """The current snapshot's data files."""
+    snapshot = table.current_snapshot()
+    return [
+        entry
+        for manifest in (snapshot.manifests(table.io) if snapshot else ())
+        if manifest.content == ManifestContent.DATA
+        for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
+    ]
+
+
 def live_file(table: Table, entry: ManifestEntry) -> LiveFile:
     """A manifest entry, as the job sees it."""
     file = entry.data_file
@@ -234,9 +302,8 @@ def _pointer(table: Table) -> int | None:
         summary = snapshot.summary
         if summary is not None and (value := summary.additional_properties.get(POINTER)):
             return int(value)
-        if snapshot.parent_snapshot_id is None:
-            return None  # rolled back to before the first round
-        snapshot = table.snapshot_by_id(snapshot.parent_snapshot_id)
+        parent = snapshot.parent_snapshot_id
+        snapshot = table.snapshot_by_id(parent) if parent is not None else None
     value = table.properties.get(POINTER)  # the snapshot that said it has expired
     return int(value) if value else None
 

@@ -1,0 +1,133 @@
+"""Compaction, expiry and retention: the rows stay, and only what is in the table goes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.ingest.job import run
+from bridge.ingest.store import Place
+from tests.ingest.gateway import Gateway
+from tests.ingest.test_command import command
+from tests.ingest.test_job import numbers
+
+Sink = Callable[[], Any]
+
+
+def rounds(spark: Any, landing: Place, sink: Sink, count: int = 3) -> None:
+    for first in range(0, count * 10, 10):
+        Gateway(landing).export(first, first + 9, **({"qos": 1} if first else {}))
+        run(spark, landing, sink())
+
+
+@pytest.mark.spark
+def test_compaction_makes_one_file_of_small_ones_and_keeps_every_row(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    rounds(spark, landing, sink)
+    before = sink().read().sort_by("sequence_number").to_pylist()
+    done = sink().compact(spark)
+    assert (done.before, done.after, done.rows) == (3, 1, 30)
+    assert sink().read().sort_by("sequence_number").to_pylist() == before
+    assert [file.rows for file in sink().files()] == [30]
+    assert sink().compact(spark).before == 0
+    Gateway(landing).export(30, 39)
+    summary = run(spark, landing, sink())  # the state is still the one of the last round
+    assert (summary.rows, numbers(sink())) == (10, list(range(40)))
+
+
+@pytest.mark.spark
+def test_compaction_and_a_round_at_the_same_time_both_count(
+    spark: Any, landing: Place, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds(spark, landing, iceberg)
+    mine = iceberg()
+    replace = mine.replace
+
+    def late(*arguments: Any) -> None:
+        Gateway(landing).export(30, 39)
+        assert run(spark, landing, iceberg()).rows == 10
+        replace(*arguments)
+
+    monkeypatch.setattr(mine, "replace", late)
+    mine.compact(spark)
+    assert numbers(iceberg()) == list(range(40))
+    assert sorted(file.rows for file in iceberg().files()) == [10, 30]
+
+
+@pytest.mark.spark
+def test_expiry_deletes_files_that_no_version_uses_and_those_of_crashed_runs(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    rounds(spark, landing, sink)
+    place = sink().target().place
+    folder = Path(sink().files()[0].path).parent
+    crashed = f"{folder}/of-a-run-that-crashed.parquet"
+    place.open().put(crashed, b"half a file")
+    sink().compact(spark)
+    assert sink().expire(1) == 0  # all of it is young
+    assert sink().expire(0) == 3 + 1
+    assert numbers(sink()) == list(range(30))
+    assert [e.key for e in place.open().under(str(folder))] == [file.path for file in sink().files()]
+    assert run(spark, landing, sink()).rounds == []  # the pointer has survived
+
+
+@pytest.mark.spark
+def test_retention_deletes_only_objects_that_are_in_the_table(
+    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 99)
+    gateway.export(50, 120, form="parquet")
+    bad = gateway.export(121, 130, data=b"broken")
+    gateway.head()
+    run(spark, landing, iceberg())
+    new = gateway.export(131, 140)
+    where = ("--source", landing.url, "--warehouse", str(tmp_path / "warehouse"), "--json")
+    young = json.loads(command("prune", *where).stdout)
+    assert (young["deleted"], young["kept_because_young"], young["kept"]) == (0, 2, 2)
+    dry = json.loads(command("prune", *where, "--older-than-days", "0", "--dry-run").stdout)
+    assert (dry["deleted"], len(list(landing.open().list()))) == (2, 5)
+    done = command("prune", *where, "--older-than-days", "0")
+    assert (done.returncode, json.loads(done.stdout)["deleted"]) == (0, 2)
+    assert {entry.key for entry in landing.open().list()} == {bad, new, "_gateway/gw-a.json"}
+    summary = run(spark, landing, iceberg())
+    assert summary.rows == 10
+    assert numbers(iceberg()) == [*range(121), *range(131, 141)]
+
+
+@pytest.mark.spark
+def test_retention_deletes_nothing_when_the_table_has_not_the_rows_of_its_state(
+    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+) -> None:
+    Gateway(landing).export(0, 9)
+    run(spark, landing, iceberg())
+    Gateway(landing).export(10, 99)
+    report = run(spark, landing, iceberg()).report
+    assert report.problems == []
+    iceberg().replace(iceberg().files()[:1], [])  # somebody deletes rows
+    report = run(spark, landing, iceberg()).report
+    assert report.problems == ["lake.messages has 90 rows and its state says 100: it was changed"]
+    where = ("--source", landing.url, "--warehouse", str(tmp_path / "warehouse"), "--older-than-days", "0")
+    refused = command("prune", *where)
+    assert refused.returncode == 1
+    assert "its state says 100 rows and it has 90, so nothing is deleted" in refused.stderr
+    assert len(list(landing.open().list())) == 2
+    assert command("prune", *where, "--trust-state").returncode == 0
+    assert list(landing.open().list()) == []
+
+
+@pytest.mark.spark
+def test_a_table_that_is_rolled_back_takes_again_what_it_lost(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    rounds(spark, landing, iceberg)
+    table = iceberg().table()
+    table.manage_snapshots().rollback_to_snapshot(table.history()[0].snapshot_id).commit()
+    assert numbers(iceberg()) == list(range(10))
+    assert run(spark, landing, iceberg()).rows == 20
+    assert numbers(iceberg()) == list(range(30))
