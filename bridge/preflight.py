@@ -211,7 +211,12 @@ class _Examiner:
 
     # -- files ---------------------------------------------------------------------------------------
     def secrets(self) -> Iterator[Finding]:
-        """Whether files with secrets can be read by us, and by nobody else."""
+        """Whether files with secrets can be read by us and by nobody else, and the configuration is ours."""
+        for path in self.document.files:
+            if path.stat().st_mode & stat.S_IWOTH:
+                yield Finding(
+                    "warning", f"{path}: every user of this machine can change it; chmod o-w {path}"
+                )
         for keys, path in self._files(SECRETS):
             problem = _unreadable(path)
             if problem:

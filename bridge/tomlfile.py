@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ class Document:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.files: list[Path] = []
         self.data: dict[str, Any] = {}
         self._places: dict[Keys, Place] = {(): Place(path, 1)}
 
@@ -56,6 +58,7 @@ class Document:
     def add(self, path: Path) -> None:
         """Merge one file into the document."""
         data, lines = _parse(path)
+        self.files.append(path)
         _merge(self.data, data, (), self._forget)
         for keys, line in lines.items():
             self._places[keys] = Place(path, line)
@@ -94,7 +97,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     return data, _lines(text.replace("\r\n", "\n"))
 
 
-def _merge(into: dict[str, Any], data: dict[str, Any], keys: Keys, forget: Any) -> None:
+def _merge(into: dict[str, Any], data: dict[str, Any], keys: Keys, forget: Callable[[Keys], None]) -> None:
     for key, value in data.items():
         here = (*keys, key)
         known = into.get(key)

@@ -241,3 +241,10 @@ def test_a_users_file_is_read(path: Path) -> None:
     users.chmod(0o600)
     (line,) = check(path, QUIET.replace("[mqtt]\n", '[mqtt]\nusers_file = "users"\n'))
     assert "line 1: not name:$7$" in line
+
+
+def test_a_configuration_that_everybody_can_change_is_a_warning(path: Path) -> None:
+    path.write_text("")
+    path.chmod(0o666)
+    (line,) = check(path, QUIET)
+    assert line == "warning: x.toml: every user of this machine can change it; chmod o-w x.toml"
