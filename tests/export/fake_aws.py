@@ -54,6 +54,9 @@ class FakeAws:
         self.keys: list[str] = []  # access keys that requests were signed with
         self.faults: list[Fault] = []
         self.while_broken: Fault | None = None
+        self.lifetime = 3600.0  # seconds, of credentials
+        self.issued = 0
+        self.provider: FakeAws | None = None
         self.properties: set[str] | None = None  # aliases that SiteWise knows; None: all
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -184,14 +187,14 @@ class FakeAws:
         return Handler
 
     def credentials(self, alias: str) -> Answer:
-        """The IoT credentials provider: good for two seconds, so that a test sees a refresh."""
+        """The IoT credentials provider."""
         with self.lock:
             if self.faults:
                 answer = self.faults.pop(0)(None)  # type: ignore[arg-type]
                 assert answer is not None
                 return answer
-            self.issued = getattr(self, "issued", 0) + 1
-        expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 3600))
+            self.issued += 1
+        expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + self.lifetime))
         found = {"accessKeyId": f"ASIA{alias.upper()}{self.issued}", "secretAccessKey": "s"}
         return 200, {"credentials": {**found, "sessionToken": "t", "expiration": expires}}
 

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import subprocess
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -181,6 +182,16 @@ def recorder(tmp_path: Path) -> Path:
     """A data root with the recording exporter dropped in."""
     drop_in(tmp_path, "recorder", RECORDER)
     return tmp_path
+
+
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """A key and a self-signed certificate for 127.0.0.1."""
+    key, cert = directory / f"{name}.key", directory / f"{name}.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-keyout", str(key), "-out", str(cert), "-subj", f"/CN={name}"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, cert
 
 
 def recorded(path: Path) -> list[list[Any]]:

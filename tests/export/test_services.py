@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from bridge import Batch, Context, Exporter, Record, Retry, plugins
 from bridge.export.api import convert_config
 from bridge.testing import deliver, make_batch
 from tests.export.fake_aws import FakeAws, partial
-from tests.export.harness import Bucket
+from tests.export.harness import Bucket, certificate
 from tests.export.test_contract import Web
 
 EXPORTERS = plugins.load().exporters
@@ -274,13 +273,7 @@ def test_http_sends_headers_and_a_token_that_may_change(web: Web, tmp_path: Path
 
 
 def test_http_speaks_tls_with_a_certificate_authority_of_its_own(web: Web, tmp_path: Path) -> None:
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert]
-        + ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"],
-        check=True,
-        capture_output=True,
-    )
+    key, cert = certificate(tmp_path, "127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     web.server.socket = context.wrap_socket(web.server.socket, server_side=True)

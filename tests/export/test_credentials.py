@@ -1,0 +1,168 @@
+"""Where AWS credentials come from, that they are renewed, and that trouble with them loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.export.fake_aws import FakeAws, error
+from tests.export.harness import certificate, drop_in, running, until
+
+from bridge import Context, Exporter, Retry, aws, plugins
+from bridge.aws import AwsCredentials, AwsSettings, IotCredentials
+from bridge.export.api import convert_config
+from bridge.testing import deliver, make_batch
+
+EXPORTERS = plugins.load().exporters
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAws]:
+    server = FakeAws()
+    yield server
+    server.close()
+
+
+class Configured(Context):
+    """A context with settings of its own."""
+
+    def __init__(self, settings: AwsSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def client(self, service: str, **options: Any) -> Any:
+        return aws.client(self.settings, service, **options)
+
+
+def kinesis(settings: AwsSettings, **config: Any) -> Exporter:
+    cls = EXPORTERS["kinesis"]
+    wire = {"identifier": "k", "kinesisStreamName": "s", **config}
+    return cls(convert_config(cls, wire), Configured(settings))
+
+
+def iot(fake: FakeAws, tmp_path: Path) -> AwsSettings:
+    """Settings for the fake's credentials provider, behind TLS that asks for the device's certificate."""
+    server_key, server_cert = certificate(tmp_path, "server")
+    device_key, device_cert = certificate(tmp_path, "device")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server_cert, server_key)
+    context.load_verify_locations(device_cert)
+    context.verify_mode = ssl.CERT_REQUIRED
+    provider = FakeAws()
+    provider.server.socket = context.wrap_socket(provider.server.socket, server_side=True)
+    fake.provider = provider
+    return AwsSettings(
+        endpoint_url=fake.url,
+        credentials=AwsCredentials(
+            iot=IotCredentials(
+                endpoint=provider.url.replace("http:", "https:"),
+                role_alias="gateway",
+                cert=device_cert,
+                key=device_key,
+                ca=server_cert,
+                thing="gw-1",
+            )
+        ),
+    )
+
+
+@pytest.fixture
+def settings(fake: FakeAws, tmp_path: Path) -> Iterator[AwsSettings]:
+    yield iot(fake, tmp_path)
+    fake.provider.close()
+
+
+def test_a_device_certificate_and_a_role_alias_give_credentials(
+    fake: FakeAws, settings: AwsSettings
+) -> None:
+    deliver(kinesis(settings), make_batch([b"x"]))
+    assert fake.keys == ["ASIAGATEWAY1"]
+
+
+def test_credentials_near_their_end_are_renewed_while_running(fake: FakeAws, settings: AwsSettings) -> None:
+    fake.provider.lifetime = 60
+    exporter = kinesis(settings)
+    for _ in range(2):
+        deliver(exporter, make_batch([b"x"]))
+    assert len(set(fake.keys)) == 2
+
+
+def test_without_the_provider_records_wait(fake: FakeAws, settings: AwsSettings) -> None:
+    fake.provider.faults = [error(403, "AccessDenied"), error(500, "x")]
+    exporter = kinesis(settings)
+    for answer in ("403", "500"):
+        with pytest.raises(Retry, match=answer):
+            exporter.export(make_batch([b"x"]))
+    deliver(exporter, make_batch([b"x"]))
+    assert len(fake.taken) == 1
+
+
+def test_without_any_credentials_records_wait(fake: FakeAws, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    settings = AwsSettings(endpoint_url=fake.url, region="eu-west-3")  # a session of its own
+    with pytest.raises(Retry, match="credentials"):
+        kinesis(settings).export(make_batch([b"x"]))
+
+
+def test_requests_go_through_the_configured_proxy(fake: FakeAws) -> None:
+    settings = AwsSettings(proxies={"http": fake.url})
+    deliver(kinesis(settings, endpointUrl="http://kinesis.example.invalid"), make_batch([b"x"]))
+    assert len(fake.taken) == 1
+
+
+def test_an_export_may_have_its_own_endpoint_and_region(fake: FakeAws) -> None:
+    settings = AwsSettings(endpoint_url="http://127.0.0.1:1", region="eu-west-1")
+    exporter = kinesis(settings, endpointUrl=fake.url, region="ap-south-1")
+    deliver(exporter, make_batch([b"x"]))
+    assert exporter._client.meta.region_name == "ap-south-1"
+
+
+def test_a_plugin_may_provide_credentials(fake: FakeAws, tmp_path: Path) -> None:
+    source = """
+        import time
+        from bridge import hookimpl
+        from bridge.aws import Credentials
+
+        @hookimpl
+        def aws_credentials(settings):
+            return lambda: Credentials(
+                access_key="FROMPLUGIN", secret_key="s", token="t", expiry=time.time() + 3600
+            )
+    """
+    drop_in(tmp_path, "vault", source)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            config = {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": fake.url}
+            gateway.create("a", {"kinesis": [config]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+
+    asyncio.run(scenario())
+    assert fake.keys == ["FROMPLUGIN"]
+
+
+def test_refused_credentials_are_waited_out_and_reported(fake: FakeAws, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            config = {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": fake.url}
+            gateway.create("a", {"kinesis": [config]})
+            with fake.broken(error(400, "ExpiredTokenException")):
+                await gateway.append("a", b"1", b"2")
+                await until(lambda: "ExpiredToken" in (gateway.status("a").error_message or ""))
+                assert gateway.status("a").last_exported_sequence_number == -1
+                assert abs(gateway.status("a").last_export_time / 1000 - time.time()) < 30
+            await gateway.exported("a", 1)
+            await until(lambda: gateway.status("a").error_message is None)
+            assert gateway.status("a").exported_messages_count == 2
+            assert gateway.status("a").exported_bytes_from_stream == 2
+
+    asyncio.run(scenario())

@@ -1,0 +1,253 @@
+"""Plugins: how they are found, what is refused, and each hook."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.export.harness import Bucket, drop_in, numbers, running, until
+
+from bridge import hookspecs, objectkeys, plugins
+
+HOOKS = [name for name in dir(hookspecs) if hasattr(getattr(hookspecs, name), "streambridge_spec")]
+
+
+def test_every_hook_has_a_test() -> None:
+    mine = Path(__file__).read_text(encoding="utf-8") + (
+        Path(__file__).with_name("test_credentials.py").read_text(encoding="utf-8")
+    )
+    assert HOOKS
+    assert [name for name in HOOKS if f"def {name}(" not in mine] == []
+
+
+def test_all_shipped_plugins_load_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(sys.modules):
+        if name.startswith(("streambridge_plugins_", "boto3", "pyarrow")):
+            monkeypatch.delitem(sys.modules, name)
+    registry = plugins.load()
+    assert [(found.name, found.error) for found in registry.found if found.error] == []
+    assert {"http", "iotAnalytics", "kinesis", "IotSitewise", "s3TaskExecutor", "firehose", "s3"} <= set(
+        registry.exporters
+    )
+    assert not {"boto3", "pyarrow"} & set(sys.modules)
+
+
+GOOD = """
+    from bridge import *
+
+    class Out(Exporter):
+        kind = "{kind}"
+        def export(self, batch):
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Out)
+"""
+
+
+def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Path) -> None:
+    bad = {
+        "a_good": GOOD.format(kind="good"),
+        "b_import": "import no_such_sdk",
+        "c_misspelt": "from bridge import hookimpl\n@hookimpl\ndef register_exporter(register): pass",
+        "d_argument": "from bridge import hookimpl\n@hookimpl\ndef register_exporters(r): pass",
+        "e_taken": GOOD.format(kind="good"),
+        "f_empty": "from bridge import *\n@hookimpl\ndef register_exporters(register): register(Exporter)",
+        "kinesis": GOOD.format(kind="other"),
+        "s3_again": GOOD.format(kind="s3"),
+        "z_good": GOOD.format(kind="fine"),
+    }
+    for name, source in bad.items():
+        drop_in(tmp_path, name, source)
+    registry = plugins.load([tmp_path / "plugins", tmp_path / "missing"])
+    errors = {f.name: f.error for f in registry.found if f.origin.startswith(str(tmp_path)) and f.error}
+    assert "no_such_sdk" in (errors.pop("b_import") or "")
+    assert "register_exporter" in (errors.pop("c_misspelt") or "")
+    assert "'r'" in (errors.pop("d_argument") or "")
+    assert "already an exporter of kind 'good'" in (errors.pop("e_taken") or "")
+    assert "kind" in (errors.pop("f_empty") or "")
+    assert "already a plugin named 'kinesis' (shipped)" in (errors.pop("kinesis") or "")
+    assert "already an exporter of kind 's3'" in (errors.pop("s3_again") or "")
+    assert errors == {}
+    assert {"good", "fine", "kinesis", "s3"} <= set(registry.exporters)
+    assert registry.exporters["s3"].__module__.startswith("streambridge_plugins_s3_")
+
+
+def test_a_drop_in_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    drop_in(tmp_path, "open", GOOD.format(kind="open"))
+    drop_in(tmp_path, "closed", GOOD.format(kind="closed"))
+    (tmp_path / "plugins" / "open.py").chmod(0o664)
+    registry = plugins.load([tmp_path / "plugins"])
+    (error,) = [found.error for found in registry.found if found.error]
+    assert "can be written by others" in error
+    assert "chmod go-w" in error
+    assert "closed" in registry.exporters
+    (tmp_path / "plugins").chmod(0o777)
+    registry = plugins.load([tmp_path / "plugins"])
+    assert not {"open", "closed"} & set(registry.exporters)
+
+
+def test_a_drop_in_may_be_a_package_with_files_of_its_own(tmp_path: Path) -> None:
+    drop_in(tmp_path, "other", GOOD.format(kind="other"))
+    package = tmp_path / "plugins" / "mine"
+    package.mkdir(mode=0o755)
+    (package / "__init__.py").write_text("from .out import register_exporters\n", encoding="utf-8")
+    source = GOOD.format(kind="mine").replace("\n    ", "\n")
+    (package / "out.py").write_text(source, encoding="utf-8")
+    for path in package.iterdir():
+        path.chmod(0o644)
+    registry = plugins.load([tmp_path / "plugins"])
+    assert [found.error for found in registry.found if found.error] == []
+    assert {"mine", "other"} <= set(registry.exporters)
+
+
+def test_a_pip_package_is_found_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "bridge_pip-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bridge-pip\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text("[streambridge]\npip = bridge_pip\nbroken = no_such_module\n")
+    source = GOOD.format(kind="pip").replace("\n    ", "\n")
+    (tmp_path / "bridge_pip.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = plugins.load()
+    found = {f.name: f for f in registry.found}
+    assert (found["pip"].origin, found["pip"].version, found["pip"].kinds) == (
+        "package bridge-pip",
+        "1.2",
+        ["pip"],
+    )
+    assert "no_such_module" in (found["broken"].error or "")
+
+
+FILTER = """
+    from bridge import Record, hookimpl
+
+    @hookimpl
+    def transform_records(records, config):
+        if config.identifier == "plain":
+            return None
+        return [
+            Record(r.sequence_number, r.ingest_time, r.topic, r.payload.upper())
+            for r in records
+            if r.payload != b"noise"
+        ]
+"""
+
+
+def test_hook_transform_records_changes_and_filters(recorder: Path) -> None:
+    drop_in(recorder, "noise", FILTER)
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            exports = [{"identifier": n, "path": str(recorder / n)} for n in ("plain", "quiet")]
+            gateway.create("a", {"recorder": exports})
+            await gateway.append("a", b"noise", b"one", b"noise", b"two", b"noise")
+            await gateway.exported("a", 4)
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "plain") == [0, 1, 2, 3, 4]
+    assert numbers(recorder / "quiet") == [1, 3]
+
+
+def test_hook_transform_records_splits_objects_and_the_head_says_so(tmp_path: Path, bucket: Bucket) -> None:
+    drop_in(tmp_path, "noise", FILTER)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("a", {"s3": [bucket.config()]})
+            await gateway.append("a", b"one", b"noise", b"two", b"three")
+            await gateway.exported("a", 3)
+
+    asyncio.run(scenario())
+    names = [objectkeys.parse_key(key) for key in bucket.data_keys()]
+    assert [(name.first, name.last) for name in names if name] == [(0, 0), (2, 3)]
+    assert bucket.head()["streams"][0]["dropped"] == [[1, 1, "filtered"]]
+
+
+def test_hook_handle_event_is_told_of_trouble_and_of_its_end(recorder: Path) -> None:
+    path = recorder / "events"
+    source = f"""
+        import json
+        from bridge import hookimpl
+
+        @hookimpl
+        def handle_event(event):
+            with open({str(path)!r}, "a") as out:
+                print(json.dumps([event.name, event.stream, event.export, event.detail]), file=out)
+
+        @hookimpl
+        def register_exporters(register):
+            pass
+    """
+    drop_in(recorder, "events", source)
+
+    def events() -> list[Any]:
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            config = {"identifier": "x", "path": str(recorder / "out")}
+            gateway.create("a", {"recorder": [{**config, "fault": "wait"}]})
+            await gateway.append("a", b"x")
+            await until(lambda: len(events()) == 1)
+            gateway.update("a", {"recorder": [config]})
+            await until(lambda: len(events()) == 2)
+            gateway.exports.event("stream_full", "a", "256 MiB")
+            await until(lambda: len(events()) == 3)
+
+    asyncio.run(scenario())
+    assert events() == [
+        ["export_failing", "a", "x", "the link is down"],
+        ["export_recovered", "a", "x", ""],
+        ["stream_full", "a", "", "256 MiB"],
+    ]
+
+
+PICKY = """
+    from bridge import *
+
+    class Picky(Exporter):
+        kind = "picky"
+        limits = BatchLimits(record_bytes=10)
+
+        def export(self, batch):
+            assert all(len(r.payload) <= 10 for r in batch.records)
+            return Outcome(rejected={
+                n: "bad" for n, record in enumerate(batch.records) if record.payload == b"bad"
+            })
+
+    @hookimpl
+    def register_exporters(register):
+        register(Picky)
+"""
+
+
+def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_passed(tmp_path: Path) -> None:
+    drop_in(tmp_path, "picky", PICKY)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("dead", {})
+            gateway.refused.add("dead")
+            gateway.create("a", {"picky": [{"identifier": "p", "deadLetterStream": "dead"}]})
+            await gateway.append("a", b"good", b"bad", bytes(11), b"good")
+            await until(lambda: "dead letter stream" in (gateway.status("a").error_message or ""))
+            assert gateway.status("a").last_exported_sequence_number == -1
+            gateway.refused.clear()
+            await gateway.exported("a", 3)
+            letters = [json.loads(letter) for letter in gateway.read("dead")]
+            assert sorted(letter["sequenceNumber"] for letter in letters) == [1, 2]
+            assert {letter["reason"] for letter in letters if letter["sequenceNumber"] == 1} == {"bad"}
+            assert {(letter["stream"], letter["export"]) for letter in letters} == {("a", "p")}
+            status = gateway.status("a")
+            assert status.exported_messages_count == 4  # processed, the rejected ones too
+            assert status.exported_bytes_from_stream == 8
+
+    asyncio.run(scenario())
