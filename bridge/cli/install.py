@@ -28,9 +28,9 @@ def install_service(
         Path, typer.Option("--root", metavar="DIRECTORY", help="Only write the files, below this directory.")
     ] = Path("/"),
 ) -> None:
-    """Install the systemd service, its user and a first configuration, and start it.
+    """Install and start the systemd service.
 
-    Needs root. Running it again updates the units and leaves the configuration alone.
+    Brings its user and a first configuration. Needs root. Running it again updates the units and leaves the configuration alone.
     """
     command = Path(sys.prefix).absolute() / "bin" / "streambridge"
     alone = root != Path("/")

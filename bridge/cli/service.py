@@ -42,7 +42,7 @@ Signals:
 
 
 def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
-    """Run the service in the foreground until SIGTERM or Ctrl-C."""
+    """Run the service until SIGTERM or Ctrl-C."""
     settings = load_config(config)
     from bridge import app  # the broker and its dependencies; the other commands need none of them
 
@@ -57,9 +57,9 @@ Examples:
 
 
 def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
-    """Say all that is wrong with the configuration and this machine, with place and remedy.
+    """Say what is wrong with configuration or machine.
 
-    Looks at the whole configuration, ports, directories, disk room, plugins, certificates, secrets and
+    Every finding has its place and a remedy. Looks at the whole configuration, ports, directories, disk room, plugins, certificates, secrets and
     credentials. Warnings leave the exit code at 0.
     """
     from bridge.preflight import examine
@@ -80,7 +80,10 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
 
 
 def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
-    """List the plugins that are found, from where, and what is wrong with those that fail."""
+    """List the plugins that are found.
+
+    Says where each comes from, what it exports to, and what is wrong with one that fails.
+    """
     behave_in_pipes()
     # The shipped plugins are worth listing before there is any configuration.
     settings = load(config) if config != DEFAULT_CONFIG or config.exists() else Config()

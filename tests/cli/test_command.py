@@ -13,7 +13,18 @@ from tests.cli.conftest import CHECKOUT, Fill, streambridge
 
 def test_help_names_every_command_and_exit_code() -> None:
     text = streambridge("--help").stdout
-    for word in ("run", "check", "streams", "plugins", "ingest", "install-service", "Examples:", "78"):
+    for word in (
+        "run",
+        "check",
+        "streams",
+        "plugins",
+        "verify",
+        "repair",
+        "ingest",
+        "install-service",
+        "Examples:",
+        "78",
+    ):
         assert word in text
 
 
