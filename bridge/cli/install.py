@@ -30,7 +30,8 @@ def install_service(
 ) -> None:
     """Install and start the systemd service.
 
-    Brings its user and a first configuration. Needs root. Running it again updates the units and leaves the configuration alone.
+    Brings its user and a first configuration. Needs root. Running it again updates the units and leaves
+    the configuration alone.
     """
     command = Path(sys.prefix).absolute() / "bin" / "streambridge"
     alone = root != Path("/")

@@ -59,8 +59,8 @@ Examples:
 def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
     """Say what is wrong with configuration or machine.
 
-    Every finding has its place and a remedy. Looks at the whole configuration, ports, directories, disk room, plugins, certificates, secrets and
-    credentials. Warnings leave the exit code at 0.
+    Every finding has its place and a remedy. Looks at the whole configuration, ports, directories, disk
+    room, plugins, certificates, secrets and credentials. Warnings leave the exit code at 0.
     """
     from bridge.preflight import examine
 
