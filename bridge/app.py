@@ -32,6 +32,8 @@ from bridge.config import Config
 from bridge.errors import ConfigError, StreamBridgeError, StreamError
 from bridge.export.cursor import highest_exported
 from bridge.export.supervisor import ExportSupervisor
+from bridge.http import HttpFrontEnd
+from bridge.http.observer import Observer
 from bridge.manager import StreamManager
 from bridge.mqtt import MqttFrontEnd
 from bridge.streams.store import Store
@@ -108,17 +110,26 @@ class Service:
             self._reconcile(config)
             await exports.start()
             stack.push_async_callback(exports.stop, STOP_EXPORTS)
-            front_end: FrontEnd = MqttFrontEnd(config.mqtt, manager)
-            addresses = await front_end.start()
-            stack.push_async_callback(front_end.stop)
+            front_end = MqttFrontEnd(config.mqtt, manager)
+            doors = {"mqtt": front_end}
+            observer = Observer(gateway.id, gateway.data_dir, manager, exports, doors)
+            front_ends: list[FrontEnd] = [front_end]
+            if config.http.listen:  # the last to be closed, so that it can be seen what goes on
+                front_ends.insert(0, HttpFrontEnd(config.http.listen, observer))
+            addresses: list[str] = []
+            for door in front_ends:
+                addresses += await door.start()
+                stack.push_async_callback(door.stop)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._told_to_stop)
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._spawn(store.keep(gateway.sync_interval / 1000))
             self._spawn(self._refresh())
+            observer.phase = "running"
             notify(f"READY=1\nSTATUS={len(store.streams)} streams, {', '.join(addresses)}")
             log.info("ready", extra={"listen": ",".join(addresses), "streams": len(store.streams)})
             await self._stop.wait()
+            observer.phase = "stopping"
             notify("STOPPING=1\nSTATUS=committing what was read")
             log.info("stopping")
             for task in self._pending:

@@ -77,7 +77,7 @@ def test_the_list_of_packages_is_complete() -> None:
 
 def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
     expected = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "bridge").rglob("*.py")}
-    expected.add("bridge/py.typed")
+    expected |= {"bridge/py.typed", *(f"bridge/http/page.{kind}" for kind in ("html", "css", "js"))}
     for top, inside in INSIDE.items():
         suffixes = {"plugins": {".py"}, "config": {".toml"}}.get(top)
         expected |= {

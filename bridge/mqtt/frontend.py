@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from bridge.mqtt.external import ExternalBroker
 from bridge.mqtt.lane import Lane
+from bridge.mqtt.packets import V5, V311
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from bridge.manager import StreamManager
     from bridge.mqtt.settings import MqttConfig
+
+_PROTOCOLS = {V311: "MQTT 3.1.1", V5: "MQTT 5"}
 
 
 class MqttFrontEnd:
@@ -48,3 +52,14 @@ class MqttFrontEnd:
         """Counters since the start (drops and refusals by reason), connections and sessions now."""
         part = self._lane or self._external
         return part.stats() if part is not None else {}
+
+    def clients(self, most: int) -> list[tuple[str, str | None, str, str]]:
+        """Connected clients, at most so many: client id, user name, address, protocol."""
+        if self._lane is None:
+            return []
+        sessions = ((conn, conn.session) for conn in self._lane.connections)
+        known = ((conn, session) for conn, session in sessions if session is not None)
+        return [
+            (session.client_id, session.identity.user, conn.address, _PROTOCOLS.get(conn.level, "MQTT"))
+            for conn, session in islice(known, most)
+        ]

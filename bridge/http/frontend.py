@@ -1,0 +1,139 @@
+"""`HttpFrontEnd`: what the application starts and stops, and the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import logging
+import time
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import msgspec
+
+from bridge import metrics
+from bridge.http.observer import SHARE, Observer
+from bridge.http.server import Answer, Server
+from bridge.mqtt.settings import is_loopback
+
+log = logging.getLogger("bridge.http")
+PAGE = Path(__file__).parent
+JSON = "application/json"
+PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class HttpFrontEnd:
+    """The status page and what stands beside it."""
+
+    def __init__(self, listen: str, observer: Observer) -> None:
+        """Raises ConfigError if `listen` is no address."""
+        self._observer = observer
+        self._page = _page()
+        self._metrics: asyncio.Task[bytes] | None = None
+        self._metrics_until = 0.0
+        self._watch: asyncio.Task[None] | None = None
+        self._loopback = is_loopback(listen.rpartition(":")[0].strip("[]"))
+        self._server = Server(
+            listen,
+            {
+                "/": self._root,
+                "/status.json": self._status,
+                "/history.json": self._history,
+                "/metrics": self._scrape,
+                "/healthz": self._health,
+                "/readyz": self._readiness,
+            },
+        )
+
+    async def start(self) -> list[str]:
+        """Listen; returns the url. Raises ConfigError."""
+        url = await self._server.start()
+        if not self._loopback:
+            log.warning("%s shows streams and clients to everybody who can reach it", url)
+        self._watch = asyncio.create_task(self._observer.run(), name="observer")
+        return [url]
+
+    async def stop(self) -> None:
+        """Close."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        await self._server.stop()
+        self._observer.close()
+
+    # -- routes ----------------------------------------------------------------------------------
+    async def _root(self, query: str) -> Answer:
+        return self._page
+
+    async def _status(self, query: str) -> Answer:
+        return _json(HTTPStatus.OK, self._observer.state())
+
+    async def _history(self, query: str) -> Answer:
+        """The points after `since` (Unix ms), by column; a lag is null where an export was not there."""
+        try:
+            since = int(parse_qs(query).get("since", ["0"])[0])
+        except ValueError:
+            return _json(HTTPStatus.BAD_REQUEST, {"error": "since: give a time in ms"})
+        points = [point for point in self._observer.points if point.time > since]
+        lags: dict[tuple[str, str], list[int | None]] = {}
+        for number, point in enumerate(points):
+            for export, lag in zip(point.exports, point.lags, strict=True):
+                lags.setdefault(export, [None] * len(points))[number] = lag
+        found = {
+            "times": [point.time for point in points],
+            "rate": [round(point.rate, 2) for point in points],
+            "size": [point.size for point in points],
+            "lags": [{"stream": s, "export": e, "values": values} for (s, e), values in lags.items()],
+        }
+        return _json(HTTPStatus.OK, found)
+
+    async def _scrape(self, query: str) -> Answer:
+        now = time.monotonic()
+        if self._metrics is None or (self._metrics.done() and now >= self._metrics_until):
+            self._metrics = asyncio.create_task(self._render())
+        return Answer(HTTPStatus.OK, PROMETHEUS, await asyncio.shield(self._metrics))
+
+    async def _render(self) -> bytes:
+        began = time.monotonic()
+        text = await asyncio.to_thread(metrics.render, self._observer.state())
+        ended = time.monotonic()
+        self._metrics_until = ended + (ended - began) * SHARE
+        return text
+
+    async def _health(self, query: str) -> Answer:
+        """Alive: this answer comes from the event loop. Able to store: the data directory was tried."""
+        error = await self._observer.storage_error()
+        status = HTTPStatus.OK if error is None else HTTPStatus.SERVICE_UNAVAILABLE
+        return _json(status, {"ok": error is None, "storage": error or "writable"})
+
+    async def _readiness(self, query: str) -> Answer:
+        """Ready: the listeners are open, nobody has told the service to stop, and it can store."""
+        error = await self._observer.storage_error()
+        phase = self._observer.phase
+        ready = error is None and phase == "running"
+        status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return _json(status, {"ok": ready, "phase": phase, "storage": error or "writable"})
+
+
+def _json(status: HTTPStatus, value: object) -> Answer:
+    return Answer(status, JSON, msgspec.json.encode(value) + b"\n")
+
+
+def _page() -> Answer:
+    """The page, put together from its three files; only this script and this style may run in it."""
+    style = (PAGE / "page.css").read_text()
+    script = (PAGE / "page.js").read_text()
+    page = (PAGE / "page.html").read_text().replace("/*style*/", style).replace("/*script*/", script)
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return Answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(), policy)
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,0 +1,309 @@
+"""Gathers what is shown: a `State` on request, and every 5 s a point of the last hour.
+
+* A state is used again for a second, or longer if it was dear to make: at most 5 % of the event loop's
+  time goes into looking, however many streams there are and however often somebody asks.
+* Times of messages (the oldest, the first that waits for an export) are read from the files, in a
+  thread of its own, and only when the number in question has changed.
+* Whether the data directory can be written is tried by writing there: a full, read-only, failing or
+  hanging disk is told from a good one by nothing less. The file never has a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from bridge.errors import CorruptData
+from bridge.http.state import DROPS, Client, ExportState, State, StreamState, limits_of
+from bridge.manager import StreamManager
+from bridge.streams.reader import StreamReader
+
+STEP = 5.0
+KEPT = 720  # points: one hour
+BEAT = 1.0
+PROBE_AGE = 5.0  # seconds that a try of the disk is believed
+PROBE_TIMEOUT = 5.0
+CLIENTS = 200  # devices listed by name
+SHARE = 20  # an answer is used again for so many times what it cost
+
+log = logging.getLogger("bridge.http")
+
+
+class FrontEnd(Protocol):
+    """What is asked of a front end."""
+
+    def stats(self) -> dict[str, int]:
+        """Its counters since the start; `connections` and `sessions` are those of now."""
+
+    def clients(self, most: int) -> Sequence[tuple[str, str | None, str, str]]:
+        """Connected clients, at most so many: id, user, address, protocol."""
+
+
+class Exports(Protocol):
+    """What is asked of the export side."""
+
+    restarts: int
+    memory: int
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None while there is none."""
+
+
+class Point(NamedTuple):
+    """One step of the history: when (Unix ms), of each stream the next number, of each export the lag."""
+
+    time: int
+    numbers: dict[str, int]
+    exports: tuple[tuple[str, str], ...]
+    lags: array[int]
+    rate: float
+    size: int
+
+
+class Observer:
+    """Looks at a service. `phase` is "starting", "running" or "stopping"; who runs it says so."""
+
+    def __init__(
+        self,
+        gateway: str,
+        data_dir: Path,
+        manager: StreamManager,
+        exports: Exports,
+        front_ends: Mapping[str, FrontEnd],
+    ) -> None:
+        self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
+        self._front_ends = front_ends
+        self.phase = "starting"
+        self.points: deque[Point] = deque(maxlen=KEPT)
+        self._version = _version()
+        self._started = _now()
+        self._state: State | None = None
+        self._good_until = 0.0
+        self._delay = 0.0
+        self._times: dict[tuple[str, int, int], int] = {}
+        self._reading = ThreadPoolExecutor(1, "status")
+        self._probing = ThreadPoolExecutor(1, "probe")
+        self._probe: asyncio.Future[str | None] | None = None
+        self._probed = 0.0
+        self._storage_error: str | None = None
+        self._space = (0, 0)
+
+    # -- at work ---------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Watch the loop and take a point every step, until cancelled."""
+        loop = asyncio.get_running_loop()
+        beat = due = loop.time()
+        delay = 0.0
+        while True:
+            if loop.time() >= due:
+                due = loop.time() + STEP
+                self._delay, delay = delay, 0.0
+                try:
+                    self._take_point()
+                    await asyncio.gather(self._read_times(), self.storage_error())
+                except Exception:
+                    log.exception("the status cannot be gathered")
+            beat = loop.time() + BEAT
+            await asyncio.sleep(BEAT)
+            delay = max(delay, loop.time() - beat)
+
+    def close(self) -> None:
+        """Give the threads back; one that hangs in the disk is not waited for."""
+        self._reading.shutdown(wait=False, cancel_futures=True)
+        self._probing.shutdown(wait=False, cancel_futures=True)
+
+    def _take_point(self) -> None:
+        state = self.state(fresh=True)
+        self.points.append(
+            Point(
+                state.time,
+                {stream.name: stream.newest + 1 for stream in state.streams},
+                tuple((export.stream, export.identifier) for export in state.exports),
+                array("q", (export.lag for export in state.exports)),
+                sum(stream.rate or 0.0 for stream in state.streams),
+                sum(stream.size for stream in state.streams),
+            )
+        )
+
+    # -- the disk --------------------------------------------------------------------------------
+    async def storage_error(self) -> str | None:
+        """Why the data directory cannot be written; None if it can. Never waits longer than 5 s."""
+        loop = asyncio.get_running_loop()
+        if self._probe is None:
+            if loop.time() - self._probed < PROBE_AGE and self._probed:
+                return self._storage_error
+            self._probe = loop.run_in_executor(self._probing, self._try_disk)
+        try:
+            self._storage_error = await asyncio.wait_for(asyncio.shield(self._probe), PROBE_TIMEOUT)
+            self._probe = None
+            self._probed = loop.time()
+        except TimeoutError:
+            self._storage_error = f"{self._data_dir} does not answer"
+        return self._storage_error
+
+    def _try_disk(self) -> str | None:
+        try:
+            space = os.statvfs(self._data_dir)
+            self._space = (space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
+            with tempfile.TemporaryFile(dir=self._data_dir, buffering=0) as file:
+                file.write(bytes(4096))
+                os.fdatasync(file.fileno())
+        except OSError as error:
+            return f"{self._data_dir} cannot be written: {error.strerror or error}"
+        return None
+
+    # -- times of messages -----------------------------------------------------------------------
+    async def _read_times(self) -> None:
+        """Read when the messages in question came, for those not known yet; forget the others."""
+        wanted: dict[tuple[str, int, int], tuple[Path, int]] = {}
+        for name, stream in self._manager.store.streams.items():
+            if stream.oldest < stream.next_sequence:
+                wanted[name, stream.epoch, stream.oldest] = (stream.directory, stream.next_sequence)
+        for export in self.state().exports:
+            owner = self._manager.store.streams.get(export.stream)
+            if owner is not None and export.lag:
+                number = owner.next_sequence - export.lag
+                wanted[export.stream, owner.epoch, number] = (owner.directory, owner.next_sequence)
+        known = {key: self._times[key] for key in wanted.keys() & self._times.keys()}
+        unknown = {key: place for key, place in wanted.items() if key not in known}
+        found = await asyncio.get_running_loop().run_in_executor(self._reading, _times_of, unknown)
+        self._times = known | found
+        self._good_until = 0.0
+
+    # -- what is now -----------------------------------------------------------------------------
+    def state(self, *, fresh: bool = False) -> State:
+        """What is now, or was a moment ago."""
+        began = time.monotonic()
+        if self._state is None or fresh or began >= self._good_until:
+            self._state = self._look()
+            self._good_until = began + max(1.0, (time.monotonic() - began) * SHARE)
+        return self._state
+
+    def _look(self) -> State:
+        now = _now()
+        store = self._manager.store
+        before = self._earlier(now)
+        counts = {name: front_end.stats() for name, front_end in self._front_ends.items()}
+        return State(
+            gateway=self._gateway,
+            version=self._version,
+            started=self._started,
+            time=now,
+            phase=self.phase,
+            streams=[self._stream(name, now, before) for name in self._manager.names()],
+            exports=[export for name in self._manager.names() for export in self._exports_of(name)],
+            clients=self._clients(),
+            connections=sum(counted.get("connections", 0) for counted in counts.values()),
+            counts=counts,
+            not_opened=[path.name for path in store.unreadable],
+            worker_running=self._exports.pid is not None,
+            worker_restarts=self._exports.restarts,
+            worker_memory=self._exports.memory,
+            disk_free=self._space[0],
+            disk_size=self._space[1],
+            storage_error=self._storage_error,
+            loop_delay=round(self._delay, 3),
+        )
+
+    def _earlier(self, now: int) -> Point | None:
+        """The newest point that is old enough to tell a rate from."""
+        return next((point for point in reversed(self.points) if point.time <= now - STEP * 900), None)
+
+    def _stream(self, name: str, now: int, before: Point | None) -> StreamState:
+        stream, definition = self._manager.store.streams[name], self._manager.definitions[name]
+        counters = dict(stream.counters)
+        deduplicated = counters.pop("deduplicated", 0)
+        rate = None
+        if before is not None and name in before.numbers:
+            grown = max(0, stream.next_sequence - before.numbers[name])
+            rate = round(grown * 1000 / (now - before.time), 2)
+        return StreamState(
+            name=name,
+            persistence=definition.persistence.name,
+            messages=stream.live_messages(),
+            size=stream.total_bytes,
+            max_size=stream.settings.max_size,
+            pending=stream.pending_bytes,
+            oldest=stream.oldest,
+            newest=stream.next_sequence - 1,
+            oldest_time=self._times.get((name, stream.epoch, stream.oldest)),
+            rate=rate,
+            limits=limits_of(definition),
+            dropped={reason: number for reason, number in counters.items() if reason in DROPS},
+            rejected={reason: number for reason, number in counters.items() if reason not in DROPS},
+            deduplicated=deduplicated,
+            error=None if stream.error is None else str(stream.error),
+        )
+
+    def _exports_of(self, name: str) -> list[ExportState]:
+        stream = self._manager.store.streams[name]
+        described = self._manager.describe(name)
+        configs = {
+            str(config.get("identifier")): (kind, bool(config.get("disabled")))
+            for kind, items in described.definition.export_definition.items()
+            for config in items
+        }
+        found = []
+        for status in described.export_statuses:
+            kind, disabled = configs[status.export_config_identifier]
+            position = max(status.last_exported_sequence_number + 1, stream.oldest)
+            lag = max(0, stream.next_sequence - position)
+            waits = lag and self._times.get((name, stream.epoch, position))
+            found.append(
+                ExportState(
+                    stream=name,
+                    identifier=status.export_config_identifier,
+                    kind=kind,
+                    disabled=disabled,
+                    lag=lag,
+                    waiting_since=waits or None,
+                    exported_messages=status.exported_messages_count,
+                    exported_bytes=status.exported_bytes_from_stream,
+                    last_export_time=status.last_export_time,
+                    error=status.error_message or None,
+                )
+            )
+        return found
+
+    def _clients(self) -> list[Client]:
+        found: list[Client] = []
+        for name, front_end in self._front_ends.items():
+            for client, user, address, protocol in front_end.clients(CLIENTS - len(found)):
+                found.append(Client(id=client, user=user, address=address, protocol=protocol, listener=name))
+        return found
+
+
+def _times_of(wanted: Mapping[tuple[str, int, int], tuple[Path, int]]) -> dict[tuple[str, int, int], int]:
+    found = {}
+    for key, (directory, end) in wanted.items():
+        try:
+            with closing(StreamReader(directory)) as reader:
+                rows = reader.read(key[2], end=end, max_messages=1, max_bytes=1)
+        except (OSError, CorruptData):
+            continue
+        if rows:
+            found[key] = rows[0].ingest_time
+    return found
+
+
+def _now() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def _version() -> str:
+    try:
+        return version("streambridge")
+    except PackageNotFoundError:
+        return "checkout"

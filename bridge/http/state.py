@@ -1,0 +1,103 @@
+"""What is shown: one snapshot of the service, as plain values. Sent to the page as JSON, camelCase.
+
+Sizes are bytes, times are Unix time in ms, rates and ages are in seconds. None means: not known yet.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.streams.drops import Reason
+from bridge.units import format_duration, format_size
+
+DROPS = {reason.name.lower() for reason in Reason}
+
+
+class StreamState(Struct, rename="camel", kw_only=True):
+    """One stream. `dropped` and `rejected` count messages by reason since the start."""
+
+    name: str
+    persistence: str
+    messages: int
+    size: int
+    max_size: int
+    pending: int
+    oldest: int
+    newest: int
+    oldest_time: int | None
+    rate: float | None
+    limits: list[str]
+    dropped: dict[str, int]
+    rejected: dict[str, int]
+    deduplicated: int
+    error: str | None
+
+
+class ExportState(Struct, rename="camel", kw_only=True):
+    """One export of a stream: `lag` messages wait for it, the oldest of them since `waiting_since`."""
+
+    stream: str
+    identifier: str
+    kind: str
+    disabled: bool
+    lag: int
+    waiting_since: int | None
+    exported_messages: int
+    exported_bytes: int
+    last_export_time: int
+    error: str | None
+
+
+class Client(Struct, rename="camel", kw_only=True):
+    """One connected device."""
+
+    id: str
+    user: str | None
+    address: str
+    protocol: str
+    listener: str
+
+
+class State(Struct, rename="camel", kw_only=True):
+    """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short."""
+
+    gateway: str
+    version: str
+    started: int
+    time: int
+    phase: str
+    streams: list[StreamState]
+    exports: list[ExportState]
+    clients: list[Client]
+    connections: int
+    counts: dict[str, dict[str, int]]
+    not_opened: list[str]
+    worker_running: bool
+    worker_restarts: int
+    worker_memory: int
+    disk_free: int
+    disk_size: int
+    storage_error: str | None
+    loop_delay: float
+
+
+def limits_of(definition: MessageStreamDefinition) -> list[str]:
+    """A stream's limits for people."""
+    full = "rejects" if definition.strategy_on_full is StrategyOnFull.RejectNewData else "overwrites"
+    found = [f"{format_size(definition.max_size)}, then {full}"]
+    if definition.time_to_live_millis is not None:
+        found.append(f"segments {format_duration(definition.time_to_live_millis)}")
+    limits = definition.limits
+    if limits is not None:
+        if limits.max_messages is not None:
+            found.append(f"{limits.max_messages:,} messages")
+        if limits.max_bytes is not None:
+            found.append(f"{format_size(limits.max_bytes)} of data")
+        if limits.max_age_millis is not None:
+            found.append(f"age {format_duration(limits.max_age_millis)}")
+        if limits.max_messages_per_topic is not None:
+            found.append(f"{limits.max_messages_per_topic:,} per topic")
+        if limits.max_message_size is not None:
+            found.append(f"{format_size(limits.max_message_size)} a message")
+    return found

@@ -1,0 +1,205 @@
+"""The state of a service in the text format of Prometheus.
+
+`METRICS` is the whole list; docs/reference/metrics.md is made from it, and a test holds a running
+service against it. Names follow https://prometheus.io/docs/practices/naming/: base units, `_total` for
+what only grows. Counters begin at zero with the process, unless their text says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from bridge.http.state import State
+
+
+class Described(NamedTuple):
+    """One metric. `kind` is "gauge" or "counter"."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+_TABLE = """
+info gauge gateway version
+    Always 1; the labels say which service this is.
+ready gauge
+    1 while messages are taken in and the data directory can be written.
+event_loop_delay_seconds gauge
+    How late the event loop was at most, in the last 5 s.
+storage_writable gauge
+    1 if the data directory could be written when last tried.
+storage_free_bytes gauge
+    Room that is left in the file system of the data directory.
+storage_size_bytes gauge
+    Size of the file system of the data directory.
+streams_not_opened gauge
+    Streams whose definition is damaged or whose files cannot be opened.
+stream_appended_messages_total counter stream
+    Sequence numbers given out; goes on over restarts.
+stream_messages gauge stream
+    Messages that can be read.
+stream_size_bytes gauge stream
+    Size of the segment files.
+stream_max_size_bytes gauge stream
+    The limit `max_size`.
+stream_pending_bytes gauge stream
+    Bytes in memory that wait to be committed.
+stream_oldest_message_timestamp_seconds gauge stream
+    When the oldest message came; absent for an empty stream.
+stream_dropped_messages_total counter stream reason
+    Messages dropped by limits, purges or damage.
+stream_rejected_messages_total counter stream reason
+    Appends that were refused: full, too_large, failed (the disk).
+stream_deduplicated_messages_total counter stream
+    Messages not stored again, since their id was seen before.
+stream_failing gauge stream
+    1 if the last write to the stream failed.
+export_lag_messages gauge stream export kind
+    Messages that the export has before it.
+export_lag_seconds gauge stream export kind
+    Age of the oldest message that waits for the export; 0 if none waits.
+export_messages_total counter stream export kind
+    Messages that the destination accepted; goes on over restarts.
+export_bytes_total counter stream export kind
+    Bytes of these messages; goes on over restarts.
+export_last_success_timestamp_seconds gauge stream export kind
+    When something was last exported; 0 if never.
+export_failing gauge stream export kind
+    1 while the export reports an error.
+export_disabled gauge stream export kind
+    1 if the export is paused by its definition.
+export_worker_up gauge
+    1 while the export worker process runs.
+export_worker_restarts_total counter
+    How often the export worker was started again.
+export_worker_resident_memory_bytes gauge
+    Memory of the export worker.
+connections gauge front_end
+    Open connections of clients.
+sessions gauge front_end
+    Sessions, of connected clients and of those away.
+retained_messages gauge front_end
+    Retained messages kept.
+accepted_connections_total counter front_end
+    Connections that were accepted.
+received_messages_total counter front_end
+    Messages that clients sent.
+delivered_messages_total counter front_end
+    Messages that subscribers were sent.
+requests_total counter front_end
+    Requests for operations on streams.
+dropped_messages_total counter front_end reason
+    Messages to subscribers that were dropped; streams are not concerned.
+rejected_messages_total counter front_end reason
+    Messages that were refused and not acknowledged.
+refused_total counter front_end reason
+    Connections and subscriptions that were refused.
+events_total counter front_end event
+    What else a front end counts.
+"""
+
+_HEADS = re.findall(r"^(\w+) (gauge|counter) ?(.*)\n    (.*)$", _TABLE, re.MULTILINE)
+METRICS = {name: Described(name, kind, tuple(labels.split()), text) for name, kind, labels, text in _HEADS}
+
+_GAUGES = {"connections": "connections", "sessions": "sessions", "retained": "retained_messages"}
+_COUNTERS = {
+    "accepted": "accepted_connections_total",
+    "received": "received_messages_total",
+    "delivered": "delivered_messages_total",
+    "requests": "requests_total",
+}
+_BY_REASON = {
+    "dropped": "dropped_messages_total",
+    "rejected": "rejected_messages_total",
+    "refused": "refused_total",
+}
+
+Value = tuple[str, tuple[str, ...], float]  # metric, labels, value
+
+
+def render(state: State) -> bytes:
+    """The whole page for Prometheus. Takes no locks of ours: may run in a thread."""
+    families: dict[str, Metric] = {}
+    for name, described in METRICS.items():
+        family = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
+        families[name] = family(f"streambridge_{name}", described.help, labels=described.labels)
+    for name, labels, value in _values(state):
+        families[name].add_metric(labels, value)  # type: ignore[attr-defined]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Fixed(families.values()))
+    ProcessCollector(registry=registry)
+    return generate_latest(registry)
+
+
+class _Fixed:
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _values(state: State) -> Iterator[Value]:
+    yield "info", (state.gateway, state.version), 1
+    yield "ready", (), state.phase == "running" and state.storage_error is None
+    yield "event_loop_delay_seconds", (), state.loop_delay
+    yield "storage_writable", (), state.storage_error is None
+    yield "storage_free_bytes", (), state.disk_free
+    yield "storage_size_bytes", (), state.disk_size
+    yield "streams_not_opened", (), len(state.not_opened)
+    yield "export_worker_up", (), state.worker_running
+    yield "export_worker_restarts_total", (), state.worker_restarts
+    yield "export_worker_resident_memory_bytes", (), state.worker_memory
+    yield from _streams(state)
+    yield from _exports(state)
+    for door, counts in state.counts.items():
+        for what, number in counts.items():
+            yield _counted(door, what, number)
+
+
+def _streams(state: State) -> Iterator[Value]:
+    for stream in state.streams:
+        name = (stream.name,)
+        yield "stream_appended_messages_total", name, stream.newest + 1
+        yield "stream_messages", name, stream.messages
+        yield "stream_size_bytes", name, stream.size
+        yield "stream_max_size_bytes", name, stream.max_size
+        yield "stream_pending_bytes", name, stream.pending
+        if stream.oldest_time is not None:
+            yield "stream_oldest_message_timestamp_seconds", name, stream.oldest_time / 1000
+        for reason, number in stream.dropped.items():
+            yield "stream_dropped_messages_total", (stream.name, reason), number
+        for reason, number in stream.rejected.items():
+            yield "stream_rejected_messages_total", (stream.name, reason), number
+        yield "stream_deduplicated_messages_total", name, stream.deduplicated
+        yield "stream_failing", name, stream.error is not None
+
+
+def _exports(state: State) -> Iterator[Value]:
+    for export in state.exports:
+        labels = (export.stream, export.identifier, export.kind)
+        since = export.waiting_since
+        yield "export_lag_messages", labels, export.lag
+        yield "export_lag_seconds", labels, 0.0 if since is None else max(0, state.time - since) / 1000
+        yield "export_messages_total", labels, export.exported_messages
+        yield "export_bytes_total", labels, export.exported_bytes
+        yield "export_last_success_timestamp_seconds", labels, export.last_export_time / 1000
+        yield "export_failing", labels, export.error is not None
+        yield "export_disabled", labels, export.disabled
+
+
+def _counted(door: str, what: str, number: int) -> Value:
+    known = _GAUGES.get(what) or _COUNTERS.get(what)
+    if known is not None:
+        return known, (door,), number
+    prefix, _, reason = what.partition("_")
+    if reason and prefix in _BY_REASON:
+        return _BY_REASON[prefix], (door, reason), number
+    return "events_total", (door, what), number
