@@ -207,9 +207,12 @@ class Scheduler:
         return records
 
     def progress(self, kind: str) -> list[Progress]:
-        """Snapshots of all exports of a kind."""
+        """Snapshots of all exports of a kind; raises Retry as long as one is not known yet."""
         with self._changed:
-            return [task.progress() for task in self._tasks if task.kind == kind and not task.gone]
+            tasks = [task for task in self._tasks if task.kind == kind and not task.gone]
+        if not all(task.is_loaded for task in tasks):
+            raise Retry("the positions of all exports are not read yet")
+        return [task.progress() for task in tasks]
 
     def changed(self, stream: str) -> None:
         """The statuses of a stream have changed."""

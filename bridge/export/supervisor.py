@@ -93,6 +93,7 @@ class ExportSupervisor:
         self._heard = 0.0
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Event | None = None
+        self._stopping = False
         self.restarts = 0
         self.memory = 0
 
@@ -104,7 +105,7 @@ class ExportSupervisor:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the worker and keep it running; returns when it has first shown life, or died."""
+        """Start the worker and keep it running; returns when there is a process, or there cannot be one."""
         self._ready = asyncio.Event()
         self._task = asyncio.create_task(self._supervise(), name="export supervisor")
         await self._ready.wait()
@@ -175,19 +176,20 @@ class ExportSupervisor:
         """Let batches in flight finish, then end the worker; after `timeout` seconds by force."""
         if self._task is None:
             return
+        self._stopping = True
         self._send(wire.Stop(timeout))
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-        process, self._process = self._process, None
-        if process is not None:
-            try:
-                # The worker keeps its own time; this bound is for one that does not.
-                await asyncio.wait_for(process.wait(), timeout + self._tuning.beat + 1)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        self._disconnect()
+        # The worker keeps its own time, and is served until its end: it still writes cursors, status
+        # messages and heads. This bound is for a worker that does not keep it.
+        try:
+            await asyncio.wait_for(self._task, timeout + self._tuning.beat + 1)
+        except TimeoutError:
+            log.error("the export worker did not end in time; killed")
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+            self._process = None
+        self._task = None
 
     # --- the worker's life
 
@@ -199,8 +201,10 @@ class ExportSupervisor:
                 await self._run_worker()
             except OSError as error:
                 log.error("the export worker cannot be started: %s", error)
-            assert self._ready is not None
-            self._ready.set()
+            if self._ready is not None:
+                self._ready.set()
+            if self._stopping:
+                return
             self.restarts += 1
             if self._blamed or time.monotonic() - began > QUIET_AFTER:
                 failures = 0  # at once: the culprit waits on its own account, and the others need not
@@ -221,6 +225,8 @@ class ExportSupervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     env=_environment(),
                 )
+            if self._ready is not None:
+                self._ready.set()
             self._flight.clear()
             self._blamed = False
             self._heard = time.monotonic()
@@ -246,6 +252,8 @@ class ExportSupervisor:
         self._send(wire.Hello(self._data_dir, self._gateway, self._export, self._aws, self._tuning, crashes))
         self._redefined.update(self._streams)
         self._tell_worker()
+        if self._stopping:
+            self._send(wire.Stop(0))
 
     async def _serve(self, reader: asyncio.StreamReader) -> None:
         frames = wire.Frames(wire.FROM_WORKER)
@@ -309,8 +317,6 @@ class ExportSupervisor:
         match message:
             case wire.Beat(rss):
                 self.memory = rss
-                if self._ready is not None:
-                    self._ready.set()
             case wire.Began(name, identifier):
                 self._flight[name, identifier] = message
             case wire.Ended(name, identifier):

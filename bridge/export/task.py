@@ -8,12 +8,12 @@ and only sets what the next step takes up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +22,6 @@ from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
 from bridge.export.api import (
     Batch,
-    BatchedConfig,
     Context,
     ExportConfig,
     Exporter,
@@ -68,25 +67,37 @@ class Task:
         self._idle_at = NEVER
         name = directory_name(config.identifier)
         directory = cursors.stream_directory(scheduler.data_dir, source.name)
-        self.cursor = self._load(directory / f"{name}.cursor")
-        self._file = cursors.CursorFile(directory / f"{name}.cursor")
-        self.skipped = cursors.Skipped(directory / f"{name}.skipped")
+        self._path = directory / f"{name}.cursor"
+        self._file: cursors.CursorFile | None = None  # opened by the first step, in its own thread
+        self.cursor = self._fresh()
+        self.skipped: cursors.Skipped | None = None
         self._planner = Planner(source, scheduler.transform(self))
         self._context = _WorkerContext(self, scheduler)
 
-    def _load(self, path: Path) -> cursors.Cursor:
-        start = self.config.start_sequence_number if isinstance(self.config, BatchedConfig) else 0
-        fresh = cursors.Cursor(epoch=self.source.epoch, kind=self.kind, start=start, position=start)
+    def _fresh(self) -> cursors.Cursor:
+        start = _start_of(self.config)
+        return cursors.Cursor(epoch=self.source.epoch, kind=self.kind, start=start, position=start)
+
+    def _load(self) -> tuple[cursors.CursorFile, cursors.Skipped]:
+        """Open the files and read the position; raises OSError."""
+        fresh, found = self._fresh(), None
         try:
-            found = cursors.CursorFile.peek(path) if path.exists() else None
+            found = cursors.CursorFile.peek(self._path) if self._path.exists() else None
         except CorruptData as error:
-            fresh.error = f"{error}; exporting again from {start}"
+            fresh.error = f"{error}; exporting again from {fresh.position}"
             log.error("%s: %s", self.label, fresh.error)
-            return fresh
-        if found is None or found.epoch != self.source.epoch or found.kind != self.kind:
-            path.with_suffix(".skipped").unlink(missing_ok=True)
-            return fresh
-        return fresh if found.start != start else found  # a moved start moves the position
+        else:
+            if found is None or found.epoch != self.source.epoch or found.kind != self.kind:
+                self._path.with_suffix(".skipped").unlink(missing_ok=True)
+                found = None
+            elif found.start != fresh.start:
+                found = None  # a moved start moves the position
+        loaded = found or fresh
+        loaded.error = self.cursor.error or loaded.error
+        file, skipped = cursors.CursorFile(self._path), cursors.Skipped(self._path.with_suffix(".skipped"))
+        self.cursor = loaded
+        self._scheduler.changed(self.source.name)
+        return file, skipped
 
     # --- for the main thread and the scheduler
 
@@ -112,14 +123,14 @@ class Task:
 
     def accepts(self, kind: str, config: ExportConfig) -> bool:
         """Whether an update to this configuration keeps the position; else it is another export."""
-        moved = isinstance(config, BatchedConfig) and config.start_sequence_number != self.cursor.start
-        return kind == self.kind and not moved
+        return kind == self.kind and _start_of(config) == _start_of(self.config)
 
     def remove(self) -> None:
         """The export was deleted: forget its position; the next step closes it."""
         self.gone = True
-        self._file.path.unlink(missing_ok=True)
-        self._file.path.with_suffix(".skipped").unlink(missing_ok=True)
+        for path in (self._path, self._path.with_suffix(".skipped")):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def renew(self, config: ExportConfig) -> None:
         """Take over an updated configuration: pause and priority at once, the rest with the next step."""
@@ -130,6 +141,8 @@ class Task:
         """The monotonic time of the next step; NEVER if there is nothing to do."""
         if self.gone:
             return 0.0
+        if self._file is None:
+            return self.not_before
         if self.config.disabled:
             return 0.0 if self._dirty or self._renewed else NEVER
         if self._renewed:
@@ -160,6 +173,11 @@ class Task:
             exported_messages_count=cursor.messages,
         )
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the position has been read."""
+        return self._file is not None
+
     def progress(self) -> Progress:
         """A snapshot for exporters that report on the gateway."""
         return Progress(
@@ -170,7 +188,7 @@ class Task:
             oldest=self.source.oldest,
             newest=self.source.next - 1,
             exported=self.cursor.position - 1,
-            skipped=list(self.skipped.ranges),
+            skipped=list(self.skipped.ranges) if self.skipped else [],
         )
 
     # --- in a pool thread
@@ -185,6 +203,8 @@ class Task:
                 if self.gone:
                     self._release()
                     return
+            if self._file is None:
+                self._file, self.skipped = self._load()
             if self.config.disabled:
                 self._write(force=False)
                 return
@@ -207,6 +227,7 @@ class Task:
     def _open(self) -> Exporter:
         if self._exporter is None:
             with self._scheduler.in_plugin(self, "opening it"):
+                self._context.state = self.cursor.state
                 self._exporter = self._cls(self.config, self._context)
             self._planner.configure(self._cls.limits, self._cls.batching(self.config))
         return self._exporter
@@ -235,7 +256,7 @@ class Task:
             plan = self._planner.plan(cursor.position, self.config)
             if plan is None:
                 return None
-            if plan.skipped:
+            if plan.skipped and self.skipped is not None:
                 cursor.skipped += self.skipped.add(plan.skipped)
             self._pending = None
             cursor.position, records = plan.position, plan.records
@@ -348,7 +369,7 @@ class Task:
             self._recovered()
 
     def _write(self, *, force: bool = True) -> None:
-        if not self.gone and (force or self._dirty):
+        if self._file is not None and not self.gone and (force or self._dirty):
             self._file.write(self.cursor)
             self._dirty = False
 
@@ -384,7 +405,8 @@ class Task:
         self._release()
 
     def _release(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         self._planner.close()
 
     def save_state(self, state: bytes) -> None:
@@ -393,6 +415,10 @@ class Task:
             raise ValueError(f"the state of an export has at most {cursors.STATE_LIMIT} bytes")
         self.cursor.state = state
         self._write()
+
+
+def _start_of(config: ExportConfig) -> int:
+    return getattr(config, "start_sequence_number", 0)
 
 
 def _others(batch: Batch, without: dict[int, str]) -> list[int]:
@@ -405,7 +431,6 @@ class _WorkerContext(Context):
     def __init__(self, task: Task, scheduler: Scheduler) -> None:
         super().__init__(scheduler.gateway, task.source.name, task.source.epoch)
         self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
-        self.state = task.cursor.state
         self._task, self._scheduler = task, scheduler
 
     def client(self, service: str, **options: Any) -> Any:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.export.fake_aws import FakeAws, error
-from tests.export.harness import certificate, drop_in, running, until
 
 from bridge import Context, Exporter, Retry, aws, plugins
 from bridge.aws import AwsCredentials, AwsSettings, IotCredentials
 from bridge.export.api import convert_config
 from bridge.testing import deliver, make_batch
+from tests.export.fake_aws import FakeAws, error
+from tests.export.harness import certificate, drop_in, running, until
 
 EXPORTERS = plugins.load().exporters
 
@@ -77,9 +77,7 @@ def settings(fake: FakeAws, tmp_path: Path) -> Iterator[AwsSettings]:
     fake.provider.close()
 
 
-def test_a_device_certificate_and_a_role_alias_give_credentials(
-    fake: FakeAws, settings: AwsSettings
-) -> None:
+def test_a_device_certificate_and_a_role_alias_give_credentials(fake: FakeAws, settings: AwsSettings) -> None:
     deliver(kinesis(settings), make_batch([b"x"]))
     assert fake.keys == ["ASIAGATEWAY1"]
 

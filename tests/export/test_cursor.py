@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.export.harness import numbers, recorded, running, until
 
 from bridge.errors import CorruptData
 from bridge.export.cursor import SLOT, Cursor, CursorFile, Skipped, highest_exported, stream_directory
+from tests.export.harness import numbers, recorded, running, until
 
 
 def written(path: Path, *positions: int) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.export.harness import Bucket, drop_in, numbers, running, until
 
 from bridge import hookspecs, objectkeys, plugins
+from tests.export.harness import Bucket, drop_in, numbers, running, until
 
 HOOKS = [name for name in dir(hookspecs) if hasattr(getattr(hookspecs, name), "streambridge_spec")]
 
@@ -106,9 +106,7 @@ def test_a_drop_in_may_be_a_package_with_files_of_its_own(tmp_path: Path) -> Non
     assert {"mine", "other"} <= set(registry.exporters)
 
 
-def test_a_pip_package_is_found_by_its_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pip_package_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = tmp_path / "bridge_pip-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bridge-pip\nVersion: 1.2\n")

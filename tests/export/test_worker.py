@@ -178,11 +178,13 @@ def test_the_worker_leaves_signals_to_the_service(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder) as gateway:
             gateway.create("a", {"recorder": [good(recorder)]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
             assert gateway.exports.pid is not None
             os.kill(gateway.exports.pid, signal.SIGTERM)
             os.kill(gateway.exports.pid, signal.SIGINT)
             await gateway.append("a", b"x")
-            await gateway.exported("a", 0)
+            await gateway.exported("a", 1)
             assert gateway.exports.restarts == 0
 
     asyncio.run(scenario())
