@@ -19,8 +19,9 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -28,11 +29,13 @@ import typer
 
 from bridge.ingest.errors import BadOption, IngestError, Moved, NotInstalled
 from bridge.ingest.planner import Limits
-from bridge.ingest.session import PACKAGES, open_session, require
+from bridge.ingest.session import PACKAGES, open_session, require, require_java
 from bridge.ingest.store import Place
 from bridge.ingest.table import TableOptions, open_sink
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
     from bridge.ingest.report import Report
 
 EXIT_OK = 0
@@ -109,16 +112,23 @@ def ingest(
             raise _usage("--source is missing: s3://bucket/prefix or a directory")
         options = _table(table, warehouse, catalog, delta, state, endpoint_url)
         require(*PACKAGES)
+        require_java(remote)
         sink = open_sink(options)
-        spark = open_session(master, remote)
         from bridge.ingest.job import run
         from bridge.ingest.render import summary_line
 
         place, limits, tell = Place(source, endpoint_url), Limits(max_objects, max_bytes), _teller(as_json)
-        try:
+        with ExitStack() as opened:
+
+            @cache
+            def session() -> SparkSession:  # seconds to start, so only when there is something new
+                spark = open_session(master, remote)
+                opened.callback(spark.stop)
+                return spark
+
             while True:
                 began = time.monotonic()
-                summary = run(spark, place, sink, limits, tell)
+                summary = run(session, place, sink, limits, tell)
                 if as_json:
                     _document(summary.to_json(), out)
                 elif every is None or summary.rounds:
@@ -126,9 +136,7 @@ def ingest(
                 if every is None:
                     break
                 time.sleep(max(0.0, every - (time.monotonic() - began)))
-            _finish(summary.report, None if as_json else out)
-        finally:
-            spark.stop()
+        _finish(summary.report, None if as_json else out)
 
 
 @app.command()

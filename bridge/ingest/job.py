@@ -83,13 +83,16 @@ Tell = Callable[[Round], None]
 
 
 def run(
-    spark: SparkSession,
+    spark: SparkSession | Callable[[], SparkSession],
     source: Place,
     sink: Sink,
     limits: Limits | None = None,
     tell: Tell = lambda done: None,
 ) -> Summary:
-    """Bring the table up to date with the objects under `source`; `tell` is called after every commit."""
+    """Bring the table up to date with the objects under `source`; `tell` is called after every commit.
+
+    `spark` may be a function that opens the session: it is not called when there is nothing new.
+    """
     began = time.monotonic()
     store = source.open()
     heads = read_heads(store)
@@ -108,7 +111,8 @@ def run(
             break
         done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
         try:
-            news = _one(spark, source, sink, target, states, state, todo, heads, done)
+            session = spark() if callable(spark) else spark
+            news = _one(session, source, sink, target, states, state, todo, heads, done)
         except Moved:
             losses += 1
             if losses == LOSSES:

@@ -37,8 +37,10 @@ def require(*packages: str) -> None:
         raise NotInstalled(f"{', '.join(absent)} is not installed: pip install 'streambridge[spark]'")
 
 
-def require_java() -> None:
-    """Spark starts a Java virtual machine: say in one line when it could not."""
+def require_java(remote: str | None = None) -> None:
+    """Say in one line when Spark could not start its Java virtual machine here."""
+    if remote is not None or is_submitted():
+        return
     remedy = "install a Java 17 runtime (Debian: apt install openjdk-17-jre-headless) or set JAVA_HOME to one"
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home, "bin", "java")) if home else shutil.which("java")
@@ -68,8 +70,7 @@ def open_session(
 ) -> SparkSession:
     """The session to work in; a local one of all cores unless something else is asked for."""
     require(*PACKAGES)
-    if remote is None and not is_submitted():
-        require_java()
+    require_java(remote)
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(app)

@@ -1,0 +1,281 @@
+"""From exported objects in S3 to the committed table, against Spark's own reader and writer.
+
+    python -m benchmarks.ingest_spark [--rows 2000000] [--repeat 3] [--grow 1,10] [--keys 1000000] [--json FILE]
+
+Both sides run in one Spark session, in turns, on the same data:
+
+* ours:   objects on an S3 server (moto, a process of its own) -> read, check, dedupe -> Iceberg table
+* native: the same objects as local files -> spark.read -> the same columns -> write.parquet, zstd; no
+          check of numbers, no dedupe, no table commit
+
+Shown are the best wall time, and the CPU seconds of the driver, the JVM and the Python workers together,
+which are steadier than wall time on a busy machine. Then the cost per row as the data grows, and the cost
+of listing and planning many keys (the listing is served by a process that only hands out prepared pages).
+
+Caveats: one machine, so the S3 server takes CPU from the job; no network; payloads of 200 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psutil
+
+from benchmarks.ingest_data import PAYLOAD, make, objects
+from bridge.ingest.job import run
+from bridge.ingest.planner import Inventory, Limits, plan
+from bridge.ingest.ranges import Ranges
+from bridge.ingest.session import open_session
+from bridge.ingest.store import Place
+from bridge.ingest.table import TableOptions, open_sink
+
+MOTO = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()
+"""
+
+# Answers ListObjectsV2 as S3 does, for GATEWAYS prefixes of the same number of keys.
+LISTING = """
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlparse
+keys, gateways = int(sys.argv[1]), int(sys.argv[2])
+each = keys // gateways
+class Lister(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        asked = {name: value[0] for name, value in parse_qs(urlparse(self.path).query).items()}
+        body = ['<?xml version="1.0" encoding="UTF-8"?><ListBucketResult>']
+        if "delimiter" in asked:
+            body += [f"<CommonPrefixes><Prefix>gateway=gw-{g:04d}/</Prefix></CommonPrefixes>" for g in range(gateways)]
+            body.append("<IsTruncated>false</IsTruncated>")
+        elif asked.get("prefix", "").startswith("gateway="):
+            start = int(asked.get("continuation-token", 0))
+            end = min(start + 1000, each)
+            head = f"{asked['prefix']}stream=readings/epoch=1795000000000/date=2026-11-"
+            for n in range(start, end):
+                name = f"{head}{18 + n // 2400:02d}/hour={n // 100 % 24:02d}/{n * 1000:020d}-{n * 1000 + 999:020d}.parquet"
+                body.append(f'<Contents><Key>{name}</Key><LastModified>2026-11-18T11:06:40.000Z</LastModified>'
+                            f'<ETag>"{n:032x}"</ETag><Size>200000</Size><StorageClass>STANDARD</StorageClass></Contents>')
+            more = end < each
+            body.append(f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>")
+            if more:
+                body.append(f"<NextContinuationToken>{end}</NextContinuationToken>")
+        body.append("</ListBucketResult>")
+        data = "".join(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+    def log_message(self, *a):
+        pass
+server = ThreadingHTTPServer(("127.0.0.1", 0), Lister)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@contextmanager
+def server(code: str, *arguments: str) -> Iterator[str]:
+    """Run a small server; the endpoint is its result."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def cpu(excluding: set[int]) -> float:
+    """CPU seconds of this process and all below it but the servers."""
+    total = 0.0
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            if process.pid not in excluding:
+                times = process.cpu_times()
+                total += times.user + times.system
+                total += 0.0 if process == me else times.children_user + times.children_system
+        except psutil.Error:
+            continue
+    return total
+
+
+class Bench:
+    """One session, one S3 server, one scratch directory."""
+
+    def __init__(self, folder: Path, endpoint: str, servers: set[int]) -> None:
+        self.folder, self.endpoint, self.servers = folder, endpoint, servers
+        self.spark = open_session("local[2]", app="benchmark")
+        self.spark.conf.set("spark.sql.parquet.compression.codec", "zstd")
+
+    def upload(self, rows: int, form: str, local: bool) -> tuple[Place, str, int]:
+        import boto3
+
+        wanted = list(objects(rows, 8, 10_000, form))
+        bucket = f"bench-{uuid4().hex[:8]}"
+        boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
+        place = Place(f"s3://{bucket}/export", self.endpoint)
+        size = make(place, wanted)
+        folder = str(self.folder / bucket)
+        if local:
+            make(Place(folder), wanted)
+        return place, folder, size
+
+    def ours(self, place: Place) -> int:
+        sink = open_sink(TableOptions(warehouse=str(self.folder / uuid4().hex)))
+        return run(self.spark, place, sink).rows
+
+    def native(self, folder: str, form: str) -> int:
+        from pyspark.sql import functions as f
+
+        columns = "gateway string, stream string, epoch string, sequence_number bigint, "
+        if form == "parquet":
+            frame = self.spark.read.schema(
+                columns + "ingest_time timestamp, topic string, payload binary"
+            ).parquet(folder)
+        else:
+            frame = self.spark.read.schema(
+                columns + "ingest_time timestamp, topic string, payload string"
+            ).json(folder)
+            frame = frame.withColumn("payload", f.unbase64("payload"))
+        frame = frame.withColumn("object_key", f.col("_metadata.file_path"))
+        target = str(self.folder / uuid4().hex)
+        frame.write.parquet(target)
+        return int(self.spark.read.parquet(target).count())
+
+    def measured(self, work: Callable[[], int], rows: int) -> tuple[float, float]:
+        before, began = cpu(self.servers), time.monotonic()
+        assert work() == rows
+        return time.monotonic() - began, cpu(self.servers) - before
+
+
+def figures(runs: list[tuple[float, float]], rows: int, size: int) -> dict[str, float]:
+    wall, seconds = min(run[0] for run in runs), min(run[1] for run in runs)
+    return {
+        "seconds": round(wall, 2),
+        "rows_per_second": round(rows / wall),
+        "payload_mb_per_second": round(rows * PAYLOAD / wall / 1e6, 1),
+        "object_mb_per_second": round(size / wall / 1e6, 1),
+        "cpu_seconds": round(seconds, 2),
+        "cpu_us_per_row": round(seconds / rows * 1e6, 2),
+    }
+
+
+def against_native(bench: Bench, form: str, rows: int, repeat: int) -> dict[str, Any]:
+    place, folder, size = bench.upload(rows, form, local=True)
+    runs: dict[str, list[tuple[float, float]]] = {"ours": [], "native": []}
+    for turn in range(repeat + 1):
+        for name, work in (
+            ("ours", lambda: bench.ours(place)),
+            ("native", lambda: bench.native(folder, form)),
+        ):
+            result = bench.measured(work, rows)
+            if turn:  # the first turn warms both up
+                runs[name].append(result)
+    result = {name: figures(times, rows, size) for name, times in runs.items()}
+    wall = result["native"]["seconds"] / result["ours"]["seconds"]
+    seconds = result["native"]["cpu_seconds"] / result["ours"]["cpu_seconds"]
+    return {**result, "times_native_wall": round(wall, 2), "times_native_cpu": round(seconds, 2)}
+
+
+def growth(bench: Bench, millions: list[float], repeat: int) -> dict[str, Any]:
+    result = {}
+    for million in millions:
+        rows = len(range(0, round(million * 1e6 / 8), 1)) * 8
+        place, _, size = bench.upload(rows, "parquet", local=False)
+        runs = [bench.measured(lambda place=place: bench.ours(place), rows) for _ in range(repeat)]  # type: ignore[misc]
+        result[f"{million:g}M"] = figures(runs, rows, size)
+    return result
+
+
+def many_keys(count: int) -> dict[str, Any]:
+    gateways = 200
+    with server(LISTING, str(count), str(gateways)) as endpoint:
+        store = Place("s3://listing", endpoint).open()
+        began, before = time.monotonic(), time.process_time()
+        entries = list(store.list())
+        listed, listed_cpu = time.monotonic() - began, time.process_time() - before
+    began = time.monotonic()
+    inventory = Inventory(entries)
+    sorted_in = time.monotonic() - began
+    no_limits = Limits(objects=count, bytes=1 << 62)
+    began = time.monotonic()
+    work = plan(inventory.pending(), {}, (), no_limits).work
+    planned = time.monotonic() - began
+    covered: dict[Any, Ranges] = {}
+    for one in work:
+        covered.setdefault(one.stream, Ranges()).update(one.fresh)
+    began = time.monotonic()
+    nothing = plan(inventory.pending(), covered, (), no_limits).work
+    again = time.monotonic() - began
+    assert (len(entries), len(work), nothing) == (count, count, [])
+    names = ("list", "list_cpu", "sort", "plan_all_new", "plan_nothing_new")
+    return {
+        "keys": count,
+        **{
+            f"{name}_seconds": round(value, 2)
+            for name, value in zip(names, (listed, listed_cpu, sorted_in, planned, again), strict=True)
+        },
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--rows", type=int, default=2_000_000)
+    options.add_argument("--repeat", type=int, default=3)
+    options.add_argument("--formats", default="parquet,ndjson.gz")
+    options.add_argument("--grow", default="1,10", help="millions of rows; empty: leave it out")
+    options.add_argument("--keys", type=int, default=1_000_000, help="0: leave it out")
+    options.add_argument("--json", type=Path)
+    given = options.parse_args()
+    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    result: dict[str, Any] = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+
+    def told(name: str, value: Any) -> None:
+        result[name] = value
+        print(json.dumps({name: value}), flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    if given.keys:
+        told("keys", many_keys(given.keys))
+    with tempfile.TemporaryDirectory() as folder, server(MOTO) as endpoint:
+        servers = {process.pid for process in psutil.Process().children()}
+        bench = Bench(Path(folder), endpoint, servers)
+        for form in filter(None, given.formats.split(",")):
+            told(form, against_native(bench, form, given.rows, given.repeat))
+        if given.grow:
+            told(
+                "growth_parquet", growth(bench, [float(text) for text in given.grow.split(",")], given.repeat)
+            )
+        bench.spark.stop()
+
+
+if __name__ == "__main__":
+    main()
