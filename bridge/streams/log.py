@@ -14,6 +14,7 @@ After a failed sync the file's tail is not trusted: `replace_active` goes on in 
 from __future__ import annotations
 
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from pathlib import Path
 from bridge.streams import layout, recovery, segment
 from bridge.streams.drops import Drops
 from bridge.streams.layout import Files
+from bridge.streams.meta import Meta
 from bridge.streams.recovery import Damage
 from bridge.streams.segment import FRAME, HEADER, Frame, Indexer, Summary
 
@@ -69,13 +71,14 @@ class Staged:
 class SegmentLog:
     """Appends commit groups to a stream's segments, and removes segments from its front."""
 
-    def __init__(self, files: Files, directory: Path, epoch: int, drops: Drops) -> None:
+    def __init__(self, files: Files, directory: Path, meta: Meta, drops: Drops) -> None:
         self._drops = drops
-        self.files, self.directory, self.epoch = files, directory, epoch
+        self.files, self.directory, self._meta = files, directory, meta
         self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
         self.total_bytes = 0  # their sum
         self.closing: list[Segment] = []
         self.damage: list[Damage] = []
+        self._tainted = False  # a failed write has left something behind that could not be removed
 
     # -- opening and closing ---------------------------------------------------------------------
     def open(self, first: int) -> None:
@@ -92,7 +95,7 @@ class SegmentLog:
                 self._resize(base, path.stat().st_size)
                 continue
             examined = recovery.examine(
-                self.files, self.directory, base, self.epoch, following, drops=self._drops
+                self.files, self.directory, base, self._meta, following, drops=self._drops
             )
             self.damage += examined.damage
             self._resize(base, examined.summary.size)
@@ -120,14 +123,16 @@ class SegmentLog:
             os.close(item.fd)
 
     # -- writing ---------------------------------------------------------------------------------
-    def stage(self, group: Group, time: int, segment_size: int) -> Staged:
+    def stage(self, group: Group, now: int, segment_size: int) -> Staged:
         """Encode a group at the next numbers; raises OSError if a new segment cannot be made."""
+        if self._tainted:
+            self.replace_active()
         staged = Staged(group, [], [], self.next)
         number = len(group.parts) // 2
         try:
             target, offset, low = self.active, self.active.size, 0
             if offset + group.size + FRAME.size <= segment_size:
-                self._stage(staged, target, offset, group, time)
+                self._stage(staged, target, offset, group, now)
                 return staged
             ends = list(accumulate(_record_sizes(group), initial=0))
             while low < number:
@@ -138,18 +143,20 @@ class SegmentLog:
                     staged.opened.append(target)
                     continue
                 high = max(high, low + 1)  # a message larger than a segment gets one of its own
-                offset = self._stage(staged, target, offset, group.part(low, high), time)
+                offset = self._stage(staged, target, offset, group.part(low, high), now)
                 low = high
         except OSError:
             self.abort(staged)
             raise
         return staged
 
-    def _stage(self, staged: Staged, target: Segment, offset: int, group: Group, time: int) -> int:
-        head, data = segment.encode_frame(staged.next, time, group.parts, group.headers, group.ids)
+    def _stage(self, staged: Staged, target: Segment, offset: int, group: Group, now: int) -> int:
+        head, data = segment.encode_frame(
+            staged.next, now, self._meta.salt, group.parts, group.headers, group.ids
+        )
         columns = (1 if group.headers else 0) | (2 if group.ids else 0)
         end = offset + len(head) + len(data)
-        frame = Frame(staged.next, len(group.parts) // 2, time, columns, offset, end)
+        frame = Frame(staged.next, len(group.parts) // 2, now, columns, offset, end)
         staged.writes.append((target, offset, [head, data], frame))
         staged.next = frame.next
         return end
@@ -181,13 +188,15 @@ class SegmentLog:
 
     def abort(self, staged: Staged) -> None:
         """Undo a staged group, written or not; what was committed before stays."""
-        for opened in staged.opened:
-            os.close(opened.fd)
-            self.files.unlink(opened.path)
+        opened, staged.opened = staged.opened, []
+        for item in opened:
+            os.close(item.fd)
         try:
+            for item in opened:
+                self.files.unlink(item.path)
             self.files.truncate(self.active.fd, self.active.size)
-        except OSError:  # the frame guard of readers and of recovery holds all the same
-            return
+        except OSError:  # what is left there must not be taken for data: go on in a new file
+            self._tainted = True
 
     def replace_active(self, first: int | None = None) -> None:
         """Seal the active segment where it is and go on in a new, empty one; raises OSError.
@@ -195,18 +204,25 @@ class SegmentLog:
         `first` skips numbers: the new segment begins there.
         """
         base = max(self.next, first or 0)
-        if base == self.active.index.base:
+        if base == self.active.index.base and not self._tainted:
             return  # it is empty already
         fresh = self._create(base)
-        self._seal()
+        if base == self.active.index.base:
+            os.close(self.active.fd)
+        else:
+            self._seal()
         self._take(fresh)
         self.next = base
+        self._tainted = False
+
+    def _header(self, base: int) -> bytes:
+        return segment.encode_header(base, self._meta.epoch, time.time_ns() // 1_000_000, self._meta.salt)
 
     def _create(self, base: int) -> Segment:
         path = layout.segment_path(self.directory, base)
         fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            self.files.write(fd, [segment.encode_header(base, self.epoch, 0)], 0)
+            self.files.write(fd, [self._header(base)], 0)
         except OSError:
             os.close(fd)
             self.files.unlink(path)
@@ -252,7 +268,7 @@ class SegmentLog:
         for item, _ in work:
             data = self.files.read(item.fd, item.size, 0)
             start = max(item.synced, HEADER.size)
-            found = list(segment.scan(data, start))
+            found = list(segment.scan(data, start, self._meta.salt))
             tail += [(frame, data[frame.start : frame.end]) for frame in found]
             if (found[-1].end if found else start) < item.size:
                 lost.append((found[-1].next if found else item.index.base, item.index.next - 1))
@@ -261,7 +277,7 @@ class SegmentLog:
         spare = path.with_name(path.name + layout.TEMPORARY)
         fresh = Segment(path, self.files.open(spare, os.O_RDWR | os.O_CREAT | os.O_TRUNC), Indexer(base))
         try:
-            header = segment.encode_header(base, self.epoch, 0)
+            header = self._header(base)
             self.files.write(fresh.fd, [header, b"".join(content for _, content in tail)], 0)
             self.files.sync(fresh.fd)
             for item, _ in work:  # before the new file appears: a number is never in two places
@@ -335,7 +351,7 @@ class SegmentLog:
         if base == self.active.index.base:
             return []
         examined = recovery.examine(
-            self.files, self.directory, base, self.epoch, self.following(base), self._drops
+            self.files, self.directory, base, self._meta, self.following(base), self._drops
         )
         self._resize(base, examined.summary.size)
         self._write_index(layout.segment_path(self.directory, base), examined.summary)

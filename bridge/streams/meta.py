@@ -54,11 +54,13 @@ class Settings(msgspec.Struct, frozen=True):
 class Meta(msgspec.Struct, frozen=True):
     """A stream's identity and settings. `epoch` is when it was created, Unix time in ms.
 
-    `reserved`: numbers below it may have been used by a memory stream whose content is gone.
+    `salt` is a secret random number (see `segment`). `reserved`: numbers below it may have been used by
+    a memory stream whose content is gone.
     """
 
     name: str
     epoch: int
+    salt: int
     settings: Settings
     definition: bytes = b""
     generation: int = 0

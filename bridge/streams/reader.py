@@ -55,6 +55,8 @@ class _Segment:
         self.base, self._files = base, files
         self.fd = files.open(path, os.O_RDONLY)
         self.marks: list[tuple[int, int]] = [(base, HEADER.size)]
+        header = segment.decode_header(files.read(self.fd, HEADER.size, 0))
+        self._salt = header[2] if header is not None else None
         try:
             summary = segment.decode_index(path.with_suffix(layout.INDEX).read_bytes())
         except OSError:
@@ -78,12 +80,14 @@ class _Segment:
         Ends at the end of the file or at the first frame that is not sound.
         """
         at = bisect_right(self.marks, (start, 2**63)) - 1
-        offset, size = self.marks[at][1], CHUNK
+        offset, size, salt = self.marks[at][1], CHUNK, self._salt
+        if salt is None:
+            return
         while data := self._files.read(self.fd, size, offset):
             pos, frame = 0, segment.frame_at(data, 0)
             while frame is not None and frame.end <= len(data):
                 if frame.next > start:
-                    if not segment.is_sound(data, frame):
+                    if not segment.is_sound(data, frame, salt):
                         return
                     yield data, frame
                 if offset + pos - self.marks[-1][1] >= segment.INDEX_STEP:

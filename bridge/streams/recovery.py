@@ -20,6 +20,7 @@ from typing import NamedTuple
 from bridge.streams import layout, segment
 from bridge.streams.drops import Drops
 from bridge.streams.layout import Files
+from bridge.streams.meta import Meta
 from bridge.streams.segment import HEADER, Indexer, Summary
 
 
@@ -49,7 +50,7 @@ def read_index(directory: Path, base: int, size: int) -> Summary | None:
 
 
 def examine(
-    files: Files, directory: Path, base: int, epoch: int, following: int | None, drops: Drops
+    files: Files, directory: Path, base: int, meta: Meta, following: int | None, drops: Drops
 ) -> Examined:
     """Check every frame of a segment and mend what is wrong, as the module's text says.
 
@@ -65,13 +66,13 @@ def examine(
         data = files.read(fd, size, 0)
     finally:
         os.close(fd)
-    index, holes, spans, end = walk(data, base, following)
+    index, holes, spans, end = walk(data, base, following, meta.salt)
     holes = [part for first, last in holes for part in drops.live(first, last)]
-    header_ok = segment.decode_header(data) == (base, epoch)
+    header_ok = segment.decode_header(data) == (base, meta.epoch, meta.salt)
     if not header_ok and not spans:
         if size >= HEADER.size:
             keep(directory, path, "damaged")
-        rewrite(files, path, base, epoch, [])
+        rewrite(files, path, base, meta, [])
         lost = drops.live(base, following - 1) if following is not None and following > base else []
         index.next = following if following is not None else base
         what = "its header is damaged" if size >= HEADER.size else "its header was never written whole"
@@ -99,11 +100,11 @@ def examine(
             index.summary(end), [Damage(path, f"a torn tail of {size - end} bytes was cut off", [])]
         )
     keep(directory, path, "damaged")
-    rewrite(files, path, base, epoch, [data[a:b] for a, b in spans])
+    rewrite(files, path, base, meta, [data[a:b] for a, b in spans])
     mended = Indexer(base)
     offset = HEADER.size
     for a, b in spans:
-        for frame in segment.scan(data[a:b], 0):
+        for frame in segment.scan(data[a:b], 0, meta.salt):
             mended.add(frame, offset + frame.start)
         offset += b - a
     mended.next = index.next
@@ -111,7 +112,7 @@ def examine(
 
 
 def walk(
-    data: bytes, base: int, following: int | None
+    data: bytes, base: int, following: int | None, salt: int
 ) -> tuple[Indexer, list[tuple[int, int]], list[tuple[int, int]], int]:
     """(index, holes in the numbers, byte spans of sound frames, where the last sound frame ends)."""
     index, holes, spans = Indexer(base), [], []
@@ -119,7 +120,7 @@ def walk(
     end = HEADER.size
     while pos is not None:
         start = pos
-        for frame in segment.scan(data, pos):
+        for frame in segment.scan(data, pos, salt):
             if frame.base < index.next or (following is not None and frame.next > following):
                 break
             if frame.base > index.next:
@@ -128,7 +129,7 @@ def walk(
             pos = end = frame.end
         if pos > start:
             spans.append((start, pos))
-        pos = segment.resync(data, pos) if len(data) - pos > 0 else None
+        pos = segment.resync(data, pos, salt) if len(data) - pos > 0 else None
     return index, holes, spans, end
 
 
@@ -149,7 +150,7 @@ def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes
     files.replace(place / f"{base:0{layout.DIGITS}d}.{offset}.tail", data)
 
 
-def rewrite(files: Files, path: Path, base: int, epoch: int, frames: list[bytes]) -> None:
+def rewrite(files: Files, path: Path, base: int, meta: Meta, frames: list[bytes]) -> None:
     """Replace a segment by one with these frames, atomically and durably; its index goes."""
     files.unlink(path.with_suffix(layout.INDEX))
-    files.replace(path, b"".join([segment.encode_header(base, epoch, 0), *frames]))
+    files.replace(path, b"".join([segment.encode_header(base, meta.epoch, 0, meta.salt), *frames]))

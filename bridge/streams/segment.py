@@ -4,7 +4,7 @@ All numbers are little-endian.
 
     segment  = header, frame, frame, ...
     header   = magic "SBSEG\\0\\0\\1" | base u64 | epoch u64 | created u64 (Unix ms)
-               | zero u32 | crc u32                                                       40 bytes
+               | salt u32 | crc u32                                                       40 bytes
     frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
                | base u64 | time u64                                                      36 bytes
                body (`length` bytes)
@@ -19,7 +19,9 @@ All numbers are little-endian.
 
 Invariants
 * A frame is one commit group: it is there whole, or not at all. Its CRC-32 covers all that follows
-  the crc field, the length included.
+  the crc field, the length included. It begins with the stream's salt, a secret random number, so
+  that a payload that contains the bytes of a frame can never be taken for one, even where a torn
+  write has cut off what stood before it.
 * A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms).
 * A frame never spans segments. Bases grow from frame to frame; a jump is a hole, never an overlap.
 * An index is written only after its sealed segment is on the disk: a segment with an index has no
@@ -98,20 +100,20 @@ class Summary(NamedTuple):
     entries: list[tuple[int, int]]
 
 
-def encode_header(base: int, epoch: int, created: int) -> bytes:
+def encode_header(base: int, epoch: int, created: int, salt: int) -> bytes:
     """A segment's first 40 bytes."""
-    head = HEADER.pack(SEGMENT_MAGIC, base, epoch, created, 0, 0)[:-4]
+    head = HEADER.pack(SEGMENT_MAGIC, base, epoch, created, salt, 0)[:-4]
     return head + crc32(head).to_bytes(4, "little")
 
 
-def decode_header(data: bytes) -> tuple[int, int] | None:
-    """(base, epoch) of a segment's header; None if it is damaged or not ours."""
+def decode_header(data: bytes) -> tuple[int, int, int] | None:
+    """(base, epoch, salt) of a segment's header; None if it is damaged or not ours."""
     if len(data) < HEADER.size or crc32(data[: HEADER.size - 4]) != int.from_bytes(
         data[HEADER.size - 4 : HEADER.size], "little"
     ):
         return None
-    magic, base, epoch, _, _, _ = HEADER.unpack_from(data)
-    return (base, epoch) if magic == SEGMENT_MAGIC else None
+    magic, base, epoch, _, salt, _ = HEADER.unpack_from(data)
+    return (base, epoch, salt) if magic == SEGMENT_MAGIC else None
 
 
 def _sizes(parts: Sequence[bytes]) -> bytes:
@@ -124,6 +126,7 @@ def _sizes(parts: Sequence[bytes]) -> bytes:
 def encode_frame(
     base: int,
     time: int,
+    salt: int,
     parts: Sequence[bytes],
     headers: dict[int, bytes] | None = None,
     ids: dict[int, bytes] | None = None,
@@ -140,7 +143,7 @@ def encode_frame(
             values = [column.get(i, b"") for i in range(number)]
             sizes, data, columns = sizes + _sizes(values), data + b"".join(values), columns | bit
     head = FRAME.pack(FRAME_MAGIC, 0, len(sizes) + len(data), columns, 0, number, base, time)
-    crc = crc32(data, crc32(sizes, crc32(head[8:])))
+    crc = crc32(data, crc32(sizes, crc32(head[8:], salt)))
     return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], sizes)), data
 
 
@@ -154,12 +157,12 @@ def frame_at(data: bytes, pos: int) -> Frame | None:
     return Frame(base, number, time, columns, pos, pos + FRAME.size + length)
 
 
-def is_sound(data: bytes, frame: Frame) -> bool:
+def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
     """Whether a whole frame passes its check."""
     if frame.end > len(data):
         return False
     crc = int.from_bytes(data[frame.start + 4 : frame.start + 8], "little")
-    if crc32(memoryview(data)[frame.start + 8 : frame.end]) != crc:
+    if crc32(memoryview(data)[frame.start + 8 : frame.end], salt) != crc:
         return False
     return frame.columns < 4 and frame.data_bytes >= 0
 
@@ -215,18 +218,18 @@ def ids_of(data: bytes, frame: Frame) -> dict[int, bytes]:
     return {frame.base + i: data[a:b] for i, (a, b) in enumerate(pairwise(bounds)) if b > a}
 
 
-def scan(data: bytes, pos: int) -> Iterator[Frame]:
+def scan(data: bytes, pos: int, salt: int) -> Iterator[Frame]:
     """The sound frames from `pos` on, up to the first that is not."""
-    while (frame := frame_at(data, pos)) is not None and is_sound(data, frame):
+    while (frame := frame_at(data, pos)) is not None and is_sound(data, frame, salt):
         yield frame
         pos = frame.end
 
 
-def resync(data: bytes, pos: int) -> int | None:
+def resync(data: bytes, pos: int, salt: int) -> int | None:
     """Where the next sound frame after a bad one at `pos` begins; None if there is none."""
     while (pos := data.find(_FRAME_MAGIC_BYTES, pos + 1)) >= 0:
         frame = frame_at(data, pos)
-        if frame is not None and is_sound(data, frame):
+        if frame is not None and is_sound(data, frame, salt):
             return pos
     return None
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -144,7 +145,7 @@ class Store:
         fresh = self._root / f".new-{directory.name}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
-        known = Meta(name, now_ms(), settings, definition)
+        known = Meta(name, now_ms(), secrets.randbits(32), settings, definition)
         meta.save(self._files, fresh, known)
         fresh.rename(directory)
         self._files.sync_directory(self._root)

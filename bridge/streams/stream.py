@@ -19,6 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
 from bridge.streams import meta as metadata
 from bridge.streams.dedup import Window
@@ -64,7 +66,7 @@ class Stream:
         self.drops = DropLog(files, data)
         if self.drops.ranges:  # also when the segment with the last frame has lost that frame
             floor = max(floor, self.drops.ranges[-1].last + 1)
-        self.log = SegmentLog(files, data, meta.epoch, self.drops)
+        self.log = SegmentLog(files, data, meta, self.drops)
         self.log.open(floor)
         now = now_ms()
         self._on_event = on_event
@@ -139,8 +141,8 @@ class Stream:
 
     def configure(self, settings: Settings, definition: bytes) -> None:
         """Change the settings; limits take effect at once. Raises OSError, and then nothing changed."""
-        fresh = Meta(
-            self.name, self.epoch, settings, definition, self.meta.generation + 1, self.meta.reserved
+        fresh = msgspec.structs.replace(
+            self.meta, settings=settings, definition=definition, generation=self.meta.generation + 1
         )
         metadata.save(self.files, self.home, fresh)
         self.meta = fresh

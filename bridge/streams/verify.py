@@ -93,7 +93,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
     for number, base in enumerate(bases):
         following = bases[number + 1] if number + 1 < len(bases) else None
         with contextlib.suppress(FileNotFoundError):  # retention has deleted it while we were reading
-            _check(found, drops, data, base, following, known.epoch if known is not None else None)
+            _check(found, drops, data, base, following, known)
         done += sizes[number]
         progress(name, done, sum(sizes))
     live = drops.live(found.oldest, found.newest) if found.oldest <= found.newest else []
@@ -110,19 +110,19 @@ def _size(path: Path) -> int:
 
 
 def _check(
-    found: Checked, drops: DropLog, data: Path, base: int, following: int | None, epoch: int | None
+    found: Checked, drops: DropLog, data: Path, base: int, following: int | None, known: Meta | None
 ) -> None:
     path = layout.segment_path(data, base)
     content = path.read_bytes()
-    index, holes, spans, end = recovery.walk(content, base, following)
+    header = segment.decode_header(content)
+    salt = known.salt if known is not None else header[2] if header is not None else 0
+    index, holes, spans, end = recovery.walk(content, base, following, salt)
     found.segments += 1
     found.total_bytes += len(content)
-    found.frames += sum(1 for a, b in spans for _ in segment.scan(content[a:b], 0))
+    found.frames += sum(1 for a, b in spans for _ in segment.scan(content[a:b], 0, salt))
     found.newest = max(found.newest, index.next - 1)
-    header = segment.decode_header(content)
-    if len(content) >= segment.HEADER.size and (
-        header is None or header[0] != base or (epoch is not None and header[1] != epoch)
-    ):
+    expected = (base, known.epoch, known.salt) if known is not None else header
+    if len(content) >= segment.HEADER.size and (header is None or header != expected):
         found.problems.append(Problem(str(path), "its header is damaged or belongs to another stream"))
     if following is not None and index.next < following:
         holes = [*holes, (index.next, following - 1)]
@@ -187,14 +187,14 @@ def _rebuild_definition(directory: Path) -> Problem | None:
     known, _ = meta.load(directory)
     if known is not None:
         return None
-    epoch = 0
+    epoch = salt = 0
     for base in layout.segment_bases(directory):
         with layout.segment_path(directory, base).open("rb") as file:
             header = segment.decode_header(file.read(segment.HEADER.size))
         if header is not None:
-            epoch = header[1]
+            _, epoch, salt = header
             break
     name = unquote(directory.name)
     definition = msgspec.json.encode({"name": name, "strategyOnFull": 0})
-    meta.save(Files(), directory, Meta(name, epoch, Settings(), definition))
+    meta.save(Files(), directory, Meta(name, epoch, salt, Settings(), definition))
     return Problem(str(directory), "the definition was lost; written again with default settings")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import CorruptData
-from bridge.streams import meta
+from bridge.streams import meta, segment
 from bridge.streams.drops import Reason
 from bridge.streams.reader import StreamReader
 
@@ -190,5 +190,24 @@ def test_an_empty_last_segment_left_by_a_crash_is_used_again(house: House) -> No
             assert payloads(stream) == CONTENT
             assert await put(stream, b"next") == [60]
             assert payloads(stream) == [*CONTENT, b"next"]
+
+    run(work())
+
+
+def test_a_payload_that_looks_like_a_frame_is_never_taken_for_one(house: House) -> None:
+    """A device could publish the bytes of a frame and hope for a power cut at the right place."""
+
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"true")
+            forged = b"".join(segment.encode_frame(1, 0, 0, [b"t", b"forged"]))
+            await put(stream, b"x" * 100, forged, b"y" * 100)
+        (path,) = house.directory().glob("*.seg")
+        whole = path.read_bytes()
+        at = whole.index(forged)
+        for broken in (whole[: at + len(forged)], whole[: at - 120] + b"?" + whole[at - 119 :]):
+            path.write_bytes(broken)
+            async with house.stream() as stream:
+                assert payloads(stream) == [b"true"]
 
     run(work())
