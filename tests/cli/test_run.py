@@ -16,6 +16,8 @@ import pytest
 from tests.cli.conftest import CHECKOUT, COMMAND, environment, streambridge
 
 ANY_PORT = """
+[gateway]
+memory_dir = "memory"
 [mqtt]
 listen = ["tcp://127.0.0.1:0"]
 [greengrass]
@@ -127,7 +129,8 @@ def test_a_port_that_is_taken_ends_the_start_in_one_line(service: Service, confi
     other = config.parent / "other"
     other.mkdir()
     second = other / "x.toml"
-    second.write_text(ANY_PORT.replace("127.0.0.1:0", f"127.0.0.1:{port}") + '[gateway]\ndata_dir = "data"\n')
+    text = ANY_PORT.replace("127.0.0.1:0", f"127.0.0.1:{port}")
+    second.write_text(text.replace("[gateway]\n", '[gateway]\ndata_dir = "data"\n'))
     done = streambridge("run", "-c", second)
     assert done.returncode == 78
     assert "Traceback" not in done.stderr
