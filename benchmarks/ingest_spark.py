@@ -1,6 +1,6 @@
 """From exported objects in S3 to the committed table, against Spark's own reader and writer.
 
-    python -m benchmarks.ingest_spark [--rows 2000000] [--repeat 3] [--grow 1,10] [--keys 1000000] [--json FILE]
+    python -m benchmarks.ingest_spark [--rows 2000000] [--repeat 3] [--grow 1,10] [--keys 1000000]
 
 Both sides run in one Spark session, in turns, on the same data:
 
@@ -62,16 +62,19 @@ class Lister(BaseHTTPRequestHandler):
         asked = {name: value[0] for name, value in parse_qs(urlparse(self.path).query).items()}
         body = ['<?xml version="1.0" encoding="UTF-8"?><ListBucketResult>']
         if "delimiter" in asked:
-            body += [f"<CommonPrefixes><Prefix>gateway=gw-{g:04d}/</Prefix></CommonPrefixes>" for g in range(gateways)]
+            prefixes = [f"<Prefix>gateway=gw-{g:04d}/</Prefix>" for g in range(gateways)]
+            body += [f"<CommonPrefixes>{prefix}</CommonPrefixes>" for prefix in prefixes]
             body.append("<IsTruncated>false</IsTruncated>")
         elif asked.get("prefix", "").startswith("gateway="):
             start = int(asked.get("continuation-token", 0))
             end = min(start + 1000, each)
             head = f"{asked['prefix']}stream=readings/epoch=1795000000000/date=2026-11-"
+            rest = "<Size>200000</Size><StorageClass>STANDARD</StorageClass></Contents>"
+            when = "<LastModified>2026-11-18T11:06:40.000Z</LastModified>"
             for n in range(start, end):
-                name = f"{head}{18 + n // 2400:02d}/hour={n // 100 % 24:02d}/{n * 1000:020d}-{n * 1000 + 999:020d}.parquet"
-                body.append(f'<Contents><Key>{name}</Key><LastModified>2026-11-18T11:06:40.000Z</LastModified>'
-                            f'<ETag>"{n:032x}"</ETag><Size>200000</Size><StorageClass>STANDARD</StorageClass></Contents>')
+                name = f"{head}{18 + n // 2400:02d}/hour={n // 100 % 24:02d}/"
+                name += f"{n * 1000:020d}-{n * 1000 + 999:020d}.parquet"
+                body.append(f'<Contents><Key>{name}</Key>{when}<ETag>"{n:032x}"</ETag>{rest}')
             more = end < each
             body.append(f"<IsTruncated>{'true' if more else 'false'}</IsTruncated>")
             if more:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 from urllib.parse import unquote, urlparse
@@ -129,11 +130,15 @@ class S3Store:
 
     def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
         import boto3
+        import botocore.session
         from botocore.config import Config
 
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
-        session = boto3.session.Session()
+        inner = botocore.session.get_session()
+        # times stay text: parsing them is most of what a listing of a million objects costs
+        inner.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+        session = boto3.session.Session(botocore_session=inner)
         self.client = session.client(
             "s3",
             endpoint_url=endpoint,
@@ -161,7 +166,7 @@ class S3Store:
 
     def _entries(self, page: dict[str, Any]) -> Iterator[Entry]:
         for found in page.get("Contents", ()):
-            modified = int(found["LastModified"].timestamp() * 1000)
+            modified = int(datetime.fromisoformat(found["LastModified"]).timestamp() * 1000)
             yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
 
     def get(self, key: str) -> bytes:

@@ -87,19 +87,16 @@ def test_ten_million_messages_of_200_gateways_one_of_them_skewed_in_bounded_memo
     landing = Place(str(tmp_path / "landing"))
     wanted = list(objects(ROWS, GATEWAYS, 20_000, "parquet", skewed=0.4))
     make(landing, wanted)
-    make(
-        landing,
-        [made for at, made in enumerate(objects(ROWS, GATEWAYS, 7_000, "parquet", 0.4)) if at % 40 == 0],
-    )
+    cut_otherwise = list(objects(ROWS, GATEWAYS, 7_000, "parquet", skewed=0.4))
+    make(landing, cut_otherwise[::40])
     sink = open_sink(TableOptions(warehouse=str(tmp_path / "lake")))
-    expected = Counter(made.gateway for made in wanted for _ in range(1))
     with memory() as peak:
         before = psutil.Process().memory_info().rss // MIB
         summary = run(spark, landing, sink)
     total = sum(made.last - made.first + 1 for made in wanted)
     found = counted(sink)
     assert (found["rows"], found["twice"]) == (total, 0)
-    assert len(found["numbers"]) == GATEWAYS == len(expected)
+    assert len(found["numbers"]) == GATEWAYS
     assert summary.report.complete
     assert summary.report.total("duplicates") > 100_000
     assert summary.rounds[0].tasks > 4
