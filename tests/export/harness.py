@@ -260,6 +260,11 @@ class Bucket:
     def rows(self, key: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in gzip.decompress(self.body(key)).splitlines()]
 
+    def head_exported(self) -> list[int]:
+        """What the head object says was exported, per stream; empty before it is there."""
+        there = "raw/" + objectkeys.head_key("gw-1") in self.names()
+        return [stream["exported"] for stream in self.head()["streams"]] if there else []
+
     def head(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(self.body("raw/" + objectkeys.head_key("gw-1")))
         return document

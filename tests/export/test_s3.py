@@ -121,8 +121,7 @@ def test_dropped_messages_split_objects_and_are_named_in_the_head(tmp_path: Path
             gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
             await gateway.exported("plant", 9)
-            await until(lambda: "raw/_gateway/gw-1.json" in bucket.names())
-            await until(lambda: bucket.head()["streams"][0]["exported"] == 9)
+            await until(lambda: bucket.head_exported() == [9])
 
     asyncio.run(scenario())
     names = [name for key in bucket.data_keys() if (name := objectkeys.parse_key(key))]
