@@ -108,18 +108,17 @@ class Service:
             )
             self._manager = manager = StreamManager(store, registry, exports)
             self._reconcile(config)
+            front_end = MqttFrontEnd(config.mqtt, manager)
+            observer = Observer(gateway.id, gateway.data_dir, manager, exports, {"mqtt": front_end})
+            addresses: list[str] = []
+            if config.http.listen:  # opened first and closed last, to show a start and a stop that take time
+                page: FrontEnd = HttpFrontEnd(config.http.listen, observer)
+                addresses += await page.start()
+                stack.push_async_callback(page.stop)
             await exports.start()
             stack.push_async_callback(exports.stop, STOP_EXPORTS)
-            front_end = MqttFrontEnd(config.mqtt, manager)
-            doors = {"mqtt": front_end}
-            observer = Observer(gateway.id, gateway.data_dir, manager, exports, doors)
-            front_ends: list[FrontEnd] = [front_end]
-            if config.http.listen:  # the last to be closed, so that it can be seen what goes on
-                front_ends.insert(0, HttpFrontEnd(config.http.listen, observer))
-            addresses: list[str] = []
-            for door in front_ends:
-                addresses += await door.start()
-                stack.push_async_callback(door.stop)
+            addresses += await front_end.start()
+            stack.push_async_callback(front_end.stop)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._told_to_stop)
             loop.add_signal_handler(signal.SIGHUP, self._reload)

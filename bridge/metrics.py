@@ -69,8 +69,8 @@ export_messages_total counter stream export kind
     Messages that the destination accepted; goes on over restarts.
 export_bytes_total counter stream export kind
     Bytes of these messages; goes on over restarts.
-export_last_success_timestamp_seconds gauge stream export kind
-    When something was last exported; 0 if never.
+export_last_attempt_timestamp_seconds gauge stream export kind
+    When it last tried to export; 0 if never.
 export_failing gauge stream export kind
     1 while the export reports an error.
 export_disabled gauge stream export kind
@@ -190,7 +190,7 @@ def _exports(state: State) -> Iterator[Value]:
         yield "export_lag_seconds", labels, 0.0 if since is None else max(0, state.time - since) / 1000
         yield "export_messages_total", labels, export.exported_messages
         yield "export_bytes_total", labels, export.exported_bytes
-        yield "export_last_success_timestamp_seconds", labels, export.last_export_time / 1000
+        yield "export_last_attempt_timestamp_seconds", labels, export.last_export_time / 1000
         yield "export_failing", labels, export.error is not None
         yield "export_disabled", labels, export.disabled
 

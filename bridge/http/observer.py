@@ -3,7 +3,7 @@
 * A state is used again for a second, or longer if it was dear to make: at most 5 % of the event loop's
   time goes into looking, however many streams there are and however often somebody asks.
 * Times of messages (the oldest, the first that waits for an export) are read from the files, in a
-  thread of its own, and only when the number in question has changed.
+  thread of its own, every step and only when the number in question has changed.
 * Whether the data directory can be written is tried by writing there: a full, read-only, failing or
   hanging disk is told from a good one by nothing less. The file never has a name.
 """
@@ -28,16 +28,21 @@ from bridge.errors import CorruptData
 from bridge.http.state import DROPS, Client, ExportState, State, StreamState, limits_of
 from bridge.manager import StreamManager
 from bridge.streams.reader import StreamReader
+from bridge.streams.stream import Stream
 
 STEP = 5.0
 KEPT = 720  # points: one hour
 BEAT = 1.0
-PROBE_AGE = 5.0  # seconds that a try of the disk is believed
+PROBE_AGE = 1.0  # seconds that a try of the disk is believed
 PROBE_TIMEOUT = 5.0
 CLIENTS = 200  # devices listed by name
 SHARE = 20  # an answer is used again for so many times what it cost
 
 log = logging.getLogger("bridge.http")
+
+
+Key = tuple[str, int, str]  # a stream's name and epoch, and an export's identifier or ""
+Place = tuple[Path, int, int]  # the stream's directory, which number, and the next one
 
 
 class FrontEnd(Protocol):
@@ -92,7 +97,7 @@ class Observer:
         self._state: State | None = None
         self._good_until = 0.0
         self._delay = 0.0
-        self._times: dict[tuple[str, int, int], int] = {}
+        self._times: dict[Key, tuple[int, int]] = {}  # which number, and when it came
         self._reading = ThreadPoolExecutor(1, "status")
         self._probing = ThreadPoolExecutor(1, "probe")
         self._probe: asyncio.Future[str | None] | None = None
@@ -167,20 +172,21 @@ class Observer:
     # -- times of messages -----------------------------------------------------------------------
     async def _read_times(self) -> None:
         """Read when the messages in question came, for those not known yet; forget the others."""
-        wanted: dict[tuple[str, int, int], tuple[Path, int]] = {}
+        wanted: dict[Key, Place] = {}
         for name, stream in self._manager.store.streams.items():
-            if stream.oldest < stream.next_sequence:
-                wanted[name, stream.epoch, stream.oldest] = (stream.directory, stream.next_sequence)
-        for export in self.state().exports:
-            owner = self._manager.store.streams.get(export.stream)
-            if owner is not None and export.lag:
-                number = owner.next_sequence - export.lag
-                wanted[export.stream, owner.epoch, number] = (owner.directory, owner.next_sequence)
+            places = {"": stream.oldest} if stream.oldest < stream.next_sequence else {}
+            places |= {e.identifier: stream.next_sequence - e.lag for e in self._exports_of(name) if e.lag}
+            for export, number in places.items():
+                wanted[name, stream.epoch, export] = (stream.directory, number, stream.next_sequence)
         known = {key: self._times[key] for key in wanted.keys() & self._times.keys()}
-        unknown = {key: place for key, place in wanted.items() if key not in known}
+        unknown = {key: at for key, at in wanted.items() if key not in known or known[key][0] != at[1]}
         found = await asyncio.get_running_loop().run_in_executor(self._reading, _times_of, unknown)
         self._times = known | found
         self._good_until = 0.0
+
+    def _time_of(self, stream: Stream, export: str = "") -> int | None:
+        """When the oldest message came, or the first that waits for an export, as last looked up."""
+        return self._times.get((stream.name, stream.epoch, export), (0, None))[1]
 
     # -- what is now -----------------------------------------------------------------------------
     def state(self, *, fresh: bool = False) -> State:
@@ -235,10 +241,11 @@ class Observer:
             messages=stream.live_messages(),
             size=stream.total_bytes,
             max_size=stream.settings.max_size,
+            overwrites=stream.settings.overwrite,
             pending=stream.pending_bytes,
             oldest=stream.oldest,
             newest=stream.next_sequence - 1,
-            oldest_time=self._times.get((name, stream.epoch, stream.oldest)),
+            oldest_time=self._time_of(stream) if stream.oldest < stream.next_sequence else None,
             rate=rate,
             limits=limits_of(definition),
             dropped={reason: number for reason, number in counters.items() if reason in DROPS},
@@ -260,7 +267,6 @@ class Observer:
             kind, disabled = configs[status.export_config_identifier]
             position = max(status.last_exported_sequence_number + 1, stream.oldest)
             lag = max(0, stream.next_sequence - position)
-            waits = lag and self._times.get((name, stream.epoch, position))
             found.append(
                 ExportState(
                     stream=name,
@@ -268,7 +274,7 @@ class Observer:
                     kind=kind,
                     disabled=disabled,
                     lag=lag,
-                    waiting_since=waits or None,
+                    waiting_since=self._time_of(stream, status.export_config_identifier) if lag else None,
                     exported_messages=status.exported_messages_count,
                     exported_bytes=status.exported_bytes_from_stream,
                     last_export_time=status.last_export_time,
@@ -285,16 +291,16 @@ class Observer:
         return found
 
 
-def _times_of(wanted: Mapping[tuple[str, int, int], tuple[Path, int]]) -> dict[tuple[str, int, int], int]:
+def _times_of(wanted: Mapping[Key, Place]) -> dict[Key, tuple[int, int]]:
     found = {}
-    for key, (directory, end) in wanted.items():
+    for key, (directory, number, end) in wanted.items():
         try:
             with closing(StreamReader(directory)) as reader:
-                rows = reader.read(key[2], end=end, max_messages=1, max_bytes=1)
+                rows = reader.read(number, end=end, max_messages=1, max_bytes=1)
         except (OSError, CorruptData):
             continue
         if rows:
-            found[key] = rows[0].ingest_time
+            found[key] = (number, rows[0].ingest_time)
     return found
 
 

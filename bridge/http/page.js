@@ -1,12 +1,12 @@
 "use strict";
-const POLL = 2000, HISTORY = 5000, HOUR = 3600000, LINES = 5;
+const POLL = 2000, HISTORY = 5000, MINUTE = 60000, HOUR = 60 * MINUTE, LINES = 5;
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 3", "2 3", "10 3 2 3", "5 5", "1 5"];
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const brief = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit" });
-const moment = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
+const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
+const moment = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium", hourCycle: "h23" });
 
 function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -42,7 +42,7 @@ function draw(tag, attributes) {
 const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 
 /* A table keeps its rows, so that focus and selection survive an update. A cell is a text, or
-   {text, sub, level, meter, label}. */
+   {text, sub, level, meter, label, calm}. */
 class Rows {
   constructor(section, columns) {
     this.section = $(section);
@@ -88,9 +88,9 @@ class Rows {
   }
 
   fill(cell, content) {
-    const { text, sub, level, meter, label } = typeof content === "string" ? { text: content } : content;
+    const { text, sub, level, meter, label, calm } = typeof content === "string" ? { text: content } : content;
     const value = cell.firstChild;
-    const wanted = JSON.stringify([text, sub, level, meter, label]);
+    const wanted = JSON.stringify([text, sub, level, meter, label, calm]);
     if (cell.shown === wanted) return;
     cell.shown = wanted;
     cell.classList.toggle("blank", !text);
@@ -98,7 +98,7 @@ class Rows {
     value.replaceChildren(document.createTextNode(text));
     if (meter !== undefined) {
       const bar = make("meter");
-      Object.assign(bar, { min: 0, max: 1, low: 0.8, high: 0.95, optimum: 0, value: meter });
+      Object.assign(bar, { min: 0, max: 1, value: meter }, calm ? {} : { low: 0.8, high: 0.95, optimum: 0 });
       bar.setAttribute("aria-label", label);
       value.append(bar);
     }
@@ -140,7 +140,8 @@ class Chart {
     const left = 46, right = width - 6, top = 8, bottom = height - 22;
     const end = this.times.length ? this.times[this.times.length - 1] : Date.now();
     const most = nice(Math.max(0, ...this.series.flatMap((one) => one.values.filter((v) => v !== null))));
-    this.x = (time) => right - (end - time) / HOUR * (right - left);
+    const length = this.times.length ? Math.min(HOUR, Math.max(5 * MINUTE, end - this.times[0])) : HOUR;
+    this.x = (time) => right - (end - time) / length * (right - left);
     this.y = (value) => bottom - value / most * (bottom - top);
     const svg = draw("svg", { role: "img", "aria-label": this.text.textContent, viewBox: `0 0 ${width} ${height}` });
     for (const part of [0, 0.25, 0.5, 0.75, 1]) {
@@ -150,10 +151,11 @@ class Chart {
       text.textContent = brief.format(most * part);
       svg.append(text);
     }
-    for (const minutes of width > 420 ? [60, 45, 30, 15, 0] : [60, 30, 0]) {
-      const text = draw("text", { x: this.x(end - minutes * 60000), y: height - 4,
-        "text-anchor": minutes === 60 ? "start" : minutes ? "middle" : "end" });
-      text.textContent = clock.format(end - minutes * 60000);
+    for (const part of width > 420 ? [1, 0.75, 0.5, 0.25, 0] : [1, 0.5, 0]) {
+      const time = end - part * length;
+      const text = draw("text", { x: this.x(time), y: height - 4,
+        "text-anchor": part === 1 ? "start" : part ? "middle" : "end" });
+      text.textContent = clock.format(time);
       svg.append(text);
     }
     for (const { values, style } of this.series) {
@@ -196,7 +198,7 @@ class Chart {
 }
 
 const streams = new Rows("streams", [["Stream"], ["Rate", "n"], ["Messages", "n"], ["Size"], ["Oldest", "n"], ["Limits"], ["State"]]);
-const exports_ = new Rows("exports", [["Export"], ["To"], ["Waiting", "n"], ["Behind", "n"], ["Exported", "n"], ["Last export", "n"], ["Last error"]]);
+const exports_ = new Rows("exports", [["Export"], ["To"], ["Waiting", "n"], ["Behind", "n"], ["Exported", "n"], ["Last try", "n"], ["Last error"]]);
 const drops = new Rows("drops", [["Where"], ["What"], ["Messages", "n"]]);
 const clients = new Rows("clients", [["Client id"], ["User"], ["Address"], ["Protocol"]]);
 const backlog = new Chart("backlog", "messages");
@@ -250,16 +252,18 @@ function show(now) {
   tile("Waiting for export", whole.format(sum(active.map((e) => e.lag))), failing ? `${failing} of ${active.length} exports fail` : `${active.length} exports`);
   tile("Kept", size(sum(now.streams.map((s) => s.size))), `${whole.format(sum(now.streams.map((s) => s.messages)))} messages`);
   tile("Disk free", now.diskSize ? size(now.diskFree) : "–", now.diskSize ? `of ${size(now.diskSize)}` : "");
-  tile("Dropped by limits or damage", whole.format(lost), "since the start");
+  tile("Dropped", whole.format(lost), "by limits or damage");
 
   streams.show(now.streams.map((s) => [s.name, [
     { text: s.name, sub: s.persistence === "Memory" ? "in memory" : "" },
     { text: s.rate === null ? "–" : `${rate(s.rate)}/s` },
-    { text: whole.format(s.messages), sub: `number ${whole.format(s.newest)}` },
-    { text: `${size(s.size)} of ${size(s.maxSize)}`, meter: Math.min(1, s.size / s.maxSize), label: `${s.name}: ${Math.round(100 * s.size / s.maxSize)} % of max_size` },
+    { text: whole.format(s.messages), sub: s.newest < 0 ? "" : `newest is ${whole.format(s.newest)}` },
+    { text: `${size(s.size)} of ${size(s.maxSize)}`, meter: Math.min(1, s.size / s.maxSize), calm: s.overwrites,
+      label: `${s.name}: ${Math.round(100 * s.size / s.maxSize)} % of max_size` },
     { text: s.oldestTime === null ? "–" : span(now.time - s.oldestTime) },
     { text: s.limits[0], sub: s.limits.slice(1).join(", ") },
-    s.error ? { text: s.error, level: "bad" } : { text: "ok", level: "good" },
+    s.error ? { text: s.error, level: "bad" }
+      : !s.overwrites && s.size >= 0.95 * s.maxSize ? { text: "full", level: "bad" } : { text: "ok", level: "good" },
   ]]));
   exports_.show(now.exports.map((e) => [JSON.stringify([e.stream, e.identifier]), [
     { text: e.identifier, sub: `of ${e.stream}` },

@@ -22,6 +22,7 @@ class StreamState(Struct, rename="camel", kw_only=True):
     messages: int
     size: int
     max_size: int
+    overwrites: bool
     pending: int
     oldest: int
     newest: int
