@@ -1,0 +1,142 @@
+"""Crowds and bad manners: many connections, half packets, and what the advisories of others teach."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import stat
+import time
+
+import psutil
+import pytest
+
+from .harness import Bridge, Packet, bridge_test, connect, publish, until
+
+
+def rss() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _files() -> None:
+    """Both ends of the connections are in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8192), hard), hard))
+
+
+@bridge_test
+async def test_a_thousand_connections_cost_little_memory_and_nobody_time(bridge: Bridge) -> None:
+    before, began, clients = rss(), time.monotonic(), []
+    for start in range(0, 1000, 50):
+        group = await asyncio.gather(*(bridge.open() for _ in range(50)))
+        for number, client in enumerate(group, start):
+            client.send(connect(f"idle-{number}", keep_alive=600))
+        for client in group:
+            assert await client.receive() == Packet(0x20, b"\0\0")
+        clients += group
+    took = time.monotonic() - began
+    assert bridge.stat("connections") == 1000
+    assert took < 4, "a thousand in a second on a quiet machine, both ends included"
+    assert (rss() - before) / 1000 < 60_000, "bytes for both ends of a connection"
+    busy = await bridge.connect("busy")
+    began = time.monotonic()
+    for number in range(1, 51):
+        await busy.exchange(publish("in/a", b"", 1, number))
+    assert time.monotonic() - began < 1
+    for client in clients:
+        client.abort()
+    await until(lambda: bridge.stat("connections") == 1)
+    assert bridge.stat("sessions") == 1
+
+
+@bridge_test
+async def test_half_a_packet_costs_no_more_than_what_was_sent(bridge: Bridge) -> None:
+    before = rss()
+    clients = [await bridge.connect(f"half-{number}") for number in range(200)]
+    for client in clients:
+        client.send(publish("in/a", b"x" * 1_000_000, 1, 1)[:100])
+    good = await bridge.connect("good")
+    assert await good.exchange(publish("in/a", b"", 1, 1)) == Packet(0x40, b"\0\1")
+    assert rss() - before < 30 << 20, "CVE-2017-7651: nothing is reserved for an announced length"
+
+
+@bridge_test
+async def test_a_packet_in_very_many_pieces_takes_linear_time(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    data = publish("in/a", b"x" * 900_000, 1, 1)
+    began = time.monotonic()
+    for start in range(0, len(data), 1000):
+        client.send(data[start : start + 1000])
+        await asyncio.sleep(0)
+    assert await client.receive() == Packet(0x40, b"\0\1")
+    assert time.monotonic() - began < 5
+
+
+@bridge_test
+async def test_qos_2_ids_that_are_never_released_are_bounded(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    for start in range(1, 65_536, 5_000):
+        ids = range(start, min(start + 5_000, 65_536))
+        client.send(*(publish("in/a", b"", 2, number) for number in ids))
+        for _ in ids:
+            assert (await client.receive()).head == 0x50
+    client.send(*(publish("in/a", b"", 2, number, dup=True) for number in range(1, 101)))
+    for _ in range(100):
+        await client.receive()
+    assert len(await bridge.stored()) == 65_535, "CVE-2023-28366: keyed by packet id, each stored once"
+
+
+@bridge_test(subscriptions=10, retained_messages=10)
+async def test_subscriptions_and_retained_messages_are_bounded(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+    codes = await client.subscribe(*((f"t/{number}", 0) for number in range(15)))
+    assert codes == b"\0" * 10 + b"\x80" * 5
+    for number in range(15):
+        await client.exchange(publish(f"r/{number}", b"x", 1, 1, retain=True))
+    assert bridge.stat("retained") == 10
+    assert bridge.stat("dropped_retained") == 5
+
+
+@bridge_test
+async def test_what_is_kept_on_disk_is_nobody_elses_to_read(bridge: Bridge) -> None:
+    client = await bridge.connect("c", clean=False)
+    await client.subscribe(("t", 1))
+    journal = bridge.root / "mqtt" / "sessions.journal"
+    assert stat.S_IMODE(journal.stat().st_mode) == 0o600, "CVE-2017-9868"
+    assert stat.S_IMODE(journal.parent.stat().st_mode) == 0o700
+
+
+@bridge_test
+async def test_a_damaged_journal_loses_its_end_and_nothing_else(bridge: Bridge) -> None:
+    client = await bridge.connect("c", clean=False)
+    await client.subscribe(("t", 1))
+    await bridge.stop()
+    journal = bridge.root / "mqtt" / "sessions.journal"
+    whole = journal.read_bytes()
+    for damaged in (whole + whole[:9], whole + b"\0" * 50, whole[:-1] + b"\xff"):
+        journal.write_bytes(damaged)
+        await bridge.start()
+        client = await bridge.open()
+        assert (await client.connect("c", clean=False)).body == b"\1\0"
+        client.abort()
+        await bridge.stop()
+    await bridge.start()
+
+
+@bridge_test
+async def test_many_sessions_come_and_go_without_leaving_anything(bridge: Bridge) -> None:
+    async def life(number: int) -> None:
+        client = await bridge.connect(f"s{number}", clean=number % 3 > 0, will=("in/w", b"", 1))
+        await client.subscribe((f"t/{number % 50}", number % 3))
+        client.send(publish("in/s", b"x", 1, 2), publish("t/1", b"y", 2, 3))
+        await client.receive()
+        if number % 2:
+            client.abort()
+        else:
+            client.disconnect()
+
+    for start in range(0, 600, 50):
+        await asyncio.gather(*(life(number) for number in range(start, start + 50)))
+    await until(lambda: bridge.stat("connections") == 0)
+    assert bridge.stat("sessions") == 200
+    assert len(bridge.lane._tasks) == 0
