@@ -96,6 +96,9 @@ class Task:
         loaded.error = self.cursor.error or loaded.error
         file, skipped = cursors.CursorFile(self._path), cursors.Skipped(self._path.with_suffix(".skipped"))
         self.cursor = loaded
+        if found is not None and self._cls.idle is not Exporter.idle:
+            # The worker before us may have died between its last batch and what it does when idle.
+            self._idle_at = time.monotonic() + IDLE_AFTER
         self._scheduler.changed(self.source.name)
         return file, skipped
 
