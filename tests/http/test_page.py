@@ -1,0 +1,172 @@
+"""The status page, as a person sees it in a browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.http.chromium import Browser
+from tests.http.conftest import Service
+
+LONG = "a-stream-with-a-name-as-long-as-the-rules-allow-" * 5
+STREAMS = f"""
+[streams.sensors]
+topics = ["sensors/#"]
+[[streams.sensors.export.http]]
+identifier = "office"
+uri = "http://127.0.0.1:9/nobody"
+[streams.small]
+topics = ["small"]
+max_size = "8KiB"
+segment_size = "2KiB"
+strategy_on_full = "OverwriteOldestData"
+[streams.small.limits]
+max_age = "7d"
+[streams.{LONG}]
+"""
+ROW = "[...document.querySelectorAll('#{table} tbody tr')].find((row) => row.innerText.includes({text}))"
+
+
+@pytest.fixture(scope="module")
+def service(start: Callable[[str], Service]) -> Service:
+    return start(STREAMS)
+
+
+@pytest.fixture
+def page(service: Service, browser: Browser) -> Browser:
+    browser.open(f"http://127.0.0.1:{service.port}/")
+    browser.until("document.querySelector('#state').dataset.level === 'good'")
+    return browser
+
+
+def row(table: str, text: str) -> str:
+    return ROW.format(table=table, text=json.dumps(text))
+
+
+def test_it_shows_what_is_stored_without_being_loaded_again(service: Service, page: Browser) -> None:
+    assert page.text("h1") == "plant-7"
+    messages = f"{row('streams', 'sensors')}.children[2].innerText.split('\\n')[0]"
+    before = int(page.see(messages))
+    service.publish(*[("sensors/a", b"21.5")] * 7)
+    page.until(f"{messages} === '{before + 7}'")
+    page.until(f"{row('exports', 'office')}.children[2].innerText === '{before + 7}'")
+
+
+def test_a_failing_export_shows_its_error(service: Service, page: Browser) -> None:
+    service.publish(("sensors/a", b"21.5"))
+    page.until(f"{row('exports', 'office')}.innerText.includes('Could not connect')")
+    page.until("document.querySelector('#tiles').innerText.includes('1 of 1 exports fail')")
+
+
+def test_drops_are_shown_by_stream_and_reason(service: Service, page: Browser) -> None:
+    service.publish(*[("small", bytes(1000))] * 20)
+    page.until(f"{row('drops', 'stream small')}.innerText.includes('dropped: overwritten')")
+    assert "age 7d" in page.see(f"{row('streams', 'small')}.innerText")
+
+
+def test_connected_devices_are_listed_as_they_come_and_go(service: Service, page: Browser) -> None:
+    with service.device("thermometer"):
+        page.until(f"{row('clients', 'thermometer')}")
+    page.until(f"!{row('clients', 'thermometer')}")
+
+
+def test_a_fresh_page_shows_the_backlog_of_the_time_before_it(service: Service, page: Browser) -> None:
+    service.publish(("sensors/a", b"1"))
+    page.until("document.querySelectorAll('#backlog path').length > 0")
+    page.until("document.querySelector('#backlog-text').innerText.includes('Now ')")
+    times = service.json("/history.json")["times"]
+    assert times
+    assert times[-1] not in service.json(f"/history.json?since={times[-1]}")["times"]
+    assert page.see("document.querySelector('#backlog svg').getAttribute('aria-label')").startswith(
+        "The last hour"
+    )
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is(service: Service, page: Browser) -> None:
+    name = "<img src=x onerror=document.title='taken'>"
+    with service.device(name):
+        page.until(row("clients", name))
+    assert page.see("document.images.length") == 0
+    assert "taken" not in page.see("document.title")
+
+
+def test_it_loads_nothing_from_elsewhere_and_breaks_no_rule_of_its_own(
+    service: Service, page: Browser
+) -> None:
+    origin = f"http://127.0.0.1:{service.port}/"
+    page.until("document.querySelectorAll('#backlog svg').length > 0")
+    assert page.requests
+    assert [url for url in page.requests if not url.startswith((origin, "data:"))] == []
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_it_fits_the_width_of_a_phone(service: Service, browser: Browser, width: int) -> None:
+    browser.open(f"http://127.0.0.1:{service.port}/", width=width)
+    browser.until(row("streams", "a-stream-with"))
+    assert browser.see("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_stands_out_from_its_ground(service: Service, page: Browser, scheme: str) -> None:
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    page.until(row("drops", "stream small"))
+    assert page.see(FAINT) == []
+
+
+# WCAG 2.2, 1.4.3: at least 4.5 to 1. What is see-through counts as its colour on the ground below it.
+FAINT = """(() => {
+  const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+  const rgba = (text) => [...numbers(text), 1].slice(0, 4);
+  const over = ([r, g, b, a], under) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a));
+  const ground = (node) => {
+    const below = node.parentElement ? ground(node.parentElement) : [255, 255, 255];
+    return over(rgba(getComputedStyle(node).backgroundColor), below);
+  };
+  const light = (rgb) => {
+    const [r, g, b] = rgb.map((c) => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const faint = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.getClientRects().length) continue;
+    const style = getComputedStyle(node), back = ground(node);
+    const ink = node instanceof SVGElement ? style.fill : style.color;
+    const [a, b] = [light(over(rgba(ink), back)), light(back)].sort((x, y) => y - x);
+    if ((a + 0.05) / (b + 0.05) < 4.5) faint.push(`${node.tagName} ${walker.currentNode.data.trim()}`);
+  }
+  return faint;
+})()"""
+
+
+def test_a_screen_reader_finds_its_way(service: Service, page: Browser) -> None:
+    page.until(row("streams", "sensors"))
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    found = [
+        (node["role"]["value"], node.get("name", {}).get("value", ""))
+        for node in nodes
+        if not node["ignored"] and "role" in node
+    ]
+    names: dict[str, list[str]] = {}
+    for role, name in found:
+        names.setdefault(role, []).append(name)
+    assert {"Streams", "Exports", "Connected devices"} <= set(names["heading"])
+    assert {"Streams", "Exports"} <= set(names["table"])
+    assert all(names["table"]), "every table has a name"
+    assert all(names["meter"]), "every bar has a name"
+    assert "columnheader" in names
+    assert "main" in names
+    assert page.see("document.documentElement.lang") == "en"
+
+
+def test_it_says_when_the_gateway_does_not_answer(start: Callable[[str], Service], browser: Browser) -> None:
+    service = start("")
+    browser.open(f"http://127.0.0.1:{service.port}/")
+    browser.until("document.querySelector('#state').innerText === 'Running'")
+    assert "No streams yet" in browser.text("#streams")
+    assert service.stop() == 0
+    browser.until("document.querySelector('#state').innerText.startsWith('No answer since')")

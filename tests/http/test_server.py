@@ -1,0 +1,178 @@
+"""The HTTP door's guards and health checks, by plain requests."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.http.conftest import Service, eventually
+
+PATHS = ["/", "/status.json", "/history.json", "/metrics", "/healthz", "/readyz"]
+
+
+@pytest.fixture(scope="module")
+def service(start: Callable[[str], Service]) -> Service:
+    return start("[streams.sensors]")
+
+
+def raw(service: Service, request: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", service.port), timeout=30) as connection:
+        connection.sendall(request)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_answers_set_no_cookie_and_forbid_what_a_reader_does_not_need(service: Service, path: str) -> None:
+    status, headers, body = service.request(path)
+    assert status == 200
+    assert body
+    assert "Set-Cookie" not in headers
+    assert "Access-Control-Allow-Origin" not in headers
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cache-Control"] == "no-store"
+    assert headers["Referrer-Policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_request_under_a_strangers_name_is_refused(service: Service, path: str) -> None:
+    for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil.example"):
+        status, _, body = service.request(path, Host=host)
+        assert (status, body) == (421, b"421 Misdirected Request\n"), host
+
+
+def test_addresses_and_names_of_this_machine_are_answered(service: Service) -> None:
+    name = socket.gethostname()
+    for host in ("127.0.0.1", "localhost", "LOCALHOST:9464", "[::1]:9464", "192.0.2.1:80", name, f"{name}."):
+        assert service.request("/healthz", Host=host)[0] == 200, host
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_can_be_changed(service: Service, method: str) -> None:
+    status, headers, _ = service.request("/status.json", method)
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_head_answers_without_a_body(service: Service) -> None:
+    status, headers, body = service.request("/", "HEAD")
+    assert (status, body) == (200, b"")
+    assert int(headers["Content-Length"]) > 1000
+
+
+def test_a_connection_serves_one_request_after_the_other(service: Service) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    connection.connect()
+    used = connection.sock
+    for path in PATHS:
+        connection.request("GET", path)
+        assert connection.getresponse().read()
+    assert connection.sock is used
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.0\r\n\r\n", 200),
+        (b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET http://localhost/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
+        (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404),
+        (b"GET /../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404),
+        (b"GET /history.json?since=x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 400),
+    ],
+)
+def test_a_bad_request_gets_its_answer_and_hurts_nobody(
+    service: Service, request_: bytes, status: int
+) -> None:
+    assert raw(service, request_).startswith(b"HTTP/1.1 %d " % status)
+    assert service.request("/healthz")[0] == 200
+
+
+def test_many_idle_connections_do_not_take_the_streams_door(service: Service) -> None:
+    idle = [socket.create_connection(("127.0.0.1", service.port), timeout=30) for _ in range(80)]
+    service.publish(("streams/sensors", b"1"))
+    for connection in idle:
+        connection.close()
+    eventually(lambda: _answers(service))
+
+
+def _answers(service: Service) -> bool:
+    try:
+        return service.request("/healthz")[0] == 200
+    except OSError:
+        return False
+
+
+def test_a_data_directory_that_cannot_be_written_is_unhealthy_until_it_can(service: Service) -> None:
+    service.mount("/dev/null")
+    try:
+        eventually(lambda: service.request("/healthz")[0] == 503)
+        assert "cannot be written" in service.json("/healthz")["storage"]
+        assert service.request("/readyz")[0] == 503
+        eventually(lambda: b"streambridge_storage_writable 0.0" in service.request("/metrics")[2])
+    finally:
+        service.mount("disk")
+    eventually(lambda: service.request("/healthz")[0] == 200)
+    assert service.json("/readyz") == {"ok": True, "phase": "running", "storage": "writable"}
+
+
+def test_trying_the_disk_leaves_nothing_there(service: Service) -> None:
+    before = sorted(path.name for path in (service.directory / "disk").iterdir())
+    assert service.request("/healthz")[0] == 200
+    assert sorted(path.name for path in (service.directory / "disk").iterdir()) == before
+
+
+class Silent(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.server.reached.set()  # type: ignore[attr-defined]
+        self.server.released.wait(30)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def silent() -> Iterator[socketserver.ThreadingTCPServer]:
+    """A destination that takes a batch and does not answer until `released`."""
+    server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Silent)
+    server.reached, server.released = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server
+    server.released.set()  # type: ignore[attr-defined]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_service_that_stops_is_healthy_but_not_ready(
+    start: Callable[[str], Service], silent: socketserver.ThreadingTCPServer
+) -> None:
+    service = start(
+        f"""
+[streams.sensors]
+[[streams.sensors.export.http]]
+identifier = "slow"
+uri = "http://127.0.0.1:{silent.server_address[1]}/"
+"""
+    )
+    assert service.request("/readyz")[0] == 200
+    service.publish(("streams/sensors", b"1"))
+    assert silent.reached.wait(30)  # type: ignore[attr-defined]
+    service.process.terminate()
+    eventually(lambda: service.request("/readyz")[0] == 503)
+    assert service.json("/readyz")["phase"] == "stopping"
+    assert service.request("/healthz")[0] == 200
+    silent.released.set()  # type: ignore[attr-defined]
+    assert service.process.wait(timeout=60) == 0
