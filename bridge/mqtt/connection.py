@@ -67,13 +67,14 @@ class State(enum.Enum):
 class Batch:
     """What one read from the socket is to be answered with, once what it touched is committed."""
 
-    __slots__ = ("acks", "close", "connection", "error", "ids", "touched", "waiting")
+    __slots__ = ("acks", "close", "connection", "error", "ids", "lasting", "touched", "waiting")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.acks = bytearray()
         self.touched: dict[Committer, None] = {}
         self.ids: list[int] = []  # QoS 2 ids that count as used only if the commit succeeds
+        self.lasting: Session | None = None  # the session whose journal is to hold these ids
         self.waiting = 0
         self.error: StreamError | None = None
         self.close: tuple[str, str, int] | None = None  # counter, text, reason: end after these acks
@@ -82,8 +83,17 @@ class Batch:
         """One of the streams is committed, or failed to."""
         self.error = self.error or error
         self.waiting -= 1
-        if not self.waiting:
-            self.connection.settle()
+        if self.waiting:
+            return
+        if self.lasting is not None and self.error is None:
+            # Only now: an id that is known although its message is not stored would lose the message.
+            session, self.lasting, self.waiting = self.lasting, None, 1
+            journal = self.connection.lane.journal
+            for packet_id in self.ids:
+                journal.received(session, packet_id)
+            journal.after_commit(self.done)
+            return
+        self.connection.settle()
 
 
 class Connection(asyncio.Protocol):
@@ -368,15 +378,18 @@ class Connection(asyncio.Protocol):
 
     def settle(self) -> None:
         """Send the acknowledgements of all leading batches that are committed, in one write."""
-        batches, acks = self._batches, bytearray()
-        failed: Batch | None = None
+        batches, failed = self._batches, None
+        acks: bytearray | None = None
         while batches and not batches[0].waiting:
             batch = batches.popleft()
             if batch.error is not None:
                 self._forget_ids(batch)
                 failed = failed or batch
             elif failed is None:
-                acks += batch.acks
+                if acks is None:
+                    acks = batch.acks
+                else:
+                    acks += batch.acks
                 if batch.close is not None:
                     failed = batch
         if acks:

@@ -80,6 +80,7 @@ def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) ->
     raw = packet_id.to_bytes(2, "big")
     if packet_id in session.incoming:
         session.incoming.discard(packet_id)
+        session.restored -= {packet_id}
         if session.persistent:
             # Were this lost, the next message with the id would pass for a duplicate.
             conn.lane.journal.released(session, packet_id)

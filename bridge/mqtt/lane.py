@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import ssl
 import time
 from collections import Counter
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 120),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
 SPARE_DESCRIPTORS = 200  # kept free for segments, exports and the log
 STOP_TIMEOUT = 10.0  # seconds for the last commits
 CLOSE_TIMEOUT = 1.0  # seconds for the last bytes
@@ -133,7 +140,7 @@ class Lane:
         self.access.load(config)
         if context is not None and self._tls is not None:
             current = context
-            self._tls.sni_callback = lambda socket, _name, _context: setattr(socket, "context", current)
+            self._tls.sni_callback = lambda sock, _name, _context: setattr(sock, "context", current)
         for session in self.sessions.all():
             session.identity = self.access.identify(session.client_id, session.identity.user)
         self.router.forget_routes()
@@ -170,6 +177,11 @@ class Lane:
         self.connections.add(conn)
         self._by_address[conn.address] += 1
         self.counts["accepted"] += 1
+        sock = conn.transport.get_extra_info("socket")
+        if sock is not None:
+            # A peer that vanished is noticed even if it asked for no keep-alive in MQTT.
+            for level, option, value in KEEP_ALIVE:
+                sock.setsockopt(level, option, value)
         if self.stopping or len(self.connections) > self._most:
             conn.end("refused_limit", f"{self._most} connections are open already")
         elif self._by_address[conn.address] > self.limits.connections_per_address:

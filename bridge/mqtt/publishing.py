@@ -89,8 +89,12 @@ def publish(
     assert session is not None
     number = packet_id[0] << 8 | packet_id[1] if qos else 0
     if qos == 4 and number in session.incoming:
-        batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)
-        return
+        if head & 8 or number not in session.restored:
+            batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)
+            return
+        # The bridge has restarted, and this is no repetition: the id had been released, but the record
+        # of that was lost with the power.
+        session.incoming.discard(number)
     try:
         if route.denied:
             raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; see [[mqtt.acl]]")
@@ -115,8 +119,7 @@ def publish(
         session.incoming.add(number)
         batch.ids.append(number)
         if session.persistent:
-            lane.journal.received(session, number)
-            batch.touched[lane.journal] = None
+            batch.lasting = session
 
 
 def publish_v5(

@@ -81,6 +81,7 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
         identity = lane.access.identify(client, past.opened.user)
         session = lane.sessions.create(client, identity)
         session.expiry, session.incoming = past.opened.expiry, past.incoming
+        session.restored = frozenset(past.incoming)
         session.left = past.opened.left or time.time()
         for subscription in past.subscriptions.values():
             lane.router.subscribe(session, subscription)

@@ -35,12 +35,12 @@ import msgspec
 from msgspec import Struct
 
 from bridge.errors import InvalidRequest, StreamBridgeError, Unauthorized
-from bridge.manager import ReadMessagesOptions
 from bridge.mqtt import headers
 from bridge.mqtt import properties as p
 from bridge.mqtt.access import REQUEST_LEVEL
 from bridge.mqtt.message import Message
 from bridge.mqtt.outbox import Outgoing
+from bridge.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
     from bridge.manager import StreamManager

@@ -31,14 +31,15 @@ class Session:
     """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
 
     __slots__ = (
-        "client_id", "connection", "expiry", "identity", "incoming", "last", "left", "outbox", "seen",
-        "subscriptions", "timer", "will", "will_timer",
+        "client_id", "connection", "expiry", "identity", "incoming", "last", "left", "outbox", "restored",
+        "seen", "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
         self.client_id, self.identity, self.outbox = client_id, identity, outbox
         self.expiry = 0  # seconds that it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
+        self.restored: frozenset[int] = frozenset()  # those of `incoming` that are from an earlier life
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
         self.connection: Connection | None = None
         self.last: Connection | None = None  # the newest connection, even if it is closed

@@ -23,13 +23,14 @@ import pytest
 import uvloop
 
 from bridge import plugins
-from bridge.manager import ReadMessagesOptions, StreamManager
+from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.lane import Lane
 from bridge.mqtt.packets import V5, V311, packet, string
 from bridge.mqtt.properties import Properties, write_properties
 from bridge.mqtt.settings import Limits, MqttConfig
+from bridge.reading import ReadMessagesOptions
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 

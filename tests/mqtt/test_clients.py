@@ -1,0 +1,148 @@
+"""Clients that nobody here wrote: mosquitto_pub and _sub, paho, aiomqtt, mqtt.js.
+
+aiomqtt and mqtt.js are used where they are installed (`pip install aiomqtt`; `npm install mqtt` somewhere
+on NODE_PATH).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import paho.mqtt.client as paho
+import pytest
+
+from .harness import Bridge, bridge_test, run_async, running, tool, until
+
+
+async def run(*command: str, stdin: bytes = b"", timeout: float = 20) -> bytes:
+    """Run a program to its end; returns what it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    async with asyncio.timeout(timeout):
+        out, err = await process.communicate(stdin)
+    assert process.returncode == 0, (command, err.decode())
+    return out
+
+
+def of_mosquitto(bridge: Bridge, name: str, version: str) -> tuple[str, ...]:
+    return (tool(name), "-h", "127.0.0.1", "-p", str(bridge.port), "-V", version)
+
+
+@pytest.mark.parametrize("version", ["311", "5"])
+@pytest.mark.parametrize("qos", ["0", "1", "2"])
+def test_mosquitto_pub_and_sub(tmp_path: Path, version: str, qos: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path) as bridge:
+            subscriber = await asyncio.create_subprocess_exec(
+                *of_mosquitto(bridge, "mosquitto_sub", version), "-t", "in/#", "-q", qos, "-C", "500",
+                "-i", "sub", stdout=subprocess.PIPE,
+            )  # fmt: skip
+            await until(lambda: any(s.subscriptions for s in bridge.lane.sessions.all()))
+            lines = b"".join(b"line %d\n" % number for number in range(500))
+            publish = of_mosquitto(bridge, "mosquitto_pub", version)
+            await run(*publish, "-t", "in/lines", "-q", qos, "-l", stdin=lines)
+            out, _ = await subscriber.communicate()
+            assert out == lines
+            assert await bridge.payloads() == lines.splitlines()
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("version", [paho.MQTTv311, paho.MQTTv5])
+def test_paho(tmp_path: Path, version: int) -> None:
+    def use(port: int) -> list[tuple[str, bytes, int]]:
+        got: list[tuple[str, bytes, int]] = []
+        client = paho.Client(paho.CallbackAPIVersion.VERSION2, "paho", protocol=version)
+        client.on_message = lambda _c, _d, message: got.append((message.topic, message.payload, message.qos))
+        client.connect("127.0.0.1", port)
+        client.loop_start()
+        try:
+            subscribed = []
+            client.on_subscribe = lambda *_: subscribed.append(True)
+            client.subscribe([("in/#", 2), ("plain", 1)])
+            while not subscribed:
+                client.publish("tick", qos=1).wait_for_publish(5)
+            for number in range(90):
+                topic = ("in/a", "plain")[number % 2]
+                client.publish(topic, b"%d" % number, qos=number % 3).wait_for_publish(5)
+            for _ in range(1000):
+                if len(got) == 90:
+                    break
+                client.publish("tick", qos=1).wait_for_publish(5)
+        finally:
+            client.disconnect()
+            client.loop_stop()
+        return got
+
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path) as bridge:
+            got = await asyncio.to_thread(use, bridge.port)
+            assert sorted(int(payload) for _, payload, _ in got) == list(range(90))
+            for topic, payload, qos in got:
+                assert qos == min(int(payload) % 3, 2 if topic == "in/a" else 1)
+            assert [int(payload) for payload in await bridge.payloads()] == list(range(0, 90, 2))
+
+    run_async(main())
+
+
+AIOMQTT = """
+import asyncio, sys, aiomqtt
+
+async def main():
+    async with aiomqtt.Client("127.0.0.1", int(sys.argv[1]), protocol=aiomqtt.ProtocolVersion.V5) as client:
+        await client.subscribe("in/#", qos=1)
+        for number in range(50):
+            await client.publish("in/a", b"%d" % number, qos=1 + number % 2)
+        got = []
+        async for message in client.messages:
+            got.append(int(message.payload))
+            if len(got) == 50:
+                break
+        assert got == list(range(50)), got
+
+asyncio.run(main())
+"""
+
+
+@bridge_test
+async def test_aiomqtt(bridge: Bridge) -> None:
+    pytest.importorskip("aiomqtt")
+    await run(sys.executable, "-c", AIOMQTT, str(bridge.port))
+    assert [int(payload) for payload in await bridge.payloads()] == list(range(50))
+
+
+MQTT_JS = """
+const mqtt = require("mqtt")
+const [port, version] = process.argv.slice(1).map(Number)
+const client = mqtt.connect(`mqtt://127.0.0.1:${port}`, {protocolVersion: version, clientId: "js"})
+let got = 0
+client.on("error", (error) => { console.error(error); process.exit(1) })
+client.on("message", (topic, payload) => {
+  if (String(payload) !== String(got++)) process.exit(2)
+  if (got === 100) client.end(false, () => process.exit(0))
+})
+client.on("connect", async () => {
+  await client.subscribeAsync("in/#", {qos: 1})
+  for (let n = 0; n < 100; n++) client.publish("in/a", String(n), {qos: 1 + n % 2})
+})
+"""
+
+
+@pytest.mark.parametrize("version", ["4", "5"])
+def test_mqtt_js(tmp_path: Path, version: str) -> None:
+    node = shutil.which("node")
+    if node is None or subprocess.run([node, "-e", "require('mqtt')"], capture_output=True).returncode:
+        pytest.skip(f"mqtt.js is not on NODE_PATH ({os.environ.get('NODE_PATH', 'not set')})")
+
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path) as bridge:
+            await run(node, "-e", MQTT_JS, str(bridge.port), version)
+            assert [int(payload) for payload in await bridge.payloads()] == list(range(100))
+
+    run_async(main())
