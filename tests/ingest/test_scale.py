@@ -100,9 +100,8 @@ def test_ten_million_messages_of_200_gateways_one_of_them_skewed_in_bounded_memo
     assert summary.report.complete
     assert summary.report.total("duplicates") > 100_000
     assert summary.rounds[0].tasks > 4
-    print(
-        f"{total:,} rows in {summary.seconds:.1f} s, {total / summary.seconds:,.0f} rows/s, peaks {dict(peak)} MiB"
-    )
+    rate = total / summary.seconds
+    print(f"{total:,} rows in {summary.seconds:.1f} s, {rate:,.0f} rows/s, peaks {dict(peak)} MiB")
     assert peak["driver"] - before < 300  # no message is there
     assert peak["worker"] < 1024
     assert peak["jvm"] < 2048

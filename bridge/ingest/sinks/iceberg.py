@@ -8,6 +8,7 @@ of a snapshot that is not the newest any more, which is what keeps two runs apar
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -217,6 +218,10 @@ def open_catalog(warehouse: str | None, properties: Mapping[str, str], endpoint:
     options = dict(properties)
     if endpoint:
         options.setdefault("s3.endpoint", endpoint)
+        # Arrow would ask AWS itself for the bucket's region, and wait for an answer that says nothing
+        options.setdefault(
+            "s3.region", os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
+        )
     if warehouse:
         place = Place(warehouse)
         if not place.is_s3:

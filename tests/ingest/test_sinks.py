@@ -1,0 +1,128 @@
+"""The contract of a table, over every kind of table and catalog; no Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from bridge.ingest.decode import decode
+from bridge.ingest.errors import BadOption, Moved
+from bridge.ingest.files import DataFile, DayFiles
+from bridge.ingest.state import State, StateStore
+from bridge.ingest.store import Place
+from bridge.ingest.table import TableOptions, open_sink
+from bridge.objectkeys import parse_key
+from tests.ingest.gateway import Gateway
+
+Open = Callable[[], Any]
+KINDS = [
+    "iceberg",
+    "iceberg in s3",
+    pytest.param("iceberg in glue", marks=pytest.mark.slow),  # each new client takes a second
+    "delta",
+    "delta in s3",
+]
+
+
+@pytest.fixture(params=KINDS)
+def table(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Open the same table anew, as another run would."""
+    kind = request.param
+    if kind.startswith("delta"):
+        request.getfixturevalue("delta")
+    place: Place = request.getfixturevalue("bucket") if kind != "iceberg" and kind != "delta" else Place("")
+    sql = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
+    glue = {"type": "glue", "glue.endpoint": place.endpoint or "", "glue.region": "us-east-1"}
+    # Glue knows one namespace of a name; its tests must not meet
+    name = f"lake_{tmp_path.name[-8:].lower().strip('_')}.messages"
+    options = {
+        "iceberg": TableOptions(warehouse=str(tmp_path)),
+        "iceberg in s3": TableOptions(warehouse=place.url, catalog=sql, endpoint=place.endpoint),
+        "iceberg in glue": TableOptions(name, place.url, glue, endpoint=place.endpoint),
+        "delta": TableOptions(delta=str(tmp_path / "messages")),
+        "delta in s3": TableOptions(delta=f"{place.url}/messages", endpoint=place.endpoint),
+    }[kind]
+    return lambda: open_sink(options)
+
+
+def written(sink: Any, landing: Place, first: int, last: int, **extra: Any) -> list[DataFile]:
+    """Data files with these rows, as a task would have written them."""
+    gateway = Gateway(landing)
+    key = gateway.export(first, last, **extra)
+    name = parse_key(key)
+    assert name is not None
+    target = sink.target()
+    schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
+    rows = decode(gateway.store.get(key), name, {extra: schema.field(extra).type for extra in target.extras})
+    with DayFiles(target.place, schema, target.folder) as files:
+        files.add(rows.append_column("object_key", pa.repeat(pa.scalar(key), rows.num_rows)))
+    return files.written
+
+
+def numbers(sink: Any) -> list[int]:
+    return sorted(sink.read(["sequence_number"])["sequence_number"].to_pylist())
+
+
+def test_a_table_that_is_not_there_is_empty_and_points_nowhere(table: Open) -> None:
+    assert (table().pointer(), table().files(), table().rows(), table().read().num_rows) == (None, [], 0, 0)
+
+
+def test_files_and_pointer_become_visible_together(table: Open, landing: Place) -> None:
+    files = written(table(), landing, 0, 9)
+    assert table().pointer() is None
+    assert numbers(table()) == []
+    table().commit(None, 7, files)
+    assert table().pointer() == 7
+    assert numbers(table()) == list(range(10))
+    assert table().rows() == 10
+    table().commit(7, 8, [])  # a round that only quarantined
+    table().commit(8, 9, written(table(), landing, 10, 19))
+    assert (table().pointer(), numbers(table())) == (9, list(range(20)))
+    assert [file.rows for file in table().files()] == [10, 10]
+    assert table().read(limit=3).num_rows == 3
+
+
+def test_a_commit_on_top_of_another_runs_is_refused_and_adds_nothing(table: Open, landing: Place) -> None:
+    files = written(table(), landing, 0, 9)
+    table().commit(None, 7, files)
+    for previous in (None, 6):
+        with pytest.raises(Moved):
+            table().commit(previous, 8, written(table(), landing, 0, 9))
+    assert (table().pointer(), numbers(table())) == (7, list(range(10)))
+
+
+def test_a_commit_whose_answer_was_lost_is_not_made_twice(table: Open, landing: Place) -> None:
+    files = written(table(), landing, 0, 9)
+    table().commit(None, 7, files)
+    table().commit(None, 7, files)  # the same again
+    assert numbers(table()) == list(range(10))
+
+
+def test_columns_are_added_once_and_older_rows_have_none(table: Open, landing: Place) -> None:
+    table().commit(None, 7, written(table(), landing, 0, 9))
+    for _ in range(2):
+        table().add_columns({"qos": pa.int64(), "note": pa.string()})
+    assert table().target().extras == ("qos", "note")
+    table().commit(7, 8, written(table(), landing, 10, 19, qos=1))
+    rows = table().read(["sequence_number", "qos"]).sort_by("sequence_number")
+    assert rows["qos"].to_pylist() == [None] * 10 + [1] * 10
+
+
+def test_state_documents_are_found_by_whoever_opens_the_table(table: Open) -> None:
+    table().target()
+    version = StateStore(table().state()).save(State(notes={"who": "me"}), None)
+    table().commit(None, version, [])
+    assert StateStore(table().state()).load(table().pointer()).notes == {"who": "me"}
+
+
+def test_the_state_of_a_table_in_a_catalog_is_found_without_naming_the_warehouse(tmp_path: Path) -> None:
+    sql = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
+    open_sink(TableOptions(warehouse=str(tmp_path), catalog=sql)).target()
+    known = open_sink(TableOptions(catalog=sql)).state()
+    assert known.url == f"{tmp_path}/_streambridge/lake.messages"
+    with pytest.raises(BadOption, match="where is its state"):
+        open_sink(TableOptions("lake.other", catalog=sql)).state()
