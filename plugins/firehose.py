@@ -22,7 +22,7 @@ from bridge import (
     Outcome,
     hookimpl,
 )
-from bridge.export.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
+from bridge.export.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender, firehose_client
 
 PACKED = 10_000  # messages of a batch, when they are packed
 
@@ -48,7 +48,7 @@ class FirehoseExporter(Exporter):
 
     def __init__(self, config: FirehoseConfig, context: Context) -> None:
         super().__init__(config, context)
-        client = context.client("firehose", region=config.region, endpoint_url=config.endpoint_url)
+        client = firehose_client(context, config.region, config.endpoint_url)
         self._sender = FirehoseSender(
             client,
             config.delivery_stream_name,

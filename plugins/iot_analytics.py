@@ -24,7 +24,7 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.export.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender
+from bridge.export.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender, firehose_client
 
 LOOK_AGAIN = 300.0
 
@@ -54,7 +54,7 @@ class IotAnalyticsExporter(Exporter):
         target = config.delivery_stream_name
         self._sender: FirehoseSender | None = None
         if target is not None:
-            client = context.client("firehose", region=config.region, endpoint_url=config.endpoint_url)
+            client = firehose_client(context, config.region, config.endpoint_url)
             self._sender = FirehoseSender(client, target, context, delimiter=b"\n")
 
     @classmethod

@@ -17,6 +17,11 @@ from bridge.model import MIB
 MAX_RECORDS, MAX_BYTES, MAX_RECORD = 500, 4 * MIB, 1000 * 1024
 
 
+def firehose_client(context: Context, region: str | None, endpoint_url: str | None) -> Any:
+    """The client; without botocore's check of each record, which costs a quarter of the time."""
+    return context.client("firehose", region=region, endpoint_url=endpoint_url, parameter_validation=False)
+
+
 class FirehoseSender:
     """Sends batches to one delivery stream. `pack` is the size of packed records, 0 for one each."""
 
