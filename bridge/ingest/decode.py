@@ -7,7 +7,8 @@ a plain name and a simple type: `extras` says which ones the table has already, 
 for others, so that the driver adds them before any row is written.
 
 NDJSON is parsed by msgspec where it is installed (three times as fast) and by Arrow's reader where it
-is not, as on a cluster without compiled extras, and for objects with further columns.
+is not, as on a cluster without compiled extras, and for objects with further columns. Likewise isal, where
+it is installed, unpacks gzip in two thirds of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import binascii
 import re
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,6 +31,10 @@ import pyarrow.parquet as pq
 from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, TIME
 from bridge.ingest.errors import BadObject
 from bridge.objectkeys import ObjectKey
+
+gzip: ModuleType = zlib
+with suppress(ImportError):
+    gzip = import_module("isal.isal_zlib")
 
 try:
     import msgspec
@@ -51,7 +60,7 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
     if not data:
         raise BadObject("empty: 0 bytes")
     try:
-        table = _parquet(data) if key.format == "parquet" else _ndjson(_gunzip(data))
+        table = _parquet(data) if key.format == "parquet" else _ndjson(_gunzip(data), key)
         found = set(table.column_names)
         if absent := [name for name in BASE.names if name not in found]:
             raise BadObject(f"column {absent[0]} is missing")
@@ -137,7 +146,7 @@ def _gunzip(data: bytes) -> bytes:
     parts: list[bytes] = []
     room = MAX_UNPACKED
     while data:  # several members one after the other are one legal file
-        unpacker = zlib.decompressobj(wbits=31)
+        unpacker = gzip.decompressobj(wbits=31)
         parts.append(unpacker.decompress(data, room))
         room -= len(parts[-1])
         if room <= 0 and not unpacker.eof:
@@ -148,39 +157,45 @@ def _gunzip(data: bytes) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _ndjson(lines: bytes) -> pa.Table:
+def _ndjson(lines: bytes, key: ObjectKey) -> pa.Table:
     if msgspec is not None:
         try:
-            return _by_msgspec(lines)
+            return _by_msgspec(lines, key)
         except msgspec.ValidationError:
             pass  # further columns, most likely; the other reader names what is wrong if it is something else
     return _by_arrow(lines)
 
 
-if msgspec is not None:
+@lru_cache(maxsize=1024)
+def _decoder(gateway: str, stream: str, epoch: str) -> Any:
+    """Decode rows of one stream; a literal is compared in place, which costs much less than a new string."""
+    row = msgspec.defstruct(
+        "Row",
+        [
+            ("gateway", Literal[gateway]),
+            ("stream", Literal[stream]),
+            ("epoch", Literal[epoch]),
+            ("sequence_number", int),
+            ("ingest_time", str),
+            ("topic", str),
+            ("payload", bytes),
+        ],
+        forbid_unknown_fields=True,
+        gc=False,
+    )
+    return msgspec.json.Decoder(row)
 
-    class _Row(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-        gateway: str
-        stream: str
-        epoch: str
-        sequence_number: int
-        ingest_time: str
-        topic: str
-        payload: bytes
 
-    _rows = msgspec.json.Decoder(_Row)
-
-
-def _by_msgspec(lines: bytes) -> pa.Table:
-    rows = _rows.decode_lines(lines)
+def _by_msgspec(lines: bytes, key: ObjectKey) -> pa.Table:
+    epoch = str(key.epoch)
+    rows = _decoder(key.gateway, key.stream, epoch).decode_lines(lines)
+    constant = {"gateway": key.gateway, "stream": key.stream, "epoch": epoch}
     return pa.table(
         {
-            "gateway": [row.gateway for row in rows],
-            "stream": [row.stream for row in rows],
-            "epoch": [row.epoch for row in rows],
+            **{name: pa.repeat(pa.scalar(value), len(rows)) for name, value in constant.items()},
             "sequence_number": pa.array([row.sequence_number for row in rows], pa.int64()),
             "ingest_time": _times(pa.array([row.ingest_time for row in rows], pa.string())),
-            "topic": [row.topic for row in rows],
+            "topic": pa.array([row.topic for row in rows], pa.string()),
             "payload": pa.array([row.payload for row in rows], pa.binary()),
         }
     )
