@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 UNSENT_BATCHES = 1_000  # reads whose commit is awaited before reading is paused
-CLOSE_TIMEOUT = 5.0  # seconds for the last bytes to go out
+LINGER = 1.0  # seconds for the last bytes to go out
 ROUTES = 4_096  # topics that one connection remembers
 
 
@@ -144,6 +144,8 @@ class Connection(asyncio.Protocol):
         self.lane.accept(self)
 
     def data_received(self, data: bytes) -> None:
+        if self.state is State.CLOSED:
+            return
         self._heard = self.lane.loop.time()
         if self._tail:
             if not isinstance(self._tail, bytearray):
@@ -159,6 +161,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end("", "")
+        self._timer.cancel()
         self.lane.gone(self)
 
     def pause_writing(self) -> None:
@@ -176,11 +179,13 @@ class Connection(asyncio.Protocol):
 
     def send(self, data: bytes | bytearray) -> None:
         """Write to the client, unless the connection is on its end."""
-        if not self.transport.is_closing():
+        if self.state is not State.CLOSED and not self.transport.is_closing():
             self.transport.write(data)
 
     def hold(self, why: str) -> None:
         """Stop reading until `release` has been called for every reason."""
+        if self.state is State.CLOSED:
+            return
         if not self._holds and not self.transport.is_closing():
             self.transport.pause_reading()
         self._holds.add(why)
@@ -211,10 +216,14 @@ class Connection(asyncio.Protocol):
         """The client did wrong, or must go: tell an MQTT 5 client the reason, and close."""
         if self.level == V5 and self.state is State.OPEN:
             self.send(bytes((DISCONNECT, 2, reason, 0)))
-        self.end(counter, why)
+        self.end(counter, why, linger=True)
 
-    def end(self, counter: str, why: str, *, will: bool = True) -> None:
-        """Close the connection; `counter` counts the reason, `why` goes to the log."""
+    def end(self, counter: str, why: str, *, will: bool = True, linger: bool = False) -> None:
+        """Close the connection; `counter` counts the reason, `why` goes to the log.
+
+        With `linger` only our half is closed at first, and what still comes is read and thrown away: a
+        socket that is closed with unread bytes is reset, and the peer loses our last words.
+        """
         if self.state is State.CLOSED:
             return
         if counter:
@@ -226,13 +235,19 @@ class Connection(asyncio.Protocol):
         self._routes = {}
         if self.session is not None:
             self.lane.left(self, will=will)
-        # What has been written still goes out, but a peer that does not take it is not waited for.
-        if not self.transport.is_closing():
-            self.transport.close()
+        transport = self.transport
         if not self.writable:
-            self.transport.abort()
-        elif self.transport.get_write_buffer_size():
-            self.lane.loop.call_later(CLOSE_TIMEOUT, self.transport.abort)
+            transport.abort()
+        elif linger and not transport.is_closing() and transport.can_write_eof():
+            transport.write_eof()
+            if self._holds:
+                transport.resume_reading()
+            self._timer = self.lane.loop.call_later(LINGER, transport.abort)
+        else:
+            transport.close()
+            if transport.get_write_buffer_size():
+                # What has been written still goes out, but a peer that does not take it is not waited for.
+                self._timer = self.lane.loop.call_later(LINGER, transport.abort)
 
     @property
     def unsettled(self) -> bool:

@@ -29,7 +29,7 @@ from bridge.mqtt.packets import (
     parse_connect,
 )
 from bridge.mqtt.properties import write_properties
-from bridge.mqtt.publishing import TOPIC_ALIASES
+from bridge.mqtt.publishing import RECEIVE_MAXIMUM, TOPIC_ALIASES
 from bridge.mqtt.sessions import NEVER
 from bridge.topics import is_topic_name
 
@@ -66,7 +66,7 @@ def refuse(conn: Connection, refused: Refused) -> None:
         conn.send(packet(CONNACK, bytes((0, refused.reason, 0))))
     else:
         conn.send(packet(CONNACK, bytes((0, _RETURN_CODES.get(refused.reason, 5)))))
-    conn.end("refused_connects", f"refused: {refused.text}")
+    conn.end("refused_connects", f"refused: {refused.text}", linger=True)
 
 
 async def _open(conn: Connection, connect: Connect) -> None:
@@ -181,6 +181,7 @@ def _connack(conn: Connection, connect: Connect, session: Session, *, present: b
     lane = conn.lane
     properties: p.Properties = {
         p.MAXIMUM_PACKET_SIZE: lane.max_packet,
+        p.RECEIVE_MAXIMUM: RECEIVE_MAXIMUM,
         p.TOPIC_ALIAS_MAXIMUM: TOPIC_ALIASES,
         p.SHARED_AVAILABLE: 0,
     }

@@ -32,6 +32,7 @@ from bridge.mqtt.packets import (
     PUBLISH,
     PUBREC,
     QUOTA_EXCEEDED,
+    RECEIVE_MAXIMUM_EXCEEDED,
     UNSPECIFIED,
     V5,
     ProtocolError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.packets import Will
     from bridge.mqtt.sessions import Session
 
+RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH and PUBREL, announced too
 TOPIC_ALIASES = 64  # per connection, announced in CONNACK
 
 # error, the counter's ending, MQTT 5 reason code
@@ -95,6 +97,8 @@ def publish(
         # The bridge has restarted, and this is no repetition: the id had been released, but the record
         # of that was lost with the power.
         session.incoming.discard(number)
+    if qos == 4 and conn.level == V5 and len(session.incoming) >= RECEIVE_MAXIMUM:
+        raise ProtocolError(f"more than {RECEIVE_MAXIMUM} QoS 2 messages at a time", RECEIVE_MAXIMUM_EXCEEDED)
     try:
         if route.denied:
             raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; see [[mqtt.acl]]")

@@ -92,6 +92,9 @@ class WebSocket(asyncio.Protocol):
     def is_closing(self) -> bool:
         return self._closing or self._transport.is_closing()
 
+    def can_write_eof(self) -> bool:
+        return False  # a WebSocket says goodbye with a frame
+
     def pause_reading(self) -> None:
         self._transport.pause_reading()
 

@@ -121,10 +121,22 @@ class Bridge:
 
     async def open(self, listener: int = 0, tls: ssl.SSLContext | None = None) -> Client:
         """A transport without a CONNECT."""
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", self.port_of(listener), ssl=tls, limit=1 << 24
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(1 << 24)
+        protocol = _Closing(reader)
+        transport, _ = await loop.create_connection(
+            lambda: protocol, "127.0.0.1", self.port_of(listener), ssl=tls
         )
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         return Client(reader, writer)
+
+
+class _Closing(asyncio.StreamReaderProtocol):
+    """A stream that closes its half when the bridge has closed the other, as most clients do."""
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False
 
 
 class Packet(NamedTuple):
@@ -153,7 +165,8 @@ class Client:
         self.reader, self.writer, self.level = reader, writer, V311
 
     def send(self, *packets: bytes) -> None:
-        self.writer.write(b"".join(packets))
+        if not self.writer.transport.is_closing():
+            self.writer.write(b"".join(packets))
 
     async def connect(self, client_id: str = "", *, expect: int = 0, **options: Any) -> Packet:
         self.level = options.get("level", V311)

@@ -36,6 +36,7 @@ async def test_the_connack_says_what_is_not_there_and_what_was_changed(bridge: B
     assert b"\x27" + (100_000).to_bytes(4, "big") in found, "maximum packet size"
     assert b"\x2a\0" in found, "no shared subscriptions"
     assert b"\x22\0\x40" in found, "topic aliases"
+    assert b"\x21\x10\0" in found, "receive maximum"
     assert b"\x13\x02\x58" in found, "server keep alive"
     assert b"\x11" + (7 * 24 * 3600).to_bytes(4, "big") in found, "session expiry"
     assert b"\x12\0\x19auto-" in found, "assigned client id"
@@ -302,3 +303,17 @@ async def test_a_refused_qos_2_delivery_is_forgotten(bridge: Bridge) -> None:
     while (got := await client.receive()).head & 0xF0 != 0x30:
         pass
     assert client.parse(*got).payload == b"2"
+
+
+@bridge_test
+async def test_more_qos_2_messages_at_a_time_than_announced_end_the_connection(bridge: Bridge) -> None:
+    client = await v5(bridge, "c")
+    client.send(*(publish("plain", b"", 2, number, level=V5) for number in range(1, 4098)))
+    for _ in range(4096):
+        got = await client.receive()
+        if got.head == 0xE0:
+            break
+        assert got.head == 0x50
+    else:
+        got = await client.receive()
+    assert got == Packet(0xE0, b"\x93\0")
