@@ -13,6 +13,7 @@ never a reason to drop a record: `failure` turns them into `Retry`.
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from bridge.export.api import Retry
+from bridge.export.api import Context, Retry
 
 CONNECT_TIMEOUT = 20.0
 READ_TIMEOUT = 60.0
@@ -225,6 +226,23 @@ class _IotFound(Struct):
 
 class _IotAnswer(Struct):
     credentials: _IotFound
+
+
+class Body(io.BytesIO):
+    """A request's body that is read as it is sent, and tells that the export still works.
+
+    botocore sends bytes in one call, for which the whole time-out is allowed: over a slow link a large
+    object would never arrive. It sends a file piece by piece.
+    """
+
+    def __init__(self, content: bytes, context: Context) -> None:
+        super().__init__(content)
+        self._context = context
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read on."""
+        self._context.working()
+        return super().read(size)
 
 
 def error_code(error: BaseException) -> str:

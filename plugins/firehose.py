@@ -42,6 +42,7 @@ class FirehoseExporter(Exporter):
 
     kind: ClassVar[str] = "firehose"
     Config: ClassVar[type[ExportConfig]] = FirehoseConfig
+    timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
     limits: ClassVar[BatchLimits] = BatchLimits(record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
 
     config: FirehoseConfig

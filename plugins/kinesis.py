@@ -60,6 +60,7 @@ class KinesisExporter(Exporter):
 
     kind: ClassVar[str] = "kinesis"
     Config: ClassVar[type[ExportConfig]] = KinesisConfig
+    timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
     # 1 KiB is room for the longest key in UTF-8; half a MiB is, for 500 of them.
     limits: ClassVar[BatchLimits] = BatchLimits(
         records=500, record_bytes=10 * MIB - 1024, batch_bytes=10 * MIB - 500 * 1024

@@ -36,7 +36,7 @@ from bridge import (
     Outcome,
     hookimpl,
 )
-from bridge.aws import failure
+from bridge.aws import Body, failure
 from bridge.export.heads import head_document
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, head_key
@@ -151,7 +151,11 @@ class S3Exporter(Exporter):
         key = f"{self._prefix}/{key}" if self._prefix else key
         try:
             self._client.put_object(
-                Bucket=self.config.bucket, Key=key, Body=body, ContentType=content_type, **self._options
+                Bucket=self.config.bucket,
+                Key=key,
+                Body=Body(body, self.context),
+                ContentType=content_type,
+                **self._options,
             )
         except Exception as error:
             raise failure(error, f"uploading s3://{self.config.bucket}/{key}") from error

@@ -35,7 +35,7 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.aws import error_code, failure
+from bridge.aws import Body, error_code, failure
 from bridge.export.uploads import TaskDefinition, resolve_key
 from bridge.model import MIB, Name
 
@@ -176,7 +176,7 @@ class S3TaskExporter(Exporter):
         body = file.read()
         if len(body) != upload.size:
             raise Retry("the file changes while it is uploaded")
-        self._call("put_object", task, upload, Body=body, Metadata=task.metadata())
+        self._call("put_object", task, upload, Body=Body(body, self.context), Metadata=task.metadata())
 
     def _put_parts(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
         done: dict[int, str] = {}
@@ -197,11 +197,11 @@ class S3TaskExporter(Exporter):
                 if len(body) != min(size, upload.size - (number - 1) * size):
                     raise Retry("the file changes while it is uploaded")
                 self.context.throttle(len(body))
-                options: dict[str, Any] = {"UploadId": upload.upload_id, "PartNumber": number, "Body": body}
-                done[number] = self._call("upload_part", task, upload, **options)["ETag"]
+                part = {"UploadId": upload.upload_id, "PartNumber": number, "Body": Body(body, self.context)}
+                done[number] = self._call("upload_part", task, upload, **part)["ETag"]
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(done.items())]
-        options = {"UploadId": upload.upload_id, "MultipartUpload": {"Parts": parts}}
-        self._call("complete_multipart_upload", task, upload, **options)
+        whole = {"UploadId": upload.upload_id, "MultipartUpload": {"Parts": parts}}
+        self._call("complete_multipart_upload", task, upload, **whole)
 
     def _parts(self, task: TaskDefinition, upload: Upload) -> dict[int, str] | None:
         """The parts that the service has; None if it does not know the upload any more."""

@@ -19,7 +19,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from bridge.aws import AwsSettings
@@ -72,18 +72,20 @@ class ExportSupervisor:
         gateway: str,
         export: ExportSettings,
         aws: AwsSettings,
-        append_status: Callable[[str, bytes], None],
+        append_status: Callable[[str, bytes], Awaitable[object] | None],
         damaged: Callable[[str, str], None] | None = None,
         tuning: wire.Tuning | None = None,
     ) -> None:
-        """`append_status` appends to a stream, or raises why not. `damaged` is told (stream, what)
-        when reading a stream failed its check."""
+        """`append_status` appends to a stream, or raises why not; if it gives something to await, the
+        message counts as appended after that. `damaged` is told (stream, what) when reading a stream
+        failed its check."""
         self._data_dir, self._gateway, self._export, self._aws = data_dir, gateway, export, aws
         self._append_status, self._damaged = append_status, damaged
         self._tuning = tuning or wire.Tuning()
         self._streams: dict[str, _Stream] = {}
         self._redefined: set[str] = set()
         self._moved: set[str] = set()
+        self._appends: set[asyncio.Future[None]] = set()
         self._flight: dict[tuple[str, str], wire.Began] = {}
         self._suspicions: dict[tuple[str, str], _Suspicion] = {}
         self._blamed = False  # somebody is known to be the cause of the worker's end
@@ -329,12 +331,9 @@ class ExportSupervisor:
                     stream.statuses = {status.export_config_identifier: status for status in statuses}
                     stream.positions = positions
             case wire.Append(number, name, payload):
-                error = ""
-                try:
-                    self._append_status(name, payload)
-                except Exception as refused:
-                    error = str(refused) or type(refused).__name__
-                self._send(wire.Appended(number, error))
+                task = asyncio.ensure_future(self._append(number, name, payload))
+                self._appends.add(task)
+                task.add_done_callback(self._appends.discard)
             case wire.Log(level, name, text):
                 logging.getLogger(name).log(level, "%s", text)
             case wire.Damaged(name, detail):
@@ -342,6 +341,16 @@ class ExportSupervisor:
                     self._damaged(name, detail)
             case wire.Culprit(name, identifier, reason, alone):
                 self._suspect((name, identifier), reason, alone=alone)
+
+    async def _append(self, number: int, name: str, payload: bytes) -> None:
+        error = ""
+        try:
+            done = self._append_status(name, payload)
+            if done is not None:
+                await done
+        except Exception as refused:
+            error = str(refused) or type(refused).__name__
+        self._send(wire.Appended(number, error))
 
     # --- who did it
 

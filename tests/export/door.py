@@ -16,7 +16,9 @@ _RESET = struct.pack("ii", 1, 0)
 class Door:
     """Forwards its own `url` to another one while it is open."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, rate: float = 0) -> None:
+        """`rate` is what passes, in bytes per second; 0 is as fast as it goes."""
+        self._seconds = 1 / rate if rate else 0.0
         target = urlsplit(url)
         self._target = ("127.0.0.1", target.port or 80)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -25,6 +27,7 @@ class Door:
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._wake, self._waker = socket.socketpair()
         self._ended = False
+        self._pause = threading.Event()  # never set: a clock to wait by
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -73,6 +76,7 @@ class Door:
         try:
             data = one.recv(256 * 1024)
             if data:
+                self._pause.wait(len(data) * self._seconds)
                 self._pairs[one].sendall(data)
                 return
         except OSError:

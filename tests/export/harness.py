@@ -45,11 +45,10 @@ class Gateway:
     async def append(self, name: str, *payloads: bytes) -> None:
         await self.manager.append_all(name, list(payloads))
 
-    def append_status(self, name: str, payload: bytes) -> None:
+    async def append_status(self, name: str, payload: bytes) -> None:
         if name in self.refused:
             raise OSError(f"{name} is full")
-        stream = self.store.streams[name]
-        stream.append(f"streams/{name}".encode(), payload)
+        await self.manager.append(name, payload)
 
     def read(self, name: str) -> list[bytes]:
         stream = self.store.streams[name]

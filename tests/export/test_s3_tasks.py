@@ -139,6 +139,27 @@ def test_an_interrupted_upload_goes_on_after_its_last_part(tmp_path: Path, bucke
     assert statuses(context) == [2, 0]
 
 
+@pytest.mark.parametrize("kind", ["s3", "s3TaskExecutor"])
+def test_a_slow_link_takes_long_but_gets_there(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("bridge.aws.READ_TIMEOUT", 1.0)
+    content, door, context = os.urandom(24 * MIB), Door(bucket.url, rate=12 * MIB), Notes()
+    (tmp_path / "f").write_bytes(content)
+    try:
+        if kind == "s3":
+            cls = plugins.load().exporters["s3"]
+            exporter = cls(convert_config(cls, bucket.config(endpointUrl=door.url)), context)
+            deliver(exporter, make_batch([content]), attempts=1)
+        else:
+            config = {"identifier": "up", "endpointUrl": door.url}
+            config["sizeThresholdForMultipartUploadBytes"] = 100 * MIB  # type: ignore[assignment]
+            exporter = CLS(convert_config(CLS, config), context)
+            deliver(exporter, make_batch([task(bucket, tmp_path / "f")]), attempts=1)
+    finally:
+        door.close()
+
+
 def test_a_file_that_changed_between_attempts_is_uploaded_from_its_beginning(
     tmp_path: Path, bucket: Bucket
 ) -> None:
