@@ -4,7 +4,7 @@ States of a segment: *active* (the last one, written at its end), *closing* (sea
 known to be on the disk), *sealed* (on the disk, with an index beside it).
 
 A commit group goes through three steps, so that the middle one can run in a thread:
-    stage    on the event loop: encode, open new segments where the group needs them
+    stage    on the event loop: encode, plan new segments where the group needs them
     write    anywhere: write, and for `sync` wait for the disk; touches nothing but the files
     commit or abort    on the event loop: take the result over, or leave the files as they were
 
@@ -31,7 +31,10 @@ from bridge.streams.segment import FRAME, HEADER, Frame, Indexer, Summary
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """An open segment; it holds committed frames up to `size`, and up to `synced` they are on the disk."""
+    """A segment that is open, or, with `fd` below 0, still to be made.
+
+    It holds committed frames up to `size`, and up to `synced` they are on the disk.
+    """
 
     path: Path
     fd: int
@@ -124,30 +127,26 @@ class SegmentLog:
 
     # -- writing ---------------------------------------------------------------------------------
     def stage(self, group: Group, now: int, segment_size: int) -> Staged:
-        """Encode a group at the next numbers; raises OSError if a new segment cannot be made."""
+        """Encode a group at the next numbers; raises OSError if an earlier failure cannot be mended."""
         if self._tainted:
             self.replace_active()
         staged = Staged(group, [], [], self.next)
         number = len(group.parts) // 2
-        try:
-            target, offset, low = self.active, self.active.size, 0
-            if offset + group.size + FRAME.size <= segment_size:
-                self._stage(staged, target, offset, group, now)
-                return staged
-            ends = list(accumulate(_record_sizes(group), initial=0))
-            while low < number:
-                room = segment_size - offset - FRAME.size
-                high = bisect_right(ends, ends[low] + room) - 1
-                if high <= low and offset > HEADER.size:
-                    target, offset = self._create(staged.next), HEADER.size
-                    staged.opened.append(target)
-                    continue
-                high = max(high, low + 1)  # a message larger than a segment gets one of its own
-                offset = self._stage(staged, target, offset, group.part(low, high), now)
-                low = high
-        except OSError:
-            self.abort(staged)
-            raise
+        target, offset, low = self.active, self.active.size, 0
+        if offset + group.size + FRAME.size <= segment_size:
+            self._stage(staged, target, offset, group, now)
+            return staged
+        ends = list(accumulate(_record_sizes(group), initial=0))
+        while low < number:
+            room = segment_size - offset - FRAME.size
+            high = bisect_right(ends, ends[low] + room) - 1
+            if high <= low and offset > HEADER.size:
+                target, offset = self._new(staged.next), HEADER.size
+                staged.opened.append(target)
+                continue
+            high = max(high, low + 1)  # a message larger than a segment gets one of its own
+            offset = self._stage(staged, target, offset, group.part(low, high), now)
+            low = high
         return staged
 
     def _stage(self, staged: Staged, target: Segment, offset: int, group: Group, now: int) -> int:
@@ -162,12 +161,21 @@ class SegmentLog:
         return end
 
     def write(self, staged: Staged, *, sync: bool) -> None:
-        """Bring a staged group to the files; raises OSError. May run in a thread."""
+        """Bring a staged group to the files; raises OSError. May run in a thread.
+
+        A new segment appears only when what comes before it is in the files, with `sync` on the
+        disk: at no instant does a crash leave a hole in the numbers.
+        """
+        written: Segment | None = None
         for target, offset, buffers, _ in staged.writes:
+            if target.fd < 0:
+                if sync and written is not None:
+                    self.files.sync(written.fd)
+                self._make(target)
             self.files.write(target.fd, buffers, offset)
-        if sync:
-            for target in dict.fromkeys(target for target, _, _, _ in staged.writes):
-                self.files.sync(target.fd)
+            written = target
+        if sync and written is not None:
+            self.files.sync(written.fd)
             if staged.opened:
                 self.files.sync_directory(self.directory)
 
@@ -189,10 +197,11 @@ class SegmentLog:
     def abort(self, staged: Staged) -> None:
         """Undo a staged group, written or not; what was committed before stays."""
         opened, staged.opened = staged.opened, []
-        for item in opened:
+        made = [item for item in opened if item.fd >= 0]
+        for item in made:
             os.close(item.fd)
         try:
-            for item in opened:
+            for item in made:
                 self.files.unlink(item.path)
             self.files.truncate(self.active.fd, self.active.size)
         except OSError:  # what is left there must not be taken for data: go on in a new file
@@ -218,16 +227,24 @@ class SegmentLog:
     def _header(self, base: int) -> bytes:
         return segment.encode_header(base, self._meta.epoch, time.time_ns() // 1_000_000, self._meta.salt)
 
-    def _create(self, base: int) -> Segment:
-        path = layout.segment_path(self.directory, base)
-        fd = self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    def _make(self, item: Segment) -> None:
+        """Make the file of a new segment; raises OSError, and then there is none."""
+        fd = self.files.open(item.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            self.files.write(fd, [self._header(base)], 0)
+            self.files.write(fd, [self._header(item.index.base)], 0)
         except OSError:
             os.close(fd)
-            self.files.unlink(path)
+            self.files.unlink(item.path)
             raise
-        return Segment(path, fd, Indexer(base))
+        item.fd = fd
+
+    def _new(self, base: int) -> Segment:
+        return Segment(layout.segment_path(self.directory, base), -1, Indexer(base))
+
+    def _create(self, base: int) -> Segment:
+        fresh = self._new(base)
+        self._make(fresh)
+        return fresh
 
     def _take(self, fresh: Segment) -> None:
         self.active = fresh

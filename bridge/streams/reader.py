@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from bridge.errors import CorruptData
 from bridge.streams import layout, meta, segment
-from bridge.streams.drops import DropLog
+from bridge.streams.drops import DropLog, Drops
 from bridge.streams.segment import FRAME, HEADER, Frame, Message
 
 CHUNK = 256 * 1024
@@ -108,11 +108,15 @@ class _Segment:
 class StreamReader:
     """Reads one stream's messages by number. Not for use by several threads at once."""
 
-    def __init__(self, directory: Path, files: layout.Files | None = None) -> None:
+    def __init__(
+        self, directory: Path, files: layout.Files | None = None, drops: Drops | None = None
+    ) -> None:
+        """`drops` are the writer's own, for a reader in its process; others read them from the file."""
         self.directory = directory
         self._files = files or layout.Files()
         self._bases = layout.segment_bases(directory)
-        self._drops = DropLog(self._files, directory)
+        self._log = DropLog(self._files, directory) if drops is None else None
+        self._drops: Drops = self._log or drops or Drops()
         self._open: _Segment | None = None
 
     def close(self) -> None:
@@ -223,7 +227,8 @@ class StreamReader:
 
     def _refresh(self) -> None:
         self._bases = layout.segment_bases(self.directory)
-        self._drops.refresh()
+        if self._log is not None:
+            self._log.refresh()
 
     def _base_for(self, number: int) -> int | None:
         at = bisect_right(self._bases, number) - 1

@@ -12,6 +12,7 @@ time; the topics' table, one entry per live message, exists only with a limit pe
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ class Exact:
             for number, size, topic in self._rows(stream.oldest, stream.next_sequence):
                 self._topics.setdefault(topic, deque()).append((number, size))
                 self._live_bytes += size
+            self._trim_topics(self._topics)
         elif self._counts_bytes:
             for base in list(stream.log.sizes):
                 last = stream.log.following(base) - 1
@@ -107,23 +109,30 @@ class Exact:
     # -- after a commit --------------------------------------------------------------------------
     def committed(self, staged: Staged) -> None:
         """Take note of a committed group."""
-        self._synchronise()
-        for _, _, _, frame in staged.writes:
-            self._live_bytes += frame.data_bytes
-        self._admitted = max(0, self._admitted - sum(frame.data_bytes for _, _, _, frame in staged.writes))
+        size = sum(frame.data_bytes for _, _, _, frame in staged.writes)
+        self._admitted = max(0, self._admitted - size)
+        for topic in staged.group.parts[::2] if self._admitted_topics else ():
+            if (waiting := self._admitted_topics.pop(topic, 1) - 1) > 0:
+                self._admitted_topics[topic] = waiting
+        if self.stale:
+            self.reload()  # the group is in the files already
+            return
+        self._live_bytes += size
         if self._limits.max_messages_per_topic is not None:
             self._note_topics(staged)
 
     def _note_topics(self, staged: Staged) -> None:
         group, number = staged.group, staged.writes[0][3].base
-        over: list[tuple[int, int]] = []
         for i, topic in enumerate(group.parts[::2]):
             size = len(topic) + len(group.parts[2 * i + 1])
             size += len(group.headers.get(i, b"")) + len(group.ids.get(i, b""))
-            entries = self._topics.setdefault(topic, deque())
-            entries.append((number + i, size))
-            if (waiting := self._admitted_topics.pop(topic, 1) - 1) > 0:
-                self._admitted_topics[topic] = waiting
+            self._topics.setdefault(topic, deque()).append((number + i, size))
+        self._trim_topics(group.parts[::2])
+
+    def _trim_topics(self, topics: Iterable[bytes]) -> None:
+        over: list[tuple[int, int]] = []
+        for topic in dict.fromkeys(topics):
+            entries = self._topics[topic]
             while len(entries) > (self._limits.max_messages_per_topic or 1):
                 old, freed = entries.popleft()
                 self._live_bytes -= freed

@@ -88,6 +88,7 @@ class Stream:
         self.window: Window | None = None
         self.exact: Exact | None = None
         self._apply()
+        self.maintain(now)
 
     # -- what it is ------------------------------------------------------------------------------
     @property
@@ -137,7 +138,7 @@ class Stream:
 
     def reader(self) -> StreamReader:
         """A new reader of the stream's files; the caller closes it."""
-        return StreamReader(self.directory, self.files)
+        return StreamReader(self.directory, self.files, self.drops)
 
     def configure(self, settings: Settings, definition: bytes) -> None:
         """Change the settings; limits take effect at once. Raises OSError, and then nothing changed."""
@@ -339,7 +340,7 @@ class Stream:
     def drop(self, ranges: list[tuple[int, int]], reason: Reason) -> int:
         """Drop the messages of these ranges (both ends included); returns how many there were.
 
-        Segments at the front that hold no live message any more are deleted. Raises OSError.
+        Segments at the front that hold no live message any more are deleted.
         """
         fresh = self.drops.record(ranges, now_ms(), reason)
         number = sum(drop.last - drop.first + 1 for drop in fresh)
@@ -355,14 +356,20 @@ class Stream:
         return self.drop([(self.oldest, min(number, self.log.next) - 1)], reason)
 
     def _remove_dead(self) -> None:
-        """Delete the segments from the front that hold no live message; the active one stays."""
-        self.oldest = min(self.drops.first_live(self.log.first), self.log.next)
-        if self.oldest >= self.log.next > self.log.active.index.base and not self.busy:
-            self.log.replace_active()
-        while (
-            self.log.first < self.log.active.index.base and self.log.following(self.log.first) <= self.oldest
-        ):
-            self.log.remove_first()
+        """Delete the segments from the front that hold no live message; the active one stays.
+
+        What the disk refuses to delete is dropped all the same, and deleted another time.
+        """
+        log = self.log
+        self.oldest = min(self.drops.first_live(log.first), log.next)
+        try:
+            if self.oldest >= log.next > log.active.index.base and not self.busy:
+                log.replace_active()
+            while log.first < log.active.index.base and log.following(log.first) <= self.oldest:
+                log.remove_first()
+        except OSError as error:
+            self.count("delete_failed")
+            self._on_event(self.name, f"{self.directory}: cannot delete what was dropped: {error.strerror}")
         self.drops.compact_file(self.oldest)
 
     def _drop_segment(self, reason: Reason) -> bool:
@@ -371,8 +378,9 @@ class Stream:
             if self.log.active.size <= HEADER.size or self.busy:
                 return False
             self.log.replace_active()
-        self.drop_upto(self.log.following(self.log.first), reason)
-        return True
+        first = self.log.first
+        self.drop_upto(self.log.following(first), reason)
+        return self.log.first > first
 
     def _make_room(self, needed: int) -> None:
         """For a group of `needed` bytes, drop as many of the oldest segments as it takes."""

@@ -1,4 +1,4 @@
-"""The store against a plain list: hypothesis drives both through appends, drops, restarts, crashes and faults."""
+"""The store against a plain list: hypothesis drives both through appends, drops, crashes and faults."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Against(RuleBasedStateMachine):
 
 
 Against.TestCase.settings = settings(
-    max_examples=60 if "CI" not in os.environ else 120,
+    max_examples=60,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -1,0 +1,223 @@
+"""SIGKILL at random instants, hundreds of times; a power cut; and what a start costs."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bridge.manager import committed
+from bridge.streams.layout import Files
+from bridge.streams.meta import Settings
+from bridge.streams.store import Store
+
+from .conftest import House, everything, payloads, put, run
+
+FS_IOC_SHUTDOWN = 0x8004587D
+NO_LOG_FLUSH = 2
+
+
+def writer(root: Path, label: str, tell: int) -> None:
+    """Append to both streams for ever, and write each acknowledged payload to `tell`."""
+
+    async def work() -> None:
+        store = Store(root / "data", root / "memory", on_event=lambda *what: None)
+        for name, flush in (("written", False), ("synced", True)):
+            if name not in store.streams:
+                store.create(name, Settings(segment_size=16384, max_size=1 << 40, flush=flush), b"{}")
+        keeping = asyncio.create_task(store.keep(0.02))
+        number = 0
+        while True:
+            streams = list(store.streams.values())
+            told = b""
+            for stream in streams:
+                for _ in range(random.randrange(1, 30)):
+                    payload = b"%s-%d-" % (label.encode(), number) + b"x" * random.randrange(200)
+                    stream.append(b"t", payload)
+                    told += b"%s %d\n" % (stream.name.encode(), number)
+                    number += 1
+            for stream in streams:
+                await committed(stream)
+            os.write(tell, told)
+            assert not keeping.done()
+
+    asyncio.run(work())
+
+
+def forked(root: Path, label: str) -> tuple[int, int]:
+    """Run `writer` in a child; returns its pid and the pipe that it tells acknowledgements on."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(read_end)
+            writer(root, label, write_end)
+        finally:
+            os._exit(1)
+    os.close(write_end)
+    return child, read_end
+
+
+def acknowledged(pipe: int) -> list[tuple[str, int]]:
+    with os.fdopen(pipe, "rb") as told:
+        lines = told.read().split(b"\n")[:-1]  # the last line may be cut by the kill
+    return [(name.decode(), int(number)) for name, number in (line.split() for line in lines)]
+
+
+def rounds(house: House, root: Path, number: int, seed: int) -> int:
+    """Kill `number` writers one after the other, checking after each; returns how much they stored."""
+    draw = random.Random(seed)
+    seen = {"written": 0, "synced": 0}
+    total = 0
+
+    async def check(label: str, told: list[tuple[str, int]]) -> None:
+        nonlocal total
+        async with house.store() as store:
+            for name, stream in store.streams.items():
+                new = [m for m in everything(stream) if m.sequence_number >= seen[name]]
+                assert [m.sequence_number for m in new] == list(range(seen[name], stream.next_sequence))
+                numbers = []
+                for message in new:
+                    made_by, count, rest = message.payload.split(b"-", 2)
+                    assert made_by.decode() == label
+                    assert rest.strip(b"x") == b""
+                    numbers.append(int(count))
+                assert numbers == sorted(set(numbers)), "a message is there twice, or out of order"
+                mine = {number for stream_name, number in told if stream_name == name}
+                assert mine <= set(numbers), f"{name}: acknowledged, and not there: {mine - set(numbers)}"
+                seen[name] = stream.next_sequence
+                total += len(new)
+
+    for n in range(number):
+        label = f"r{n}"
+        child, pipe = forked(root, label)
+        time.sleep(draw.uniform(0.01, 0.06))  # the instant of the kill, not a wait for anything
+        os.kill(child, signal.SIGKILL)
+        told = acknowledged(pipe)
+        os.waitpid(child, 0)
+        run(check(label, told))
+    return total
+
+
+def test_nothing_acknowledged_is_missing_and_nothing_appears_after_hundreds_of_kills(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    assert rounds(house, tmp_path, 200, seed=1) > 1000
+    assert not [event for event in house.events if "lost" in event]
+
+
+@pytest.fixture
+def journaled(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of its own on a loop device, where the machine lets us have one."""
+    image, place = tmp_path / "image", tmp_path / "disk"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    made = subprocess.run(["mkfs.ext4", "-q", image], capture_output=True).returncode == 0
+    if not made or subprocess.run(["mount", "-o", "loop", image, place], capture_output=True).returncode:
+        pytest.skip("cannot mount an ext4 image here (needs root and a loop device)")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], capture_output=True)
+
+
+def test_with_flush_on_write_nothing_acknowledged_is_missing_after_a_power_cut(journaled: Path) -> None:
+    """The file system is shut down with its journal unflushed: what was not synced is gone."""
+    lost_unsynced = 0
+    for number in range(4):
+        child, pipe = forked(journaled, f"p{number}")
+        time.sleep(0.15 + random.random() / 5)  # the instant of the cut
+        fd = os.open(journaled, os.O_RDONLY)
+        fcntl.ioctl(fd, FS_IOC_SHUTDOWN, NO_LOG_FLUSH.to_bytes(4, "little"))
+        os.close(fd)
+        os.kill(child, signal.SIGKILL)
+        told = acknowledged(pipe)
+        os.waitpid(child, 0)
+        subprocess.run(["umount", journaled], check=True)
+        subprocess.run(["mount", "-o", "loop", journaled.parent / "image", journaled], check=True)
+        synced = {n for name, n in told if name == "synced"}
+        house = House(journaled)
+
+        async def check(house: House = house, number: int = number, synced: set[int] = synced) -> set[int]:
+            async with house.store() as store:
+                found = {
+                    name: {
+                        int(m.payload.split(b"-")[1])
+                        for m in everything(stream)
+                        if m.payload.startswith(b"p%d-" % number)
+                    }
+                    for name, stream in store.streams.items()
+                }
+                assert synced <= found["synced"]
+                await put(store.streams["synced"], b"p9-0-")
+                return found["written"]
+
+        written = asyncio.run(check())
+        lost_unsynced += len({n for name, n in told if name == "written"} - written)
+    assert synced, "the test has to have acknowledged something"
+
+
+class Counting(Files):
+    """Counts the bytes that are read."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        data = super().read(fd, size, offset)
+        self.bytes_read += len(data)
+        return data
+
+
+def cost_of_starting(root: Path, messages: int) -> tuple[int, float]:
+    """Bytes read and best time of opening a stream of so many messages of 200 bytes."""
+    house = House(root)
+
+    async def fill() -> None:
+        async with house.stream(segment_size=4 << 20, max_size=1 << 40) as stream:
+            for _ in range(messages // 1000):
+                await put(stream, *([bytes(200)] * 1000))
+
+    async def start() -> float:
+        began = time.perf_counter()
+        async with house.stream() as stream:
+            took = time.perf_counter() - began
+            assert stream.next_sequence == messages
+            return took
+
+    run(fill())
+    house.files = counting = Counting()
+    times = [asyncio.run(start())]
+    read = counting.bytes_read
+    times += [asyncio.run(start()) for _ in range(6)]
+    return read, min(times)
+
+
+@pytest.mark.parametrize("many", [500_000, pytest.param(5_000_000, marks=pytest.mark.slow)])
+def test_a_start_reads_only_the_last_segment_however_long_the_stream(tmp_path: Path, many: int) -> None:
+    few_read, few_time = cost_of_starting(tmp_path / "few", 18_000)  # 3.7 MB: one segment, nearly full
+    many_read, many_time = cost_of_starting(tmp_path / "many", many)
+    assert many_read <= 4 << 20
+    assert many_read <= few_read * 2
+    assert many_time < few_time * 2 + 0.01
+
+
+def test_a_hundred_restarts_without_a_message_change_nothing(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"a")
+        before = sorted(path.name for path in house.directory().iterdir())
+        for _ in range(100):
+            async with house.stream() as stream:
+                assert payloads(stream) == [b"a"]
+        assert sorted(path.name for path in house.directory().iterdir()) == before
+
+    run(work())
