@@ -11,6 +11,7 @@ one, and of what lies below the oldest message all but the newest `KEPT` ranges 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from bisect import bisect_left, bisect_right, insort
@@ -39,6 +40,10 @@ class Reason(IntEnum):
     MEMORY = 6
     SKIPPED = 7  # numbers that were never given to a message
     EXPORTED = 8  # freed by retention "exported" after all exports had passed them
+
+
+# After a power cut the limits are applied again, and come to the same; the rest must be on the disk.
+_FOUND_AGAIN = (Reason.OVERWRITTEN, Reason.EXPIRED, Reason.LIMITS, Reason.EXPORTED)
 
 
 class Drop(NamedTuple):
@@ -155,18 +160,23 @@ class DropLog(Drops):
         fresh = [new for a, b in ranges if a <= b for new in self.add(Drop(a, b, time, int(reason)))]
         self._unsaved += fresh
         if self._unsaved:
-            try:
-                fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
-                try:
-                    self._files.write(fd, [b"".join(map(_encode, self._unsaved))], self._size)
-                    self._inode = os.fstat(fd).st_ino
-                finally:
-                    os.close(fd)
-            except OSError:
-                return fresh
-            self._size += len(self._unsaved) * _RECORD.size
-            self._unsaved = []
+            with contextlib.suppress(OSError):
+                self._save(sync=reason not in _FOUND_AGAIN)
         return fresh
+
+    def _save(self, *, sync: bool) -> None:
+        fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
+        try:
+            self._files.write(fd, [b"".join(map(_encode, self._unsaved))], self._size)
+            if sync:
+                self._files.sync(fd)
+                if not self._size:
+                    self._files.sync_directory(self._path.parent)
+            self._inode = os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
+        self._size += len(self._unsaved) * _RECORD.size
+        self._unsaved = []
 
     def compact_file(self, oldest: int) -> None:
         """Replace the file by its compact form if it has grown large and the disk lets us."""

@@ -66,12 +66,12 @@ async def put(stream: Stream, *payloads: bytes, topic: bytes = b"t", ids: bool =
     return numbers
 
 
-def everything(stream: Stream) -> list[Message]:
-    """All messages of a stream, read from its files."""
+def everything(stream: Stream, start: int = 0) -> list[Message]:
+    """All messages of a stream from number `start` on, read from its files."""
     reader = stream.reader()
     try:
         found: list[Message] = []
-        position = stream.oldest
+        position = max(start, stream.oldest)
         while rows := reader.read(position, end=stream.next_sequence, max_messages=1000, max_bytes=1 << 20):
             found += rows
             position = rows[-1].sequence_number + 1
