@@ -1,10 +1,12 @@
 """The MQTT front end: devices publish, streams store, acknowledgements follow the commit.
 
-Modules, each knowing only those before it: `properties`, `packets`, `topics` (the wire, pure functions);
-`settings`, `headers`, `store` (contracts with the rest of the bridge); `access` (who may do what);
-`message`, `outbox`, `sessions` (what subscribers are to be sent); `journal` (what of that survives);
-`delivery` (amqtt: live copies of ordinary messages); `router` (where a message goes); `publishing`,
-`control`, `handshake` (packets and what they do); `connection` (one client); `lane` (all of them).
+Modules, each knowing only those before it: `properties`, `packets` (the wire, pure functions); `settings`,
+`headers`, `store` (contracts with the rest of the bridge); `access` (who may do what); `message`,
+`outbox`, `sessions` (what subscribers are to be sent); `journal` (what of that survives); `delivery`
+(amqtt: live copies of ordinary messages); `router` (where a message goes); `requests` (the operations
+on streams); `publishing`, `control`, `handshake` (packets and what they do); `connection` (one
+client), `websocket` (its transport in a browser); `recovery` (what the journal tells), `lane` (all
+clients); `external` (instead of all that, the messages of an existing broker); `frontend` (the door).
 """
 
 from __future__ import annotations

@@ -173,6 +173,10 @@ class Access:
         """Whether user names mean anything; without a users file every client is anonymous."""
         return bool(self._users)
 
+    def knows(self, user: str | None) -> bool:
+        """Whether a client that came in with this name (None: anonymous) could still come in."""
+        return user is None or user in self._users
+
     def identify(self, client_id: str, user: str | None) -> Identity:
         """What a client that was let in may do."""
         return Identity(client_id, user, self._rules)

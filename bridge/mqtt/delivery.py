@@ -170,6 +170,8 @@ class AmqttDelivery:
         if link is None:
             link = await self._connect(session)
         for topic_filter in filters:
+            if self._links.get(session) is not link:
+                return  # gone meanwhile; amqtt would make a session that never ends
             await self._context.add_subscription(link.client_id, topic_filter, 0)
 
     def unsubscribe(self, session: Session, topic_filter: str) -> None:

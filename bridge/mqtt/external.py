@@ -85,7 +85,7 @@ class ExternalBroker:
         self._inbox: deque[paho.MQTTMessage] = deque()
         self._inbox_bytes = 0
         self._room = threading.Condition()
-        self._scheduled = self._stopping = self._connected = False
+        self._scheduled = self._stopping = self._connected = self._held = False
         self._batches: deque[_Batch] = deque()
         self._routes: dict[str, tuple[Stream, ...]] = {}
         self._subscribed: set[str] = set()
@@ -260,7 +260,6 @@ class ExternalBroker:
     def _append(self, message: paho.MQTTMessage, batch: _Batch, touched: dict[Stream, None]) -> bool:
         """Append one message to its streams; False if it must be tried again."""
         topic = message.topic
-        self.counts["received"] += 1
         if topic.startswith(REQUEST_LEVEL + "/"):
             self._answer(message)
         else:
@@ -276,13 +275,16 @@ class ExternalBroker:
                 except MessageTooLarge as error:
                     self._dropped("too_large", error)
                 except StreamError as error:
-                    self.counts["held"] += 1
                     if message.qos:
-                        log.warning("%s; trying again, and nothing is acknowledged meanwhile", error)
+                        self._hold(error)
                         return False
                     self._dropped("full", error)
                 else:
                     touched[stream] = None
+            if not streams:
+                self.counts["dropped_unbound"] += 1  # the broker still has a subscription of a former stream
+        self.counts["received"] += 1
+        self._held = False
         if message.qos:
             batch.acks.append((message.mid, message.qos))
         return True
@@ -308,6 +310,12 @@ class ExternalBroker:
             socket = self._client.socket()
             if socket is not None:
                 socket.close()
+
+    def _hold(self, error: StreamError) -> None:
+        self.counts["held"] += 1
+        if not self._held:
+            log.warning("%s; trying again until it succeeds, and nothing is acknowledged meanwhile", error)
+        self._held = True
 
     def _dropped(self, kind: str, error: StreamError) -> None:
         self.counts[f"dropped_{kind}"] += 1

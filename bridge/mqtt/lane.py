@@ -21,7 +21,7 @@ from bridge.mqtt.access import Access
 from bridge.mqtt.connection import Connection
 from bridge.mqtt.delivery import AmqttDelivery
 from bridge.mqtt.journal import Journal
-from bridge.mqtt.packets import SERVER_SHUTTING_DOWN
+from bridge.mqtt.packets import NOT_AUTHORIZED, SERVER_SHUTTING_DOWN
 from bridge.mqtt.publishing import publish_will
 from bridge.mqtt.recovery import recover, snapshot
 from bridge.mqtt.router import Router
@@ -142,7 +142,10 @@ class Lane:
             current = context
             self._tls.sni_callback = lambda sock, _name, _context: setattr(sock, "context", current)
         for session in self.sessions.all():
-            session.identity = self.access.identify(session.client_id, session.identity.user)
+            conn, user = session.connection, session.identity.user
+            session.identity = self.access.identify(session.client_id, user)
+            if conn is not None and not conn.listener.client_certificates and not self.access.knows(user):
+                conn.fail("refused_reload", f"user {user!r} is no longer in the users file", NOT_AUTHORIZED)
         self.router.forget_routes()
 
     async def _listen(self, address: Address) -> str:
@@ -155,6 +158,7 @@ class Lane:
                 address.host,
                 address.port,
                 ssl=tls,
+                ssl_handshake_timeout=None if tls is None else self.limits.connect_timeout / 1000,
                 backlog=1024,
             )
         except OSError as error:
@@ -202,7 +206,7 @@ class Lane:
         session = conn.session
         if session is None or session.connection is not conn:
             return
-        session.connection = None
+        session.connection = session.seen = None
         session.outbox.detach()
         self.delivery.leave(session)
         testament, conn.will = conn.will, None

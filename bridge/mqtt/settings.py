@@ -75,7 +75,9 @@ class AccessRule(Struct, frozen=True, kw_only=True):
     client id and `%u` for the user name; a client whose id or name contains `/`, `+` or `#` gets
     nothing from a filter with such a placeholder. `publish` also covers wills, `subscribe` is what may
     be asked for, `read` what may be delivered; left out, `read` is the same as `subscribe`.
-    Without any rule everybody who is let in may publish and subscribe everywhere.
+    Without any rule everybody who is let in may publish and subscribe everywhere. Requests are
+    publications too (`streambridge/%c/<operation>`); to append one also needs `publish`, and to read
+    messages `read`, on `streams/<name>`.
     """
 
     user: str = "*"

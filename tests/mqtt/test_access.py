@@ -118,9 +118,12 @@ def test_a_reload_is_all_or_nothing(tmp_path: Path) -> None:
         path.write_text("")
         with pytest.raises(ConfigError):
             bridge.front.reload(bridge.config)
-        await bridge.connect("a", user="bob", password=b"builder")
+        bob = await bridge.connect("a", user="bob", password=b"builder")
+        anonymous = await bridge.connect("anonymous")
         path.write_text("ann:" + hash_password(b"a"))
         bridge.front.reload(bridge.config)
+        assert await bob.closed()
+        assert await anonymous.alive()
         await bridge.connect("b", user="ann", password=b"a")
         client = await bridge.open()
         await client.connect("c", user="bob", password=b"builder", expect=4)
