@@ -1,0 +1,301 @@
+"""Writes the reference pages that are made from the code. A test fails when they are out of date.
+
+python docs/generate.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from enum import EnumMeta
+from pathlib import Path
+from types import ModuleType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.update(COLUMNS="100", TERMINAL_WIDTH="100")  # before typer is imported: the width of help texts
+
+import msgspec  # noqa: E402
+import typer  # noqa: E402
+
+import bridge  # noqa: E402
+import bridge.streams  # noqa: E402
+from bridge import config, hookspecs, metrics, objectkeys, plugins  # noqa: E402
+from bridge.cli import app  # noqa: E402
+from bridge.export import cursor  # noqa: E402
+from bridge.export.api import BatchedConfig, ExportConfig  # noqa: E402
+from bridge.streams import drops, layout, meta, segment  # noqa: E402
+
+NOTE = "<!-- Made by docs/generate.py; a change here is lost. -->\n\n"
+
+
+def pages() -> dict[str, str]:
+    """The generated pages by their path below docs/."""
+    made = {
+        "cli": command_line(),
+        "configuration": configuration(),
+        "exports": exports(),
+        "file-format": file_format(),
+        "hooks": hooks(),
+        "metrics": metric_list(),
+    }
+    return {f"reference/{name}.md": NOTE + text.rstrip() + "\n" for name, text in made.items()}
+
+
+# -- the command line ------------------------------------------------------------------------------------
+def command_line() -> str:
+    """Every command's own help."""
+    parts = ["# Command line\n\nThe help of every command, as `--help` prints it."]
+    parts += [f"## {name}\n\n```text\n{text}\n```" for name, text in _helps()]
+    return "\n\n".join(parts)
+
+
+def _helps() -> Iterator[tuple[str, str]]:
+    waiting = [("streambridge", typer.main.get_command(app))]
+    while waiting:
+        name, command = waiting.pop(0)
+        context = command.make_context(name, [], resilient_parsing=True)
+        context.terminal_width = context.max_content_width = 100
+        lines = (line.rstrip() for line in command.get_help(context).splitlines())
+        yield name, "\n".join(lines).strip()
+        below = getattr(command, "commands", {})
+        waiting[:0] = [(f"{name} {word}", inner) for word, inner in below.items() if not inner.hidden]
+
+
+# -- the configuration -----------------------------------------------------------------------------------
+def configuration() -> str:
+    """config/streambridge.toml, section by section."""
+    sample = (ROOT / "config" / "streambridge.toml").read_text()
+    head, *sections = re.split(r"^(?=\[[\w.]+\]\n)", sample, flags=re.MULTILINE)
+    intro = "\n".join(line.removeprefix("#").strip() for line in head.splitlines())
+    # What stands before a section's name belongs to it, not to the section before.
+    found, before = [], ""
+    for text in sections:
+        body, comment = re.fullmatch(r"(.*?)((?:#[^\n]*\n)*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+        if found or before or body:
+            name = re.match(r"\[([\w.]+)\]", text)[1]  # type: ignore[index]
+            found.append(f"## {name}\n\n```toml\n{(before + body).strip()}\n```")
+        before = comment
+    reloaded = "\n".join(f"* `{key}`" for key in sorted({*config.RELOADED, "streams"}))
+    return "\n\n".join(
+        [
+            "# Configuration",
+            "This is `config/streambridge.toml`, section by section.",
+            _markdown(intro),
+            "SIGHUP makes a running service read it again. A mistake is logged and changes nothing. "
+            "These are taken over at once; any other change is logged as waiting for a restart:",
+            reloaded,
+            *found,
+        ]
+    )
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"^ *(streambridge run .*)$", r"    \1", text.strip(), flags=re.MULTILINE)
+
+
+# -- exports ---------------------------------------------------------------------------------------------
+def exports() -> str:
+    """The options of every shipped exporter."""
+    registry = plugins.load()
+    parts = [
+        "# Exports",
+        "The kinds of export that come with streambridge, and their options. In the configuration an "
+        "export is `[[streams.NAME.export.KIND]]` with the keys below. In a request it is an entry of "
+        "`exportDefinition` with the same keys in camelCase (`batch_size` is `batchSize`).",
+        "Sizes are bytes, times are milliseconds; in the configuration keys that end in `_bytes` or "
+        '`_millis` also take texts such as `"5MiB"` and `"10s"`.',
+        "## Options of every export",
+        _fields(ExportConfig, set()),
+        "## Options of exports in batches",
+        "`http`, `iotAnalytics`, `IotSitewise`, `kinesis` and `firehose` have these too. A batch goes when "
+        "`batch_size` messages wait, or the oldest has waited for the interval; with neither set, what is "
+        "there goes at once.",
+        _fields(BatchedConfig, set(ExportConfig.__struct_fields__)),
+    ]
+    shared = {*ExportConfig.__struct_fields__}
+    for kind, exporter in sorted(registry.exporters.items(), key=lambda item: item[0].lower()):
+        module = inspect.getdoc(sys.modules[exporter.__module__]) or ""
+        common = shared | (
+            {*BatchedConfig.__struct_fields__} if issubclass(exporter.Config, BatchedConfig) else set()
+        )
+        own = common - set(getattr(exporter.Config, "__annotations__", {}))
+        parts += [f"## {kind}", _prose(module), _fields(exporter.Config, own)]
+    return "\n\n".join(parts)
+
+
+def _fields(struct: type[msgspec.Struct], leave_out: set[str]) -> str:
+    rows = ["| key | type | default |", "|---|---|---|"]
+    rows += [
+        f"| `{field.name}` | {_type(field.type)} | {_default(field)} |"
+        for field in msgspec.structs.fields(struct)
+        if field.name not in leave_out
+    ]
+    return "\n".join(rows)
+
+
+def _type(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        base, *metas = get_args(kind)
+        return _type(base) + "".join(_bounds(one) for one in metas if isinstance(one, msgspec.Meta))
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_type(part) for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Literal:
+        return ", ".join(f'`"{value}"`' for value in get_args(kind))
+    if get_origin(kind) is list:
+        return f"list of {_type(get_args(kind)[0])}"
+    if get_origin(kind) is dict:
+        return "table"
+    if isinstance(kind, EnumMeta):
+        return ", ".join(f"{member.value} {member.name}" for member in kind)  # type: ignore[var-annotated]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return "table of " + ", ".join(f"`{name}`" for name in kind.__struct_fields__)
+    names = {str: "text", int: "integer", bool: "true or false", float: "number", bytes: "bytes"}
+    return names.get(kind, str(getattr(kind, "__name__", kind)))
+
+
+def _bounds(limit: msgspec.Meta) -> str:
+    low, high = limit.ge, limit.le
+    if low is None and high is None:
+        low, high, what = limit.min_length, limit.max_length, " characters"
+    else:
+        what = ""
+    huge = high is not None and high >= 2**31 - 1
+    if low is not None and high is not None and not huge:
+        return f", {low:,} to {high:,}{what}"
+    return f", at least {low:,}{what}" if low else f", at most {high:,}{what}" if high and not huge else ""
+
+
+def _default(field: Any) -> str:
+    if field.required:
+        return "must be given"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if value is None:
+        return "none"
+    if hasattr(value, "name") and hasattr(value, "value"):
+        return f"{value.value}"
+    return f"`{msgspec.json.encode(value).decode()}`"
+
+
+# -- docstrings ------------------------------------------------------------------------------------------
+def _prose(text: str) -> str:
+    """A docstring as Markdown: blank lines where it needs them, underlined lines as headings."""
+    text = re.sub(r"^(\S[^\n]*)\n-{3,}$", r"### \1\n", text.strip(), flags=re.MULTILINE)
+    lines: list[str] = []
+    for line in text.splitlines():
+        before = lines[-1] if lines else ""
+        begins_list = line.startswith("* ") and not before.startswith(("* ", "  "))
+        begins_code = line.startswith("    ") and not before.startswith("  ")
+        if before and (begins_list or begins_code):
+            lines.append("")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _doc(module: ModuleType) -> str:
+    return _prose(inspect.getdoc(module) or "")
+
+
+def file_format() -> str:
+    """What the modules that read and write files say of themselves."""
+    parts = [
+        "# File format",
+        "Everything below is said by the modules that read and write these files. "
+        "The magic at the beginning of a file ends in the version of its format.",
+    ]
+    for title, module in (
+        ("The data directory", bridge.streams),
+        ("Names", layout),
+        ("Segments and indexes", segment),
+        ("Definitions", meta),
+        ("Drops", drops),
+        ("Export positions", cursor),
+        ("Exported objects", objectkeys),
+    ):
+        parts += [f"## {title}", f"`{module.__name__}`", _doc(module)]
+    reasons = [f"| {reason.value} | {reason.name.lower()} |" for reason in drops.Reason]
+    parts += [
+        "## Reasons of drops",
+        _prose(inspect.getdoc(drops.Reason) or ""),
+        "| number | reason |\n|---|---|",
+    ]
+    return "\n\n".join(parts) + "\n" + "\n".join(reasons)
+
+
+def hooks() -> str:
+    """The hooks with their signatures, and what a plugin imports."""
+    parts = [
+        "# Hooks and plugin API",
+        _doc(hookspecs),
+        "[Write a plugin](../plugins.md) shows them at work.",
+        "## Hooks",
+    ]
+    source = ast.parse(inspect.getsource(hookspecs))
+    for node in source.body:
+        if isinstance(node, ast.FunctionDef):
+            parts += [f"### {node.name}", _signature(node), _prose(ast.get_docstring(node) or "")]
+    parts += ["## What a plugin imports", "All of it from `bridge`."]
+    for name in sorted(bridge.__all__, key=str.lower):
+        parts += [f"### {name}", *_class(name, getattr(bridge, name))]
+    return "\n\n".join(parts)
+
+
+def _signature(node: ast.FunctionDef) -> str:
+    returns = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
+    return f"```python\ndef {node.name}({ast.unparse(node.args)}){returns}\n```"
+
+
+def _class(name: str, thing: Any) -> Iterator[str]:
+    if not inspect.isclass(thing):
+        if inspect.isfunction(thing):
+            tree = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+            assert isinstance(tree, ast.FunctionDef)
+            yield _signature(tree)
+            yield _prose(inspect.getdoc(thing) or "")
+        else:
+            yield {
+                "ACCEPTED": "The outcome of a batch all of whose records were accepted.",
+                "hookimpl": "The mark of a hook's implementation: `@hookimpl`.",
+            }[name]
+        return
+    yield _prose(inspect.getdoc(thing) or "")
+    tree = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    fields = [ast.unparse(n) for n in tree.body if isinstance(n, ast.AnnAssign)]
+    if fields:
+        yield "```python\n" + "\n".join(fields) + "\n```"
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            text = " ".join((ast.get_docstring(node) or "").split())
+            yield f"`{node.name}({ast.unparse(node.args)})`: {text}"
+
+
+# -- metrics ---------------------------------------------------------------------------------------------
+def metric_list() -> str:
+    """The metrics of /metrics."""
+    rows = [
+        f"| `streambridge_{m.name}` | {m.kind} | {' '.join(f'`{label}`' for label in m.labels)} | {m.help} |"
+        for m in metrics.METRICS.values()
+    ]
+    return "\n\n".join(
+        [
+            "# Metrics",
+            "`GET /metrics` on `[http] listen` gives these in the text format of Prometheus. "
+            "[Monitor](../howto/monitoring.md) has a scrape configuration, alerts and a dashboard.",
+            "Counters begin at zero when the service starts, unless their text says otherwise. A `reason` "
+            "appears with the first message that it counts. `front_end` is the door that clients use: "
+            "`mqtt`. Beside these there are the usual `process_*` metrics of the service's process.",
+            "| metric | type | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        (ROOT / "docs" / path).write_text(text)

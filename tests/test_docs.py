@@ -1,0 +1,187 @@
+"""The documentation says what the code does: generated pages, links, commands, configurations, requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import paho.mqtt.client as paho
+import pytest
+import typer
+import yaml
+
+from bridge import config, plugins
+from bridge.cli import app
+from bridge.metrics import METRICS
+from tests.http.conftest import Service, eventually
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+READ = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+FENCE = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def blocks(language: str, pages: list[Path] = PAGES) -> Iterator[tuple[Path, str, str]]:
+    """(page, title, text) of each block of code in a language."""
+    for page in pages:
+        for found in FENCE.finditer(page.read_text()):
+            if found[1] == language:
+                yield page, found[2] or "", found[3]
+
+
+def test_pages_made_from_the_code_are_up_to_date() -> None:
+    program = "import json, runpy; print(json.dumps(runpy.run_path('docs/generate.py')['pages']()))"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("STREAMBRIDGE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    stale = [path for path, text in json.loads(done.stdout).items() if (DOCS / path).read_text() != text]
+    assert stale == [], "write them anew with `python docs/generate.py`"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as mkdocs and forges make them."""
+    text = FENCE.sub("", page.read_text())
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_every_link_leads_somewhere() -> None:
+    broken = []
+    for page in READ:
+        for link in LINK.findall(FENCE.sub("", page.read_text())):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
+    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w/-]+\.md", json.dumps(yaml.safe_load(text)["nav"])))
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
+    assert listed == pages
+    index = set(LINK.findall((DOCS / "README.md").read_text()))
+    assert pages - {"README.md"} <= index
+
+
+def test_the_site_builds_offline_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="pip install '.[docs]'")
+    environment = os.environ | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env=environment | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    loads = re.compile(
+        r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\s\">]+)|<link[^>]*stylesheet[^>]*(https?:\S+)"
+    )
+    foreign = {found for page in tmp_path.rglob("*.html") for found in loads.findall(page.read_text())}
+    assert foreign == set()
+    assert (tmp_path / "search" / "search_index.json").is_file()
+
+
+def test_every_command_in_the_documentation_exists_with_its_options() -> None:
+    root = typer.main.get_command(app)
+    wrong = []
+    for page, _, text in blocks("sh", READ):
+        for line in text.replace("\\\n", " ").splitlines():
+            found = re.search(r"(?:^|.*[\s/])streambridge (.*)", line.partition(" #")[0])
+            if found is None or "pip " in line or "systemctl" in line or "systemd-" in line:
+                continue
+            words = shlex.split(re.split(r" (?:2?>|\||&)", found[1])[0])
+            if problem := refuses(root, words):
+                wrong.append(f"{page.name}: {line.strip()}: {problem}")
+    assert wrong == []
+
+
+def refuses(command: Any, words: list[str]) -> str | None:
+    """What the command line has against these words; nothing is run."""
+    try:
+        context = command.make_context("streambridge", [*words], resilient_parsing=False)
+        inner = getattr(command, "commands", {})
+        left = [*context._protected_args, *context.args] if inner else []
+        if left and left[0] in inner:
+            return refuses(inner[left[0]], left[1:])
+        return f"no command {left[0]!r}" if left else None
+    except click.exceptions.Exit:
+        return None
+    except click.ClickException as error:
+        return error.format_message()
+
+
+def test_every_configuration_in_the_documentation_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    registry = plugins.load()
+    checked = 0
+    for page, _, text in blocks("toml", READ):
+        if "project" in tomllib.loads(text) or page == DOCS / "reference" / "configuration.md":
+            continue
+        path = tmp_path / "streambridge.toml"
+        path.write_text(text)
+        settings = config.load(path)
+        for definition in settings.streams.values():
+            shipped = {k: v for k, v in definition.export_definition.items() if k in registry.exporters}
+            registry.check(shipped)
+        checked += 1
+    assert checked > 10
+
+
+def test_the_dashboard_and_the_alerts_use_metrics_that_there_are() -> None:
+    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    for _, _, text in blocks("yaml"):
+        expressions += re.findall(r"expr: (.*)", text)
+    used = set(re.findall(r"streambridge_(\w+)", " ".join(expressions)))
+    assert len(used) > 15
+    assert used <= METRICS.keys()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    running = Service(tmp_path, "")
+    yield running
+    assert running.stop() == 0
+
+
+def test_the_requests_of_the_reference_are_answered_as_it_says(service: Service) -> None:
+    said = [(title, json.loads(text)) for page, title, text in blocks("json") if page.name == "topics.md"]
+    assert len(said) >= 20
+    with service.device("asking") as client:
+        replies: list[bytes] = []
+        client.on_message = lambda *args: replies.append(args[2].payload)
+        for (operation, request), (_, expected) in zip(said[::2], said[1::2], strict=True):
+            assert ask(client, replies, operation, request) == without_times(expected), operation
+
+
+def ask(client: paho.Client, replies: list[bytes], operation: str, request: Any) -> Any:
+    client.publish(f"streambridge/asking/{operation}", json.dumps(request))
+    eventually(lambda: replies)
+    return without_times(json.loads(replies.pop()))
+
+
+def without_times(value: Any) -> Any:
+    """The same, but for what is never twice the same."""
+    if isinstance(value, dict):
+        return {key: without_times(one) for key, one in value.items() if key != "ingestTime"}
+    return [without_times(one) for one in value] if isinstance(value, list) else value
