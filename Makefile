@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo test test-slow lint format venv deb clean
+.PHONY: help demo test test-slow lint format docs audit venv deb clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -13,7 +13,7 @@ demo: venv ## the whole way on real input: devices, streams, S3, Spark table
 	$(BIN)/python examples/demo/run.py
 
 test: venv lint ## what must hold before every commit
-	@.ci/tools java mosquitto strace systemd
+	@.ci/tools java mosquitto strace systemd chromium
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: venv ## the tests that take minutes
@@ -29,13 +29,20 @@ format: venv ## put the formatting right
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
+docs: venv ## the documentation, in build/docs; what is made from the code is made anew
+	$(BIN)/python docs/generate.py
+	$(BIN)/mkdocs build --strict
+
+audit: venv ## known vulnerabilities, and dist/streambridge.cdx.json: what an installation consists of
+	.ci/audit $(BIN)/python
+
 venv: .venv/made ## the environment alone
 
 .venv/made: pyproject.toml constraints.txt
 	@.ci/tools python
 	rm -rf .venv
 	$$(.ci/python) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,parquet,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,parquet,dev,docs]'
 	@touch $@
 
 deb: ## a Debian package of the gateway, in dist/
