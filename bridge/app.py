@@ -32,15 +32,18 @@ from bridge.config import Config
 from bridge.errors import ConfigError, StreamBridgeError, StreamError
 from bridge.export.cursor import highest_exported
 from bridge.export.supervisor import ExportSupervisor
+from bridge.greengrass import GreengrassFrontEnd
 from bridge.http import HttpFrontEnd
 from bridge.http.observer import Observer
 from bridge.manager import StreamManager
 from bridge.mqtt import MqttFrontEnd
 from bridge.streams.store import Store
+from bridge.streams.stream import Stream
 
 log = logging.getLogger("bridge")
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
+TWICE = 1.0  # a second signal sooner than this is the same one, sent to the process and to its group
 
 
 class FrontEnd(Protocol):
@@ -74,6 +77,7 @@ class Service:
         self._config = config
         self._stop = asyncio.Event()
         self._pending: set[asyncio.Future[Any]] = set()
+        self._healing: set[str] = set()
 
     async def run(self) -> None:
         """Start, say so, and stop when told."""
@@ -105,10 +109,11 @@ class Service:
                 export=config.export,
                 aws=config.aws,
                 append_status=self._append_status,
+                damaged=self._damaged,
             )
             self._manager = manager = StreamManager(store, registry, exports)
             self._reconcile(config)
-            front_end = MqttFrontEnd(config.mqtt, manager)
+            self._front_end = front_end = MqttFrontEnd(config.mqtt, manager)
             observer = Observer(gateway.id, gateway.data_dir, manager, exports, {"mqtt": front_end})
             addresses: list[str] = []
             if config.http.listen:  # opened first and closed last, to show a start and a stop that take time
@@ -117,6 +122,9 @@ class Service:
                 stack.push_async_callback(page.stop)
             await exports.start()
             stack.push_async_callback(exports.stop, STOP_EXPORTS)
+            greengrass = GreengrassFrontEnd(config.greengrass, manager, gateway.data_dir)
+            addresses += await greengrass.start()
+            stack.push_async_callback(greengrass.stop)
             addresses += await front_end.start()
             stack.push_async_callback(front_end.stop)
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,15 +156,18 @@ class Service:
             self._stop.set()
 
     def _told_to_stop(self) -> None:
-        if self._stop.is_set():
+        if not self._stop.is_set():
+            self._told = time.monotonic()
+            self._stop.set()
+        elif time.monotonic() - self._told > TWICE:
             log.warning("told to stop twice: ending at once")
             os._exit(1)
-        self._stop.set()
 
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH)
             self._manager.refresh()
+            notify("WATCHDOG=1")  # from the loop itself: a loop that is stuck sends none
 
     # -- streams from the configuration ----------------------------------------------------------
     def _reconcile(self, config: Config) -> None:
@@ -184,11 +195,36 @@ class Service:
         else:
             for key in configuration.needs_restart(self._config, config):
                 log.warning("changed, but needs a restart: %s", key)
+            try:
+                self._front_end.reload(config.mqtt)
+            except (ConfigError, OSError) as error:
+                log.error("reload of [mqtt] refused, the old users, rules and certificates stay: %s", error)
             logs.set_level(config.log.level)
             self._config = config
             self._reconcile(config)
             log.info("reloaded")
         notify("READY=1")
+
+    def _damaged(self, name: str, what: str) -> None:
+        """The export worker has met damage: set it aside, so that exports go on behind it."""
+        stream = self._manager.store.streams.get(name)
+        if stream is not None and name not in self._healing:
+            log.error("damaged data: %s", what, extra={"stream": name})
+            self._healing.add(name)
+            self._spawn(self._heal(stream))
+
+    async def _heal(self, stream: Stream) -> None:
+        try:
+            for base in list(stream.log.sizes):
+                await stream.idle()
+                if not stream.closed:
+                    stream.heal(base)
+                await asyncio.sleep(0)  # a segment at a time: others are served in between
+        except OSError as error:
+            log.error("damaged data cannot be set aside: %s", error, extra={"stream": stream.name})
+        finally:
+            self._healing.discard(stream.name)
+            self._manager.refresh()
 
     def _append_status(self, stream: str, payload: bytes) -> None:
         """Exporters append to status and dead-letter streams through us, the only writer."""

@@ -86,9 +86,12 @@ class Service:
         ).stdout
         return [json.loads(line) for line in out.splitlines()]
 
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.command("streams", "read", "readings", "--count", "1000000")
+        return rows
+
     def payloads(self) -> list[str]:
-        rows = self.command("streams", "read", "readings", "--count", "1000000")
-        return [row["payload"] for row in rows]
+        return [row["payload"] for row in self.rows()]
 
 
 @pytest.fixture
@@ -193,6 +196,47 @@ def test_mosquitto_pub_is_served_at_every_qos(service: Service) -> None:
         )
     wait_for(lambda: len(service.payloads()) == 300)
     assert service.payloads() == [f"{qos}-{n}" for qos in "012" for n in range(100)]
+
+
+def test_a_segment_damaged_under_the_running_service_is_set_aside_and_the_rest_is_exported(
+    service: Service, tmp_path: Path
+) -> None:
+    """The worker meets the damage, the service sets it aside, and the export goes on behind it."""
+    plugins = tmp_path / "plugins"
+    plugins.mkdir()
+    seen = tmp_path / "exported"
+    (plugins / "lines.py").write_text(
+        "from bridge import ACCEPTED, BatchedConfig, Exporter, hookimpl\n"
+        "class Lines(Exporter):\n"
+        "    kind, Config = 'lines', BatchedConfig\n"
+        "    def export(self, batch):\n"
+        f"        with open({str(seen)!r}, 'a') as out:\n"
+        "            out.writelines(f'{r.sequence_number}\\n' for r in batch.records)\n"
+        "        return ACCEPTED\n"
+        "@hookimpl\n"
+        "def register_exporters(register):\n"
+        "    register(Lines)\n"
+    )
+    service.start()
+    publisher = Publisher("p", service.port)
+    publisher.publish(4000)
+    wait_for(lambda: len(publisher.acknowledged) == 4000)
+    publisher.close()
+    assert service.signal(signal.SIGTERM) == 0
+    path = sorted((tmp_path / "data" / "streams" / "readings").glob("*.seg"))[1]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with service.config.open("a") as config:
+        config.write("[[streams.readings.export.lines]]\nidentifier = 'all'\n")
+        config.write(f"[export]\nplugin_dirs = ['{plugins}']\n")
+    service.start()
+    wait_for(lambda: seen.exists() and "3999" in seen.read_text().split(), 60)
+    exported = {int(line) for line in seen.read_text().split()}
+    missing = sorted(set(range(4000)) - exported)
+    assert 0 < len(missing) < 500
+    assert missing == list(range(missing[0], missing[-1] + 1))
+    assert sorted({row["sequenceNumber"] for row in service.rows()}) == sorted(exported)
 
 
 @pytest.mark.spark

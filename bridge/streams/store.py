@@ -13,10 +13,12 @@ in the definition is kept above every number given out.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +88,14 @@ class Store:
         """Empty the place of memory streams, and link to it."""
         link = self.data_dir / MEMORY
         memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = memory_dir.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            # On a directory for everybody, such as /dev/shm, somebody else may have been here first.
+            raise PermissionError(
+                errno.EPERM,
+                "belongs to somebody else or is open to others; set gateway.memory_dir",
+                str(memory_dir),
+            )
         if not link.is_symlink() or link.readlink() != memory_dir:
             if link.is_dir() and not link.is_symlink():
                 shutil.rmtree(link)  # a copy of a data directory may have made the link a directory
