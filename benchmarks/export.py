@@ -18,6 +18,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
 import socket
 import statistics
 import tempfile
@@ -92,8 +93,15 @@ def service(wait_ms: float) -> Iterator[str]:
 
 
 def payloads(count: int, size: int) -> list[bytes]:
-    body = b'{"device": "press-7", "value": 21.5, "unit": "C", "state": "run", "note": "'
-    return [(b'{"n": %8d, ' % n + body).ljust(size, b"x") for n in range(count)]
+    """Readings as a machine sends them, of about `size` bytes; numbers do not compress away."""
+    chance = random.Random(7)
+    rows = []
+    for n in range(count):
+        row = f'{{"n": {n}, "device": "press-{n % 40}", "state": "run"'
+        while len(row) < size - 20:
+            row += f', "t{len(row)}": {chance.gauss(40, 9):.4f}'
+        rows.append((row + "}").encode())
+    return rows
 
 
 def bare_kinesis(url: str, rows: list[bytes]) -> float:

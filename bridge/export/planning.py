@@ -47,6 +47,14 @@ class Plan(NamedTuple):
     skipped: list[tuple[int, int, str]]
 
 
+class _Topics(dict[bytes, str]):
+    """Decoded topics: few are used again and again."""
+
+    def __missing__(self, topic: bytes) -> str:
+        text = self[topic] = topic.decode("utf-8", "replace")
+        return text
+
+
 class Planner:
     """Reads one export's batches; used by one thread at a time."""
 
@@ -55,7 +63,7 @@ class Planner:
         self._limits, self._batching = BatchLimits(), Batching()
         self._reader: StreamReader | None = None
         self._drops: DropLog | None = None
-        self._topics: dict[bytes, str] = {}
+        self._topics = _Topics()
         self._count_from = -1  # where counting began; -1 if nothing is counted
         self._counted_to = 0
         self._count = self._size = 0
@@ -89,7 +97,10 @@ class Planner:
         records = self._records_of(found, config)
         if len(records) != len(found) and self._limits.contiguous:
             records = _record_run(records)
-        reach = records[-1].sequence_number if records else found[-1].sequence_number
+        first, last = found[0].sequence_number, found[-1].sequence_number
+        if len(records) == len(found) == last - first + 1:
+            return Plan(first, records, self._missing(position, first - 1, []))
+        reach = records[-1].sequence_number if records else last
         present = [m.sequence_number for m in found if m.sequence_number <= reach]
         skipped = self._missing(position, reach, present)
         if len(records) != len(present):
@@ -163,13 +174,10 @@ class Planner:
         topics = self._topics
         if len(topics) > _TOPICS:
             topics.clear()
-        records = []
-        for number, ingest_time, topic, payload, headers in found:
-            text = topics.get(topic)
-            if text is None:
-                text = topics[topic] = topic.decode("utf-8", "replace")
-            records.append(Record(number, ingest_time, text, payload, headers))
-        return records
+        return [
+            Record(number, ingest_time, topics[topic], payload, headers)
+            for number, ingest_time, topic, payload, headers in found
+        ]
 
     def _missing(self, first: int, last: int, present: list[int]) -> list[tuple[int, int, str]]:
         """The numbers of first..last that are not `present`, with the reasons of the stream's drop log."""

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from bridge import aws
 from bridge.export import wire
-from bridge.export.api import ExportConfig, Progress, Record, Retry
+from bridge.export.api import Batch, ExportConfig, Progress, Record, Retry
 from bridge.export.planning import Transform
 from bridge.export.task import NEVER, Task
 from bridge.hookspecs import Event
@@ -162,15 +162,19 @@ class Scheduler:
         with self._changed:
             self._running[threading.get_ident()] = task, time.monotonic() + task.timeout
 
-    def charge(self, size: int) -> None:
+    def charge(self, batch: Batch) -> None:
         """Count a batch against the bandwidth ceiling: the next one waits for it."""
+        if self._bandwidth is not None:
+            self._charge(sum([len(record.payload) + len(record.topic) for record in batch.records]))
+
+    def _charge(self, size: int) -> None:
         if self._bandwidth is not None:
             with self._changed:
                 self._allowed_at = max(self._allowed_at, time.monotonic()) + size * 8 / self._bandwidth
 
     def throttle(self, size: int, task: Task) -> None:
         """Count bytes, and wait until the ceiling allows them."""
-        self.charge(size)
+        self._charge(size)
         while (wait := self._allowed_at - time.monotonic()) > 0 and not self._stopping:
             time.sleep(min(wait, 1.0))
             self.working(task)

@@ -285,14 +285,9 @@ class Task:
         )
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
-        self._scheduler.charge(sum(len(r.payload) + len(r.topic) for r in batch.records))
+        self._scheduler.charge(batch)
         self.cursor.last_time = time.time_ns() // 1_000_000
-        limit = exporter.limits.record_bytes
-        large = {
-            n: f"the message of {len(record.payload)} bytes is larger than the {limit} bytes of {self.kind}"
-            for n, record in enumerate(batch.records)
-            if limit is not None and len(record.payload) > limit
-        }
+        large = _too_large(batch, exporter.limits.record_bytes)
         if large and not exporter.limits.contiguous:
             if self._settle(batch, Outcome(rejected=large, retry=_others(batch, large))):
                 return
@@ -333,10 +328,13 @@ class Task:
         return True
 
     def _count(self, batch: Batch, left: set[int], rejected: dict[int, str]) -> None:
-        done = [n for n in range(len(batch.records)) if n not in left]
-        self.cursor.messages += len(done)
-        self.cursor.rejected += sum(n in rejected for n in done)
-        self.cursor.size += sum(len(batch.records[n].payload) for n in done if n not in rejected)
+        cursor, records = self.cursor, batch.records
+        done = [n for n in range(len(records)) if n not in left] if left else range(len(records))
+        refused = [n for n in done if n in rejected] if rejected else []
+        cursor.messages += len(done)
+        cursor.rejected += len(refused)
+        cursor.size += sum([len(records[n].payload) for n in done])
+        cursor.size -= sum([len(records[n].payload) for n in refused])
         self._scheduler.changed(self.source.name)
 
     def _settled(self) -> None:
@@ -418,6 +416,13 @@ class Task:
             raise ValueError(f"the state of an export has at most {cursors.STATE_LIMIT} bytes")
         self.cursor.state = state
         self._write()
+
+
+def _too_large(batch: Batch, limit: int | None) -> dict[int, str]:
+    if limit is None:
+        return {}
+    sizes = {n: len(record.payload) for n, record in enumerate(batch.records) if len(record.payload) > limit}
+    return {n: f"the message of {size} bytes is larger than {limit} bytes" for n, size in sizes.items()}
 
 
 def _start_of(config: ExportConfig) -> int:
