@@ -41,7 +41,9 @@ try:
 except ImportError:
     msgspec = None  # type: ignore[assignment]
 
-MAX_UNPACKED = 1 << 30  # an object that unpacks to more is refused: one task must not take the executor down
+MAX_UNPACKED = (
+    512 << 20
+)  # an object that unpacks to more is refused: one task must not take the executor down
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}\Z")
 
 Extras = Mapping[str, pa.DataType]

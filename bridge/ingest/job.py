@@ -21,6 +21,7 @@ from bridge.ingest.files import DataFile
 from bridge.ingest.heads import Heads, read_heads
 from bridge.ingest.planner import Inventory, Limits, Plan, Work, plan
 from bridge.ingest.report import Report, build
+from bridge.ingest.session import watched
 from bridge.ingest.sinks.base import Sink
 from bridge.ingest.state import Piece, Quarantined, State, StateStore
 from bridge.ingest.store import Place
@@ -156,8 +157,10 @@ def _one(
     """Work and commit one plan; returns the work whose objects had vanished."""
     start = time.monotonic()
     parts = split(todo, _slots(spark))
-    frame = spark.range(0, len(parts), 1, len(parts))
-    rows = frame.mapInArrow(task([pack(part) for part in parts], source, target), STATUS).collect()
+    frame: Any = spark.range(0, len(parts), 1, len(parts))
+    frame = frame.mapInArrow(task([pack(part) for part in parts], source, target), STATUS)
+    with watched(spark, f"round {done.number}"):
+        rows = frame.collect()
     outcomes = {body["key"]: body for body in _bodies(rows, "object")}
     files = [DataFile(**body) for body in _bodies(rows, "file")]
     done.tasks = len(parts)
@@ -191,6 +194,7 @@ def _apply(
     gone: list[Work] = []
     columns: set[str] = set()
     known_last: dict[Any, int] = {}
+    once_bad = {key for key, _ in state.quarantine}
     for piece_of in work:
         outcome = outcomes[piece_of.item.key]
         match outcome["status"]:
@@ -198,6 +202,10 @@ def _apply(
                 stream = state.of(piece_of.stream)
                 last = known_last.setdefault(piece_of.stream, stream.covered.last if stream.covered else -1)
                 stream.take([Piece(*piece) for piece in outcome["pieces"]], known_last=last)
+                if piece_of.item.key in once_bad:  # uploaded again, and good now
+                    cured = [name for name in state.quarantine if name[0] == piece_of.item.key]
+                    for name in cured:
+                        del state.quarantine[name]
                 done.objects += 1
                 done.bytes += piece_of.item.size
             case "bad":

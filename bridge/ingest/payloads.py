@@ -62,7 +62,7 @@ def infer(sample: Iterable[str | None]) -> str:
     for text in sample:
         try:
             value = json.loads(text or "")
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             merged = _merge_structs(merged, _shape(value))

@@ -8,6 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,3 +91,30 @@ def open_session(
     session = builder.master(master or MASTER).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+@contextmanager
+def watched(spark: SparkSession, what: str, every: float = 5.0) -> Iterator[None]:
+    """Say on standard error how far the tasks are while something long runs in the block."""
+    try:
+        tracker = spark.sparkContext.statusTracker()
+    except Exception:  # Spark Connect has none, and each version says so in another way
+        yield
+        return
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(every):
+            infos = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+            for info in filter(None, infos):
+                print(
+                    f"{what}: {info.numCompletedTasks} of {info.numTasks} tasks", file=sys.stderr, flush=True
+                )
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.errors import BadObject, Vanished
 from bridge.ingest.planner import Work
-from bridge.ingest.store import Place
+from bridge.ingest.store import Place, Store
 from bridge.objectkeys import parse_key
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 STATUS = "kind string, body string"
 AHEAD = 2  # objects fetched while one is decoded
+MAX_OBJECT = 256 << 20  # a larger one is refused unread: three of them are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Target:
 
 def pack(work: Sequence[Work]) -> bytes:
     """The work of one task, small enough to travel in the closure: names repeat, so they shrink well."""
-    return zlib.compress(json.dumps([(w.item.key, w.item.etag, w.fresh) for w in work]).encode())
+    rows = [(one.item.key, one.item.etag, one.item.size, one.fresh) for one in work]
+    return zlib.compress(json.dumps(rows).encode())
 
 
 def task(parts: list[bytes], source: Place, target: Target) -> Callable[[Iterable[Any]], Iterator[Any]]:
@@ -88,10 +90,17 @@ def _fetch(work: list[Any], source: Place) -> Iterator[tuple[str, str, list[list
     store = source.open()
     with ThreadPoolExecutor(AHEAD) as pool:
         coming: list[Future[bytes]] = []
-        for index, (key, etag, fresh) in enumerate(work):
+        for index, (key, etag, _, fresh) in enumerate(work):
             while len(coming) <= AHEAD and index + len(coming) < len(work):
-                coming.append(pool.submit(store.get, work[index + len(coming)][0]))
+                ahead, _, size, _ = work[index + len(coming)]
+                coming.append(pool.submit(_get, store, ahead, size))
             yield key, etag, fresh, coming.pop(0)
+
+
+def _get(store: Store, key: str, size: int) -> bytes:
+    if size > MAX_OBJECT:
+        raise BadObject(f"{size} bytes are more than the {MAX_OBJECT} that one object may have")
+    return store.get(key)
 
 
 def _take(

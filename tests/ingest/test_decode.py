@@ -6,6 +6,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,8 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.ingest import decode as module
+from bridge.ingest.columns import MESSAGES
 from bridge.ingest.decode import NewColumns, decode
 from bridge.ingest.errors import BadObject
+from bridge.ingest.planner import Inventory, Limits, plan
+from bridge.ingest.store import Place
+from bridge.ingest.worker import MAX_OBJECT, Target, pack, process
 from bridge.objectkeys import ObjectKey, data_key, parse_key
 from tests.ingest.gateway import EPOCH, ndjson, parquet, rows
 
@@ -167,3 +172,16 @@ def test_text_that_is_not_utf8_is_refused() -> None:
     pq.write_table(table, sink)
     with pytest.raises(BadObject, match=r"UTF-?8"):
         decode(sink.getvalue().to_pybytes(), key("parquet"), {})
+
+
+def test_an_object_of_more_bytes_than_a_worker_holds_is_refused_unread(tmp_path: Path) -> None:
+    landing = Place(str(tmp_path))
+    name = data_key("gw-a", "s0", EPOCH, 0, 9, EPOCH, "parquet")
+    (tmp_path / name).parent.mkdir(parents=True)
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(MAX_OBJECT + 1)  # sparse
+    work = plan(Inventory(landing.open().list()).pending(), {}, (), Limits()).work
+    target = Target(Place(str(tmp_path / "lake")), "data/ingest_day", MESSAGES.serialize().to_pybytes(), ())
+    ((kind, outcome),) = process(json.loads(zlib.decompress(pack(work))), landing, target)
+    assert (kind, outcome["status"]) == ("object", "bad")
+    assert "bytes are more than the" in outcome["reason"]

@@ -117,6 +117,7 @@ def test_bad_objects_are_quarantined_with_a_reason_and_stop_nothing(
     gateway.export(200, 299)  # uploaded again: another ETag
     summary = run(spark, bucket, sink())
     assert (summary.rows, summary.report.total("quarantined")) == (100, 400)
+    assert cut not in {document["key"] for document in summary.report.refused}
     assert numbers(sink()) == [*range(100), *range(200, 300), *range(500, 510)]
 
 
