@@ -42,6 +42,13 @@ class StreamNotFound(StreamBridgeError):
     status_name = "ResourceNotFound"
 
 
+class ResponseTooLarge(StreamBridgeError):
+    """Raised when what is asked for is more than one reply may hold."""
+
+    status = 7
+    status_name = "ResponsePayloadTooLarge"
+
+
 class NotEnoughMessages(StreamBridgeError):
     """Raised when a read cannot be given its minimum of messages in time."""
 

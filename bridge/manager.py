@@ -17,23 +17,17 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
-from msgspec import Meta, Struct
 
 from bridge.errors import (
-    CorruptData,
     InvalidRequest,
-    NotEnoughMessages,
     StreamError,
     StreamNotFound,
     UpdateNotAllowed,
 )
 from bridge.model import (
-    MAX_INT32,
-    MAX_INT64,
-    MAX_MILLIS,
     ExportStatus,
     MessageStreamDefinition,
     MessageStreamInfo,
@@ -43,6 +37,8 @@ from bridge.model import (
     problem,
 )
 from bridge.plugins import Registry
+from bridge.reading import MOST_BYTES, STEP, Reads
+from bridge.reading import ReadMessagesOptions as ReadMessagesOptions
 from bridge.streams.drops import Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.segment import Message
@@ -51,7 +47,6 @@ from bridge.streams.stream import Stream
 from bridge.topics import FilterTree, is_topic_filter, matches
 
 RESERVED_TOPICS = "streambridge"  # first level of the request topics
-READ_BYTES = 64 * 1024 * 1024
 TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
 
 
@@ -74,16 +69,6 @@ class Exports(Protocol):
 
     def exported_upto(self, name: str) -> int | None:
         """The lowest number not yet passed by all enabled exports; None without exports."""
-
-
-class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True):
-    """How to read; the SDK's class of this name, with our `topic` filter."""
-
-    desired_start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
-    min_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] = 1
-    max_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
-    read_timeout_millis: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] = 0
-    topic: str | None = None
 
 
 def settings_of(definition: MessageStreamDefinition) -> Settings:
@@ -121,6 +106,7 @@ class StreamManager:
         self.on_pressure = store.committer.on_pressure
         self._bindings: FilterTree[Stream] = FilterTree()
         self._changed: set[Stream] = set()
+        self._reads = Reads()
         for stream in store.streams.values():
             definition = msgspec.json.decode(stream.meta.definition, type=MessageStreamDefinition)
             self._adopt(stream, definition)
@@ -142,7 +128,7 @@ class StreamManager:
         self.definitions[stream.name] = definition
         for topic_filter in self._filters(definition):
             self._bindings.add(topic_filter, stream)
-        stream.on_commit = [lambda: self._note(stream)]
+        stream.on_commit = [lambda: self._note(stream), lambda: self._reads.waiting.wake(stream)]
         self._exports.define(stream.name, stream.directory, stream.epoch, definition)
         self._tell(stream)
         self._rebound()
@@ -151,6 +137,7 @@ class StreamManager:
         for topic_filter in self._filters(self.definitions.pop(stream.name)):
             self._bindings.remove(topic_filter, stream)
         self._changed.discard(stream)
+        self._reads.gone(stream)
         self._rebound()
 
     def _rebound(self) -> None:
@@ -177,6 +164,7 @@ class StreamManager:
         """Exchange positions with the export side; called now and then, since limits drop by time too."""
         for stream in self.store.streams.values():
             self._tell(stream)
+        self._reads.tidy()
 
     # -- the operations --------------------------------------------------------------------------
     def check(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> MessageStreamDefinition:
@@ -302,81 +290,40 @@ class StreamManager:
         if not payloads or not all(payloads):
             raise InvalidRequest(f"stream {name!r}: a message needs a payload of at least one byte")
         ids = list(message_ids) or [b""] * len(payloads)
-        topic = f"streams/{name}".encode()
         numbers: list[int] = []
         try:
             for payload, message_id in zip(payloads, ids, strict=True):
-                numbers.append(stream.append(topic, payload, b"", message_id))
+                numbers.append(self.submit(name, payload, message_id=message_id)[1])
         finally:
             if numbers:
                 await committed(stream)
         return numbers
 
+    def submit(self, name: str, payload: bytes, *, message_id: bytes = b"") -> tuple[Stream, int]:
+        """The first half of an append: the message is in the next commit, but not yet stored.
+
+        Returns the stream, whose `after_commit` tells the rest, and the number that the message has
+        if the commit succeeds. Raises as `append`.
+        """
+        stream = self.stream(name)
+        if not payload:
+            raise InvalidRequest(f"stream {name!r}: a message needs a payload of at least one byte")
+        return stream, stream.append(f"streams/{name}".encode(), payload, b"", message_id)
+
     async def read(
-        self, name: str, options: ReadMessagesOptions | None = None, *, max_bytes: int = READ_BYTES
+        self, name: str, options: ReadMessagesOptions | None = None, *, max_bytes: int = MOST_BYTES
     ) -> list[Message]:
         """readMessages: at least the minimum, at most the maximum; waits for the minimum if asked to.
 
         Begins at the oldest message if the desired start is gone. Raises StreamNotFound,
-        InvalidRequest, NotEnoughMessages or CorruptData.
+        InvalidRequest, NotEnoughMessages, CorruptData, or ResponseTooLarge if the minimum has more
+        than `max_bytes`.
         """
-        options = options or ReadMessagesOptions()
-        stream = self.stream(name)
-        least = options.min_message_count
-        most = options.max_message_count or least
-        if most < least:
-            raise InvalidRequest(f"maxMessageCount {most} is less than minMessageCount {least}")
-        if options.read_timeout_millis:
-            await self._wait_for(stream, options, least)
-        try:
-            found = self._read(stream, options, most, max_bytes)
-        except CorruptData as error:
-            if not stream.heal(error.segment):
-                raise
-            found = self._read(stream, options, most, max_bytes)
-        if len(found) < least:
-            start, newest = options.desired_start_sequence_number, stream.next_sequence - 1
-            why = (
-                f"the desired start {start} is greater than the last sequence number {newest}"
-                if start > newest
-                else f"{len(found)} of the {least} messages asked for are there"
-            )
-            raise NotEnoughMessages(f"stream {name!r}: {why}")
-        return found
+        return await self._reads.read(self.stream(name), options or ReadMessagesOptions(), max_bytes)
 
-    def _read(self, stream: Stream, options: ReadMessagesOptions, most: int, max_bytes: int) -> list[Message]:
-        found: list[Message] = []
-        position = options.desired_start_sequence_number
-        with closing(stream.reader()) as reader:
-            while len(found) < most and position < stream.next_sequence:
-                rows = reader.read(
-                    position, end=stream.next_sequence, max_messages=most - len(found), max_bytes=max_bytes
-                )
-                if not rows:
-                    break
-                position = rows[-1].sequence_number + 1
-                if options.topic is None:
-                    return rows
-                found += [row for row in rows if matches(options.topic, row.topic.decode())]
-        return found
-
-    async def _wait_for(self, stream: Stream, options: ReadMessagesOptions, least: int) -> None:
-        """Wait until `least` messages are there, or the time is over; answered strictly inside it."""
-        done = asyncio.Event()
-
-        def look() -> None:
-            start = max(options.desired_start_sequence_number, stream.oldest)
-            if stream.closed or stream.next_sequence - start >= least:
-                done.set()
-
-        look()
-        stream.on_commit.append(look)
-        try:
-            await asyncio.wait_for(done.wait(), max(0.0, options.read_timeout_millis * 0.95 - 20) / 1000)
-        except TimeoutError:
-            return
-        finally:
-            stream.on_commit.remove(look)
+    async def wait(self, name: str, options: ReadMessagesOptions) -> None:
+        """Wait as `read` does, but leave the reading for later. Raises StreamNotFound."""
+        await self._reads.wait(self.stream(name), options)
 
     def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
         """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
@@ -392,7 +339,7 @@ class StreamManager:
         ranges: list[tuple[int, int]] = []
         position = stream.oldest
         with closing(stream.reader()) as reader:
-            while rows := reader.read(position, end=end, max_messages=10_000, max_bytes=READ_BYTES):
+            while rows := reader.read(position, end=end, max_messages=10_000, max_bytes=STEP):
                 position = rows[-1].sequence_number + 1
                 ranges += [(row.sequence_number,) * 2 for row in rows if matches(topic, row.topic.decode())]
         return stream.drop(ranges, Reason.PURGED)

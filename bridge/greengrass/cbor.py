@@ -1,0 +1,204 @@
+"""The part of CBOR (RFC 8949) that the Stream Manager SDKs speak, and nothing more.
+
+    decode   maps with text keys, arrays, text, byte strings, integers, floats, booleans, null;
+             definite and indefinite lengths (the Java SDK sends indefinite maps)
+    encode   dict, list, str, bytes, int, float, bool
+
+Any bytes either decode or raise `Malformed`, in time linear in their length. That is why this is not
+a general library: tags would let a small body ask for a lot of arithmetic (rationals, big numbers) or
+for a structure that contains itself, and no SDK sends one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+MAX_DEPTH = 16
+_BREAK = object()
+_FLOATS = {25: struct.Struct(">e"), 26: struct.Struct(">f"), 27: struct.Struct(">d")}
+_SIMPLE = {20: False, 21: True, 22: None, 23: None}
+
+
+class Malformed(ValueError):  # noqa: N818  (named for what it says of the bytes)
+    """Raised for bytes that are not what this module decodes."""
+
+
+def decode_map(data: bytes) -> dict[str, Any]:
+    """Decode one map that fills `data`; raises Malformed."""
+    try:
+        value, end = _item(data, 0, 0)
+    except IndexError:
+        raise Malformed("it ends too early") from None
+    if not isinstance(value, dict):
+        raise Malformed("it is not a map")
+    if end != len(data):
+        raise Malformed(f"{len(data) - end} bytes follow the map")
+    return value
+
+
+def first_entries(data: bytes) -> dict[str, Any]:
+    """The entries of a map of which only the beginning is there, as far as they are whole."""
+    found: dict[str, Any] = {}
+    try:
+        if not data or data[0] >> 5 != 5:
+            return found
+        number, pos = (-1, 1) if data[0] == 0xBF else _argument(data, data[0] & 31, 1)
+        while len(found) != number:
+            key, pos = _item(data, pos, 1)
+            value, pos = _item(data, pos, 1)
+            if not isinstance(key, str):
+                return found
+            found[key] = value
+    except (Malformed, IndexError):
+        pass
+    return found
+
+
+def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
+    """The item at `pos`, and where the next one begins."""
+    head = d[pos]
+    major, info = head >> 5, head & 31
+    pos += 1
+    if major == 7:
+        if info in _SIMPLE:
+            return _SIMPLE[info], pos
+        if info in _FLOATS:
+            form = _FLOATS[info]
+            if pos + form.size > len(d):
+                raise Malformed("it ends too early")
+            return form.unpack_from(d, pos)[0], pos + form.size
+        if info == 31:
+            return _BREAK, pos
+        raise Malformed(f"the byte {head:#04x} begins nothing that is used here")
+    if info < 24:
+        number = info
+    elif info == 31:
+        return _indefinite(d, pos, major, depth)
+    else:
+        number, pos = _argument(d, info, pos)
+    if major == 2 or major == 3:
+        end = pos + number
+        if end > len(d):
+            raise Malformed("it ends too early")
+        return (d[pos:end] if major == 2 else _text(d[pos:end])), end
+    if major == 0:
+        return number, pos
+    if major == 1:
+        return -1 - number, pos
+    if depth >= MAX_DEPTH:
+        raise Malformed(f"it is nested deeper than {MAX_DEPTH}")
+    if major == 5:
+        entries: dict[str, Any] = {}
+        for _ in range(number):
+            key, pos = _item(d, pos, depth + 1)
+            if key.__class__ is not str:
+                raise Malformed("a key is not text")
+            entries[key], pos = _value(d, pos, depth + 1)
+        return entries, pos
+    if major == 4:
+        items = []
+        for _ in range(number):
+            item, pos = _value(d, pos, depth + 1)
+            items.append(item)
+        return items, pos
+    raise Malformed("tags are not used here")
+
+
+def _value(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
+    value, pos = _item(d, pos, depth)
+    if value is _BREAK:
+        raise Malformed("a break where a value should be")
+    return value, pos
+
+
+def _indefinite(d: bytes, pos: int, major: int, depth: int) -> tuple[Any, int]:
+    if depth >= MAX_DEPTH:
+        raise Malformed(f"it is nested deeper than {MAX_DEPTH}")
+    items: list[Any] = []
+    while True:
+        item, pos = _item(d, pos, depth + 1)
+        if item is _BREAK:
+            break
+        items.append(item)
+    if major == 4:
+        return items, pos
+    if major == 5:
+        keys = items[::2]
+        if len(items) % 2 or not all(isinstance(key, str) for key in keys):
+            raise Malformed("an entry of a map is not a text key with a value")
+        return dict(zip(keys, items[1::2], strict=True)), pos
+    if major == 2 and all(isinstance(item, bytes) for item in items):
+        return b"".join(items), pos
+    if major == 3 and all(isinstance(item, str) for item in items):
+        return "".join(items), pos
+    raise Malformed("a string in pieces of another kind")
+
+
+def _argument(d: bytes, info: int, pos: int) -> tuple[int, int]:
+    if info < 24:
+        return info, pos
+    if info > 27:
+        raise Malformed("a length of no known form")
+    end = pos + (1 << info - 24)
+    if end > len(d):
+        raise Malformed("it ends too early")
+    return int.from_bytes(d[pos:end], "big"), end
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Malformed(f"text that is not UTF-8 ({error.reason})") from None
+
+
+# -- encoding ------------------------------------------------------------------
+
+
+def head(major: int, number: int) -> bytes:
+    """The first bytes of an item: its kind and its length or value."""
+    if number < 24:
+        return bytes((major << 5 | number,))
+    if number < 0x100:
+        return bytes((major << 5 | 24, number))
+    if number < 0x10000:
+        return bytes((major << 5 | 25,)) + number.to_bytes(2, "big")
+    if number < 0x1_0000_0000:
+        return bytes((major << 5 | 26,)) + number.to_bytes(4, "big")
+    return bytes((major << 5 | 27,)) + number.to_bytes(8, "big")
+
+
+def encode(value: Any) -> bytes:
+    """Encode a value; raises TypeError for what this part of CBOR has not (None among it)."""
+    out = bytearray()
+    _encode(value, out.extend)
+    return bytes(out)
+
+
+def _encode(value: Any, write: Callable[[bytes], None]) -> None:
+    if isinstance(value, str):
+        data = value.encode()
+        write(head(3, len(data)))
+        write(data)
+    elif isinstance(value, bool):
+        write(b"\xf5" if value else b"\xf4")
+    elif isinstance(value, int):
+        write(head(0, value) if value >= 0 else head(1, -1 - value))
+    elif isinstance(value, bytes):
+        write(head(2, len(value)))
+        write(value)
+    elif isinstance(value, dict):
+        write(head(5, len(value)))
+        for key, item in value.items():
+            _encode(key, write)
+            _encode(item, write)
+    elif isinstance(value, list):
+        write(head(4, len(value)))
+        for item in value:
+            _encode(item, write)
+    elif isinstance(value, float):
+        write(b"\xfb" + struct.pack(">d", value))
+    else:
+        raise TypeError(f"{type(value).__name__} is not sent on this protocol")

@@ -1,0 +1,422 @@
+"""One client of the Stream Manager protocol: framing, handshake, requests and their replies.
+
+    NEW --version byte, Connect, token--> OPEN --end of input, breach, silence, stop--> ENDING --> closed
+     |                                                                                    ^
+     +--- anything else, time-out, refusal: an answer if the SDK can read one ------------+
+
+What it promises, because the SDKs depend on it:
+* A frame is written in one piece. A request is answered once, or not at all if the answer would come
+  after the client has given up on it (`LATE`): an answer that nobody waits for kills the Python SDK.
+* Appends are stored in the order of arrival. All that came in one read from the socket form one commit
+  group and are answered together after the commit. A read that waits holds nothing up.
+* The connection ends with FIN: our side is shut first, and what still comes is thrown away until the
+  client closes or is silent. A RST would leave the Python SDK broken for ever.
+* Memory is bounded: nothing is allocated by an announced length, a read begins only when what was
+  written before is nearly gone, and who does not read its replies is not read from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from bridge.errors import StreamBridgeError, StreamError
+from bridge.greengrass import cbor, operations, wire
+from bridge.greengrass.wire import HEADER, Op, Status
+
+if TYPE_CHECKING:
+    from bridge.greengrass.frontend import GreengrassFrontEnd
+    from bridge.manager import ReadMessagesOptions
+    from bridge.streams.stream import Stream
+
+log = logging.getLogger(__name__)
+
+LATE = 58.0  # seconds; the SDKs wait 60 by default
+HANDSHAKE = 10.0  # seconds until a client must have said who it is
+STALLED = 60.0  # seconds without a byte of a frame that has begun
+QUIET = 1.0  # seconds of silence after our FIN until the connection is closed
+LINGER = 5.0  # seconds after our FIN until it is closed in any case
+MAX_CONNECT = 64 * 1024  # bytes of a frame, until the client is known
+MAX_FRAME = 64 * 1024 * 1024
+PEEK = 4 * 1024  # bytes of a frame that is too large in which to look for its requestId
+AT_A_TIME = 10_000  # reads of one client that wait or are being answered
+UNSENT = 256 * 1024  # bytes written and not yet sent, above which no further read begins
+
+
+class State(enum.Enum):
+    """Where a connection is in its life."""
+
+    NEW = enum.auto()
+    OPEN = enum.auto()
+    ENDING = enum.auto()
+
+
+class Breach(Exception):  # noqa: N818  (named for what happened)
+    """Raised when a client breaks the protocol so that no answer makes sense; the connection ends."""
+
+
+class Connection(asyncio.Protocol):
+    """The server's side of one connection."""
+
+    def __init__(self, front: GreengrassFrontEnd, *, trusted: bool) -> None:
+        """`trusted`: a client that needs no token."""
+        self._front, self._trusted = front, trusted
+        self._manager = front.manager
+        self._loop = asyncio.get_running_loop()
+        self._state, self._version = State.NEW, wire.VERSIONS[0]
+        self._buffer = bytearray()
+        self._need = 1 + HEADER  # bytes that make the next step possible
+        self._skip = 0  # bytes of a frame that is too large, still to be thrown away
+        self._skipped: tuple[int, bytes] = (0, b"")  # its operation and its first bytes
+        self._holds: set[str] = set()
+        self._reads: set[asyncio.Task[None]] = set()
+        self._appends = 0  # not yet answered
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._settled: asyncio.Future[None] | None = None
+        self.closed: asyncio.Future[None] = self._loop.create_future()
+
+    # -- the transport calls ------------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.address = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
+        self._transport.set_write_buffer_limits(high=UNSENT)
+        self._timer = self._loop.call_later(HANDSHAKE, self.end, "no whole Connect in time")
+        self._front.connections.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._state is State.ENDING:
+            self._quiet()
+            return
+        self._buffer += data
+        if len(self._buffer) >= self._need or self._skip:
+            self._work()
+        if self._state is State.OPEN:
+            self._timer.cancel()
+            if self._front.too_much(self, len(self._buffer)):
+                self.end("too much is waiting in frames that are not whole")
+            elif (self._buffer or self._skip) and not self._holds:
+                self._timer = self._loop.call_later(STALLED, self.end, "a frame that does not go on")
+
+    def eof_received(self) -> bool:
+        """The client has left (no SDK shuts one side alone): see its appends stored, then close too."""
+        self._front.spawn(self.stop())
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state = State.ENDING
+        self._timer.cancel()
+        self._buffer.clear()
+        self._writable.set()
+        for task in self._reads:
+            task.cancel()
+        self._settle()
+        self.closed.set_result(None)
+        self._front.gone(self)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+        self._hold("writes")
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+        self.release("writes")
+
+    # -- reading and not reading ----------------------------------------------------------
+    def _hold(self, why: str) -> None:
+        if not self._holds and not self._transport.is_closing():
+            self._transport.pause_reading()
+        self._holds.add(why)
+
+    def release(self, why: str) -> None:
+        """Go on reading if this was the last reason not to."""
+        if why not in self._holds:
+            return
+        self._holds.discard(why)
+        if self._holds:
+            return
+        if self._state is not State.ENDING:
+            self._work()
+        if not self._holds and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _work(self) -> None:
+        try:
+            self._frames()
+        except Breach as error:
+            self.end(str(error))
+
+    def _frames(self) -> None:
+        """Handle the whole frames that have arrived."""
+        buffer, pos = self._buffer, 0
+        group: dict[Stream, list[tuple[str, int]]] = {}
+        self._need = HEADER
+        try:
+            if self._state is State.NEW and buffer and buffer[0] != wire.CONNECT_VERSION:
+                self._refuse("", Status.UNSUPPORTED_CONNECT_VERSION, f"connect version {buffer[0]}")
+                return
+            while self._state is not State.ENDING and not self._holds:
+                if self._skip and (pos := self._throw_away(pos)) == len(buffer):
+                    return
+                at = pos + (self._state is State.NEW)
+                if len(buffer) - at < HEADER:
+                    self._need = at - pos + HEADER
+                    return
+                length, op = int.from_bytes(buffer[at : at + 4], "big", signed=True), buffer[at + 4]
+                limit = MAX_CONNECT if self._state is State.NEW else MAX_FRAME
+                if not 1 <= length <= (limit if self._state is State.NEW else wire.LARGEST_LEGAL):
+                    raise Breach(f"a frame of {length} bytes")
+                end = at + HEADER - 1 + length
+                if length > limit:
+                    if len(buffer) - at < PEEK:
+                        self._need = at - pos + PEEK
+                        return
+                    self._skip, self._skipped = end - at, (op, bytes(buffer[at + HEADER : at + PEEK]))
+                    pos = at
+                    continue
+                if end > len(buffer):
+                    self._need = end - pos
+                    return
+                if op == Op.APPEND and self._manager.under_pressure:
+                    self._front.wait_for_room(self)
+                    self._hold("pressure")
+                    return
+                body = bytes(buffer[at + HEADER : end])
+                pos = end
+                if self._state is State.NEW:
+                    self._connect(op, body)
+                elif op == Op.APPEND:
+                    self._append(body, group)
+                else:
+                    self._await_commit(group)
+                    self._request(op, body)
+        finally:
+            del buffer[:pos]
+            self._await_commit(group)
+
+    def _throw_away(self, pos: int) -> int:
+        """Pass over the rest of a frame that is too large, and say so at its end."""
+        step = min(self._skip, len(self._buffer) - pos)
+        self._skip -= step
+        if not self._skip:
+            op, beginning = self._skipped
+            request_id = cbor.first_entries(beginning).get("requestId")
+            if not isinstance(request_id, str) or not request_id:
+                raise Breach("a frame that is too large, and does not begin with its requestId")
+            text = f"a request may have {MAX_FRAME} bytes; send smaller messages"
+            self._send(wire.failure(op, request_id, Status.REQUEST_TOO_LARGE, text, self._version))
+        return pos + step
+
+    # -- the handshake ------------------------------------------------------------
+    def _connect(self, op: int, body: bytes) -> None:
+        request_id, request = "", {}
+        if op != Op.CONNECT:
+            self._refuse("", Status.UNEXPECTED_OPERATION, f"the first operation is {op}, not Connect")
+            return
+        try:
+            request = cbor.decode_map(body)
+        except cbor.Malformed as error:
+            raise Breach(f"a Connect that is no CBOR map: {error}") from None
+        given = request.get("requestId")
+        request_id = given if isinstance(given, str) else ""
+        offered = [request.get("protocolVersion")]
+        others = request.get("otherSupportedProtocolVersions")
+        offered += others if isinstance(others, list) else []
+        if not isinstance(offered[0], str) or not offered[0]:
+            self._refuse(request_id, Status.INVALID_PROTOCOL_VERSION, "`protocolVersion` is missing")
+            return
+        version = next((text for text in offered if text in wire.VERSIONS), None)
+        if version is None:
+            known = " and ".join(wire.VERSIONS)
+            self._refuse(request_id, Status.UNSUPPORTED_PROTOCOL_VERSION, f"this server speaks {known}")
+            return
+        token = request.get("authToken")
+        if not self._trusted and not self._front.admits(token if isinstance(token, str) else ""):
+            self._refuse(request_id, Status.UNAUTHORIZED, "the token is not the one of `token_file`")
+            return
+        self._version = cast("str", version)
+        self._state = State.OPEN
+        self._timer.cancel()
+        answer = {"protocolVersion": self._version, "clientIdentifier": self.address}
+        self._connected(request_id, {"status": 0, **answer})
+
+    def _refuse(self, request_id: str, status: Status, why: str) -> None:
+        self._connected(request_id, {"status": int(status), "errorMessage": why})
+        self.end(f"refused: {why}")
+
+    def _connected(self, request_id: str, result: dict[str, Any]) -> None:
+        body: dict[str, Any] = {"requestId": request_id} if request_id else {}
+        body |= {
+            **result,
+            "supportedProtocolVersions": list(wire.VERSIONS),
+            "serverVersion": wire.VERSIONS[0],
+        }
+        self._send(bytes((wire.CONNECT_VERSION,)) + wire.frame(wire.CONNECT_RESPONSE, cbor.encode(body)))
+
+    # -- requests ------------------------------------------------------------
+    def _decode(self, body: bytes) -> tuple[str, dict[str, Any]]:
+        try:
+            request = cbor.decode_map(body)
+        except cbor.Malformed as error:
+            raise Breach(f"a request that is no CBOR map: {error}") from None
+        request_id = request.get("requestId")
+        if not isinstance(request_id, str) or not request_id:
+            raise Breach("a request without a requestId")
+        return request_id, request
+
+    def _append(self, body: bytes, group: dict[Stream, list[tuple[str, int]]]) -> None:
+        request_id, request = self._decode(body)
+        name, payload = request.get("name"), request.get("payload")
+        if not isinstance(name, str) or not isinstance(payload, bytes):
+            text = "the request: `name` (text) and `payload` (bytes) are needed"
+            self._send(wire.failure(Op.APPEND, request_id, Status.INVALID_REQUEST, text))
+            return
+        try:
+            stream, number = self._manager.submit(name, payload)
+        except StreamBridgeError as error:
+            self._failed(Op.APPEND, request_id, error)
+            return
+        self._appends += 1
+        numbers = group.get(stream)
+        if numbers is None:
+            group[stream] = [(request_id, number)]
+        else:
+            numbers.append((request_id, number))
+
+    def _await_commit(self, group: dict[Stream, list[tuple[str, int]]]) -> None:
+        for stream, numbers in group.items():
+            stream.after_commit(partial(self._committed, numbers, self._loop.time()))
+        group.clear()
+
+    def _committed(self, numbers: list[tuple[str, int]], since: float, error: StreamError | None) -> None:
+        """The group with these appends is stored, or failed."""
+        self._appends -= len(numbers)
+        if self._loop.time() - since < LATE:
+            if error is None:
+                self._send(b"".join([wire.appended(request_id, number) for request_id, number in numbers]))
+            else:
+                for request_id, _ in numbers:
+                    self._failed(Op.APPEND, request_id, error)
+        self._settle()
+
+    def _request(self, op: int, body: bytes) -> None:
+        if op == Op.CONNECT:
+            raise Breach("a second Connect")
+        request_id, request = self._decode(body)
+        if op not in wire.REPLY_TO:
+            text = f"there is no operation {op} in protocol {self._version}"
+            self._send(wire.failure(op, request_id, Status.UNKNOWN_OPERATION, text, self._version))
+            return
+        if op == Op.READ:
+            task = self._loop.create_task(self._read(request_id, request))
+            self._reads.add(task)
+            task.add_done_callback(self._read_ended)
+            if len(self._reads) >= AT_A_TIME:
+                self._hold("reads")
+            return
+        try:
+            result = operations.control(self._manager, Op(op), request, self._version)
+            self._send(wire.reply(Op(op), request_id, result))
+        except (StreamBridgeError, OSError) as error:
+            self._failed(op, request_id, error)
+
+    async def _read(self, request_id: str, request: dict[str, Any]) -> None:
+        began = self._loop.time()
+        late = LATE
+        try:
+            name, options = operations.text(request, "streamName"), operations.options(request)
+            late = max(LATE, options.read_timeout_millis / 1000)
+            if options.read_timeout_millis:
+                await self._manager.wait(name, options)
+                options = operations.without_wait(options)
+            answer = await self._answer(request_id, name, options)
+        except (StreamBridgeError, OSError) as error:
+            answer = self._failure(Op.READ, request_id, error)
+        except asyncio.CancelledError:
+            text = "the connection is closing"
+            answer = wire.failure(Op.READ, request_id, Status.NOT_ENOUGH_MESSAGES, text)
+        if self._loop.time() - began < late:
+            self._send(answer)
+
+    async def _answer(self, request_id: str, name: str, options: ReadMessagesOptions) -> bytes:
+        """Read once the last replies are on their way; all clients together hold one new reply at a time."""
+        while True:
+            await self._writable.wait()
+            async with self._front.reading:
+                if self._writable.is_set():
+                    return wire.read(request_id, name, await self._manager.read(name, options))
+
+    def _read_ended(self, task: asyncio.Task[None]) -> None:
+        self._reads.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("internal error in a read of %s: %r", self.address, error, exc_info=error)
+            self.end("an internal error")
+        if len(self._reads) <= AT_A_TIME // 2:
+            self.release("reads")
+        self._settle()
+
+    def _failed(self, op: int, request_id: str, error: StreamBridgeError | OSError) -> None:
+        self._send(self._failure(op, request_id, error))
+
+    def _failure(self, op: int, request_id: str, error: StreamBridgeError | OSError) -> bytes:
+        status = error.status if isinstance(error, StreamBridgeError) else int(Status.UNKNOWN_FAILURE)
+        return wire.failure(op, request_id, status, str(error), self._version)
+
+    def _send(self, data: bytes) -> None:
+        if self._state is not State.ENDING and not self._transport.is_closing():
+            self._transport.write(data)
+
+    # -- the end ------------------------------------------------------------
+    def end(self, why: str) -> None:
+        """Close with FIN: shut our side, throw away what comes, until the client closes or is silent."""
+        if self._state is State.ENDING:
+            return
+        if why:
+            self._front.log_ended(self, why)
+        self._state = State.ENDING
+        self._timer.cancel()
+        self._buffer.clear()
+        self._skip = 0
+        if self._transport.is_closing():
+            return
+        if self._holds:
+            self._holds.clear()
+            self._transport.resume_reading()
+        self._transport.write_eof()  # after what is still to be sent
+        self._over = self._loop.time() + LINGER
+        self._quiet()
+
+    def _quiet(self) -> None:
+        self._timer.cancel()
+        left = self._over - self._loop.time()
+        if left > 0:
+            self._timer = self._loop.call_later(min(QUIET, left), self._close)
+        else:
+            self._close()
+
+    def _close(self) -> None:
+        if self._transport.get_write_buffer_size():
+            if self._loop.time() < self._over:
+                self._quiet()
+                return
+            self._transport.abort()  # it does not take its answers, and has had its time
+        self._transport.close()
+
+    async def stop(self) -> None:
+        """Read no further; what was read is stored and answered, reads that wait are told, then FIN."""
+        self._hold("stop")
+        for task in self._reads:
+            task.cancel()
+        while (self._appends or self._reads) and self._state is not State.ENDING:
+            self._settled = self._settled or self._loop.create_future()
+            await asyncio.shield(self._settled)
+        self.end("")
+
+    def _settle(self) -> None:
+        if self._settled is not None and (self._state is State.ENDING or not (self._appends or self._reads)):
+            self._settled.set_result(None)
+            self._settled = None

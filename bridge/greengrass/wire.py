@@ -1,0 +1,124 @@
+"""Frames and replies of the Stream Manager protocol. Pure functions over bytes, no sockets.
+
+    connection  = version byte 0x01, then frames, in either direction
+    frame       = length i32 big-endian (of what follows) | operation i8 | body: one CBOR map
+
+The first frame of a client is Connect. Every request carries a `requestId`, and its reply repeats it
+with a `status`. Enumerations travel as numbers. A reply never carries null, and only keys and numbers
+that the SDK of the negotiated protocol version knows: one that it does not know ends the reader inside
+the SDK, and every later call of that client hangs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from bridge.greengrass import cbor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from bridge.streams.segment import Message
+
+CONNECT_VERSION = 1
+VERSIONS = ("1.1.0", "1.0.0")  # of the protocol, the preferred one first
+HEADER = 5
+LARGEST_LEGAL = 1 << 30  # what the SDKs allow a frame to announce
+
+
+class Op(IntEnum):
+    """The operations that a client may ask for."""
+
+    CONNECT = 1
+    CREATE = 2
+    DELETE = 3
+    APPEND = 4
+    READ = 5
+    LIST = 11
+    DESCRIBE = 13
+    UPDATE = 15
+
+
+CONNECT_RESPONSE = 6
+UNKNOWN_OPERATION_ERROR = 17
+REPLY_TO = {
+    Op.CONNECT: CONNECT_RESPONSE, Op.CREATE: 7, Op.DELETE: 8, Op.APPEND: 9, Op.READ: 10,
+    Op.LIST: 12, Op.DESCRIBE: 14, Op.UPDATE: 16,
+}  # fmt: skip
+
+
+class Status(IntEnum):
+    """Response statuses that the protocol itself needs; the others come with the errors."""
+
+    SUCCESS = 0
+    UNKNOWN_FAILURE = 1
+    UNAUTHORIZED = 2
+    INVALID_REQUEST = 3
+    REQUEST_TOO_LARGE = 4
+    RESPONSE_TOO_LARGE = 7
+    UNSUPPORTED_CONNECT_VERSION = 8
+    UNEXPECTED_OPERATION = 9
+    UNSUPPORTED_PROTOCOL_VERSION = 10
+    INVALID_PROTOCOL_VERSION = 11
+    NOT_ENOUGH_MESSAGES = 13
+    UNKNOWN_OPERATION = 18
+
+
+# Statuses that came with protocol 1.1.0, and what a 1.0.0 client is told instead.
+_FOR_OLD = {15: 1, 16: 1, 17: 3, 18: 1}
+
+
+def frame(op: int, body: bytes) -> bytes:
+    """A whole frame in one piece: the Python SDK misreads a length that arrives in two."""
+    return (len(body) + 1).to_bytes(4, "big") + bytes((op,)) + body
+
+
+def reply(op: Op, request_id: str, result: dict[str, Any]) -> bytes:
+    """The frame of a successful reply."""
+    return frame(REPLY_TO[op], cbor.encode({"requestId": request_id, "status": 0, **result}))
+
+
+def failure(op: int, request_id: str, status: int, text: str, version: str = VERSIONS[0]) -> bytes:
+    """The frame of an error reply; an operation that there is not gets the reply made for that."""
+    if version == "1.0.0":
+        status = _FOR_OLD.get(status, status)
+    to = REPLY_TO[Op(op)] if op in REPLY_TO else UNKNOWN_OPERATION_ERROR
+    return frame(to, cbor.encode({"requestId": request_id, "status": status, "errorMessage": text}))
+
+
+_APPENDED = cbor.encode("status") + b"\0" + cbor.encode("sequenceNumber")
+_REQUEST_ID = cbor.encode("requestId")
+
+
+def appended(request_id: str, number: int) -> bytes:
+    """The reply to an append; as `reply`, but it is made for each message."""
+    text = request_id.encode()
+    body = b"".join((b"\xa3", _REQUEST_ID, cbor.head(3, len(text)), text, _APPENDED, cbor.head(0, number)))
+    return (len(body) + 1).to_bytes(4, "big") + b"\x09" + body
+
+
+_SEQUENCE_NUMBER = cbor.encode("sequenceNumber")
+_INGEST_TIME = cbor.encode("ingestTime")
+_PAYLOAD = cbor.encode("payload")
+
+
+def read(request_id: str, stream: str, messages: Sequence[Message]) -> bytes:
+    """The reply to a read. The parts of a message that do not change are encoded once."""
+    before = b"\xa4" + cbor.encode("streamName") + cbor.encode(stream) + _SEQUENCE_NUMBER
+    head = cbor.head
+    text = request_id.encode()
+    opening = b"".join((b"\xa3", _REQUEST_ID, head(3, len(text)), text, cbor.encode("status"), b"\0"))
+    parts = [b"", opening, cbor.encode("messages"), head(4, len(messages))]
+    add = parts.append
+    time, between = -1, b""
+    for number, ingest_time, _, payload, _ in messages:
+        if ingest_time != time:
+            time, between = ingest_time, _INGEST_TIME + head(0, ingest_time) + _PAYLOAD
+        add(before)
+        add(head(0, number))
+        add(between)
+        add(head(2, len(payload)))
+        add(payload)
+    parts[0] = (sum(map(len, parts)) + 1).to_bytes(4, "big") + b"\x0a"
+    return b"".join(parts)

@@ -1,0 +1,158 @@
+"""readMessages: finding what is asked for, waiting for what is not there yet.
+
+* A read returns at least its minimum, or fails. Beyond the minimum it returns what one step gives
+  (`STEP` bytes), so that a large maximum costs neither much memory nor other clients' time; between
+  steps the event loop has its turn.
+* A read that waits is woken by the commit that completes its minimum (see waiting.py), and answered
+  strictly inside its time.
+* Per stream one reader is kept open, since to open one costs more than a small read. One that was not
+  used lately is closed: an open file that retention has deleted still takes its room on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from bridge.errors import CorruptData, InvalidRequest, NotEnoughMessages, ResponseTooLarge, StreamNotFound
+from bridge.model import MAX_INT32, MAX_INT64, MAX_MILLIS
+from bridge.streams.reader import StreamReader
+from bridge.streams.segment import Message
+from bridge.streams.stream import Stream
+from bridge.topics import matches
+from bridge.waiting import Waiting
+
+MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
+STEP = 16 * 1024 * 1024
+
+
+class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True):
+    """How to read; the SDK's class of this name, with our `topic` filter."""
+
+    desired_start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
+    min_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] = 1
+    max_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    read_timeout_millis: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] = 0
+    topic: str | None = None
+
+
+class Reads:
+    """Carries out reads of all streams. For the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.waiting = Waiting()
+        self._readers: dict[Stream, StreamReader] = {}
+        self._used: set[Stream] = set()
+
+    async def wait(self, stream: Stream, options: ReadMessagesOptions) -> None:
+        """Wait until the minimum is there or the time is over; for a front end that reads later."""
+        deadline = _deadline(options)
+        if deadline is not None:
+            start = max(options.desired_start_sequence_number, stream.oldest)
+            await self.waiting.until(stream, start + options.min_message_count, deadline)
+
+    async def read(self, stream: Stream, options: ReadMessagesOptions, max_bytes: int) -> list[Message]:
+        """Raises InvalidRequest, NotEnoughMessages, ResponseTooLarge, StreamNotFound or CorruptData."""
+        least = options.min_message_count
+        if (options.max_message_count or least) < least:
+            raise InvalidRequest(
+                f"maxMessageCount {options.max_message_count} is less than minMessageCount {least}"
+            )
+        deadline = _deadline(options)
+        found: list[Message] = []
+        position = options.desired_start_sequence_number
+        while True:
+            position = max(position, stream.oldest)
+            if deadline is not None:
+                await self.waiting.until(stream, position + least - len(found), deadline)
+                if stream.closed:
+                    raise StreamNotFound(f"stream {stream.name!r} was deleted while a read waited")
+            position = await self._read_on(stream, options, found, position, max_bytes)
+            if len(found) >= least:
+                return found
+            if deadline is None or asyncio.get_running_loop().time() >= deadline:
+                raise _not_enough(stream, options, len(found))
+
+    async def _read_on(
+        self,
+        stream: Stream,
+        options: ReadMessagesOptions,
+        found: list[Message],
+        position: int,
+        max_bytes: int,
+    ) -> int:
+        """Read from `position` into `found`; returns where to read on."""
+        least = options.min_message_count
+        most = options.max_message_count or least
+        size = sum(len(row.payload) + len(row.topic) for row in found)
+        while len(found) < most and position < stream.next_sequence:
+            rows = self._rows(stream, position, most - len(found), min(STEP, max_bytes))
+            if not rows:
+                return stream.next_sequence
+            after = rows[-1].sequence_number + 1
+            if options.topic is not None:
+                rows = [row for row in rows if matches(options.topic, row.topic.decode())]
+            fresh = sum(len(row.payload) + len(row.topic) for row in rows)
+            if found and size + fresh > max_bytes:
+                if len(found) < least:
+                    raise ResponseTooLarge(
+                        f"stream {stream.name!r}: the {least} messages asked for are more than the "
+                        f"{max_bytes} bytes that a reply may hold; ask for fewer"
+                    )
+                break
+            position = after
+            found += rows
+            size += fresh
+            if len(found) >= least and (options.topic is None or size >= STEP):
+                break
+            await asyncio.sleep(0)
+        return position
+
+    def _rows(self, stream: Stream, position: int, most: int, max_bytes: int) -> list[Message]:
+        if stream.closed:
+            return []
+        reader = self._readers.get(stream)
+        if reader is None:
+            reader = self._readers[stream] = stream.reader()
+        self._used.add(stream)
+        end = stream.next_sequence
+        try:
+            return reader.read(position, end=end, max_messages=most, max_bytes=max_bytes)
+        except CorruptData as error:
+            if not stream.heal(error.segment):
+                raise
+            return reader.read(position, end=end, max_messages=most, max_bytes=max_bytes)
+
+    def gone(self, stream: Stream) -> None:
+        """A stream is deleted, or its settings have changed: whoever waits for it looks again."""
+        self.waiting.wake_all(stream)
+        self._close(stream)
+
+    def tidy(self) -> None:
+        """Close the readers that were not used since the last call."""
+        for stream in self._readers.keys() - self._used:
+            self._close(stream)
+        self._used.clear()
+
+    def _close(self, stream: Stream) -> None:
+        reader = self._readers.pop(stream, None)
+        if reader is not None:
+            reader.close()
+
+
+def _deadline(options: ReadMessagesOptions) -> float | None:
+    """The loop's time at which a wait must end: a reply that comes late ends the SDK's client."""
+    if not options.read_timeout_millis:
+        return None
+    return asyncio.get_running_loop().time() + max(0.0, options.read_timeout_millis * 0.95 - 20) / 1000
+
+
+def _not_enough(stream: Stream, options: ReadMessagesOptions, number: int) -> NotEnoughMessages:
+    start, newest = options.desired_start_sequence_number, stream.next_sequence - 1
+    if start > newest:
+        why = f"the desired start {start} is greater than the last sequence number {newest}"
+    else:
+        why = f"{number} of the {options.min_message_count} messages asked for are there"
+    return NotEnoughMessages(f"stream {stream.name!r}: {why}")
