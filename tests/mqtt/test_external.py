@@ -82,7 +82,7 @@ def test_what_devices_publish_at_the_broker_is_stored(tmp_path: Path, protocol: 
             if protocol == "5":
                 assert decoded((await bridge.stored())[0].headers) == {"user": [["unit", "K"]]}
             bridge.stream("later", "later/#")
-            # The new subscription is on its way to the broker; what is published before it arrives is nobody's.
+            # The new subscription is on its way; what the broker gets before it is nobody's.
             while bridge.manager.describe("later").storage_status.newest_sequence_number < 0:
                 await asyncio.to_thread(device.publish, "later/x", b"x")
             device.close()
