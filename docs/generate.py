@@ -289,8 +289,8 @@ def metric_list() -> str:
             "`GET /metrics` on `[http] listen` gives these in the text format of Prometheus. "
             "[Monitor](../howto/monitoring.md) has a scrape configuration, alerts and a dashboard.",
             "Counters begin at zero when the service starts, unless their text says otherwise. A `reason` "
-            "appears with the first message that it counts. `front_end` is the door that clients use: "
-            "`mqtt`. Beside these there are the usual `process_*` metrics of the service's process.",
+            "appears with the first message that it counts. `front_end` is the door that clients use, `mqtt` "
+            "or `greengrass`. Beside these there are the usual `process_*` metrics of the service's process.",
             "| metric | type | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows),
         ]
     )

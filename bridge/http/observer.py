@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from bridge.errors import CorruptData
 from bridge.http.state import DROPS, Client, ExportState, State, StreamState, limits_of
@@ -50,6 +50,11 @@ class FrontEnd(Protocol):
 
     def stats(self) -> dict[str, int]:
         """Its counters since the start; `connections` and `sessions` are those of now."""
+
+
+@runtime_checkable
+class Devices(Protocol):
+    """What is asked of a front end for devices."""
 
     def clients(self, most: int) -> Sequence[tuple[str, str | None, str, str]]:
         """Connected clients, at most so many: id, user, address, protocol."""
@@ -90,6 +95,7 @@ class Observer:
     ) -> None:
         self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
         self._front_ends = front_ends
+        self._devices = {name: one for name, one in front_ends.items() if isinstance(one, Devices)}
         self.phase = "starting"
         self.points: deque[Point] = deque(maxlen=KEPT)
         self._version = _version()
@@ -211,7 +217,7 @@ class Observer:
             streams=[self._stream(name, now, before) for name in self._manager.names()],
             exports=[export for name in self._manager.names() for export in self._exports_of(name)],
             clients=self._clients(),
-            connections=sum(counted.get("connections", 0) for counted in counts.values()),
+            connections=sum(counts[name].get("connections", 0) for name in self._devices),
             counts=counts,
             not_opened=[path.name for path in store.unreadable],
             worker_running=self._exports.pid is not None,
@@ -285,7 +291,7 @@ class Observer:
 
     def _clients(self) -> list[Client]:
         found: list[Client] = []
-        for name, front_end in self._front_ends.items():
+        for name, front_end in self._devices.items():
             for client, user, address, protocol in front_end.clients(CLIENTS - len(found)):
                 found.append(Client(id=client, user=user, address=address, protocol=protocol, listener=name))
         return found
