@@ -96,6 +96,8 @@ class Store:
                 "belongs to somebody else or is open to others; set gateway.memory_dir",
                 str(memory_dir),
             )
+        if memory_dir.absolute() == link.absolute():
+            return memory_dir  # it was put where the link would be
         if not link.is_symlink() or link.readlink() != memory_dir:
             if link.is_dir() and not link.is_symlink():
                 shutil.rmtree(link)  # a copy of a data directory may have made the link a directory

@@ -1,0 +1,287 @@
+"""What the store costs: append, read, start, many streams; beside SQLite, Redis Streams and NATS JetStream.
+
+    python benchmarks/streams.py [--rounds 3] [--seconds 0.5] [--backlogs 1,100,1000] [--output DIR]
+
+Every setting runs in turn for each system, in one run on one machine, `--rounds` times; medians are kept.
+Writes streams.json and streams.png to the output directory and prints the tables. Peers that are not
+installed are left out (apt-get install redis-server nats-server).
+
+Caveats. Redis and NATS are servers: a socket lies between them and this process, as it would in use;
+streambridge and SQLite run in this process. Without sync, each system acknowledges after write() (Redis:
+everysec; NATS: its default). NATS 2.9 cannot sync before it acknowledges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import peers
+
+from bridge.manager import committed
+from bridge.streams.layout import Files
+from bridge.streams.meta import Settings
+from bridge.streams.store import Store
+
+GROUPS = (1, 10, 100)
+SIZES = (128, 1024, 65536)
+
+
+class Ours:
+    """One stream of a store, driven through its public methods on an event loop."""
+
+    def __init__(self, directory: Path, sync: bool, files: Files | None = None) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.directory, self.files = directory, files
+        self.loop.run_until_complete(self._open())
+        if "m" not in self.store.streams:
+            self.store.create("m", Settings(flush=sync, max_size=1 << 50), b"{}")
+        self.stream = self.store.streams["m"]
+        self.topic = peers.TOPIC.encode()
+        self.reader = self.stream.reader()
+
+    async def _open(self) -> None:
+        self.store = Store(
+            self.directory, self.directory / "tmpfs", on_event=lambda *what: None, files=self.files
+        )
+
+    def append(self, payloads: list[bytes]) -> None:
+        self.loop.run_until_complete(self._append(payloads))
+
+    async def _append(self, payloads: list[bytes]) -> None:
+        append, topic = self.stream.append, self.topic
+        for payload in payloads:
+            append(topic, payload)
+        await committed(self.stream)
+
+    async def many(self, payloads: list[bytes], until: float) -> int:
+        """Append groups one after the other on the loop itself, as a front end does."""
+        groups = 0
+        while time.perf_counter() < until:
+            await self._append(payloads)
+            groups += 1
+        return groups
+
+    def read(self, start: int, count: int) -> int:
+        rows = self.reader.read(start, end=self.stream.next_sequence, max_messages=count, max_bytes=1 << 40)
+        return len(rows)
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.store.close())
+        self.loop.close()
+
+
+@contextmanager
+def ours(directory: Path, sync: bool) -> Iterator[Ours]:
+    """Our own store in a new directory."""
+    store = Ours(directory, sync)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def place() -> Iterator[Path]:
+    """A new directory on the disk."""
+    path = Path(tempfile.mkdtemp(prefix="bench-", dir=Path.cwd()))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def appends(peer: peers.Peer, group: int, size: int, seconds: float) -> float:
+    """Messages appended per second."""
+    payloads = [b"x" * size] * group
+    peer.append(payloads)
+    began = time.perf_counter()
+    if isinstance(peer, Ours):
+        done = peer.loop.run_until_complete(peer.many(payloads, began + seconds))
+    else:
+        done = 0
+        while time.perf_counter() < began + seconds:
+            peer.append(payloads)
+            done += 1
+    return done * group / (time.perf_counter() - began)
+
+
+def reads(peer: peers.Peer, number: int) -> float:
+    """Messages read per second, in batches of 1,000, from the first of `number` to the last."""
+    for _ in range(number // 1000):
+        peer.append([b"x" * 128] * 1000)
+    began = time.perf_counter()
+    position = 0
+    while position < number:
+        position += peer.read(position, 1000)
+    return number / (time.perf_counter() - began)
+
+
+def compare(rounds: int, seconds: float) -> list[dict[str, object]]:
+    """Append and read rates of every system at every setting: medians over the rounds."""
+    systems: dict[str, tuple[Callable[..., object], tuple[bool, ...]]] = {
+        "streambridge": (ours, (False, True))
+    }
+    systems |= peers.installed()
+    found: dict[tuple[object, ...], list[float]] = {}
+    for _ in range(rounds):
+        for sync in (False, True):
+            for size in SIZES:
+                for group in GROUPS:
+                    for name, (start, modes) in systems.items():
+                        if sync in modes:
+                            with place() as directory, start(directory, sync) as peer:  # type: ignore[attr-defined]
+                                rate = appends(peer, group, size, seconds)
+                            found.setdefault(("append", sync, size, group, name), []).append(rate)
+        for name, (start, _) in systems.items():
+            with place() as directory, start(directory, False) as peer:  # type: ignore[attr-defined]
+                found.setdefault(("read", False, 128, 1000, name), []).append(reads(peer, 100_000))
+    keys = ("what", "sync", "size", "group", "system")
+    return [
+        dict(zip(keys, key, strict=True)) | {"per_second": round(statistics.median(rates))}
+        for key, rates in found.items()
+    ]
+
+
+class Counting(Files):
+    """Counts the bytes that are read."""
+
+    bytes_read = 0
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        data = super().read(fd, size, offset)
+        self.bytes_read += len(data)
+        return data
+
+
+def backlogs(megabytes: list[int], seconds: float) -> list[dict[str, object]]:
+    """With so much in a stream already: the cost of a start, an append and a read."""
+    rows = []
+    for size in megabytes:
+        with place() as directory:
+            store = Ours(directory, sync=False)
+            payloads = [b"x" * 1000] * 1000
+            for _ in range(size):
+                store.append(payloads)
+            store.close()
+            starts = []
+            for _ in range(5):
+                counting = Counting()
+                began = time.perf_counter()
+                store = Ours(directory, sync=False, files=counting)
+                starts.append(time.perf_counter() - began)
+                read = counting.bytes_read
+                if len(starts) < 5:
+                    store.close()
+            rate = appends(store, 100, 128, seconds)
+            began = time.perf_counter()
+            for number in range(1000):
+                store.read(number * 997 % (size * 1000), 10)
+            each = (time.perf_counter() - began) / 1000
+            store.close()
+        rows.append(
+            {
+                "backlog_mb": size,
+                "start_ms": round(min(starts) * 1000, 2),
+                "bytes_read_at_start": read,
+                "append_us": round(1e6 / rate, 2),
+                "random_read_of_10_us": round(each * 1e6, 1),
+            }
+        )
+    return rows
+
+
+def many_streams(numbers: list[int], seconds: float) -> list[dict[str, object]]:
+    """Appends over so many streams in turn, groups of 100 messages in each."""
+    rows = []
+    for number in numbers:
+        with place() as directory:
+            store = Ours(directory, sync=False)
+            streams = [store.store.create(f"s{n}", Settings(), b"{}") for n in range(number)]
+
+            async def work(streams: list[object] = streams) -> float:  # type: ignore[assignment]
+                done, at, began = 0, 0, time.perf_counter()
+                while time.perf_counter() < began + seconds:
+                    stream = streams[at % len(streams)]
+                    for _ in range(100):
+                        stream.append(b"t", b"x" * 128)  # type: ignore[attr-defined]
+                    await committed(stream)  # type: ignore[arg-type]
+                    done, at = done + 100, at + 1
+                return (time.perf_counter() - began) / done
+
+            rows.append(
+                {"streams": number, "append_us": round(store.loop.run_until_complete(work()) * 1e6, 2)}
+            )
+            store.close()
+    return rows
+
+
+def show(title: str, rows: list[dict[str, object]]) -> None:
+    """Print rows as a table."""
+    print(f"\n{title}")
+    names = list(rows[0])
+    widths = [max(len(name), *(len(f"{row[name]}") for row in rows)) for name in names]
+    for row in [dict(zip(names, names, strict=True)), *rows]:
+        print("  ".join(f"{row[name]!s:>{width}}" for name, width in zip(names, widths, strict=True)))
+
+
+def draw(rows: list[dict[str, object]], path: Path) -> None:
+    """Bars of appends per second at 128 bytes, by system and group."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, both = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    for axes, sync in zip(both, (False, True), strict=True):
+        mine = [r for r in rows if r["what"] == "append" and r["sync"] is sync and r["size"] == 128]
+        names = list(dict.fromkeys(str(r["system"]) for r in mine))
+        for place_, name in enumerate(names):
+            rates = [r["per_second"] for r in mine if r["system"] == name]
+            axes.bar([g + place_ * 0.2 for g in range(len(rates))], rates, 0.19, label=name)
+        axes.set(
+            yscale="log",
+            title="synced before acknowledged" if sync else "written",
+            xlabel="messages per group",
+        )
+        axes.set_xticks([g + 0.3 for g in range(len(GROUPS))], [str(g) for g in GROUPS])
+        axes.legend(frameon=False)
+    both[0].set_ylabel("messages per second (128 B)")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run everything."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
+    parser.add_argument(
+        "--backlogs", default="1,100,1000", help="MB, separated by commas; 10000 needs 10 GB of disk"
+    )
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    result = {
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "compare": compare(options.rounds, options.seconds),
+        "backlogs": backlogs([int(size) for size in options.backlogs.split(",")], options.seconds),
+        "streams": many_streams([1, 10, 100, 1000], options.seconds),
+    }
+    (options.output / "streams.json").write_text(json.dumps(result, indent=1))
+    show("Messages per second (medians)", result["compare"])  # type: ignore[arg-type]
+    show("By backlog", result["backlogs"])  # type: ignore[arg-type]
+    show("By number of streams", result["streams"])  # type: ignore[arg-type]
+    draw(result["compare"], options.output / "streams.png")  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()
