@@ -107,9 +107,7 @@ def watched(spark: SparkSession, what: str, every: float = 5.0) -> Iterator[None
         while not ended.wait(every):
             infos = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
             for info in filter(None, infos):
-                print(
-                    f"{what}: {info.numCompletedTasks} of {info.numTasks} tasks", file=sys.stderr, flush=True
-                )
+                sys.stderr.write(f"{what}: {info.numCompletedTasks} of {info.numTasks} tasks\n")
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

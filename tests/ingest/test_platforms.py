@@ -135,7 +135,15 @@ def test_the_data_source_gives_every_number_once(spark: Any, bucket: Place) -> N
     with_qos = reader.schema("sequence_number bigint, qos bigint").load(bucket.url)
     assert with_qos.where("qos = 1").count() == 100
 
-    gateway.export(150, 159, data=b"broken")
+
+def test_the_data_source_fails_at_a_bad_object_or_passes_it_over(spark: Any, landing: Place) -> None:
+    pytest.importorskip("pyspark.sql.datasource", reason="Python data sources need Spark 4.0")
+    from bridge.ingest.source import register
+
+    register(spark)
+    Gateway(landing).export(0, 9)
+    Gateway(landing).export(10, 19, data=b"broken")
+    reader = spark.read.format("streambridge")
     with pytest.raises(Exception, match="badObjects"):
-        reader.load(bucket.url).count()
-    assert reader.option("badObjects", "skip").load(bucket.url).count() == 150
+        reader.load(landing.url).count()
+    assert reader.option("badObjects", "skip").load(landing.url).count() == 10
