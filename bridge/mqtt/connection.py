@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.packets import Will
     from bridge.mqtt.router import Route
     from bridge.mqtt.sessions import Session
-    from bridge.mqtt.store import Committer
+    from bridge.mqtt.store import Committer, Stream
 
 log = logging.getLogger(__name__)
 
@@ -67,12 +67,13 @@ class State(enum.Enum):
 class Batch:
     """What one read from the socket is to be answered with, once what it touched is committed."""
 
-    __slots__ = ("acks", "close", "connection", "error", "ids", "lasting", "touched", "waiting")
+    __slots__ = ("acks", "close", "connection", "error", "ids", "lasting", "streams", "touched", "waiting")
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.acks = bytearray()
         self.touched: dict[Committer, None] = {}
+        self.streams: tuple[Stream, ...] = ()  # those of its last QoS 2 message
         self.ids: list[int] = []  # QoS 2 ids that count as used only if the commit succeeds
         self.lasting: Session | None = None  # the session whose journal is to hold these ids
         self.waiting = 0
@@ -91,6 +92,8 @@ class Batch:
             journal = self.connection.lane.journal
             for packet_id in self.ids:
                 journal.received(session, packet_id)
+            for stream in self.streams:
+                journal.marked(stream.name, stream.next_sequence)
             journal.after_commit(self.done)
             return
         self.connection.settle()
@@ -253,6 +256,11 @@ class Connection(asyncio.Protocol):
     def unsettled(self) -> bool:
         """Whether a commit is still awaited for something that it published."""
         return bool(self._batches)
+
+    @property
+    def unstored_ids(self) -> set[int]:
+        """QoS 2 ids in use whose messages are not known to be stored yet."""
+        return {packet_id for batch in self._batches if batch.lasting is not None for packet_id in batch.ids}
 
     async def settled(self) -> None:
         """Wait until everything that it published is committed, or has failed to be."""

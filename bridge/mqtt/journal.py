@@ -121,7 +121,14 @@ class Released(Record, frozen=True, tag=9):
     id: int
 
 
-Any_ = Opened | Ended | Subscribed | Unsubscribed | Queued | Settled | Retained | Received | Released
+class Marked(Record, frozen=True, tag=10):
+    """The QoS 2 messages of a stream below number `upto` have their ids in the journal."""
+
+    stream: str
+    upto: int
+
+
+Any_ = Opened | Ended | Subscribed | Unsubscribed | Queued | Settled | Retained | Received | Released | Marked
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
 
@@ -131,6 +138,7 @@ class Journal:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self.marks: dict[str, int] = {}
         self.snapshot: Callable[[], Iterable[Record]] = tuple
         self._fd = -1
         self._size = self._least = 0  # bytes in the file now, and right after the last snapshot
@@ -177,6 +185,11 @@ class Journal:
     def received(self, session: Session, packet_id: int) -> None:
         """A persistent session uses a QoS 2 packet id."""
         self._add(Received(session.client_id, packet_id))
+
+    def marked(self, stream: str, upto: int) -> None:
+        """The ids of QoS 2 messages that a stream holds below a number have been given to the journal."""
+        self.marks[stream] = upto
+        self._add(Marked(stream, upto))
 
     def released(self, session: Session, packet_id: int) -> None:
         """A persistent session has released a QoS 2 packet id."""

@@ -23,7 +23,7 @@ from bridge.mqtt.delivery import AmqttDelivery
 from bridge.mqtt.journal import Journal
 from bridge.mqtt.packets import NOT_AUTHORIZED, SERVER_SHUTTING_DOWN
 from bridge.mqtt.publishing import publish_will
-from bridge.mqtt.recovery import recover, snapshot
+from bridge.mqtt.recovery import find_stored_ids, recover, snapshot
 from bridge.mqtt.router import Router
 from bridge.mqtt.sessions import Session, Sessions
 from bridge.mqtt.settings import parse_address
@@ -90,6 +90,7 @@ class Lane:
         if self.config.tls is not None:
             self._tls = tls_context(self.config.tls)
         recover(self.journal.read(), self)
+        await find_stored_ids(self)
         self.journal.snapshot = lambda: snapshot(self)
         self.journal.open()
         self.manager.on_pressure.append(self._pressure)

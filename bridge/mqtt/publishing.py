@@ -124,6 +124,7 @@ def publish(
         batch.ids.append(number)
         if session.persistent:
             batch.lasting = session
+            batch.streams = tuple({*batch.streams, *route.streams})
 
 
 def publish_v5(

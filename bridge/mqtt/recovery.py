@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from bridge.errors import NotEnoughMessages
+from bridge.mqtt import headers
 from bridge.mqtt.journal import (
     Ended,
+    Marked,
     Opened,
     Queued,
     Received,
@@ -22,12 +25,16 @@ from bridge.mqtt.journal import (
 from bridge.mqtt.message import Message, Subscription
 from bridge.mqtt.outbox import Outgoing
 from bridge.mqtt.packets import text
+from bridge.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from bridge.mqtt.lane import Lane
     from bridge.mqtt.sessions import Session
+
+
+LAST_MESSAGES = 10_000  # of a stream that are looked through at most
 
 
 class _Saved:
@@ -70,6 +77,8 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
                     lane.router.retained[text(topic)] = _message(record, record.qos, retain=True)
                 else:
                     lane.router.retained.pop(text(topic), None)
+            case Marked(stream, upto):
+                lane.journal.marks[stream] = upto
             case Received(client, packet_id) if client in saved:
                 saved[client].incoming.add(packet_id)
             case Released(client, packet_id) if client in saved:
@@ -90,6 +99,32 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
         lane.sessions.leave(session)
 
 
+async def find_stored_ids(lane: Lane) -> None:
+    """Find QoS 2 messages that a stream holds, but whose ids did not reach the journal before the end.
+
+    Their headers have client and id. Only streams with such messages are read, from the mark on.
+    """
+    for name, upto in list(lane.journal.marks.items()):
+        if name not in lane.manager.definitions:
+            del lane.journal.marks[name]
+            continue
+        start = max(upto, lane.manager.stream(name).next_sequence - LAST_MESSAGES)
+        options = ReadMessagesOptions(desired_start_sequence_number=start, max_message_count=LAST_MESSAGES)
+        try:
+            messages = await lane.manager.read(name, options)
+        except NotEnoughMessages:
+            continue  # the usual case: nothing behind the mark
+        for message in messages:
+            if message.sequence_number < upto or not message.headers:
+                continue
+            kept = headers.decode(message.headers)
+            session = lane.sessions.get(kept.client)
+            if session is not None and kept.id:
+                session.incoming.add(kept.id)
+                session.restored |= {kept.id}
+        lane.journal.marks[name] = lane.manager.stream(name).next_sequence
+
+
 def snapshot(lane: Lane) -> Iterator[Record]:
     """The records that make everything that is alive now."""
     waiting: dict[int, tuple[Message, list[tuple[Session, Outgoing]]]] = {}
@@ -99,7 +134,8 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         yield Opened(session.client_id, session.identity.user, session.expiry, session.left)
         for subscription in session.subscriptions.values():
             yield Subscribed(session.client_id, subscription)
-        for packet_id in session.incoming:
+        unstored = session.last.unstored_ids if session.last is not None else set()
+        for packet_id in session.incoming - unstored:
             yield Received(session.client_id, packet_id)
         for out in session.outbox.pending():
             if out.number:
@@ -109,6 +145,8 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         yield queued_record(message, number, copies)
     for message in lane.router.retained.values():
         yield retained_record(message)
+    for stream, upto in lane.journal.marks.items():
+        yield Marked(stream, upto)
 
 
 def _message(record: Queued | Retained, qos: int, *, retain: bool) -> Message:

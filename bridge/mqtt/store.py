@@ -24,6 +24,10 @@ class Stream(Committer, Protocol):
     def name(self) -> str:
         """The stream's name."""
 
+    @property
+    def next_sequence(self) -> int:
+        """The number after the newest committed message."""
+
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
         """Add a message to the group that is being gathered, or raise a StreamError at once."""
 
