@@ -114,7 +114,14 @@ class Service:
             self._manager = manager = StreamManager(store, registry, exports)
             self._reconcile(config)
             self._front_end = front_end = MqttFrontEnd(config.mqtt, manager)
-            observer = Observer(gateway.id, gateway.data_dir, manager, exports, {"mqtt": front_end})
+            greengrass = GreengrassFrontEnd(config.greengrass, manager, gateway.data_dir)
+            observer = Observer(
+                gateway.id,
+                gateway.data_dir,
+                manager,
+                exports,
+                {"mqtt": front_end, "greengrass": greengrass},
+            )
             addresses: list[str] = []
             if config.http.listen:  # opened first and closed last, to show a start and a stop that take time
                 page: FrontEnd = HttpFrontEnd(config.http.listen, observer)
@@ -122,7 +129,6 @@ class Service:
                 stack.push_async_callback(page.stop)
             await exports.start()
             stack.push_async_callback(exports.stop, STOP_EXPORTS)
-            greengrass = GreengrassFrontEnd(config.greengrass, manager, gateway.data_dir)
             addresses += await greengrass.start()
             stack.push_async_callback(greengrass.stop)
             addresses += await front_end.start()
