@@ -16,6 +16,7 @@ gateway's head object is written (see `bridge.export.heads`).
 from __future__ import annotations
 
 import gzip
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -91,7 +92,10 @@ class S3Exporter(Exporter):
             self._options["ServerSideEncryption"] = config.server_side_encryption
         if config.kms_key_id:
             self._options["SSEKMSKeyId"] = config.kms_key_id
-        self._head_is_old = True
+        self._place = (config.endpoint_url, config.bucket, self._prefix)
+        # When the last upload was known to be settled: a head written before does not name it. At
+        # first that is so too: the worker before us may have died before it wrote one.
+        self._settled_at = math.inf
 
     @classmethod
     def check(cls, config: S3Config) -> None:
@@ -113,31 +117,37 @@ class S3Exporter(Exporter):
             self._extension,
         )
         self._put(key, self._encode(batch), self._type)
-        self._head_is_old = True
+        self._settled_at = math.inf
         return ACCEPTED
 
     def idle(self) -> float | None:
         """Write the head object if it is old; one export does it for all to the same place."""
-        if not self._head_is_old:
-            return None
+        if self._settled_at == math.inf:
+            self._settled_at = time.monotonic()
         with _heads_lock:
-            place = (self.config.endpoint_url, self.config.bucket, self._prefix)
-            wait = _written.get(place, -1e9) + self.config.head_interval_millis / 1000 - time.monotonic()
+            if not self._head_is_old():
+                return None
+            last = _written.get(self._place, -math.inf)
+            wait = last + self.config.head_interval_millis / 1000 - time.monotonic()
             if wait > 0:
                 return wait
             self._write_head()
-            _written[place] = time.monotonic()
-        self._head_is_old = False
         return None
 
     def close(self) -> None:
-        if self._head_is_old:
-            self._write_head()
+        with _heads_lock:
+            if self._head_is_old():
+                self._write_head()
+
+    def _head_is_old(self) -> bool:
+        return self._settled_at > _written.get(self._place, -math.inf)
 
     def _write_head(self) -> None:
+        now = time.monotonic()
         here = [export for export in self.context.exports() if self._shares(export.config)]
         document = head_document(self.context.gateway, time.time_ns() // 1_000_000, here)
         self._put(head_key(self.context.gateway), document, "application/json")
+        _written[self._place] = now
 
     def _shares(self, other: ExportConfig) -> bool:
         mine = self.config

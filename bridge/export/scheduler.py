@@ -127,10 +127,12 @@ class Scheduler:
             return not self._running.keys() - self._hung
 
     def finish(self) -> None:
-        """After `stop`: write the cursors of all exports that do not run."""
-        for task in self._tasks:
-            if not task.running and not task.gone:
-                task.finish()
+        """After `stop`: write the cursors of all exports that do not run, and close them."""
+        tasks = [task for task in self._tasks if not task.running and not task.gone]
+        for task in tasks:
+            task.write()
+        for task in tasks:  # only then: with the link down, closing takes its time
+            task.close()
 
     def most_grown(self) -> dict[tuple[str, str], int]:
         """The exports in whose plugins this process has grown most, and by how many bytes.

@@ -399,10 +399,16 @@ class Task:
             log.info("%s: works again", self.label)
             self._scheduler.event("export_recovered", self, "")
 
-    def finish(self) -> None:
-        """Write the cursor and let go of everything; the export is not running."""
+    def write(self) -> None:
+        """Write the cursor if need be; the export is not running."""
+        try:
+            self._write(force=False)
+        except OSError as error:
+            log.error("%s: its position was not written: %s", self.label, error)
+
+    def close(self) -> None:
+        """Let go of everything; the export is not running."""
         self._close()
-        self._write(force=False)
         self._release()
 
     def _release(self) -> None:
