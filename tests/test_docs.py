@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shlex
+import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -185,3 +187,40 @@ def without_times(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_times(one) for key, one in value.items() if key != "ingestTime"}
     return [without_times(one) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_the_tutorial_leads_to_the_table(tmp_path: Path) -> None:
+    if shutil.which("mosquitto_pub") is None:
+        missing = "mosquitto_pub is missing; install it: sudo apt-get install mosquitto-clients"
+        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+    text = (DOCS / "tutorial.md").read_text()
+    for port in ("1883", "9464", "5000"):
+        text = re.sub(rf"\b{port}\b", str(free_port()), text)
+    found: dict[str, list[str]] = {"sh": [], "toml": []}
+    for language, title, block in FENCE.findall(text):
+        if not title:
+            found[language].append(block)
+    (tmp_path / "gateway.toml").write_text("".join(found["toml"]))
+    (tmp_path / "tutorial.sh").write_text("set -u\n" + "".join(found["sh"]))
+    beside = Path(sys.executable).parent
+    (tmp_path / "streambridge").write_text(f'#!/bin/sh\nexec {sys.executable} -m bridge "$@"\n')
+    (tmp_path / "streambridge").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "tutorial.sh"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}:{beside}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert re.search(r"plant-7 +│ sensors +│ +0 │ +100 │ +101 │ +0 ", done.stdout), done.stdout + done.stderr
+    assert done.returncode == 0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
