@@ -13,7 +13,7 @@ demo: venv ## the whole way on real input: devices, streams, S3, Spark table
 	$(BIN)/python examples/demo/run.py
 
 test: venv lint ## what must hold before every commit
-	@.ci/tools java mosquitto strace systemd chromium
+	@.ci/tools java mosquitto strace systemd chromium node
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: venv ## the tests that take minutes
@@ -49,4 +49,4 @@ deb: ## a Debian package of the gateway, in dist/
 	.ci/deb
 
 clean: ## remove what all of this has made
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
