@@ -26,6 +26,7 @@ from bridge.ingest.table import TableOptions, open_sink
 from tests.ingest.conftest import need_java
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_command import ROOT, command
+from tests.ingest.test_crash import holders
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROWS, GATEWAYS = 10_000_000, 200
@@ -140,6 +141,39 @@ def test_the_command_killed_again_and_again_ends_with_every_message_once(tmp_pat
     assert json.loads(done.stdout)["report"]["total"]["rows"] == 120_000
     found = counted(open_sink(TableOptions(warehouse=str(tmp_path / "lake"))))
     assert (found["rows"], found["twice"]) == (120_000, 0)
+
+
+def test_a_killed_executor_is_replaced_and_nothing_is_doubled(tmp_path: Path) -> None:
+    """Executors in processes of their own, as on a cluster; one dies in the middle of its task."""
+    need_java()
+    landing = Place(str(tmp_path / "landing"))
+    gateway = Gateway(landing)
+    for first in range(0, 4000, 100):
+        gateway.export(first, first + 99)
+    last = Path(landing.url) / gateway.export(4000, 4099)
+    content = last.read_bytes()
+    last.unlink()
+    os.mkfifo(last)
+    where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"), "--json")
+    with subprocess.Popen(
+        [sys.executable, "-m", "bridge.ingest.main", *where, "--master", "local-cluster[2,1,1024]"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as running:
+        writer = os.open(last, os.O_WRONLY)  # waits for the worker that reads
+        (worker,) = holders(last) - {os.getpid()}
+        executor = next(parent for parent in psutil.Process(worker).parents() if parent.name() == "java")
+        assert "CoarseGrainedExecutorBackend" in " ".join(executor.cmdline())
+        last.unlink()
+        last.write_bytes(content)
+        executor.kill()
+        os.close(writer)
+        document = json.loads(running.communicate(timeout=300)[0])
+    assert (running.returncode, document["rows"]) == (0, 4100)
+    found = counted(open_sink(TableOptions(warehouse=str(tmp_path / "lake"))))
+    assert (found["rows"], found["twice"]) == (4100, 0)
 
 
 def test_two_commands_at_once_store_every_message_once(tmp_path: Path) -> None:
