@@ -35,6 +35,8 @@ from bridge import (
     ExportConfig,
     Exporter,
     Outcome,
+    Progress,
+    Retry,
     hookimpl,
 )
 from bridge.aws import Body, failure
@@ -42,6 +44,7 @@ from bridge.export.heads import head_document
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, head_key
 
+AGAIN = 0.2  # seconds
 Millis = Annotated[int, Meta(ge=1, le=MAX_MILLIS)]
 
 
@@ -52,8 +55,10 @@ class S3Config(ExportConfig, frozen=True):
     prefix: str = ""
     format: Literal["ndjson", "parquet"] = "ndjson"
     size_hint_bytes: Annotated[int, Meta(ge=1, le=256 * MIB)] = 5 * MIB
-    time_hint_millis: Millis = 300_000
-    head_interval_millis: Millis = 10_000
+    time_hint_millis: AGAIN = 0.2  # seconds
+Millis = 300_000
+    head_interval_millis: AGAIN = 0.2  # seconds
+Millis = 10_000
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
     endpoint_url: str | None = None
     region: str | None = None
@@ -131,20 +136,24 @@ class S3Exporter(Exporter):
             wait = last + self.config.head_interval_millis / 1000 - time.monotonic()
             if wait > 0:
                 return wait
-            self._write_head()
+            try:
+                exports = self.context.exports()
+            except Retry:  # just started: a head that leaves one out would be wrong
+                return AGAIN
+            self._write_head(exports)
         return None
 
     def close(self) -> None:
         with _heads_lock:
             if self._head_is_old():
-                self._write_head()
+                self._write_head(self.context.exports())
 
     def _head_is_old(self) -> bool:
         return self._settled_at > _written.get(self._place, -math.inf)
 
-    def _write_head(self) -> None:
+    def _write_head(self, exports: list[Progress]) -> None:
         now = time.monotonic()
-        here = [export for export in self.context.exports() if self._shares(export.config)]
+        here = [export for export in exports if self._shares(export.config)]
         document = head_document(self.context.gateway, time.time_ns() // 1_000_000, here)
         self._put(head_key(self.context.gateway), document, "application/json")
         _written[self._place] = now

@@ -190,7 +190,10 @@ class Context:
         self.state = state
 
     def exports(self) -> list[Progress]:
-        """The progress of all exports of this kind on the gateway, this one included."""
+        """The progress of all exports of this kind on the gateway, this one included.
+
+        Raises Retry as long as it is not known of all: just after the start.
+        """
         return []
 
     def now(self) -> float:

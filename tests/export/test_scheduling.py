@@ -221,3 +221,23 @@ def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorde
                 assert all(word in str(caught.value) for word in words), caught.value
 
     asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_backlog_of_a_gibibyte_drains_with_bounded_memory(recorder: Path) -> None:
+    async def scenario() -> int:
+        async with running(recorder) as gateway:
+            config = to(recorder, disabled=True)
+            gateway.create("a", {"recorder": [config]}, maxSize=2 << 30)
+            body = bytes(4096)
+            for _ in range(1024):
+                await gateway.append("a", *[body] * 256)
+            gateway.update("a", {"recorder": [{**config, "disabled": False}]}, maxSize=2 << 30)
+            largest = 0
+            while gateway.status("a").last_exported_sequence_number < 1024 * 256 - 1:
+                largest = max(largest, gateway.exports.memory)
+                await asyncio.sleep(0.05)
+            return largest
+
+    assert 0 < asyncio.run(scenario()) < 150 << 20
+    assert numbers(recorder / "out") == list(range(1024 * 256))
