@@ -55,10 +55,8 @@ class S3Config(ExportConfig, frozen=True):
     prefix: str = ""
     format: Literal["ndjson", "parquet"] = "ndjson"
     size_hint_bytes: Annotated[int, Meta(ge=1, le=256 * MIB)] = 5 * MIB
-    time_hint_millis: AGAIN = 0.2  # seconds
-Millis = 300_000
-    head_interval_millis: AGAIN = 0.2  # seconds
-Millis = 10_000
+    time_hint_millis: Millis = 300_000
+    head_interval_millis: Millis = 10_000
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
     endpoint_url: str | None = None
     region: str | None = None
