@@ -20,6 +20,7 @@ The hot path (`_packets`) makes no task, no log line and no system call per mess
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import logging
 from collections import deque
@@ -242,7 +243,8 @@ class Connection(asyncio.Protocol):
         if not self.writable:
             transport.abort()
         elif linger and not transport.is_closing() and transport.can_write_eof():
-            transport.write_eof()
+            with contextlib.suppress(OSError):  # the peer may have gone this very moment
+                transport.write_eof()
             if self._holds:
                 transport.resume_reading()
             self._timer = self.lane.loop.call_later(LINGER, transport.abort)
