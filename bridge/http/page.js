@@ -109,7 +109,7 @@ class Rows {
 function nice(most) {
   if (most <= 4) return 4;
   const power = 10 ** Math.floor(Math.log10(most));
-  return [1, 2, 4, 5, 8, 10].map((n) => n * power).find((n) => n >= most);
+  return [1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10].map((n) => n * power).find((n) => n >= most);
 }
 
 /* Lines over the last hour. `series`: [{name, values, style}], values as long as times, null for a gap. */
