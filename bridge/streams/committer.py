@@ -52,7 +52,8 @@ class Committer:
         for stream in dirty:
             if not stream.busy:  # else the end of its present work starts the next group
                 self._start(stream)
-        self._weigh(dirty)
+        for stream in dirty:
+            self.weigh(stream)
 
     def _start(self, stream: Stream) -> None:
         staged = stream.begin()
@@ -81,7 +82,7 @@ class Committer:
                 )
                 error = await self._write(stream, staged)
         stream.finish(staged, error)
-        self._weigh([stream])
+        self.weigh(stream)
 
     async def _write(self, stream: Stream, staged: Staged) -> OSError | None:
         assert self._loop is not None
@@ -97,12 +98,11 @@ class Committer:
         self._working.add(task)
         task.add_done_callback(self._working.discard)
 
-    def _weigh(self, streams: Iterable[Stream]) -> None:
+    def weigh(self, stream: Stream) -> None:
         """Bring the sum of waiting bytes up to date, and tell of pressure."""
-        for stream in streams:
-            waiting = stream.pending_bytes
-            self._total += waiting - self._waiting.get(stream, 0)
-            self._waiting[stream] = waiting
+        waiting = stream.pending_bytes
+        self._total += waiting - self._waiting.get(stream, 0)
+        self._waiting[stream] = waiting
         pressure = self._total > (LOW if self.under_pressure else HIGH)
         if pressure is not self.under_pressure:
             self.under_pressure = pressure

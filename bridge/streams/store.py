@@ -140,6 +140,7 @@ class Store:
             data,
             known,
             schedule=self.committer.schedule,
+            weigh=self.committer.weigh,
             on_event=self._on_event,
             floor=floor,
         )

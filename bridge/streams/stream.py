@@ -34,6 +34,7 @@ from bridge.streams.retention import Exact
 from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD
 
 Waiter = Callable[[StreamError | None], None]
+WEIGH_EVERY = 256 * 1024  # bytes that the pending group grows by between two looks at back-pressure
 FRAMING = 2 * (FRAME.size + HEADER.size)  # room that a group may need beside its messages
 
 
@@ -53,6 +54,7 @@ class Stream:
         meta: Meta,
         *,
         schedule: Callable[[Stream], None],
+        weigh: Callable[[Stream], None],
         on_event: Callable[[str, str], None],
         floor: int = 0,
     ) -> None:
@@ -80,7 +82,7 @@ class Stream:
         self.error: StreamError | None = None
         self.on_commit: list[Callable[[], None]] = []
         self.busy = self.closed = False
-        self._schedule, self._scheduled = schedule, False
+        self._schedule, self._scheduled, self._weigh = schedule, False, weigh
         self._group, self._waiters = Group(), list[Waiter]()
         self._flight_waiters: list[Waiter] = []
         self._flight_size = 0
@@ -233,8 +235,11 @@ class Stream:
             self._room = settings.max_size - FRAMING
         else:
             self._room = settings.max_size - self.log.total_bytes - self._flight_size - FRAMING
+        self._room = min(self._room, self._group.size + WEIGH_EVERY)
 
     def _admit(self, topic: bytes, data: int, size: int) -> None:
+        self._weigh(self)
+        self._set_room()
         settings = self.settings
         if size + FRAMING > settings.max_size:
             self.count("too_large")
