@@ -68,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._state, self._version = State.NEW, wire.VERSIONS[0]
         self._buffer = bytearray()
-        self._need = 1 + HEADER  # bytes that make the next step possible
+        self._need = 1  # bytes that make the next step possible
         self._skip = 0  # bytes of a frame that is too large, still to be thrown away
         self._skipped: tuple[int, bytes] = (0, b"")  # its operation and its first bytes
         self._holds: set[str] = set()
@@ -380,6 +380,7 @@ class Connection(asyncio.Protocol):
         self._state = State.ENDING
         self._timer.cancel()
         self._buffer.clear()
+        self._front.too_much(self, 0)
         self._skip = 0
         if self._transport.is_closing():
             return
