@@ -1,0 +1,223 @@
+"""The operations of StreamManager: definitions, update rules, describe's numbers, reads, purge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge import plugins
+from bridge.errors import InvalidRequest, StreamFull, StreamNotFound, UpdateNotAllowed
+from bridge.manager import StreamManager
+from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.streams.store import Store
+
+REGISTRY = plugins.load()
+
+
+class NoExports:
+    """The export side, when nothing is exported."""
+
+    def define(self, *_: object) -> None: ...
+    def forget(self, name: str) -> None: ...
+    def committed(self, *_: object) -> None: ...
+    def statuses(self, name: str) -> list[ExportStatus]:
+        return []
+
+    def exported_upto(self, name: str) -> int | None:
+        return None
+
+
+@asynccontextmanager
+async def opened(root: Path) -> AsyncIterator[StreamManager]:
+    store = Store(root / "data", root / "memory", on_event=lambda *what: None)
+    try:
+        yield StreamManager(store, REGISTRY, NoExports())
+    finally:
+        await store.close()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def definition(**more: Any) -> dict[str, Any]:
+    return {"name": "s", "strategyOnFull": 0, **more}
+
+
+def test_defaults_are_those_of_the_sdk(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+            found = manager.describe("s")
+            assert found.definition.max_size == 268_435_456
+            assert found.definition.stream_segment_size == 16_777_216
+            assert found.definition.time_to_live_millis is None
+            assert (found.definition.persistence, found.definition.flush_on_write) == (0, False)
+            status = found.storage_status
+            assert (status.oldest_sequence_number, status.newest_sequence_number) == (0, -1)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"name": ""}, "definition.name"),
+        ({"name": "a/b"}, "definition.name"),
+        ({"name": "x" * 256}, "definition.name"),
+        ({"strategyOnFull": 2}, "definition.strategyOnFull"),
+        ({"maxSize": 1023}, "definition.maxSize"),
+        ({"maxSize": 2**63}, "definition.maxSize"),
+        ({"streamSegmentSize": 1023}, "definition.streamSegmentSize"),
+        ({"streamSegmentSize": 2**31}, "definition.streamSegmentSize"),
+        ({"maxSize": 4096, "streamSegmentSize": 8192}, "larger than maxSize 4096"),
+        ({"timeToLiveMillis": 59_999}, "definition.timeToLiveMillis"),
+        ({"persistence": "File"}, "definition.persistence"),
+        ({"topics": ["a/#/b"]}, r"definition.topics\[0\]"),
+        ({"topics": ["ok", "$SYS/#"]}, r"definition.topics\[1\]"),
+        ({"topics": ["streambridge/x"]}, "does not begin with"),
+        ({"limits": {"maxMessages": 0}}, "definition.limits.maxMessages"),
+        ({"limits": {"maxMesages": 1}}, "maxMesages"),
+        ({"retention": "forever"}, "definition.retention"),
+        ({"exportDefinition": {"kinessis": [{"identifier": "x"}]}}, "did you mean 'kinesis'"),
+        ({"exportDefinition": {"s3": [{"identifier": "x"}]}}, "bucket"),
+    ],
+)
+def test_a_wrong_definition_is_refused_with_the_place_of_the_mistake(
+    tmp_path: Path, more: dict[str, Any], complaint: str
+) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            with pytest.raises(InvalidRequest, match=complaint):
+                manager.create(definition(**more))
+            assert manager.names() == []
+
+    run(work())
+
+
+def test_the_strategy_on_full_must_be_given_and_unknown_keys_are_ignored(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            with pytest.raises(InvalidRequest, match="strategyOnFull"):
+                manager.create({"name": "s"})
+            manager.create(definition(unknownKey=1))
+
+    run(work())
+
+
+def test_create_refuses_a_name_that_exists_and_others_need_one_that_does(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+            with pytest.raises(InvalidRequest, match="exists already"):
+                manager.create(definition())
+            for call in (manager.delete, manager.describe, manager.purge):
+                with pytest.raises(StreamNotFound, match="'x'"):
+                    call("x")  # type: ignore[operator]
+            with pytest.raises(StreamNotFound):
+                manager.update(definition(name="x"))
+
+    run(work())
+
+
+def test_an_update_replaces_the_whole_definition_and_survives_a_restart(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition(maxSize=65536, streamSegmentSize=4096, flushOnWrite=True))
+            manager.update(definition(strategyOnFull=1, topics=["a/#"]))
+        async with opened(tmp_path) as manager:
+            found = manager.describe("s").definition
+            assert found == MessageStreamDefinition(name="s", strategy_on_full=1, topics=["a/#"])  # type: ignore[arg-type]
+            assert [stream.name for stream in manager.bound("a/b")] == ["s"]
+            assert [stream.name for stream in manager.bound("streams/s/x")] == ["s"]
+            assert manager.bound("b") == ()
+
+    run(work())
+
+
+def test_an_update_may_not_change_persistence_nor_make_the_stream_smaller_than_its_content(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition(maxSize=65536, streamSegmentSize=4096))
+            await manager.append_all("s", [b"x" * 1000] * 30)
+            with pytest.raises(UpdateNotAllowed, match=r"definition\.persistence"):
+                manager.update(definition(persistence=1))
+            with pytest.raises(
+                InvalidRequest, match=r"8192 is less than the 3\d{4} bytes"
+            ):
+                manager.update(definition(maxSize=8192, streamSegmentSize=1024))
+            assert manager.describe("s").definition.max_size == 65536
+            manager.update(definition(maxSize=40000, streamSegmentSize=1024))
+            with pytest.raises(StreamFull, match="maxSize 40000"):
+                await manager.append_all("s", [b"x" * 1000] * 30)
+
+    run(work())
+
+
+def test_a_changed_start_of_an_export_must_be_below_the_newest_number(tmp_path: Path) -> None:
+    def with_start(start: int) -> dict[str, Any]:
+        http = {"identifier": "e", "uri": "http://127.0.0.1:1/", "startSequenceNumber": start}
+        return definition(exportDefinition={"http": [http]})
+
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(with_start(0))
+            await manager.append_all("s", [b"x"] * 10)
+            manager.update(with_start(8))
+            manager.update(with_start(8))
+            with pytest.raises(InvalidRequest, match="must be less than the newest sequence number 9"):
+                manager.update(with_start(9))
+
+    run(work())
+
+
+def test_describe_counts_what_is_there_and_list_names_all(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+            manager.create(definition(name="a"))
+            assert await manager.append_all("s", [b"1", b"2", b"3"]) == [0, 1, 2]
+            assert manager.purge("s", upto=1) == 1
+            status = manager.describe("s").storage_status
+            assert (status.oldest_sequence_number, status.newest_sequence_number) == (1, 2)
+            files = sum(path.stat().st_size for path in (tmp_path / "data/streams/s").glob("*.seg"))
+            assert status.total_bytes == files
+            assert manager.names() == ["a", "s"]
+
+    run(work())
+
+
+def test_purge_drops_all_or_up_to_a_number_or_by_topic_and_numbers_go_on(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            stream = manager.create(definition(topics=["t/#"]))
+            for n in range(10):
+                stream.append(b"t/%d" % (n % 2), b"%d" % n)
+            assert await manager.append("s", b"last") == 10
+            assert manager.purge("s", topic="t/1") == 5
+            assert stream.live_messages() == 6
+            assert manager.purge("s", upto=4) == 2
+            assert manager.purge("s") == 4
+            assert stream.live_messages() == 0
+            assert await manager.append("s", b"x") == 11
+            with pytest.raises(InvalidRequest, match="not an MQTT topic filter"):
+                manager.purge("s", topic="a/#/b")
+
+    run(work())
+
+
+def test_an_empty_payload_is_refused(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+            with pytest.raises(InvalidRequest, match="at least one byte"):
+                await manager.append("s", b"")
+
+    run(work())
