@@ -2,8 +2,8 @@
 
 Crash anywhere and run again: before the commit there are unused data files and perhaps a state document
 that nothing points to; after it the round is done. Nothing is ever cleaned up by a later run in order
-to be right. A round that loses against another run is thrown away (its files are deleted, for they were
-certainly not committed) and planned again on top of what the other one did.
+to be right. A round that loses against another run is thrown away, with its files, and planned again on
+top of what the other one did.
 """
 
 from __future__ import annotations
@@ -179,8 +179,9 @@ def _one(
         try:
             sink.commit(previous, version, files)
         except Moved:
-            target.place.open().delete(file.path for file in files)
-            states.discard(version)
+            # an answer may have been lost on the way: what the table has after all must not go
+            live = {file.path for file in sink.files()}
+            target.place.open().delete(file.path for file in files if file.path not in live)
             raise
         done.version = version
     done.commit_seconds = time.monotonic() - start

@@ -139,10 +139,6 @@ class StateStore:
         self._store.put(_name(version), json.dumps(document, separators=(",", ":")).encode())
         return version
 
-    def discard(self, version: int) -> None:
-        """Remove a document whose commit was certainly refused."""
-        self._store.delete([_name(version)])
-
     def prune(self, current: int | None) -> None:
         """Remove documents that are older than a week and not the current one."""
         oldest = time.time_ns() // 1_000_000 - KEEP_MS

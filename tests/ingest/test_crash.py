@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bridge.ingest import job
+from bridge.ingest.errors import Moved
 from bridge.ingest.job import run
 from bridge.ingest.planner import Limits
 from bridge.ingest.state import StateStore
@@ -67,6 +68,28 @@ def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
     assert summary.rows == 40 - before
     assert numbers(sink()) == list(range(40))
     assert summary.report.complete
+
+
+def test_a_commit_that_was_made_but_reported_as_lost_keeps_its_files(
+    spark: Any, landing: Place, sink: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the answer to a commit is lost, its retry is refused, and another run commits meanwhile."""
+    Gateway(landing).export(0, 9)
+    kind = type(sink())
+    commit = kind.commit
+    lost: list[int] = []
+
+    def unlucky(self: Any, previous: int | None, version: int, files: Any) -> None:
+        commit(self, previous, version, files)
+        if not lost:
+            lost.append(version)
+            Gateway(landing).export(10, 19)
+            run(spark, landing, sink())
+            raise Moved("another run committed first")
+
+    monkeypatch.setattr(kind, "commit", unlucky)
+    assert run(spark, landing, sink()).rows == 0
+    assert numbers(sink()) == list(range(20))
 
 
 def test_a_killed_python_worker_is_replaced_and_nothing_is_doubled(

@@ -117,6 +117,8 @@ class DeltaSink:
                 commit_properties=properties,
             )
         except CommitFailedError as error:
+            if self.pointer() == version:  # it was made, and only its answer was lost
+                return
             if "oncurrent transaction" in str(error):
                 raise Moved(f"{self.name}: another run committed first") from error
             raise
