@@ -10,8 +10,6 @@ from bridge.mqtt.lane import Lane
 from bridge.mqtt.packets import V5, V311
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from bridge.manager import StreamManager
     from bridge.mqtt.settings import MqttConfig
 
@@ -19,13 +17,10 @@ _PROTOCOLS = {V311: "MQTT 3.1.1", V5: "MQTT 5"}
 
 
 class MqttFrontEnd:
-    """The embedded broker, or the subscriber at an external one.
+    """The embedded broker, or the subscriber at an external one."""
 
-    `state_dir` keeps sessions and retained messages of the embedded broker; without it they end with us.
-    """
-
-    def __init__(self, config: MqttConfig, manager: StreamManager, state_dir: Path | None = None) -> None:
-        self._config, self._manager, self._state_dir = config, manager, state_dir
+    def __init__(self, config: MqttConfig, manager: StreamManager) -> None:
+        self._config, self._manager = config, manager
         self._lane: Lane | None = None
         self._external: ExternalBroker | None = None
 
@@ -34,7 +29,7 @@ class MqttFrontEnd:
         if self._config.mode == "external":
             self._external = ExternalBroker(self._config.external, self._manager, self._config.max_packet)
             return await self._external.start()
-        self._lane = Lane(self._config, self._manager, self._state_dir)
+        self._lane = Lane(self._config, self._manager)
         return await self._lane.start()
 
     async def stop(self) -> None:

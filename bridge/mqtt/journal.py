@@ -1,4 +1,4 @@
-"""The durable half of sessions and retained messages: a journal in the bridge's data directory.
+"""The durable half of sessions and retained messages: `<data_dir>/mqtt/sessions.journal`.
 
 What it promises: what `after_commit` has confirmed survives the end of this process at any instant; a
 power cut loses at most the last second (the file is synced once a second, in a thread). What it keeps:
@@ -134,9 +134,9 @@ _decoder: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
 
 
 class Journal:
-    """The journal of one front end; without a path it keeps nothing and confirms at once."""
+    """The journal of one front end."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self.marks: dict[str, int] = {}
         self.snapshot: Callable[[], Iterable[Record]] = tuple
@@ -203,7 +203,7 @@ class Journal:
 
     def read(self) -> list[Any_]:
         """The records of an earlier life; call it before `open`."""
-        if self._path is None or not self._path.exists():
+        if not self._path.exists():
             return []
         data = self._path.read_bytes()
         records: list[Any_] = []
@@ -224,8 +224,6 @@ class Journal:
 
     def open(self) -> None:
         """Begin to write, with a snapshot; raises OSError if the file cannot be written."""
-        if self._path is None:
-            return
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._write_snapshot()
         self._syncer = asyncio.get_running_loop().create_task(self._sync_for_ever())
@@ -292,7 +290,6 @@ class Journal:
             done(error)
 
     def _write_snapshot(self) -> None:
-        assert self._path is not None
         frames: list[bytes] = []
         for record in self.snapshot():
             body = _encoder.encode(record)

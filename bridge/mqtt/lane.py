@@ -31,7 +31,6 @@ from bridge.mqtt.websocket import WebSocket
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
-    from pathlib import Path
 
     from bridge.manager import StreamManager
     from bridge.mqtt.settings import Address, MqttConfig, TlsSettings
@@ -61,14 +60,14 @@ class Listener:
 class Lane:
     """The embedded broker's front: sockets and connections."""
 
-    def __init__(self, config: MqttConfig, manager: StreamManager, state_dir: Path | None) -> None:
+    def __init__(self, config: MqttConfig, manager: StreamManager) -> None:
         self.loop = asyncio.get_running_loop()
         self.config, self.limits, self.max_packet = config, config.limits, config.max_packet
         self.counts: Counter[str] = Counter()
         self.manager = manager
         self.under_pressure = manager.under_pressure
         self.access = Access(config)
-        self.journal = Journal(None if state_dir is None else state_dir / "sessions.journal")
+        self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal")
         self.delivery = AmqttDelivery(self._deliver, self.counts)
         self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts)
         self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)

@@ -59,8 +59,8 @@ class NoExports:
 class Bridge:
     """A front end on a store in a directory."""
 
-    def __init__(self, root: Path, config: MqttConfig, *, durable: bool = True) -> None:
-        self.root, self.config, self.durable = root, config, durable
+    def __init__(self, root: Path, config: MqttConfig) -> None:
+        self.root, self.config = root, config
         self.store: Store
         self.manager: StreamManager
         self.front: MqttFrontEnd
@@ -69,7 +69,7 @@ class Bridge:
     async def start(self) -> None:
         self.store = Store(self.root / "data", self.root / "memory", on_event=lambda stream, what: None)
         self.manager = StreamManager(self.store, plugins.load([]), NoExports())
-        self.front = MqttFrontEnd(self.config, self.manager, self.root / "mqtt" if self.durable else None)
+        self.front = MqttFrontEnd(self.config, self.manager)
         self.urls = await self.front.start()
 
     async def stop(self) -> None:
@@ -342,11 +342,11 @@ async def until(condition: Callable[[], Any], timeout: float = DEADLINE, what: s
 
 
 @asynccontextmanager
-async def running(root: Path, *, durable: bool = True, **settings: Any) -> AsyncIterator[Bridge]:
+async def running(root: Path, **settings: Any) -> AsyncIterator[Bridge]:
     """A bridge with one stream "s", bound to "in/#"."""
     limits = {key: settings.pop(key) for key in list(settings) if key in Limits.__struct_fields__}
     config = MqttConfig(**{"listen": ["tcp://127.0.0.1:0"], "limits": Limits(**limits), **settings})
-    bridge = Bridge(root, config, durable=durable)
+    bridge = Bridge(root, config)
     await bridge.start()
     try:
         bridge.stream("s", "in/#")

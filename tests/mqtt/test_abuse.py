@@ -101,7 +101,7 @@ async def test_subscriptions_and_retained_messages_are_bounded(bridge: Bridge) -
 async def test_what_is_kept_on_disk_is_nobody_elses_to_read(bridge: Bridge) -> None:
     client = await bridge.connect("c", clean=False)
     await client.subscribe(("t", 1))
-    journal = bridge.root / "mqtt" / "sessions.journal"
+    journal = bridge.root / "data" / "mqtt" / "sessions.journal"
     assert stat.S_IMODE(journal.stat().st_mode) == 0o600, "CVE-2017-9868"
     assert stat.S_IMODE(journal.parent.stat().st_mode) == 0o700
 
@@ -111,7 +111,7 @@ async def test_a_damaged_journal_loses_its_end_and_nothing_else(bridge: Bridge) 
     client = await bridge.connect("c", clean=False)
     await client.subscribe(("t", 1))
     await bridge.stop()
-    journal = bridge.root / "mqtt" / "sessions.journal"
+    journal = bridge.root / "data" / "mqtt" / "sessions.journal"
     whole = journal.read_bytes()
     for damaged in (whole + whole[:9], whole + b"\0" * 50, whole[:-1] + b"\xff"):
         journal.write_bytes(damaged)
