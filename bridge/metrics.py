@@ -8,13 +8,18 @@ what only grows. Counters begin at zero with the process, unless their text says
 from __future__ import annotations
 
 import re
+import resource
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from bridge.http.state import State
+
+_STARTED = time.time()
 
 
 class Described(NamedTuple):
@@ -133,9 +138,25 @@ def render(state: State) -> bytes:
     for name, labels, value in _values(state):
         families[name].add_metric(labels, value)  # type: ignore[attr-defined]
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fixed(families.values()))
-    ProcessCollector(registry=registry)
+    registry.register(_Fixed([*families.values(), *_process()]))
     return generate_latest(registry)
+
+
+def _process() -> Iterator[Metric]:
+    """The usual metrics of a process.
+
+    Not prometheus_client's ProcessCollector: it wants /proc/stat, which the unit's ProcSubset=pid hides.
+    """
+    virtual, resident = Path("/proc/self/statm").read_text().split()[:2]
+    page = resource.getpagesize()
+    yield CounterMetricFamily("process_cpu_seconds", "User and system CPU time.", time.process_time())
+    yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", int(resident) * page)
+    yield GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory.", int(virtual) * page)
+    yield GaugeMetricFamily("process_start_time_seconds", "When the process was started.", _STARTED)
+    descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    yield GaugeMetricFamily("process_open_fds", "Open file descriptors.", descriptors)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    yield GaugeMetricFamily("process_max_fds", "The most that may be open.", most)
 
 
 class _Fixed:

@@ -30,6 +30,7 @@ from bridge import config, hookspecs, metrics, objectkeys, plugins  # noqa: E402
 from bridge.cli import app  # noqa: E402
 from bridge.export import cursor  # noqa: E402
 from bridge.export.api import BatchedConfig, ExportConfig  # noqa: E402
+from bridge.mqtt import journal  # noqa: E402
 from bridge.streams import drops, layout, meta, segment  # noqa: E402
 
 NOTE = "<!-- Made by docs/generate.py; a change here is lost. -->\n\n"
@@ -216,6 +217,7 @@ def file_format() -> str:
         ("Definitions", meta),
         ("Drops", drops),
         ("Export positions", cursor),
+        ("Sessions and retained messages", journal),
         ("Exported objects", objectkeys),
     ):
         parts += [f"## {title}", f"`{module.__name__}`", _doc(module)]
@@ -290,7 +292,8 @@ def metric_list() -> str:
             "[Monitor](../howto/monitoring.md) has a scrape configuration, alerts and a dashboard.",
             "Counters begin at zero when the service starts, unless their text says otherwise. A `reason` "
             "appears with the first message that it counts. `front_end` is the door that clients use, `mqtt` "
-            "or `greengrass`. Beside these there are the usual `process_*` metrics of the service's process.",
+            "or `greengrass`. Beside these there are the usual `process_*` metrics: CPU, memory, start, "
+            "descriptors.",
             "| metric | type | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows),
         ]
     )

@@ -39,9 +39,10 @@ Found = TypeVar("Found")
 class Service:
     """A service process, and clients of it."""
 
-    def __init__(self, directory: Path, config: str) -> None:
+    def __init__(self, directory: Path, config: str, listen: str = "127.0.0.1:0") -> None:
         self.directory = directory
-        (directory / "bridge.toml").write_text(CONFIG + config)
+        text = CONFIG.replace('[http]\nlisten = "127.0.0.1:0"', f'[http]\nlisten = "{listen}"')
+        (directory / "bridge.toml").write_text(text + config)
         (directory / "disk").mkdir(mode=0o700)
         self.mount("disk")
         self.log = directory / "log"
@@ -49,8 +50,9 @@ class Service:
             self.process = subprocess.Popen(
                 [*COMMAND, "run", "-c", str(directory / "bridge.toml")], env=environment(), stderr=log
             )
-        self.port = int(eventually(lambda: self.logged(r"ready.*http://127.0.0.1:(\d+)/"))[1])
         self.mqtt_port = int(eventually(lambda: self.logged(r"ready.*mqtt://127.0.0.1:(\d+)"))[1])
+        http = self.logged(r"ready.*http://[\d.]+:(\d+)/")
+        self.port = int(http[1]) if http else 0
 
     def mount(self, target: str) -> None:
         """Have the data directory be this one from now on."""
@@ -114,12 +116,12 @@ def eventually(look: Callable[[], Found | None], seconds: float = 30) -> Found:
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Service]]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
     """A function that starts a service with more configuration."""
     started: list[Service] = []
 
-    def start_it(config: str) -> Service:
-        started.append(Service(tmp_path_factory.mktemp("service"), config))
+    def start_it(config: str, **options: str) -> Service:
+        started.append(Service(tmp_path_factory.mktemp("service"), config, **options))
         return started[-1]
 
     yield start_it

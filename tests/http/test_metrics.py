@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ UNITS = re.compile(r"_(bytes|seconds|messages|connections|sessions)(_total)?$")
 
 
 @pytest.fixture(scope="module")
-def service(start: Callable[[str], Service]) -> Service:
+def service(start: Callable[..., Service]) -> Service:
     return start(
         """
 [streams.sensors]
@@ -93,3 +94,11 @@ def test_connections_are_counted_by_door(service: Service) -> None:
         eventually(lambda: value(service, "connections", front_end="mqtt") == 1)
     eventually(lambda: value(service, "connections", front_end="mqtt") == 0)
     assert value(service, "accepted_connections", front_end="mqtt") >= 1
+
+
+def test_the_process_is_measured_also_where_only_its_own_proc_is_seen(service: Service) -> None:
+    found = scrape(service)
+    assert 10e6 < found["process_resident_memory_bytes"].samples[0].value < 1e9
+    assert found["process_cpu_seconds"].samples[0].value > 0
+    assert 0 < found["process_open_fds"].samples[0].value < found["process_max_fds"].samples[0].value
+    assert found["process_start_time_seconds"].samples[0].value == pytest.approx(time.time(), abs=300)

@@ -30,7 +30,7 @@ ROW = "[...document.querySelectorAll('#{table} tbody tr')].find((row) => row.inn
 
 
 @pytest.fixture(scope="module")
-def service(start: Callable[[str], Service]) -> Service:
+def service(start: Callable[..., Service]) -> Service:
     return start(STREAMS)
 
 
@@ -163,7 +163,18 @@ def test_a_screen_reader_finds_its_way(service: Service, page: Browser) -> None:
     assert page.see("document.documentElement.lang") == "en"
 
 
-def test_it_says_when_the_gateway_does_not_answer(start: Callable[[str], Service], browser: Browser) -> None:
+def test_a_disk_that_cannot_be_written_is_seen_at_once(service: Service, page: Browser) -> None:
+    service.mount("/dev/null")
+    try:
+        page.until("document.querySelector('#state').innerText === 'Cannot store'")
+        page.until("document.querySelector('#notices').innerText.includes('cannot be written')")
+    finally:
+        service.mount("disk")
+    page.until("document.querySelector('#state').innerText === 'Running'")
+    page.until("document.querySelector('#notices').innerText === ''")
+
+
+def test_it_says_when_the_gateway_does_not_answer(start: Callable[..., Service], browser: Browser) -> None:
     service = start("")
     browser.open(f"http://127.0.0.1:{service.port}/")
     browser.until("document.querySelector('#state').innerText === 'Running'")

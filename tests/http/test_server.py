@@ -7,16 +7,18 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.http.conftest import Service, eventually
+from tests.cli.conftest import streambridge
+from tests.http.conftest import CONFIG, Service, eventually
 
 PATHS = ["/", "/status.json", "/history.json", "/metrics", "/healthz", "/readyz"]
 
 
 @pytest.fixture(scope="module")
-def service(start: Callable[[str], Service]) -> Service:
+def service(start: Callable[..., Service]) -> Service:
     return start("[streams.sensors]")
 
 
@@ -136,6 +138,26 @@ def test_trying_the_disk_leaves_nothing_there(service: Service) -> None:
     assert sorted(path.name for path in (service.directory / "disk").iterdir()) == before
 
 
+def test_a_port_that_is_taken_is_named_at_the_start(service: Service, tmp_path: Path) -> None:
+    config = tmp_path / "bridge.toml"
+    config.write_text(CONFIG.replace('"127.0.0.1:0"', f'"127.0.0.1:{service.port}"'))
+    done = streambridge("run", "-c", config)
+    assert done.returncode != 0
+    assert f"http.listen 127.0.0.1:{service.port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_door_for_the_network_is_warned_of(start: Callable[..., Service]) -> None:
+    service = start("", listen="0.0.0.0:0")
+    assert service.logged("shows streams and clients to everybody")
+
+
+def test_turned_off_nothing_listens(start: Callable[..., Service]) -> None:
+    service = start("", listen="")
+    assert service.port == 0
+    service.publish(("streams/none", b"1"))
+
+
 class Silent(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         self.server.reached.set()  # type: ignore[attr-defined]
@@ -157,7 +179,7 @@ def silent() -> Iterator[socketserver.ThreadingTCPServer]:
 
 
 def test_a_service_that_stops_is_healthy_but_not_ready(
-    start: Callable[[str], Service], silent: socketserver.ThreadingTCPServer
+    start: Callable[..., Service], silent: socketserver.ThreadingTCPServer
 ) -> None:
     service = start(
         f"""
