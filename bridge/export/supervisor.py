@@ -203,6 +203,8 @@ class ExportSupervisor:
                 await self._run_worker()
             except OSError as error:
                 log.error("the export worker cannot be started: %s", error)
+            except Exception:  # whatever it is, exports must not end with it
+                log.exception("internal error; starting a new export worker")
             if self._ready is not None:
                 self._ready.set()
             if self._stopping:
@@ -328,8 +330,10 @@ class ExportSupervisor:
             case wire.Statuses(name, statuses, positions):
                 stream = self._streams.get(name)
                 if stream is not None:
-                    stream.statuses = {status.export_config_identifier: status for status in statuses}
-                    stream.positions = positions
+                    for status in statuses:
+                        if status.export_config_identifier in stream.identifiers:
+                            stream.statuses[status.export_config_identifier] = status
+                    stream.positions.update(positions)
             case wire.Append(number, name, payload):
                 task = asyncio.ensure_future(self._append(number, name, payload))
                 self._appends.add(task)

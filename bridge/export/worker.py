@@ -33,6 +33,7 @@ from bridge.export.planning import Source
 from bridge.export.scheduler import Scheduler, memory_used
 from bridge.export.task import Task
 from bridge.hookspecs import Event
+from bridge.model import ExportStatus
 
 STOPPED, ORPHANED, HUNG, MEMORY = 0, 3, 4, 5
 LOCK_TIMEOUT = 30.0
@@ -52,6 +53,7 @@ class Worker:
         self._frames = wire.Frames(wire.TO_WORKER)
         self._sources: dict[str, Source] = {}
         self._changed_streams: set[str] = set()
+        self._broken: dict[str, list[ExportStatus]] = {}  # exports whose configuration no plugin takes
         self._waiting: dict[int, queue.SimpleQueue[str]] = {}
         self._numbers = 0
         self._events: queue.Queue[Event] = queue.Queue(1000)
@@ -198,12 +200,15 @@ class Worker:
         if source is None:
             source = self._sources[message.name] = Source(message.name, message.directory, message.epoch)
         wanted = []
+        broken = self._broken[message.name] = []
         for kind, configs in message.exports.items():
             for raw in configs:
                 try:
                     wanted.append((kind, self._registry.config(kind, raw)))
                 except InvalidRequest as error:
-                    log.error("stream %s: %s", message.name, error)
+                    identifier = str(raw.get("identifier"))
+                    log.error("export %s of %s: %s", identifier, message.name, error)
+                    broken.append(ExportStatus(export_config_identifier=identifier, error_message=str(error)))
         kept = {config.identifier for _, config in wanted}
         for task in self._scheduler.of_stream(message.name):
             if task.config.identifier not in kept:
@@ -234,6 +239,7 @@ class Worker:
     def _forget(self, name: str) -> None:
         for task in self._scheduler.of_stream(name):
             self._remove(task)
+        self._broken.pop(name, None)
         if self._sources.pop(name, None) is not None:
             cursor.forget_stream(self._hello.data_dir, name)
 
@@ -241,10 +247,9 @@ class Worker:
         while self._changed_streams:
             name = self._changed_streams.pop()
             tasks = self._scheduler.of_stream(name)
-            positions = {
-                task.config.identifier: task.cursor.position for task in tasks if not task.config.disabled
-            }
-            self.send(wire.Statuses(name, [task.status() for task in tasks], positions))
+            positions = {task.config.identifier: task.cursor.position for task in tasks if task.is_loaded}
+            statuses = [task.status() for task in tasks if task.is_loaded or task.cursor.error]
+            self.send(wire.Statuses(name, statuses + self._broken.get(name, []), positions))
 
     def _tell_hooks(self) -> None:
         while True:

@@ -249,3 +249,30 @@ def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_pas
             assert status.exported_bytes_from_stream == 8
 
     asyncio.run(scenario())
+
+
+def test_an_export_whose_plugin_is_gone_says_so_and_goes_on_when_it_is_back(recorder: Path) -> None:
+    path = recorder / "plugins" / "recorder.py"
+    config = {"identifier": "x", "path": str(recorder / "out")}
+
+    async def first() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [config]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+
+    async def without() -> None:
+        async with running(recorder) as gateway:
+            await gateway.append("a", b"x")
+            await until(lambda: "no exporter of kind" in (gateway.status("a").error_message or ""))
+
+    async def again() -> None:
+        async with running(recorder) as gateway:
+            await gateway.exported("a", 1)
+
+    asyncio.run(first())
+    aside = path.rename(recorder / "recorder.aside")
+    asyncio.run(without())
+    aside.rename(path)
+    asyncio.run(again())
+    assert numbers(recorder / "out") == [0, 1]
