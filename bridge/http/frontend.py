@@ -85,7 +85,7 @@ class HttpFrontEnd:
                 lags.setdefault(export, [None] * len(points))[number] = lag
         found = {
             "times": [point.time for point in points],
-            "rate": [round(point.rate, 2) for point in points],
+            "rate": [point.rate for point in points],
             "size": [point.size for point in points],
             "lags": [{"stream": s, "export": e, "values": values} for (s, e), values in lags.items()],
         }

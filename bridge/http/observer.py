@@ -73,13 +73,12 @@ class Exports(Protocol):
 
 
 class Point(NamedTuple):
-    """One step of the history: when (Unix ms), of each stream the next number, of each export the lag."""
+    """One step of the history: when (Unix ms), of each export how many messages wait, and sums."""
 
     time: int
-    numbers: dict[str, int]
     exports: tuple[tuple[str, str], ...]
     lags: array[int]
-    rate: float
+    rate: float | None
     size: int
 
 
@@ -99,6 +98,7 @@ class Observer:
         self._devices = {name: one for name, one in front_ends.items() if isinstance(one, Devices)}
         self.phase = "starting"
         self.points: deque[Point] = deque(maxlen=KEPT)
+        self._numbers: deque[tuple[int, dict[str, int]]] = deque(maxlen=3)  # when, each stream's next number
         self._version = _version()
         self._started = _now()
         self._state: State | None = None
@@ -138,13 +138,17 @@ class Observer:
 
     def _take_point(self) -> None:
         state = self.state(fresh=True)
+        self._numbers.append((state.time, {stream.name: stream.newest + 1 for stream in state.streams}))
+        rates = [stream.rate for stream in state.streams if stream.rate is not None]
+        exports = tuple((export.stream, export.identifier) for export in state.exports)
+        if self.points and self.points[-1].exports == exports:
+            exports = self.points[-1].exports  # one object for the whole hour, as a rule
         self.points.append(
             Point(
                 state.time,
-                {stream.name: stream.newest + 1 for stream in state.streams},
-                tuple((export.stream, export.identifier) for export in state.exports),
+                exports,
                 array("q", (export.lag for export in state.exports)),
-                sum(stream.rate or 0.0 for stream in state.streams),
+                sum(rates) if rates or not state.streams else None,
                 sum(stream.size for stream in state.streams),
             )
         )
@@ -232,18 +236,18 @@ class Observer:
             loop_delay=round(self._delay, 3),
         )
 
-    def _earlier(self, now: int) -> Point | None:
-        """The newest point that is old enough to tell a rate from."""
-        return next((point for point in reversed(self.points) if point.time <= now - STEP * 900), None)
+    def _earlier(self, now: int) -> tuple[int, dict[str, int]]:
+        """The newest numbers that are old enough to tell a rate from."""
+        return next((kept for kept in reversed(self._numbers) if kept[0] <= now - STEP * 900), (now, {}))
 
-    def _stream(self, name: str, now: int, before: Point | None) -> StreamState:
+    def _stream(self, name: str, now: int, before: tuple[int, dict[str, int]]) -> StreamState:
         stream, definition = self._manager.store.streams[name], self._manager.definitions[name]
         counters = dict(stream.counters)
         deduplicated = counters.pop("deduplicated", 0)
         rate = None
-        if before is not None and name in before.numbers:
-            grown = max(0, stream.next_sequence - before.numbers[name])
-            rate = round(grown * 1000 / (now - before.time), 2)
+        then, numbers = before
+        if name in numbers:
+            rate = round(max(0, stream.next_sequence - numbers[name]) * 1000 / (now - then), 2)
         return StreamState(
             name=name,
             persistence=definition.persistence.name,
