@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +23,25 @@ if TYPE_CHECKING:
 PACKAGES = ("pyspark", "pyarrow", "pandas")
 MASTER = "local[*,4]"  # all cores, and a task may fail three times, as on a cluster
 LOCAL = {
+    "spark.log.level": "ERROR",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.memory": "1g",
-    "spark.log.level": "ERROR",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.shuffle.partitions": "4",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
+
+LOGGING = """
+rootLogger.level = error
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = PatternLayout
+appender.stderr.layout.pattern = spark: %p %c{1}: %m%n
+"""
 
 
 def require(*packages: str) -> None:
@@ -88,9 +99,13 @@ def open_session(
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     for name, value in LOCAL.items():
         builder = builder.config(name, value)
-    session = builder.master(master or MASTER).getOrCreate()
-    session.sparkContext.setLogLevel("ERROR")
-    return session
+    with tempfile.TemporaryDirectory() as folder:  # the JVM reads it once, at its start
+        quiet = Path(folder, "log4j2.properties")
+        quiet.write_text(LOGGING)
+        builder = builder.config(
+            "spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={quiet.as_uri()}"
+        )
+        return builder.master(master or MASTER).getOrCreate()
 
 
 @contextmanager

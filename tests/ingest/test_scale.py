@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,21 @@ def test_the_command_killed_again_and_again_ends_with_every_message_once(tmp_pat
     assert (found["rows"], found["twice"]) == (120_000, 0)
 
 
+@pytest.fixture
+def clean_work_folder() -> Iterator[None]:
+    """local-cluster leaves what its executors have logged beside Spark itself."""
+    import pyspark
+
+    folder = Path(pyspark.__file__).parent / "work"
+    before = set(folder.glob("*"))
+    yield
+    for left in set(folder.glob("*")) - before:
+        shutil.rmtree(left)
+    if folder.exists() and not before:
+        folder.rmdir()
+
+
+@pytest.mark.usefixtures("clean_work_folder")
 def test_a_killed_executor_is_replaced_and_nothing_is_doubled(tmp_path: Path) -> None:
     """Executors in processes of their own, as on a cluster; one dies in the middle of its task."""
     need_java()
