@@ -10,6 +10,8 @@ import time
 import psutil
 import pytest
 
+from bridge.mqtt import journal as journal_module
+
 from .harness import Bridge, Packet, bridge_test, connect, publish, until
 
 
@@ -140,3 +142,27 @@ async def test_many_sessions_come_and_go_without_leaving_anything(bridge: Bridge
     await until(lambda: bridge.stat("connections") == 0)
     assert bridge.stat("sessions") == 200
     assert len(bridge.lane._tasks) == 0
+
+
+@bridge_test
+async def test_a_full_disk_is_no_acknowledgement_and_no_end(bridge: Bridge) -> None:
+    subscriber = await bridge.connect("s", clean=False)
+    await subscriber.subscribe(("plain", 1))
+    publisher = await bridge.connect("p")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
+
+        def full(fd: int, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(journal_module, "_write_all", full)
+        publisher.send(publish("plain", b"lost?", 1, 1))
+        assert await publisher.closed()
+        assert bridge.stat("rejected_storage") == 1
+    publisher = await bridge.connect("p")
+    publisher.send(publish("in/a", b"", 1, 1))
+    assert await publisher.receive() == Packet(0x40, b"\0\1"), "streams have nothing to do with it"
+    assert await publisher.exchange(publish("plain", b"again", 1, 2)) == Packet(0x40, b"\0\2")
+    await bridge.restart()
+    subscriber = await bridge.connect("s", clean=False)
+    assert {(await subscriber.message()).payload for _ in range(2)} == {b"lost?", b"again"}

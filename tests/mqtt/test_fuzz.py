@@ -124,6 +124,7 @@ def test_mutated_sessions_never_disturb_anybody(tmp_path: Path, caplog: pytest.L
             await probe(bridge, done)
             memory.append(psutil.Process().memory_info().rss)
         assert done > 100
+        print(f"{done} connections, {len(memory)} probes, RSS {memory[0] >> 20} to {max(memory) >> 20} MiB")
         settled = memory[len(memory) // 3 :]
         assert max(settled) - settled[0] < 30 << 20, "memory is flat"
 
