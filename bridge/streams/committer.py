@@ -11,8 +11,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from bridge.streams.drops import Reason
 from bridge.streams.log import Staged
@@ -29,7 +29,7 @@ class Committer:
     def __init__(self, on_event: Callable[[str, str], None]) -> None:
         self._on_event = on_event
         self._dirty: list[Stream] = []
-        self._working: set[asyncio.Task[None]] = set()
+        self._flights = 0  # groups that a worker thread has
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = ThreadPoolExecutor(THREADS, "commit")
         self._waiting: dict[Stream, int] = {}
@@ -60,7 +60,8 @@ class Committer:
         if staged is None:
             return
         if stream.settings.flush:
-            self._work(self._flush(stream, staged))
+            self._flights += 1
+            self._submit(stream, staged, first=True)
             return
         error: OSError | None = None
         try:
@@ -69,34 +70,34 @@ class Committer:
             error = caught
         stream.finish(staged, error)
 
-    async def _flush(self, stream: Stream, staged: Staged) -> None:
-        error = await self._write(stream, staged)
-        if error is not None:  # the file's tail is not trusted any more: once more, in a new segment
+    def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
+        """Write and sync in a worker thread; a callback each way, since a task would cost more."""
+        loop = self._loop
+        assert loop is not None
+
+        def tell(result: Future[None]) -> None:
+            loop.call_soon_threadsafe(self._written, stream, staged, first, result)
+
+        self._pool.submit(stream.log.write, staged, sync=True).add_done_callback(tell)
+
+    def _written(self, stream: Stream, staged: Staged, first: bool, result: Future[None]) -> None:
+        error = result.exception()
+        if isinstance(error, OSError) and first:
+            # The file's tail is not trusted any more: once more, in a new segment.
             try:
                 staged = stream.restage(staged)
             except OSError as caught:
                 error = caught
             else:
-                self._on_event(
-                    stream.name, f"sync failed ({error.strerror or error}); written again to a new segment"
-                )
-                error = await self._write(stream, staged)
+                why = error.strerror or error
+                self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
+                self._submit(stream, staged, first=False)
+                return
+        self._flights -= 1
+        if error is not None and not isinstance(error, OSError):
+            error = OSError(0, repr(error))
         stream.finish(staged, error)
         self.weigh(stream)
-
-    async def _write(self, stream: Stream, staged: Staged) -> OSError | None:
-        assert self._loop is not None
-        try:
-            await self._loop.run_in_executor(self._pool, lambda: stream.log.write(staged, sync=True))
-        except OSError as error:
-            return error
-        return None
-
-    def _work(self, job: Coroutine[None, None, None]) -> None:
-        assert self._loop is not None
-        task = self._loop.create_task(job)
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
 
     def weigh(self, stream: Stream) -> None:
         """Bring the sum of waiting bytes up to date, and tell of pressure."""
@@ -164,12 +165,11 @@ class Committer:
                 self._on_event(stream.name, f"cannot apply its limits: {error}")
 
     async def drain(self) -> None:
-        """Wait until nothing is pending or in flight."""
-        while self._dirty or self._working:
-            if self._working:
-                await asyncio.wait(self._working)
-            else:
-                await asyncio.sleep(0)
+        """Wait until nothing is pending or in flight in any of the streams that were scheduled."""
+        while self._dirty or self._flights:
+            for stream in list(self._waiting):
+                await stream.idle()
+            await asyncio.sleep(0)
 
     def forget(self, stream: Stream) -> None:
         """A stream is gone."""

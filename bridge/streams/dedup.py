@@ -3,6 +3,9 @@
 An append with an id that is in the window is acknowledged with the first one's number and not
 stored again (as NATS JetStream does with Nats-Msg-Id). Ids are stored with their messages, so that
 the window is the same after a restart: opening reads back the segments as far as the window goes.
+
+Without a window in its settings, a stream that is given an id begins to keep a window of `DEFAULT` ms
+and `MOST` ids: enough for a client that repeats an append whose answer it has missed.
 """
 
 from __future__ import annotations
@@ -16,13 +19,21 @@ if TYPE_CHECKING:
     from bridge.streams.stream import Stream
 
 
-class Window:
-    """Message ids of the last `length` ms. Times are Unix ms."""
+DEFAULT = 120_000
+MOST = 100_000
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+
+class Window:
+    """Message ids of the last `length` ms (None: the default). Times are Unix ms."""
+
+    def __init__(self, length: int | None) -> None:
+        self.configure(length)
         self._numbers: dict[bytes, int] = {}
         self._ages: deque[tuple[int, int, bytes]] = deque()  # time, number, id
+
+    def configure(self, length: int | None) -> None:
+        """Change the length; the default is bounded in number, too."""
+        self.length, self._most = (DEFAULT, MOST) if length is None else (length, None)
 
     def find(self, message_id: bytes) -> int | None:
         """The number of the message that had this id, if it is in the window."""
@@ -36,8 +47,9 @@ class Window:
 
     def expire(self, now: int) -> None:
         """Forget the ids that are older than the window."""
-        while self._ages and self._ages[0][0] + self.length < now:
-            _, number, message_id = self._ages.popleft()
+        ages, most = self._ages, self._most
+        while ages and (ages[0][0] + self.length < now or (most is not None and len(ages) > most)):
+            _, number, message_id = ages.popleft()
             if self._numbers.get(message_id) == number:
                 del self._numbers[message_id]
 

@@ -154,15 +154,18 @@ class Stream:
 
     def _apply(self) -> None:
         settings = self.settings
-        if settings.dedup_window is None:
-            self.window = None
-        elif self.window is None:
-            self.window = Window(settings.dedup_window)
-            self.window.load(self, now_ms())
-        else:
-            self.window.length = settings.dedup_window
+        if self.window is not None:
+            self.window.configure(settings.dedup_window)
+        elif settings.dedup_window is not None:
+            self.deduplicate()
         self.exact = Exact(self) if settings.limits != metadata.ExactLimits() else None
         self._set_room()
+
+    def deduplicate(self) -> None:
+        """Have message ids count from now on, also if the settings do not say for how long."""
+        if self.window is None:
+            self.window = Window(self.settings.dedup_window)
+            self.window.load(self, now_ms())
 
     async def idle(self) -> None:
         """Wait until no group is in flight."""
