@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 WAITING_MESSAGES = 2_000  # not yet given to amqtt; above them live copies are dropped, and counted
 BURST_MESSAGES = 256  # given to amqtt at a time
 BURST_BYTES = 4 * 1024 * 1024
+BURST_TIMEOUT = 10.0  # it takes some ms; amqtt must have died inside
 STOP_TIMEOUT = 5.0
 
 
@@ -230,19 +231,27 @@ class AmqttDelivery:
 
         amqtt's queues have no bound of their own, and a task for each copy.
         """
-        queue, tasks = self._broker._broadcast_queue, self._broker._tasks_queue
         while True:
             await self._work.wait()
-            size = 0
-            while self._waiting and len(self._tickets) < BURST_MESSAGES and size < BURST_BYTES:
-                message = self._waiting.popleft()
-                size += message.size
-                self._last_ticket += 1
-                self._tickets[self._last_ticket] = message
-                ticket = self._last_ticket.to_bytes(8, "big")
-                await self._context.broadcast_message(message.topic.decode(), ticket, 0)
-            while queue.qsize() or any(not task.done() for task in tasks):  # noqa: ASYNC110  (no event in amqtt)
-                await asyncio.sleep(0)
+            try:
+                async with asyncio.timeout(BURST_TIMEOUT):
+                    await self._burst()
+            except Exception:
+                log.exception("amqtt failed on a burst of messages; their live copies are lost")
+                self._counts["dropped_live"] += len(self._tickets)
             self._tickets.clear()
             if not self._waiting:
                 self._work.clear()
+
+    async def _burst(self) -> None:
+        queue, tasks = self._broker._broadcast_queue, self._broker._tasks_queue
+        size = 0
+        while self._waiting and len(self._tickets) < BURST_MESSAGES and size < BURST_BYTES:
+            message = self._waiting.popleft()
+            size += message.size
+            self._last_ticket += 1
+            self._tickets[self._last_ticket] = message
+            ticket = self._last_ticket.to_bytes(8, "big")
+            await self._context.broadcast_message(message.topic.decode(), ticket, 0)
+        while queue.qsize() or any(not task.done() for task in tasks):  # noqa: ASYNC110  (no event in amqtt)
+            await asyncio.sleep(0)

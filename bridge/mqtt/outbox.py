@@ -5,6 +5,7 @@ has acknowledged it, however slowly; when the subscriber comes back, what it had
 sent again in the first order, with DUP, before anything new. At most `in_flight` messages are under
 way; beyond them `queued_messages` and `queued_bytes` wait, then the oldest is dropped and counted.
 A QoS 0 message waits here only while the subscriber reads too slowly, and is forgotten when it goes.
+Across a restart of the bridge QoS 2 is at least once too: packet ids given out are not kept on disk.
 """
 
 from __future__ import annotations
