@@ -101,9 +101,9 @@ delivered_messages_total counter front_end
 requests_total counter front_end
     Requests for operations on streams.
 dropped_messages_total counter front_end reason
-    Messages to subscribers that were dropped; streams are not concerned.
+    Messages dropped: of QoS 0 that could not be stored, and of subscribers that are too slow.
 rejected_messages_total counter front_end reason
-    Messages that were refused and not acknowledged.
+    Messages of QoS 1 and 2 that were refused: not stored and not acknowledged.
 refused_total counter front_end reason
     Connections and subscriptions that were refused.
 events_total counter front_end event

@@ -148,7 +148,7 @@ class Observer:
                 state.time,
                 exports,
                 array("q", (export.lag for export in state.exports)),
-                sum(rates) if rates or not state.streams else None,
+                round(sum(rates), 2) if rates or not state.streams else None,
                 sum(stream.size for stream in state.streams),
             )
         )

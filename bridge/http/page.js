@@ -2,6 +2,7 @@
 const POLL = 2000, HISTORY = 5000, MINUTE = 60000, HOUR = 60 * MINUTE, LINES = 5;
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 3", "2 3", "10 3 2 3", "5 5", "1 5"];
+const KINDS = { dropped: "dropped", rejected: "refused, not acknowledged", refused: "turned away" };
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const brief = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
@@ -199,7 +200,7 @@ class Chart {
 
 const streams = new Rows("streams", [["Stream"], ["Rate", "n"], ["Messages", "n"], ["Size"], ["Oldest", "n"], ["Limits"], ["State"]]);
 const exports_ = new Rows("exports", [["Export"], ["To"], ["Waiting", "n"], ["Behind", "n"], ["Exported", "n"], ["Last try", "n"], ["Last error"]]);
-const drops = new Rows("drops", [["Where"], ["What"], ["Messages", "n"]]);
+const drops = new Rows("drops", [["Where"], ["What"], ["Count", "n"]]);
 const clients = new Rows("clients", [["Client id"], ["User"], ["Address"], ["Protocol"]]);
 const backlog = new Chart("backlog", "messages");
 const speed = new Chart("rate", "a second");
@@ -283,7 +284,7 @@ function show(now) {
   for (const [door, counts] of Object.entries(now.counts))
     for (const [what, n] of Object.entries(counts)) {
       const [, kind, why] = /^(dropped|rejected|refused)_(.*)$/.exec(what) || [];
-      if (kind && n) lines.push([door, `${kind === "dropped" ? "to subscribers, dropped" : "from clients, refused"}: ${spoken(why)}`, n]);
+      if (kind && n) lines.push([door, `${KINDS[kind]}: ${spoken(why)}`, n]);
     }
   drops.show(lines.map(([where, what, n]) => [`${where} ${what}`, [where, what, whole.format(n)]]));
   put($("clients-text"), now.clients.length < now.connections && now.clients.length
