@@ -85,7 +85,7 @@ class Credentials(Struct, kw_only=True, frozen=True):
     """Temporary credentials; `expiry` is Unix time in seconds."""
 
     access_key: str
-    secret_key: str = msgspec.field()
+    secret_key: str
     token: str
     expiry: float
 
@@ -208,19 +208,19 @@ def iot_credentials(settings: IotCredentials) -> Callable[[], Credentials]:
         found = msgspec.json.decode(response.content, type=_IotAnswer).credentials
         expiry = datetime.fromisoformat(found.expiration).timestamp()
         return Credentials(
-            access_key=found.accessKeyId,
-            secret_key=found.secretAccessKey,
-            token=found.sessionToken,
+            access_key=found.access_key_id,
+            secret_key=found.secret_access_key,
+            token=found.session_token,
             expiry=expiry,
         )
 
     return fetch
 
 
-class _IotFound(Struct):
-    accessKeyId: str  # noqa: N815 - the service's name
-    secretAccessKey: str  # noqa: N815
-    sessionToken: str  # noqa: N815
+class _IotFound(Struct, rename="camel"):
+    access_key_id: str
+    secret_access_key: str
+    session_token: str
     expiration: str
 
 

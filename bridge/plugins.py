@@ -116,7 +116,7 @@ class Registry:
             self.manager.register(module, found.name)
             self.manager.check_pending()  # a misspelt hook name is an error
             self._register_exporters(module, found)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             found.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             if self.manager.has_plugin(found.name) and taken is None:
                 self.manager.unregister(name=found.name)

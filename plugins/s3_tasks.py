@@ -102,7 +102,7 @@ class Upload(Struct, frozen=True):
     upload_id: str = ""
 
 
-class Failed(Exception):  # noqa: N818 - named for the status
+class TaskError(Exception):
     """The task can never succeed."""
 
 
@@ -128,9 +128,9 @@ class S3TaskExporter(Exporter):
             try:
                 task = msgspec.json.decode(record.payload, type=TaskDefinition)
             except msgspec.MsgspecError as error:
-                raise Failed(f"no S3ExportTaskDefinition: {error}") from error
+                raise TaskError(f"no S3ExportTaskDefinition: {error}") from error
             self._run(record, task)
-        except Failed as error:
+        except TaskError as error:
             self._tell(Status.Failure, record, task, str(error))
             return Outcome(rejected={0: str(error)})
         self._tell(Status.Success, record, task, "the file was uploaded")
@@ -170,7 +170,7 @@ class S3TaskExporter(Exporter):
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | IsADirectoryError):
                 raise Retry(f"reading {task.input_url}: {error}") from error
-            raise Failed(str(error)) from error
+            raise TaskError(str(error)) from error
 
     def _put(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
         body = file.read()
@@ -227,7 +227,7 @@ class S3TaskExporter(Exporter):
             return getattr(self._client, name)(Bucket=task.bucket, Key=upload.key, **options)
         except Exception as error:
             if error_code(error) in HOPELESS:
-                raise Failed(str(error)) from error
+                raise TaskError(str(error)) from error
             if error_code(error) == "NoSuchUpload":  # listed a moment ago: begin again
                 self._keep(msgspec.structs.replace(upload, upload_id=""))
             raise failure(error, f"uploading {task.input_url} to s3://{task.bucket}/{upload.key}") from error

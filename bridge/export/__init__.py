@@ -27,7 +27,15 @@ Invariants
    the pool.
 4. The worker may die at any instant, with SIGKILL too. Nothing but time is lost.
 
+Who is to blame when a worker dies
+----------------------------------
+`Began` and `Ended` tell the supervisor whose plugin runs in which thread; `faulthandler` tells the
+thread of a crash. What leaves no report (`_exit`, the OOM killer) makes suspects of all in flight:
+they run one at a time until the next death names one. The culprit waits, longer each time, up to
+five minutes; the worker itself is back at once, for the others.
+
 Modules, each knowing only those before it: `api` (what plugins see), `settings`, `wire` (messages
-between the processes), `cursor` (byte layout of positions), `task` (one export), `scheduler` (the
-pool), `worker` (the process), `supervisor` (the parent's side).
+between the processes), `cursor` (byte layout of positions), `planning` (which messages make a batch),
+`task` (one export), `scheduler` (the pool), `worker` (the process), `supervisor` (the parent's side).
+Shared by exporters: `heads` (the head object in S3), `keys` (partition keys), `firehose`, `uploads`.
 """

@@ -88,6 +88,15 @@ def forget_stream(data_dir: Path, name: str) -> None:
     shutil.rmtree(stream_directory(data_dir, name), ignore_errors=True)
 
 
+def forget_others(data_dir: Path, name: str, identifiers: set[str]) -> None:
+    """Remove the cursors of exports that are not among these: deleted while no worker ran."""
+    kept = {directory_name(identifier) for identifier in identifiers}
+    directory = stream_directory(data_dir, name)
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.suffix in (".cursor", ".skipped") and path.stem not in kept:
+            path.unlink()
+
+
 class CursorFile:
     """The file of one cursor, open for writing."""
 

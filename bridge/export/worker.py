@@ -209,7 +209,13 @@ class Worker:
                     identifier = str(raw.get("identifier"))
                     log.error("export %s of %s: %s", identifier, message.name, error)
                     broken.append(ExportStatus(export_config_identifier=identifier, error_message=str(error)))
+        # A configuration that no plugin takes keeps its position for the day that one does.
         kept = {config.identifier for _, config in wanted}
+        kept |= {status.export_config_identifier for status in broken}
+        try:
+            cursor.forget_others(self._hello.data_dir, message.name, kept)
+        except OSError as error:
+            log.warning("stream %s: positions of deleted exports stay: %s", message.name, error)
         for task in self._scheduler.of_stream(message.name):
             if task.config.identifier not in kept:
                 self._remove(task)

@@ -54,6 +54,7 @@ def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Pa
     bad = {
         "a_good": GOOD.format(kind="good"),
         "b_import": "import no_such_sdk",
+        "b_leaves": "raise SystemExit(3)",
         "c_misspelt": "from bridge import hookimpl\n@hookimpl\ndef register_exporter(register): pass",
         "d_argument": "from bridge import hookimpl\n@hookimpl\ndef register_exporters(r): pass",
         "e_taken": GOOD.format(kind="good"),
@@ -66,6 +67,7 @@ def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Pa
         drop_in(tmp_path, name, source)
     registry = plugins.load([tmp_path / "plugins", tmp_path / "missing"])
     errors = {f.name: f.error for f in registry.found if f.origin.startswith(str(tmp_path)) and f.error}
+    assert "SystemExit" in (errors.pop("b_leaves") or "")
     assert "no_such_sdk" in (errors.pop("b_import") or "")
     assert "register_exporter" in (errors.pop("c_misspelt") or "")
     assert "'r'" in (errors.pop("d_argument") or "")

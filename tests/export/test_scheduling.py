@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,25 @@ def test_a_deleted_export_is_forgotten_and_starts_anew_when_it_comes_back(record
             await until(lambda: numbers(recorder / "out") == [0, 0])
 
     asyncio.run(scenario())
+
+
+def test_an_export_deleted_while_the_worker_is_down_is_forgotten_too(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            exports = [to(recorder, "v1.2"), to(recorder, "other")]
+            gateway.create("a", {"recorder": exports})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGKILL)
+            gateway.update("a", {"recorder": exports[1:]})
+            directory = recorder / "data" / "exports" / "a"
+            await until(lambda: [path.name for path in directory.iterdir()] == ["other.cursor"])
+            gateway.update("a", {"recorder": exports})
+            await gateway.exported("a", 0)
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "v1.2") == [0, 0]
 
 
 def test_a_stream_made_again_under_its_name_is_exported_from_its_beginning(recorder: Path) -> None:
