@@ -83,7 +83,8 @@ def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
 
 
 def test_the_site_builds_offline_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    pytest.importorskip("material", reason="pip install '.[docs]'")
+    if not os.environ.get("CI"):
+        pytest.importorskip("material", reason="pip install '.[docs]'")
     environment = os.environ | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],

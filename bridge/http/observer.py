@@ -107,6 +107,7 @@ class Observer:
         self._times: dict[Key, tuple[int, int]] = {}  # which number, and when it came
         self._reading = ThreadPoolExecutor(1, "status")
         self._probing = ThreadPoolExecutor(1, "probe")
+        self._lookup: asyncio.Task[None] | None = None
         self._probe: asyncio.Future[str | None] | None = None
         self._probed = 0.0
         self._storage_error: str | None = None
@@ -124,7 +125,11 @@ class Observer:
                 self._delay, delay = delay, 0.0
                 try:
                     self._take_point()
-                    await asyncio.gather(self._read_times(), self.storage_error())
+                    if self._lookup is None or self._lookup.done():
+                        self._lookup = asyncio.create_task(self._read_times())
+                    await asyncio.gather(asyncio.wait([self._lookup], timeout=STEP), self.storage_error())
+                    if self._lookup.done():  # else the disk hangs: go on without
+                        self._lookup.result()
                 except Exception:
                     log.exception("the status cannot be gathered")
             beat = loop.time() + BEAT
@@ -132,7 +137,9 @@ class Observer:
             delay = max(delay, loop.time() - beat)
 
     def close(self) -> None:
-        """Give the threads back; one that hangs in the disk is not waited for."""
+        """Give the threads back."""
+        if self._lookup is not None:
+            self._lookup.cancel()
         self._reading.shutdown(wait=False, cancel_futures=True)
         self._probing.shutdown(wait=False, cancel_futures=True)
 

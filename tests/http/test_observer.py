@@ -1,0 +1,56 @@
+"""What the observer does when the disk hangs: it says so, and holds nobody up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from bridge.http import observer
+from bridge.http.observer import Observer
+from bridge.manager import StreamManager
+from bridge.plugins import Registry
+from bridge.streams.store import Store
+from tests.mqtt.harness import NoExports
+
+
+class Worker:
+    """An export side that only has numbers."""
+
+    restarts = memory = 0
+    pid = 1
+
+
+def test_a_disk_that_hangs_is_reported_in_time_and_only_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, asked = threading.Event(), []
+
+    def hang(_: int) -> None:
+        asked.append(threading.get_ident())
+        released.wait(30)
+
+    async def look() -> None:
+        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
+        manager = StreamManager(store, Registry(), NoExports())
+        watching = Observer("plant-7", tmp_path / "data", manager, Worker(), {})
+        monkeypatch.setattr(observer, "PROBE_TIMEOUT", 0.05)
+        monkeypatch.setattr(os, "fdatasync", hang)
+        try:
+            assert await watching.storage_error() == f"{tmp_path / 'data'} does not answer"
+            assert await watching.storage_error() == f"{tmp_path / 'data'} does not answer"
+            assert len(asked) == 1
+            assert watching.state(fresh=True).storage_error is not None
+            released.set()
+            monkeypatch.setattr(observer, "PROBE_TIMEOUT", 30)
+            assert await watching.storage_error() is None
+        finally:
+            released.set()
+            monkeypatch.undo()
+            watching.close()
+            await store.close()
+
+    asyncio.run(look())
