@@ -302,12 +302,17 @@ class StreamManager:
     def submit(self, name: str, payload: bytes, *, message_id: bytes = b"") -> tuple[Stream, int]:
         """The first half of an append: the message is in the next commit, but not yet stored.
 
+        A message with an id that was seen in the stream's deduplication window (without one, in the
+        last two minutes) is not stored again, and has the number of the first.
+
         Returns the stream, whose `after_commit` tells the rest, and the number that the message has
         if the commit succeeds. Raises as `append`.
         """
         stream = self.stream(name)
         if not payload:
             raise InvalidRequest(f"stream {name!r}: a message needs a payload of at least one byte")
+        if message_id and stream.window is None:
+            stream.deduplicate()
         return stream, stream.append(f"streams/{name}".encode(), payload, b"", message_id)
 
     async def read(

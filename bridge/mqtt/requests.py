@@ -52,6 +52,7 @@ log = logging.getLogger(__name__)
 
 AT_A_TIME = 16  # requests of one client that are being answered; more wait in the socket
 ENVELOPE = 4 * 1024  # bytes of a reply beside the messages
+PER_MESSAGE = 128  # bytes of a message in a reply, beside its payload, names and headers
 
 
 class ReplyTooLarge(StreamBridgeError):  # noqa: N818  (named for what happened)
@@ -219,7 +220,14 @@ async def _read(manager: StreamManager, request: Request, who: Identity | None, 
     name = _name(request)
     if who is not None and not who.may_read(f"streams/{name}"):
         raise Unauthorized(f"client {who.client_id!r} may not read streams/{name}; see [[mqtt.acl]]")
-    found = await manager.read(name, request.read_messages_options, max_bytes=room)
+    options = request.read_messages_options or ReadMessagesOptions()
+    found = await manager.read(name, options, max_bytes=room)
+    # Beside its payload each message costs its keys and numbers: return as many as fit.
+    for number, message in enumerate(found):
+        room -= len(message.payload) + len(message.topic) + 2 * len(message.headers) + len(name) + PER_MESSAGE
+        if room < 0 and number >= options.min_message_count:
+            del found[number:]
+            break
     return {
         "messages": [
             StoredMessage(

@@ -33,7 +33,8 @@ class Window:
 
     def configure(self, length: int | None) -> None:
         """Change the length; the default is bounded in number, too."""
-        self.length, self._most = (DEFAULT, MOST) if length is None else (length, None)
+        self.length = DEFAULT if length is None else length
+        self._most = MOST if length is None else None
 
     def find(self, message_id: bytes) -> int | None:
         """The number of the message that had this id, if it is in the window."""

@@ -60,7 +60,7 @@ class Server:
         self.config = Greengrass(listen=f"127.0.0.1:{port}", token_file=token_file)
         self.store: Store
         self.manager: StreamManager
-        self.front: GreengrassFrontEnd
+        self.front: Any
         self.exports = Exports()
         self.urls: list[str] = []
 
@@ -89,12 +89,16 @@ class Server:
     async def _start(self) -> None:
         self.store = Store(self.data_dir, self._root / "memory", on_event=lambda stream, what: None)
         self.manager = StreamManager(self.store, plugins.load([]), self.exports)
-        self.front = GreengrassFrontEnd(self.config, self.manager, self.data_dir)
+        self.front = self.door()
         try:
             self.urls = await self.front.start()
         except BaseException:
             await self.store.close()
             raise
+
+    def door(self) -> Any:
+        """The front end under test."""
+        return GreengrassFrontEnd(self.config, self.manager, self.data_dir)
 
     async def _stop(self) -> None:
         await self.front.stop()

@@ -1,0 +1,107 @@
+"""The AWS SDK's StreamManagerClient, over MQTT: `from bridge.client import ...` in place of
+`from stream_manager import ...`.
+
+    client.py      StreamManagerClient
+    link.py        the MQTT connection: requests, replies, reconnect
+    data.py        the data classes and enumerations, base.py what they share
+    exceptions.py  the exceptions
+    util.py        JSON bodies for SiteWise and S3 exports
+"""
+
+from bridge.client.client import StreamManagerClient
+from bridge.client.data import (
+    AssetPropertyValue,
+    EventType,
+    ExportDefinition,
+    ExportFormat,
+    HTTPConfig,
+    IoTAnalyticsConfig,
+    IoTSiteWiseConfig,
+    KinesisConfig,
+    Message,
+    MessageStreamDefinition,
+    MessageStreamInfo,
+    PutAssetPropertyValueEntry,
+    Quality,
+    ReadMessagesOptions,
+    ResponseStatusCode,
+    S3ExportTaskDefinition,
+    S3ExportTaskExecutorConfig,
+    Status,
+    StatusConfig,
+    StatusContext,
+    StatusLevel,
+    StatusMessage,
+    TimeInNanos,
+    Variant,
+)
+from bridge.client.exceptions import (
+    ClientException,
+    ConnectFailedException,
+    InvalidRequestException,
+    MessageStoreReadErrorException,
+    NotEnoughMessagesException,
+    RequestPayloadTooLargeException,
+    ResourceNotFoundException,
+    ResponsePayloadTooLargeException,
+    ServerOutOfMemoryException,
+    ServerTimeoutException,
+    StreamManagerException,
+    UnauthorizedException,
+    UnknownFailureException,
+    UnknownOperationException,
+    UpdateFailedException,
+    UpdateNotAllowedException,
+    ValidationException,
+)
+from bridge.client.util import Util
+from bridge.model import Limits, Persistence, StrategyOnFull
+
+__all__ = [
+    "AssetPropertyValue",
+    "ClientException",
+    "ConnectFailedException",
+    "EventType",
+    "ExportDefinition",
+    "ExportFormat",
+    "HTTPConfig",
+    "InvalidRequestException",
+    "IoTAnalyticsConfig",
+    "IoTSiteWiseConfig",
+    "KinesisConfig",
+    "Limits",
+    "Message",
+    "MessageStoreReadErrorException",
+    "MessageStreamDefinition",
+    "MessageStreamInfo",
+    "NotEnoughMessagesException",
+    "Persistence",
+    "PutAssetPropertyValueEntry",
+    "Quality",
+    "ReadMessagesOptions",
+    "RequestPayloadTooLargeException",
+    "ResourceNotFoundException",
+    "ResponsePayloadTooLargeException",
+    "ResponseStatusCode",
+    "S3ExportTaskDefinition",
+    "S3ExportTaskExecutorConfig",
+    "ServerOutOfMemoryException",
+    "ServerTimeoutException",
+    "Status",
+    "StatusConfig",
+    "StatusContext",
+    "StatusLevel",
+    "StatusMessage",
+    "StrategyOnFull",
+    "StreamManagerClient",
+    "StreamManagerException",
+    "TimeInNanos",
+    "UnauthorizedException",
+    "UnknownFailureException",
+    "UnknownOperationException",
+    "UpdateFailedException",
+    "UpdateNotAllowedException",
+    "Util",
+    "ValidationException",
+    "Variant",
+]
