@@ -150,6 +150,14 @@ def test_every_configuration_in_the_documentation_is_valid(
     assert checked > 10
 
 
+def test_every_test_that_the_documentation_names_is_there() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    there = set(re.findall(r"def (test_\w+)", sources))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert len(named) > 40
+    assert named - there == set()
+
+
 def test_the_dashboard_and_the_alerts_use_metrics_that_there_are() -> None:
     dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
