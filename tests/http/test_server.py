@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import random
 import socket
 import socketserver
 import threading
@@ -102,6 +104,24 @@ def test_a_bad_request_gets_its_answer_and_hurts_nobody(
 ) -> None:
     assert raw(service, request_).startswith(b"HTTP/1.1 %d " % status)
     assert service.request("/healthz")[0] == 200
+
+
+def test_random_bytes_are_answered_or_end_the_connection_and_nothing_else(service: Service) -> None:
+    dice = random.Random(1)
+    valid = b"GET /status.json?since=1 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    for _ in range(200):
+        request = bytearray(valid)
+        for _ in range(dice.randint(1, 8)):
+            at = dice.randrange(len(request))
+            request[at : at + dice.randint(0, 3)] = dice.randbytes(dice.randint(0, 3))
+        with socket.create_connection(("127.0.0.1", service.port), timeout=30) as connection:
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                answer = b"".join(iter(lambda: connection.recv(65536), b""))
+                assert answer == b"" or answer.startswith(b"HTTP/1.1 "), bytes(request)
+    assert service.request("/healthz")[0] == 200
+    assert " error bridge" not in service.log.read_text()
 
 
 def test_many_idle_connections_do_not_take_the_streams_door(service: Service) -> None:
