@@ -299,6 +299,7 @@ class Connection(asyncio.Protocol):
         if self._epoch != router.epoch or len(self._routes) > ROUTES:
             self._routes, self._epoch = {}, router.epoch
         routes, limit, v5 = self._routes, self.limit, self.level == V5
+        two_bytes = limit > 0x3FFF  # then a length of two bytes cannot be above it
         batch = Batch(self)
         acks, touched = batch.acks, batch.touched
         last: Committer | None = None
@@ -311,6 +312,9 @@ class Connection(asyncio.Protocol):
                 if (length := d[pos + 1]) < 0x80:
                     body = pos + 2
                     end = body + length
+                elif two_bytes and size - pos > 2 and (more := d[pos + 2]) < 0x80:
+                    body = pos + 3
+                    end = body + (length & 0x7F | more << 7)
                 else:
                     body, end = frame(d, pos, limit)
                 if end > size:
