@@ -143,7 +143,7 @@ class S3Store:
             "s3",
             endpoint_url=endpoint,
             region_name=session.region_name or "us-east-1",
-            config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 8, "mode": "standard"}),
+            config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 5, "mode": "standard"}),
         )
 
     def list(self) -> Iterator[Entry]:

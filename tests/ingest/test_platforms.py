@@ -82,7 +82,8 @@ def test_the_job_runs_over_spark_connect(landing: Place, tmp_path: Path) -> None
     done = subprocess.run(
         [sys.executable, "-c", CONNECT, landing.url, str(tmp_path / "lake")],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": root, "SPARK_LOCAL_IP": "127.0.0.1"},
+        env=os.environ
+        | {"PYTHONPATH": root, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
         capture_output=True,
         text=True,
         timeout=180,
