@@ -17,11 +17,12 @@ import hmac
 import os
 import re
 import stat
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.errors import ConfigError
-from bridge.mqtt.packets import BAD_USER_OR_PASSWORD, NOT_AUTHORIZED
+from bridge.mqtt.packets import BAD_USER_OR_PASSWORD, NOT_AUTHORIZED, SERVER_BUSY
 from bridge.topics import covers, matches
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ ITERATIONS = 210_000  # OWASP's advice for PBKDF2 with SHA-512
 MAX_ITERATIONS = 10_000_000
 _LINE = re.compile(r"([^:\s][^:]*):\$7\$(\d+)\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+)")
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0
+AT_A_TIME = 16  # logins of one address that are checked, or made to wait
 REMEMBERED = 10_000  # addresses with failures, and verified passwords
 REQUEST_LEVEL = "streambridge"  # the first level of request topics, closed to ordinary messages
 
@@ -153,6 +155,7 @@ class Access:
         self._anonymous: bool | None = None
         self._verified: dict[bytes, None] = {}
         self._failures: dict[str, int] = {}
+        self._checking: Counter[str] = Counter()
         self._key = os.urandom(16)
         # Its own thread, and only one: guessing passwords must not use up the store's threads.
         self._hasher = ThreadPoolExecutor(1, "mqtt-password")
@@ -192,21 +195,31 @@ class Access:
         mark = hmac.digest(self._key, user.encode() + b"\0" + (password or b""), "sha256")
         if known is not None and mark in self._verified:
             return None
-        right = False
-        if password is not None:
-            # An unknown user takes as long as a known one, so that names cannot be told apart by time.
-            hashed = known or Password(ITERATIONS, b"", b"\0" * 64)
-            loop = asyncio.get_running_loop()
-            right = await loop.run_in_executor(self._hasher, hashed.verify, password) and known is not None
-        if right and self._users.get(user) is known:
-            if len(self._verified) >= REMEMBERED:
-                self._verified.clear()
-            self._verified[mark] = None
-            self._failures.pop(address, None)
-            return None
-        count = self._failures.pop(address, 0)
-        if len(self._failures) >= REMEMBERED:
-            del self._failures[next(iter(self._failures))]
-        self._failures[address] = count + 1
-        await asyncio.sleep(min(FIRST_DELAY * 2 ** min(count, 8), LONGEST_DELAY))
+        if self._checking[address] >= AT_A_TIME:
+            return Refused(SERVER_BUSY, f"{AT_A_TIME} logins from this address are being checked already")
+        self._checking[address] += 1
+        try:
+            if await self._hash(known, password) and self._users.get(user) is known:
+                if len(self._verified) >= REMEMBERED:
+                    self._verified.clear()
+                self._verified[mark] = None
+                self._failures.pop(address, None)
+                return None
+            count = self._failures.pop(address, 0)
+            if len(self._failures) >= REMEMBERED:
+                del self._failures[next(iter(self._failures))]
+            self._failures[address] = count + 1
+            await asyncio.sleep(min(FIRST_DELAY * 2 ** min(count, 8), LONGEST_DELAY))
+        finally:
+            self._checking[address] -= 1
+            if not self._checking[address]:
+                del self._checking[address]
         return Refused(BAD_USER_OR_PASSWORD, f"wrong user name or password for {user!r}")
+
+    async def _hash(self, known: Password | None, password: bytes | None) -> bool:
+        if password is None:
+            return False
+        # An unknown user takes as long as a known one, so that names cannot be told apart by time.
+        hashed = known or Password(ITERATIONS, b"", b"\0" * 64)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._hasher, hashed.verify, password) and known is not None

@@ -17,7 +17,19 @@ from bridge.mqtt.packets import V5
 from bridge.mqtt.settings import AccessRule, Limits, MqttConfig, TlsSettings
 
 from .certificates import Authority
-from .harness import Bridge, Client, Packet, bridge_test, publish, run_async, running, subscribe, tool, until
+from .harness import (
+    Bridge,
+    Client,
+    Packet,
+    bridge_test,
+    connect,
+    publish,
+    run_async,
+    running,
+    subscribe,
+    tool,
+    until,
+)
 
 BOB = "bob:" + hash_password(b"builder")
 
@@ -59,6 +71,23 @@ def test_a_password_of_mosquitto_passwd_is_accepted_and_a_wrong_one_is_slow(tmp_
         assert bridge.stat("sessions") == len(known) == 2
 
     with_bridge(tmp_path, test, users_file=path, allow_anonymous=False)
+
+
+def test_guessing_passwords_in_parallel_is_no_faster_and_holds_nobody_up(tmp_path: Path) -> None:
+    path = users(tmp_path, BOB)
+
+    async def test(bridge: Bridge) -> None:
+        good = await bridge.connect("good", user="bob", password=b"builder")
+        clients = [await bridge.open() for _ in range(40)]
+        for number, client in enumerate(clients):
+            client.send(connect(f"c{number}", user="bob", password=b"guess"))
+        busy = [client for client in clients[16:] if (await client.receive()).body == b"\0\3"]
+        assert len(busy) == 24
+        again = await bridge.connect("again", user="bob", password=b"builder")
+        assert await good.alive()
+        assert await again.alive()
+
+    with_bridge(tmp_path, test, users_file=path)
 
 
 def test_a_refused_connect_with_a_foreign_client_id_disturbs_nobody(tmp_path: Path) -> None:
