@@ -267,9 +267,10 @@ def _class(name: str, thing: Any) -> Iterator[str]:
             }[name]
         return
     yield _prose(inspect.getdoc(thing) or "")
-    tree = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+    source = textwrap.dedent(inspect.getsource(thing))
+    tree = ast.parse(source).body[0]
     assert isinstance(tree, ast.ClassDef)
-    fields = [ast.unparse(n) for n in tree.body if isinstance(n, ast.AnnAssign)]
+    fields = [str(ast.get_source_segment(source, n)) for n in tree.body if isinstance(n, ast.AnnAssign)]
     if fields:
         yield "```python\n" + "\n".join(fields) + "\n```"
     for node in tree.body:
