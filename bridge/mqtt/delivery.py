@@ -45,7 +45,15 @@ STOP_TIMEOUT = 5.0
 
 
 class Delivery(Protocol):
-    """Who is subscribed now, and a copy of each message to them, at QoS 0."""
+    """Who is subscribed now, and a copy of each message to them, at QoS 0.
+
+    While it is `crowded`, whoever publishes on ordinary topics should wait; the wait is short, for it is
+    for this process alone, never for a subscriber.
+    """
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits that more would soon be dropped."""
 
     async def start(self) -> None:
         """Begin to deliver."""
@@ -126,10 +134,16 @@ class _Link(ReaderAdapter, WriterAdapter):  # type: ignore[misc]
 class AmqttDelivery:
     """`Delivery` by an amqtt broker in this process."""
 
-    def __init__(self, deliver: Callable[[Session, Message], None], counts: Counter[str]) -> None:
+    def __init__(
+        self,
+        deliver: Callable[[Session, Message], None],
+        relieved: Callable[[], None],
+        counts: Counter[str],
+    ) -> None:
+        """`deliver` gets each copy, `relieved` is called when it is no longer crowded."""
         for name, level in (("amqtt", logging.ERROR), ("transitions", logging.WARNING)):
             logging.getLogger(name).setLevel(level)  # amqtt reports every client's coming and going
-        self._deliver, self._counts = deliver, counts
+        self._deliver, self._relieved, self._counts = deliver, relieved, counts
         self._broker: Any = Broker(
             BrokerConfig(
                 listeners={"default": ListenerConfig(type=ListenerType.EXTERNAL)},
@@ -145,6 +159,10 @@ class AmqttDelivery:
         self._last_ticket = 0
         self._work = asyncio.Event()
         self._feeder: asyncio.Task[None] | None = None
+
+    @property
+    def crowded(self) -> bool:
+        return len(self._waiting) >= WAITING_MESSAGES // 2
 
     async def start(self) -> None:
         await self._broker.start()
@@ -242,6 +260,7 @@ class AmqttDelivery:
             self._tickets.clear()
             if not self._waiting:
                 self._work.clear()
+                self._relieved()
 
     async def _burst(self) -> None:
         queue, tasks = self._broker._broadcast_queue, self._broker._tasks_queue

@@ -68,10 +68,11 @@ class Lane:
         self.under_pressure = manager.under_pressure
         self.access = Access(config)
         self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal")
-        self.delivery = AmqttDelivery(self._deliver, self.counts)
+        self.delivery = AmqttDelivery(self._deliver, self._relieved, self.counts)
         self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts)
         self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)
         self.connections: set[Connection] = set()
+        self.crowding: set[Connection] = set()  # publishers that wait for `delivery`
         self.stopping = False
         self._by_address: Counter[str] = Counter()
         self._listeners: list[Listener] = []
@@ -244,6 +245,11 @@ class Lane:
         if not high:
             for conn in list(self.connections):
                 conn.release("pressure")
+
+    def _relieved(self) -> None:
+        crowding, self.crowding = self.crowding, set()
+        for conn in crowding:
+            conn.release("delivery")
 
     # -- sessions ------------------------------------------------------------
 

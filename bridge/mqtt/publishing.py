@@ -116,6 +116,9 @@ def publish(
         message = Message(topic, payload, qos >> 1, bool(head & 1), properties)
         if lane.router.publish(route, message, session):
             batch.touched[lane.journal] = None
+        if lane.delivery.crowded and not route.streams:
+            conn.hold("delivery")
+            lane.crowding.add(conn)
     if qos == 2:
         batch.acks += b"\x40\x02" + packet_id
     elif qos == 4:
