@@ -29,7 +29,7 @@ import uvloop
 from bridge import config as configuration
 from bridge import logs, plugins
 from bridge.config import Config
-from bridge.errors import ConfigError, StreamBridgeError, StreamError
+from bridge.errors import ConfigError, StreamBridgeError
 from bridge.export.cursor import highest_exported
 from bridge.export.supervisor import ExportSupervisor
 from bridge.greengrass import GreengrassFrontEnd
@@ -78,6 +78,7 @@ class Service:
         self._stop = asyncio.Event()
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
+        self._refused: dict[str, int] = {}
 
     async def run(self) -> None:
         """Start, say so, and stop when told."""
@@ -103,7 +104,7 @@ class Service:
         )
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(store.close)
-            exports = ExportSupervisor(
+            self._exports = exports = ExportSupervisor(
                 gateway.data_dir,
                 gateway=gateway.id,
                 export=config.export,
@@ -173,6 +174,7 @@ class Service:
         while True:
             await asyncio.sleep(REFRESH)
             self._manager.refresh()
+            self._tell_of_full_streams()
             notify("WATCHDOG=1")  # from the loop itself: a loop that is stuck sends none
 
     # -- streams from the configuration ----------------------------------------------------------
@@ -232,15 +234,17 @@ class Service:
             self._healing.discard(stream.name)
             self._manager.refresh()
 
-    def _append_status(self, stream: str, payload: bytes) -> None:
+    async def _append_status(self, stream: str, payload: bytes) -> None:
         """Exporters append to status and dead-letter streams through us, the only writer."""
-        target = self._manager.store.streams.get(stream)
-        try:
-            if target is None:
-                raise StreamError(f"there is no stream named {stream!r}")
-            target.append(f"streams/{stream}".encode(), payload)
-        except StreamError as error:
-            log.warning("status message lost: %s", error, extra={"stream": stream})
+        await self._manager.append(stream, payload)
+
+    def _tell_of_full_streams(self) -> None:
+        """Plugins hear of a stream that has refused messages since the last look."""
+        for name, stream in self._manager.store.streams.items():
+            refused = stream.counters.get("full", 0)
+            if refused > self._refused.get(name, 0):
+                self._exports.event("stream_full", name, f"{refused} messages refused since the start")
+            self._refused[name] = refused
 
 
 def _on_event(stream: str, what: str) -> None:

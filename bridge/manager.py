@@ -59,10 +59,8 @@ class Exports(Protocol):
     def forget(self, name: str) -> None:
         """A stream was deleted."""
 
-    def committed(
-        self, name: str, oldest: int, next_sequence: int, drops: list[tuple[int, int, str]]
-    ) -> None:
-        """A stream holds oldest..next_sequence-1; `drops` are (first, last, reason)."""
+    def committed(self, name: str, oldest: int, next_sequence: int) -> None:
+        """A stream holds oldest..next_sequence-1."""
 
     def statuses(self, name: str) -> list[ExportStatus]:
         """How far a stream's exports are."""
@@ -156,8 +154,7 @@ class StreamManager:
             self._tell(stream)
 
     def _tell(self, stream: Stream) -> None:
-        drops = [(drop.first, drop.last, Reason(drop.reason).name.lower()) for drop in stream.drops.ranges]
-        self._exports.committed(stream.name, stream.oldest, stream.next_sequence, drops)
+        self._exports.committed(stream.name, stream.oldest, stream.next_sequence)
         stream.exported_upto = self._exports.exported_upto(stream.name)
 
     def refresh(self) -> None:

@@ -19,7 +19,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bridge.aws import AwsSettings
@@ -139,12 +139,10 @@ class ExportSupervisor:
         else:
             self._send(wire.Forget(name))
 
-    def committed(
-        self, name: str, oldest: int, next_sequence: int, drops: Sequence[tuple[int, int, str]] = ()
-    ) -> None:
+    def committed(self, name: str, oldest: int, next_sequence: int) -> None:
         """Messages below `next_sequence` may be exported.
 
-        `drops` are not passed on: the worker reads the stream's drop log when it meets a hole.
+        What was dropped is not told: the worker reads the stream's drop log when it meets a hole.
         """
         stream = self._streams.get(name)
         if stream is not None and (oldest, next_sequence) != (stream.oldest, stream.next):

@@ -110,6 +110,8 @@ class Drops:
 
     def count(self, first: int, last: int) -> int:
         """How many of first..last were dropped."""
+        if not self.ranges or first > self.ranges[-1].last:
+            return 0
         return last - first + 1 - sum(b - a + 1 for a, b in self.live(first, last))
 
     def compact(self, oldest: int) -> None:
