@@ -221,7 +221,9 @@ def test_the_tutorial_leads_to_the_table(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "tutorial.sh"],
         cwd=tmp_path,
-        env=os.environ | {"PATH": f"{tmp_path}:{beside}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        env=os.environ
+        | {"XDG_RUNTIME_DIR": str(tmp_path)}  # memory streams, which would stay in /dev/shm
+        | {"PATH": f"{tmp_path}:{beside}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
