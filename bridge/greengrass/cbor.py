@@ -19,6 +19,8 @@ MAX_DEPTH = 16
 _BREAK = object()
 _FLOATS = {25: struct.Struct(">e"), 26: struct.Struct(">f"), 27: struct.Struct(">d")}
 _SIMPLE = {20: False, 21: True, 22: None, 23: None}
+_SHORT = range(24)  # lengths that stand in an item's first byte
+_KEYS = {key.encode(): key for key in ("requestId", "name", "payload", "streamName", "readMessagesOptions")}
 
 
 class Malformed(ValueError):  # noqa: N818  (named for what it says of the bytes)
@@ -28,7 +30,10 @@ class Malformed(ValueError):  # noqa: N818  (named for what it says of the bytes
 def decode_map(data: bytes) -> dict[str, Any]:
     """Decode one map that fills `data`; raises Malformed."""
     try:
-        value, end = _item(data, 0, 0)
+        if data[0] - 0xA0 in _SHORT:
+            value, end = _entries(data)
+        else:
+            value, end = _item(data, 0, 0)
     except IndexError:
         raise Malformed("it ends too early") from None
     if not isinstance(value, dict):
@@ -36,6 +41,37 @@ def decode_map(data: bytes) -> dict[str, Any]:
     if end != len(data):
         raise Malformed(f"{len(data) - end} bytes follow the map")
     return value
+
+
+def _entries(d: bytes) -> tuple[dict[str, Any], int]:
+    """A map of definite length, at the start. What every append has (short keys, text, bytes) stands here."""
+    entries: dict[str, Any] = {}
+    pos = 1
+    for _ in range(d[0] - 0xA0):
+        head = d[pos]
+        if 0x60 <= head < 0x78:
+            start, pos = pos + 1, pos + head - 0x5F
+            key = _KEYS.get(d[start:pos]) or _whole_text(d, start, pos)
+        else:
+            key, pos = _item(d, pos, 1)
+            if key.__class__ is not str:
+                raise Malformed("a key is not text")
+        head = d[pos]
+        if head == 0x78:  # a text of 24 to 255 bytes: the requestId
+            start, pos = pos + 2, pos + 2 + d[pos + 1]
+            entries[key] = _whole_text(d, start, pos)
+        elif 0x60 <= head < 0x78:
+            start, pos = pos + 1, pos + head - 0x5F
+            entries[key] = _whole_text(d, start, pos)
+        else:
+            entries[key], pos = _value(d, pos, 1)
+    return entries, pos
+
+
+def _whole_text(d: bytes, start: int, end: int) -> str:
+    if end > len(d):
+        raise Malformed("it ends too early")
+    return _text(d[start:end])
 
 
 def first_entries(data: bytes) -> dict[str, Any]:
