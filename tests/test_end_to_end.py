@@ -239,6 +239,58 @@ def test_a_segment_damaged_under_the_running_service_is_set_aside_and_the_rest_i
     assert sorted({row["sequenceNumber"] for row in service.rows()}) == sorted(exported)
 
 
+def test_a_flipped_bit_in_any_other_file_of_the_data_directory_never_keeps_the_service_down(
+    service: Service, tmp_path: Path
+) -> None:
+    """Sessions, cursors, definitions, records of drops: all that the store's own tests do not cover."""
+    with service.config.open("a") as config:
+        config.write(
+            "[[streams.readings.export.http]]\nidentifier = 'nowhere'\nuri = 'http://127.0.0.1:9/'\n"
+        )
+    service.start()
+    keeper = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id="keeper", clean_session=False)
+    subscribed = threading.Event()
+    keeper.on_subscribe = lambda *_: subscribed.set()
+    keeper.connect("127.0.0.1", service.port)
+    keeper.loop_start()
+    keeper.subscribe("other/#", qos=1)
+    assert subscribed.wait(10)
+    keeper.disconnect()
+    keeper.loop_stop()
+    publisher = Publisher("p", service.port)
+    publisher.publish(100)
+    wait_for(lambda: len(publisher.acknowledged) == 100)
+    publisher.close()
+    sender = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id="sender")
+    sender.connect("127.0.0.1", service.port)
+    sender.loop_start()
+    for number in range(20):
+        sender.publish(f"other/{number}", b"for one who is away", qos=1, retain=True).wait_for_publish(10)
+    sender.disconnect()
+    sender.loop_stop()
+    exports = tmp_path / "data" / "exports"
+    wait_for(lambda: any(path.is_file() and path.stat().st_size for path in exports.rglob("*")))
+    assert service.signal(signal.SIGTERM) == 0
+    data, copy = tmp_path / "data", tmp_path / "copy"
+    shutil.copytree(data, copy, symlinks=True)
+    draw = random.Random(7)
+    files = [
+        path.relative_to(copy)
+        for path in sorted(copy.rglob("*"))
+        if path.is_file() and not path.is_symlink() and path.suffix != ".seg" and path.stat().st_size
+    ]
+    assert len(files) >= 4
+    for path in draw.choices(files, k=4) + files:
+        shutil.rmtree(data)
+        shutil.copytree(copy, data, symlinks=True)
+        content = bytearray((data / path).read_bytes())
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        (data / path).write_bytes(content)
+        service.start()
+        assert service.signal(signal.SIGTERM) == 0, path
+        assert len(service.payloads()) == 100, path
+
+
 @pytest.mark.spark
 def test_the_demo_brings_every_acknowledged_reading_into_the_table(tmp_path: Path) -> None:
     if shutil.which("java") is None:

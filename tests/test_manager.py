@@ -149,9 +149,7 @@ def test_an_update_may_not_change_persistence_nor_make_the_stream_smaller_than_i
             await manager.append_all("s", [b"x" * 1000] * 30)
             with pytest.raises(UpdateNotAllowed, match=r"definition\.persistence"):
                 manager.update(definition(persistence=1))
-            with pytest.raises(
-                InvalidRequest, match=r"8192 is less than the 3\d{4} bytes"
-            ):
+            with pytest.raises(InvalidRequest, match=r"8192 is less than the 3\d{4} bytes"):
                 manager.update(definition(maxSize=8192, streamSegmentSize=1024))
             assert manager.describe("s").definition.max_size == 65536
             manager.update(definition(maxSize=40000, streamSegmentSize=1024))
