@@ -13,6 +13,7 @@ in the definition is kept above every number given out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
@@ -199,4 +200,6 @@ class Store:
                 self._reserve(stream.home, stream.meta, stream.next_sequence, 0)
             stream.close()
         self.committer.close()
+        with contextlib.suppress(OSError):  # not ours alone, or not empty
+            self._memory.rmdir()
         os.close(self._lock)

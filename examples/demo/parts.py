@@ -34,6 +34,7 @@ CONFIG = """\
 [gateway]
 id = "this-machine"
 data_dir = "data"
+memory_dir = "memory"
 
 [mqtt]
 listen = ["tcp://127.0.0.1:{mqtt}"]
