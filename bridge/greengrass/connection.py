@@ -23,8 +23,9 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from bridge import cbor
 from bridge.errors import StreamBridgeError, StreamError
-from bridge.greengrass import cbor, operations, wire
+from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, Status
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from bridge.greengrass import cbor
+from bridge import cbor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,6 +34,7 @@ import cbor2
 import msgspec
 from msgspec import Struct
 
+from bridge import cbor
 from bridge.errors import InvalidRequest, StreamBridgeError, Unauthorized
 from bridge.mqtt import headers
 from bridge.mqtt import properties as p
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.access import Identity
     from bridge.mqtt.connection import Connection
     from bridge.mqtt.lane import Lane
+    from bridge.streams.segment import Message as Stored
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +98,53 @@ class StoredMessage(Struct, rename="camel", omit_defaults=True):
     headers: headers.Headers | None = None
 
 
+class Found:
+    """The messages that a read has found, to be encoded."""
+
+    def __init__(self, stream: str, messages: list[Stored]) -> None:
+        self._stream, self._messages = stream, messages
+
+    def for_json(self) -> list[StoredMessage]:
+        """As msgspec encodes them."""
+        return [
+            StoredMessage(
+                self._stream,
+                message.sequence_number,
+                message.ingest_time,
+                message.payload,
+                message.topic.decode(),
+                headers.decode(message.headers) if message.headers else None,
+            )
+            for message in self._messages
+        ]
+
+    def in_cbor(self) -> bytes:
+        """A CBOR array of the same; what is the same in many messages is encoded once."""
+        before = cbor.encode("streamName") + cbor.encode(self._stream) + cbor.encode("sequenceNumber")
+        plain, more = b"\xa5" + before, b"\xa6" + before
+        time, between, after = -1, b"", b""
+        topic: bytes | None = None
+        head = cbor.head
+        parts = [head(4, len(self._messages))]
+        add = parts.append
+        for number, ingest_time, on, payload, extra in self._messages:
+            if ingest_time != time:
+                time = ingest_time
+                between = cbor.encode("ingestTime") + head(0, time) + cbor.encode("payload")
+            if on != topic:
+                topic, after = on, cbor.encode("topic") + cbor.encode(on.decode())
+            add(more if extra else plain)
+            add(head(0, number))
+            add(between)
+            add(head(2, len(payload)))
+            add(payload)
+            add(after)
+            if extra:
+                decoded = msgspec.to_builtins(headers.decode(extra), builtin_types=(bytes,))
+                add(cbor.encode("headers") + cbor2.dumps(decoded))
+        return b"".join(parts)
+
+
 async def answer(
     manager: StreamManager, operation: str, body: bytes, limit: int, who: Identity | None = None
 ) -> bytes:
@@ -132,14 +181,20 @@ def _decode(body: bytes, *, in_cbor: bool) -> Request:
     try:
         if not in_cbor:
             return msgspec.json.decode(body or b"{}", type=Request)
-        return msgspec.convert(cbor2.loads(body), Request, builtin_types=(bytes,))
+        return msgspec.convert(cbor.decode_map(body), Request, builtin_types=(bytes,))
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise InvalidRequest(f"the request: {error}") from None
-    except (ValueError, RecursionError, EOFError, cbor2.CBORDecodeError) as error:
+    except cbor.Malformed as error:
         raise InvalidRequest(f"the request is not one CBOR map: {error}") from None
 
 
 def _encode(fields: dict[str, Any], in_cbor: bool) -> bytes:
+    found = fields.get("messages")
+    if isinstance(found, Found):
+        if in_cbor:
+            rest = cbor.encode({key: value for key, value in fields.items() if key != "messages"})
+            return bytes((rest[0] + 1,)) + rest[1:] + cbor.encode("messages") + found.in_cbor()
+        fields = {**fields, "messages": found.for_json()}
     if in_cbor:
         return cbor2.dumps(msgspec.to_builtins(fields, builtin_types=(bytes,)))
     return msgspec.json.encode(fields)
@@ -228,19 +283,7 @@ async def _read(manager: StreamManager, request: Request, who: Identity | None, 
         if room < 0 and number >= options.min_message_count:
             del found[number:]
             break
-    return {
-        "messages": [
-            StoredMessage(
-                name,
-                message.sequence_number,
-                message.ingest_time,
-                message.payload,
-                message.topic.decode(),
-                headers.decode(message.headers) if message.headers else None,
-            )
-            for message in found
-        ]
-    }
+    return {"messages": Found(name, found)}
 
 
 async def _purge(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:

@@ -9,7 +9,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import paho.mqtt.client as paho
 import pytest
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
 
 import bridge.client
 from bridge.client import (
@@ -272,6 +276,25 @@ def test_a_topic_filter_reads_and_purges_by_topic(broker: Broker, client: Stream
     assert [m.payload for m in client.tail("s", 0, timeout=0.1)] == [b"3", b"5", b"7"]
     with pytest.raises(NotEnoughMessagesException):
         client.read_messages("s", ReadMessagesOptions(0, 4))
+
+
+def test_headers_of_mqtt_5_come_with_the_message(broker: Broker, client: StreamManagerClient) -> None:
+    broker.stream("s", topics=["in/#"])
+    properties = Properties(PacketTypes.PUBLISH)
+    properties.UserProperty = ("unit", "K")
+    properties.CorrelationData = b"\x00\xff"
+    publisher = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
+    publisher.connect("127.0.0.1", broker.port)
+    publisher.loop_start()
+    publisher.publish("in/a", b"1", 1, properties=properties).wait_for_publish(20)
+    publisher.disconnect()
+    publisher.loop_stop()
+    client.append_message("s", b"2")
+    first, second = client.read_messages("s", ReadMessagesOptions(0, 2))
+    assert (first.topic, first.payload, second.topic, second.payload) == ("in/a", b"1", "streams/s", b"2")
+    assert first.headers is not None
+    assert (first.headers["user"], first.headers["token"]) == ([["unit", "K"]], b"\x00\xff")
+    assert second.headers is None
 
 
 def test_a_closed_client_says_so_and_wakes_whoever_waits(broker: Broker, connect: Connect) -> None:

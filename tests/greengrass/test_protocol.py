@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge import cbor
 from bridge.errors import ConfigError
-from bridge.greengrass import cbor, connection
+from bridge.greengrass import connection
 from tests.greengrass.harness import CONNECT, DEADLINE, Raw, Server, frame, many
 
 

@@ -67,6 +67,7 @@ async def test_nonsense_gets_an_error_reply_that_says_what_is_wrong(bridge: Brid
         ("listStreams", b"{", 3, "truncated"),
         ("listStreams", b"\xa1", 3, "CBOR"),
         ("listStreams", b"\xbf" * 5000, 3, "CBOR"),
+        ("listStreams", b"\xa1\x61a\xd8\x1e\x82\x01\x02", 3, "tags"),
         ("listStreams", b"[1]", 3, "object"),
         ("noSuchThing", b"{}", 18, "createMessageStream"),
         ("appendMessage", b'{"name": "s"}', 3, "payload"),

@@ -1,4 +1,4 @@
-"""The part of CBOR (RFC 8949) that the Stream Manager SDKs speak, and nothing more.
+"""The part of CBOR (RFC 8949) that requests and replies consist of, and nothing more.
 
     decode   maps with text keys, arrays, text, byte strings, integers, floats, booleans, null;
              definite and indefinite lengths (the Java SDK sends indefinite maps)
@@ -6,7 +6,7 @@
 
 Any bytes either decode or raise `Malformed`, in time linear in their length. That is why this is not
 a general library: tags would let a small body ask for a lot of arithmetic (rationals, big numbers) or
-for a structure that contains itself, and no SDK sends one.
+for a structure that contains itself, and no client sends one.
 """
 
 from __future__ import annotations
@@ -136,8 +136,15 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
     if major == 4:
         items = []
         for _ in range(number):
-            item, pos = _value(d, pos, depth + 1)
-            items.append(item)
+            first = d[pos]
+            if first == 0x58:  # a byte string of 24 to 255 bytes: many payloads are
+                start, pos = pos + 2, pos + 2 + d[pos + 1]
+                items.append(d[start:pos])
+            else:
+                item, pos = _value(d, pos, depth + 1)
+                items.append(item)
+        if pos > len(d):
+            raise Malformed("it ends too early")
         return items, pos
     raise Malformed("tags are not used here")
 
