@@ -159,8 +159,9 @@ class Mqtt(peers.Wire):
             shift += 7
             if byte < 128:
                 break
-        data = self.file.read(length)
-        reply: dict[str, Any] = cbor2.loads(data[2 + (data[0] << 8 | data[1]) :])
+        (topic_length,) = struct.unpack(">H", self.file.read(2))
+        self.file.read(topic_length)
+        reply: dict[str, Any] = cbor2.loads(self.file.read(length - 2 - topic_length))
         assert reply["status"] == 0, reply
         return reply
 

@@ -118,14 +118,14 @@ class Found:
             for message in self._messages
         ]
 
-    def in_cbor(self) -> bytes:
-        """A CBOR array of the same; what is the same in many messages is encoded once."""
+    def in_cbor(self, opening: bytes) -> bytes:
+        """Behind `opening` a CBOR array of the same; what is the same in many messages is encoded once."""
         before = cbor.encode("streamName") + cbor.encode(self._stream) + cbor.encode("sequenceNumber")
         plain, more = b"\xa5" + before, b"\xa6" + before
         time, between, after = -1, b"", b""
         topic: bytes | None = None
         head = cbor.head
-        parts = [head(4, len(self._messages))]
+        parts = [opening, head(4, len(self._messages))]
         add = parts.append
         for number, ingest_time, on, payload, extra in self._messages:
             if ingest_time != time:
@@ -193,7 +193,7 @@ def _encode(fields: dict[str, Any], in_cbor: bool) -> bytes:
     if isinstance(found, Found):
         if in_cbor:
             rest = cbor.encode({key: value for key, value in fields.items() if key != "messages"})
-            return bytes((rest[0] + 1,)) + rest[1:] + cbor.encode("messages") + found.in_cbor()
+            return found.in_cbor(bytes((rest[0] + 1,)) + rest[1:] + cbor.encode("messages"))
         fields = {**fields, "messages": found.for_json()}
     if in_cbor:
         return cbor2.dumps(msgspec.to_builtins(fields, builtin_types=(bytes,)))
