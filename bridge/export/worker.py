@@ -127,7 +127,10 @@ class Worker:
         return hello
 
     def _received(self) -> bytes:
-        data = self._connection.recv(256 * 1024)
+        try:
+            data = self._connection.recv(256 * 1024)
+        except ConnectionError:  # the supervisor was killed with words of ours unread
+            data = b""
         if not data:
             os._exit(ORPHANED)
         return data
