@@ -49,6 +49,7 @@ HEADERS, IDS = 1, 2
 RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
+_WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
 _SWAP = sys.byteorder == "big"
 
 
@@ -159,12 +160,13 @@ def frame_at(data: bytes, pos: int) -> Frame | None:
 
 def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
     """Whether a whole frame passes its check."""
-    if frame.end > len(data):
+    _, number, _, columns, start, end = frame
+    if end > len(data):
         return False
-    crc = int.from_bytes(data[frame.start + 4 : frame.start + 8], "little")
-    if crc32(memoryview(data)[frame.start + 8 : frame.end], salt) != crc:
+    covered = data[start + 8 : end] if end - start < 4096 else memoryview(data)[start + 8 : end]
+    if crc32(covered, salt) != int.from_bytes(data[start + 4 : start + 8], "little"):
         return False
-    return frame.columns < 4 and frame.data_bytes >= 0
+    return columns < 4 and end - start - FRAME.size >= 4 * number * _WIDTHS[columns]
 
 
 def messages(data: bytes, frame: Frame) -> list[Message]:
