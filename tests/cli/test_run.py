@@ -159,3 +159,26 @@ def test_systemd_is_told_when_it_is_ready_reloading_and_stopping(
         assert next_state()["READY"] == "1"
         assert service.stop() == 0
         assert next_state()["STOPPING"] == "1"
+
+
+def test_the_watchdog_hears_from_a_running_loop_and_nothing_from_one_that_is_stuck(
+    start: Callable[..., Service], tmp_path: Path
+) -> None:
+    """SIGSTOP stands for the stuck loop: systemd sees the same silence, and would restart the service."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(60)
+        service = start(NOTIFY_SOCKET=str(tmp_path / "notify"))
+        for _ in range(2):
+            while systemd.recv(4096) != b"WATCHDOG=1":
+                pass
+        service.process.send_signal(signal.SIGSTOP)
+        systemd.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            while True:  # what was on its way, and then silence for longer than the loop's second
+                systemd.recv(4096)
+                systemd.settimeout(2.5)
+        service.process.send_signal(signal.SIGCONT)
+        systemd.settimeout(60)
+        assert systemd.recv(4096) == b"WATCHDOG=1"
+        assert service.stop() == 0
