@@ -31,6 +31,7 @@ from bridge.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.store import Store
+from bridge.streams.stream import Stream
 
 GROUPS = (1, 10, 100)
 SIZES = (128, 1024, 65536)
@@ -139,11 +140,11 @@ def compare(rounds: int, seconds: float) -> list[dict[str, object]]:
                 for group in GROUPS:
                     for name, (start, modes) in systems.items():
                         if sync in modes:
-                            with place() as directory, start(directory, sync) as peer:  # type: ignore[attr-defined]
+                            with place() as directory, start(directory, sync) as peer:
                                 rate = appends(peer, group, size, seconds)
                             found.setdefault(("append", sync, size, group, name), []).append(rate)
         for name, (start, _) in systems.items():
-            with place() as directory, start(directory, False) as peer:  # type: ignore[attr-defined]
+            with place() as directory, start(directory, False) as peer:
                 found.setdefault(("read", False, 128, 1000, name), []).append(reads(peer, 100_000))
     keys = ("what", "sync", "size", "group", "system")
     return [
@@ -208,13 +209,13 @@ def many_streams(numbers: list[int], seconds: float) -> list[dict[str, object]]:
             store = Ours(directory, sync=False)
             streams = [store.store.create(f"s{n}", Settings(), b"{}") for n in range(number)]
 
-            async def work(streams: list[object] = streams) -> float:  # type: ignore[assignment]
+            async def work(streams: list[Stream] = streams) -> float:
                 done, at, began = 0, 0, time.perf_counter()
                 while time.perf_counter() < began + seconds:
                     stream = streams[at % len(streams)]
                     for _ in range(100):
-                        stream.append(b"t", b"x" * 128)  # type: ignore[attr-defined]
-                    await committed(stream)  # type: ignore[arg-type]
+                        stream.append(b"t", b"x" * 128)
+                    await committed(stream)
                     done, at = done + 100, at + 1
                 return (time.perf_counter() - began) / done
 
@@ -277,10 +278,10 @@ def main() -> None:
         "streams": many_streams([1, 10, 100, 1000], options.seconds),
     }
     (options.output / "streams.json").write_text(json.dumps(result, indent=1))
-    show("Messages per second (medians)", result["compare"])  # type: ignore[arg-type]
-    show("By backlog", result["backlogs"])  # type: ignore[arg-type]
-    show("By number of streams", result["streams"])  # type: ignore[arg-type]
-    draw(result["compare"], options.output / "streams.png")  # type: ignore[arg-type]
+    show("Messages per second (medians)", result["compare"])
+    show("By backlog", result["backlogs"])
+    show("By number of streams", result["streams"])
+    draw(result["compare"], options.output / "streams.png")
 
 
 if __name__ == "__main__":
