@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -35,6 +36,7 @@ class Committer:
         self._waiting: dict[Stream, int] = {}
         self._total = 0
         self._syncing: set[Stream] = set()
+        self._rescues: set[asyncio.Future[list[tuple[int, int]]]] = set()
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
 
@@ -51,7 +53,11 @@ class Committer:
         dirty, self._dirty = self._dirty, []
         for stream in dirty:
             if not stream.busy:  # else the end of its present work starts the next group
-                self._start(stream)
+                try:
+                    self._start(stream)
+                except Exception as error:  # one stream's trouble is not the others'
+                    self._on_event(stream.name, f"internal error: {error!r}")
+                    stream.fail(OSError(0, repr(error)))
         for stream in dirty:
             self.weigh(stream)
 
@@ -61,6 +67,7 @@ class Committer:
             return
         if stream.settings.flush:
             self._flights += 1
+            stream.log.pin()
             self._submit(stream, staged, first=True)
             return
         error: OSError | None = None
@@ -82,7 +89,7 @@ class Committer:
 
     def _written(self, stream: Stream, staged: Staged, first: bool, result: Future[None]) -> None:
         error = result.exception()
-        if isinstance(error, OSError) and first:
+        if isinstance(error, OSError) and first and not stream.closed:
             # The file's tail is not trusted any more: once more, in a new segment.
             try:
                 staged = stream.restage(staged)
@@ -94,9 +101,13 @@ class Committer:
                 self._submit(stream, staged, first=False)
                 return
         self._flights -= 1
-        if error is not None and not isinstance(error, OSError):
-            error = OSError(0, repr(error))
-        stream.finish(staged, error)
+        if stream.closed:
+            stream.log.discard(staged)
+        else:
+            if error is not None and not isinstance(error, OSError):
+                error = OSError(0, repr(error))
+            stream.finish(staged, error)
+        stream.log.unpin()
         self.weigh(stream)
 
     def weigh(self, stream: Stream) -> None:
@@ -117,43 +128,55 @@ class Committer:
 
     async def _sync(self, stream: Stream) -> None:
         work = stream.log.unsynced()
-        if not work:
+        if not work or stream.closed:
             return
-        loop = asyncio.get_running_loop()
         self._syncing.add(stream)
+        stream.log.pin()
+        future = asyncio.get_running_loop().run_in_executor(self._pool, stream.log.sync, work)
+        future.add_done_callback(lambda _: self._sync_ended(stream))
         try:
-            await loop.run_in_executor(self._pool, lambda: stream.log.sync(work))
+            await asyncio.shield(future)  # cancelled or not, the thread goes on to its end
         except OSError as error:
             await self._rescue(stream, error)
         else:
             if not stream.closed:
                 stream.log.synced(work)
-        finally:
-            self._syncing.discard(stream)
+
+    def _sync_ended(self, stream: Stream) -> None:
+        self._syncing.discard(stream)
+        stream.log.unpin()
 
     async def _rescue(self, stream: Stream, error: OSError) -> None:
-        """A background sync failed: what is not on the disk is written again, to a new segment."""
+        """A background sync failed: the files that are not on the disk are written again."""
         await stream.idle()
         if stream.closed:
             return
-        loop = asyncio.get_running_loop()
-        stream.busy = True
-        try:
-            lost = await loop.run_in_executor(self._pool, stream.log.rescue, stream.log.unsynced())
-        except OSError as again:
-            self._on_event(
-                stream.name, f"sync failed ({error}), and so did writing elsewhere ({again}); trying on"
-            )
+        stream.busy = stream.log.frozen = True
+        stream.log.pin()
+        future = asyncio.get_running_loop().run_in_executor(self._pool, stream.log.rescue)
+        self._rescues.add(future)
+        future.add_done_callback(lambda done: self._rescued(stream, error, done))
+        with contextlib.suppress(OSError):
+            await asyncio.shield(future)
+
+    def _rescued(self, stream: Stream, error: OSError, done: asyncio.Future[list[tuple[int, int]]]) -> None:
+        self._rescues.discard(done)
+        stream.log.frozen = False
+        stream.log.unpin()
+        stream.rest()
+        again = done.exception()
+        if stream.closed:
             return
-        finally:
-            stream.busy = False
-            if stream.waits:
-                self.schedule(stream)
-        self._on_event(
-            stream.name, f"sync failed ({error}); what was not on the disk was written to a new segment"
-        )
-        if lost:
-            stream.drop(lost, Reason.DAMAGED)
+        if again is not None:
+            what = f"sync failed ({error}), and so did writing elsewhere ({again}); trying on"
+        else:
+            what = f"sync failed ({error}); what was not on the disk was written to a new file"
+            stream.log.synced([])
+            if lost := done.result():
+                stream.drop(lost, Reason.DAMAGED)
+        self._on_event(stream.name, what)
+        if stream.waits:
+            self.schedule(stream)
 
     def maintain(self, streams: Iterable[Stream]) -> None:
         """Apply limits that depend on time."""
@@ -166,10 +189,10 @@ class Committer:
 
     async def drain(self) -> None:
         """Wait until nothing is pending or in flight in any of the streams that were scheduled."""
-        while self._dirty or self._flights:
+        while self._dirty or self._flights or self._rescues or self._syncing:
             for stream in list(self._waiting):
                 await stream.idle()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
     def forget(self, stream: Stream) -> None:
         """A stream is gone."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from bridge.errors import CorruptData
 from bridge.streams import segment
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class Window:
 
     def expire(self, now: int) -> None:
         """Forget the ids that are older than the window."""
+        if self._ages and self._ages[-1][0] > now:  # the clock was set back
+            self._ages = deque((min(time, now), number, one) for time, number, one in self._ages)
         ages, most = self._ages, self._most
         while ages and (ages[0][0] + self.length < now or (most is not None and len(ages) > most)):
             _, number, message_id = ages.popleft()
@@ -66,11 +69,20 @@ class Window:
             if stream.log.summary(base).last_time + self.length < now:
                 break
             start = base
-        reader = stream.reader()
-        try:
-            for data, frame in reader.frames(start, stream.next_sequence):
-                if frame.time + self.length >= now:
-                    for number, message_id in segment.ids_of(data, frame).items():
-                        self.add(message_id, number, frame.time)
-        finally:
-            reader.close()
+        position, healed = start, set[int]()
+        while position < stream.next_sequence:
+            reader, before = stream.reader(), position
+            try:
+                for data, frame in reader.frames(position, stream.next_sequence):
+                    position = frame.next
+                    if frame.time + self.length >= now:
+                        for number, message_id in segment.ids_of(data, frame).items():
+                            self.add(message_id, number, frame.time)
+                if position == before:
+                    return
+            except CorruptData as error:
+                if error.segment in healed or not stream.heal(error.segment):
+                    position = max(position + 1, stream.log.following(error.segment))
+                healed.add(error.segment)
+            finally:
+                reader.close()

@@ -81,7 +81,11 @@ class SegmentLog:
         self.total_bytes = 0  # their sum
         self.closing: list[Segment] = []
         self.damage: list[Damage] = []
-        self._tainted = False  # a failed write has left something behind that could not be removed
+        self._tainted = False  # a failed write has left something in the active file that is no data
+        self._leftovers: set[Path] = set()  # files of a failed group that could not be removed
+        self._pins = 0  # worker threads that use our descriptors
+        self._retired: list[int] = []
+        self.frozen = False  # a rescue is replacing files: none may be removed
 
     # -- opening and closing ---------------------------------------------------------------------
     def open(self, first: int) -> None:
@@ -123,11 +127,38 @@ class SegmentLog:
     def close(self) -> None:
         """Close the files; what is committed but not synced stays so."""
         for item in [*self.closing, self.active]:
-            os.close(item.fd)
+            self.retire(item.fd)
+
+    def pin(self) -> None:
+        """A worker thread begins to use our descriptors: none is closed until `unpin`.
+
+        The kernel would give the number of a closed one to the next file that is opened.
+        """
+        self._pins += 1
+
+    def unpin(self) -> None:
+        """A worker thread has done its work."""
+        self._pins -= 1
+        if not self._pins:
+            retired, self._retired = self._retired, []
+            for fd in retired:
+                os.close(fd)
+
+    def retire(self, fd: int) -> None:
+        """Close a descriptor as soon as no worker thread uses it."""
+        if self._pins:
+            self._retired.append(fd)
+        else:
+            os.close(fd)
 
     # -- writing ---------------------------------------------------------------------------------
     def stage(self, group: Group, now: int, segment_size: int) -> Staged:
         """Encode a group at the next numbers; raises OSError if an earlier failure cannot be mended."""
+        if self._leftovers:
+            for path in list(self._leftovers):
+                self.files.unlink(path)
+                self._leftovers.discard(path)
+            self.files.sync_directory(self.directory)
         if self._tainted:
             self.replace_active()
         staged = Staged(group, [], [], self.next)
@@ -176,7 +207,7 @@ class SegmentLog:
             written = target
         if sync and written is not None:
             self.files.sync(written.fd)
-            if staged.opened:
+            if any(target.synced < HEADER.size for target, _, _, _ in staged.writes):
                 self.files.sync_directory(self.directory)
 
     def commit(self, staged: Staged, *, synced: bool) -> None:
@@ -197,15 +228,28 @@ class SegmentLog:
     def abort(self, staged: Staged) -> None:
         """Undo a staged group, written or not; what was committed before stays."""
         opened, staged.opened = staged.opened, []
-        made = [item for item in opened if item.fd >= 0]
-        for item in made:
-            os.close(item.fd)
+        for item in opened:
+            if item.fd >= 0:
+                self._discard(item)
         try:
-            for item in made:
-                self.files.unlink(item.path)
             self.files.truncate(self.active.fd, self.active.size)
         except OSError:  # what is left there must not be taken for data: go on in a new file
             self._tainted = True
+
+    def discard(self, staged: Staged) -> None:
+        """Let go of a staged group whose stream is closed; nothing but its own new files is touched."""
+        for item in staged.opened:
+            if item.fd >= 0:
+                self._discard(item)
+
+    def _discard(self, item: Segment) -> None:
+        """Remove a file that was made for a group that failed; if that fails too, before the next group."""
+        try:
+            self.files.truncate(item.fd, 0)
+            self.files.unlink(item.path)
+        except OSError:
+            self._leftovers.add(item.path)
+        self.retire(item.fd)
 
     def replace_active(self, first: int | None = None) -> None:
         """Seal the active segment where it is and go on in a new, empty one; raises OSError.
@@ -217,7 +261,7 @@ class SegmentLog:
             return  # it is empty already
         fresh = self._create(base)
         if base == self.active.index.base:
-            os.close(self.active.fd)
+            self.retire(self.active.fd)
         else:
             self._seal()
         self._take(fresh)
@@ -233,8 +277,9 @@ class SegmentLog:
         try:
             self.files.write(fd, [self._header(item.index.base)], 0)
         except OSError:
-            os.close(fd)
-            self.files.unlink(item.path)
+            item.fd = fd
+            self._discard(item)
+            item.fd = -1
             raise
         item.fd = fd
 
@@ -272,59 +317,47 @@ class SegmentLog:
         for item in [item for item in self.closing if item.synced >= item.size]:
             self.closing.remove(item)
             self._write_index(item.path, item.index.summary(item.size))
-            os.close(item.fd)
+            self.retire(item.fd)
 
-    def rescue(self, work: list[tuple[Segment, int]]) -> list[tuple[int, int]]:
-        """After a failed background sync: write what is not on the disk again, to new segments.
+    def rescue(self) -> list[tuple[int, int]]:
+        """After a failed background sync: write each file that is not on the disk again, in its place.
 
-        Returns the numbers that could not be read back. Raises OSError if the new segments cannot
-        be written either; the old files are then left as they are.
+        A new file with the same frames takes the old one's name once it is on the disk itself, so
+        that a crash at any instant leaves one or the other. Returns the numbers that could not be
+        read back. Raises OSError if the disk goes on refusing; what was not replaced is as it was. May
+        run in a thread, while nothing else writes or removes.
         """
         lost: list[tuple[int, int]] = []
-        tail: list[tuple[Frame, bytes]] = []
-        for item, _ in work:
+        work = [item for item in [*self.closing, self.active] if item.synced < item.size]
+        for item in work:
             data = self.files.read(item.fd, item.size, 0)
-            start = max(item.synced, HEADER.size)
-            found = list(segment.scan(data, start, self._meta.salt))
-            tail += [(frame, data[frame.start : frame.end]) for frame in found]
-            if (found[-1].end if found else start) < item.size:
-                lost.append((found[-1].next if found else item.index.base, item.index.next - 1))
-        base = tail[0][0].base if tail else self.next
-        path = layout.segment_path(self.directory, base)
-        spare = path.with_name(path.name + layout.TEMPORARY)
-        fresh = Segment(path, self.files.open(spare, os.O_RDWR | os.O_CREAT | os.O_TRUNC), Indexer(base))
-        try:
-            header = self._header(base)
-            self.files.write(fresh.fd, [header, b"".join(content for _, content in tail)], 0)
-            self.files.sync(fresh.fd)
-            for item, _ in work:  # before the new file appears: a number is never in two places
-                self.files.truncate(item.fd, max(item.synced, HEADER.size))
-            spare.replace(path)
-            self.files.sync_directory(self.directory)
-        except OSError:
-            os.close(fresh.fd)
-            self.files.unlink(spare)
-            raise
-        for frame, _ in tail:
-            fresh.index.add(frame, fresh.size)
-            fresh.size += frame.end - frame.start
-        fresh.index.next = self.next
-        fresh.synced = fresh.size
-        old = [*self.closing, self.active]
-        for item in old:
-            if item.index.base >= base:  # all of it is in the new segment
-                if item.path != path:
-                    self.files.unlink(item.path)
-                self._resize(item.index.base, None)
-                os.close(item.fd)
-            elif item.synced < item.size:
-                item.size = item.synced = max(item.synced, HEADER.size)
-                moved = sum(f.data_bytes for f, _ in tail if f.base < item.index.next)
-                item.index.cut(base, moved)
-                self._resize(item.index.base, item.size)
-        self.closing = [item for item in old if item.index.base < base]
-        self._take(fresh)
-        self.synced([])
+            frames = list(segment.scan(data, HEADER.size, self._meta.salt))
+            end = frames[-1].end if frames else HEADER.size
+            if end < item.synced:
+                end = item.size  # damage of another kind, in what is on the disk: copied as it is
+            elif end < item.size:
+                lost.append((frames[-1].next if frames else item.index.base, item.index.next - 1))
+            spare = item.path.with_name(item.path.name + layout.TEMPORARY)
+            fd = self.files.open(spare, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            try:
+                self.files.write(fd, [self._header(item.index.base), data[HEADER.size : end]], 0)
+                self.files.sync(fd)
+                spare.replace(item.path)
+            except OSError:
+                os.close(fd)
+                raise
+            self.retire(item.fd)
+            item.fd = fd
+            if end < item.size:
+                kept = Indexer(item.index.base)
+                for frame in frames:
+                    kept.add(frame, frame.start)
+                kept.next = item.index.next
+                item.index, item.size = kept, end
+                self._resize(kept.base, end)
+        self.files.sync_directory(self.directory)
+        for item in work:
+            item.synced = item.size
         return lost
 
     # -- the front -------------------------------------------------------------------------------
@@ -363,8 +396,9 @@ class SegmentLog:
         if base == self.active.index.base and self.active.size > HEADER.size:
             self.replace_active()
         for item in [item for item in self.closing if item.index.base == base]:
+            self.files.sync(item.fd)  # its index will say that it is on the disk
             self.closing.remove(item)
-            os.close(item.fd)
+            self.retire(item.fd)
         if base == self.active.index.base:
             return []
         examined = recovery.examine(
@@ -384,7 +418,7 @@ class SegmentLog:
         self._resize(base, None)
         for item in [item for item in self.closing if item.index.base == base]:
             self.closing.remove(item)
-            os.close(item.fd)
+            self.retire(item.fd)
 
     def _write_index(self, path: Path, summary: Summary) -> None:
         try:

@@ -136,6 +136,10 @@ class StreamReader:
         if not self._bases:
             return 0, 0
         base = after = self._bases[-1]
+        if self._open is not None and self._open.is_stale(
+            layout.segment_path(self.directory, self._open.base)
+        ):
+            self.close()
         try:
             for _, frame in self._segment(base).frames(self._known_end(base)):
                 after = frame.next

@@ -32,21 +32,23 @@ class Exact:
         self._stream = stream
         self._limits = limits = stream.settings.limits
         self.guards_appends = limits.max_message_size is not None or limits.discard_new
-        self.stale = False  # others (size, age of segments, purge) have dropped messages: look again
+        self.stale = True  # nothing was read yet, or others have dropped messages: look again
         self._counts_bytes = limits.max_bytes is not None
         self._needs_head = self._counts_bytes or limits.max_age is not None
         self._admitted = 0  # bytes that were let in and are not committed yet
         self._admitted_topics: dict[bytes, int] = {}
-        self.reload()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._head: deque[tuple[int, int, int]] = deque()  # number, bytes, time of the oldest live messages
+        self._head_end = self._stream.oldest
+        self._live_bytes = 0
+        self._topics: dict[bytes, deque[tuple[int, int]]] = {}  # numbers and bytes of live messages
 
     def reload(self) -> None:
         """Read from the files what the limits need to know."""
         stream = self._stream
-        self.stale = False
-        self._head: deque[tuple[int, int, int]] = deque()  # number, bytes, time of the oldest live messages
-        self._head_end = stream.oldest
-        self._live_bytes = 0
-        self._topics: dict[bytes, deque[tuple[int, int]]] = {}  # numbers and bytes of live messages
+        self._clear()
         if self._limits.max_messages_per_topic is not None:
             for number, size, topic in self._rows(stream.oldest, stream.next_sequence):
                 self._topics.setdefault(topic, deque()).append((number, size))
@@ -59,6 +61,7 @@ class Exact:
                     self._live_bytes += sum(size for _, size, _ in self._rows(base, last + 1))
                 else:
                     self._live_bytes += stream.log.summary(base).data_bytes
+        self.stale = False
 
     def _rows(self, start: int, end: int) -> list[tuple[int, int, bytes]]:
         """(number, bytes, topic) of the live messages of start..end-1; damaged ones are passed over."""

@@ -282,12 +282,6 @@ class Indexer:
         self.last_time = max(self.last_time, frame.time)
         self.data_bytes += frame.data_bytes
 
-    def cut(self, after: int, data_bytes: int) -> None:
-        """Forget the frames from number `after` on, of `data_bytes`; the last time stays an upper bound."""
-        self.entries = [entry for entry in self.entries if entry[0] < after]
-        self.data_bytes -= data_bytes
-        self.next = min(self.next, after)
-
     def summary(self, size: int) -> Summary:
         """The summary of the segment, now `size` bytes long."""
         return Summary(

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from bridge.errors import DataDirectoryBusy
+from bridge.errors import DataDirectoryBusy, StreamError
 from bridge.streams import layout, meta
 from bridge.streams.committer import Committer
 from bridge.streams.layout import Files
@@ -124,7 +124,7 @@ class Store:
                 )
                 meta.save(self._files, directory, known)
             self.streams[known.name] = self._start(directory, known)
-        except OSError as error:
+        except (OSError, StreamError) as error:
             self.unreadable.append(directory)
             self._on_event(known.name, f"{directory} cannot be opened: {error}")
 
@@ -162,8 +162,13 @@ class Store:
         known = Meta(name, now_ms(), secrets.randbits(32), settings, definition)
         meta.save(self._files, fresh, known)
         fresh.rename(directory)
-        self._files.sync_directory(self._root)
-        stream = self.streams[name] = self._start(directory, known)
+        try:
+            self._files.sync_directory(self._root)
+            stream = self._start(directory, known)
+        except OSError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self.streams[name] = stream
         return stream
 
     def delete(self, name: str) -> None:
@@ -172,7 +177,10 @@ class Store:
         gone = self._root / f".deleted-{stream.home.name}"
         shutil.rmtree(gone, ignore_errors=True)
         stream.home.rename(gone)
-        self._files.sync_directory(self._root)
+        try:
+            self._files.sync_directory(self._root)
+        except OSError as error:  # gone from here on; a power cut now might bring it back
+            self._on_event(name, f"{self._root}: cannot be synced after the stream was deleted: {error}")
         del self.streams[name]
         self.committer.forget(stream)
         stream.close()
@@ -188,7 +196,10 @@ class Store:
             self.committer.maintain(streams)
             for stream in streams:
                 if stream.settings.memory and stream.next_sequence + RESERVE // 2 > stream.meta.reserved:
-                    stream.meta = self._reserve(stream.home, stream.meta, stream.next_sequence)
+                    try:
+                        stream.meta = self._reserve(stream.home, stream.meta, stream.next_sequence)
+                    except OSError as error:
+                        self._on_event(stream.name, f"{stream.home}: cannot reserve numbers: {error}")
             await self.committer.sync(stream for stream in streams if not stream.settings.memory)
 
     async def close(self) -> None:
@@ -197,7 +208,8 @@ class Store:
         await self.committer.sync(list(self.streams.values()))
         for stream in self.streams.values():
             if stream.settings.memory:  # a clean stop: the next number is known exactly
-                self._reserve(stream.home, stream.meta, stream.next_sequence, 0)
+                with contextlib.suppress(OSError):  # else the reserved ones are skipped
+                    self._reserve(stream.home, stream.meta, stream.next_sequence, 0)
             stream.close()
         self.committer.close()
         with contextlib.suppress(OSError):  # not ours alone, or not empty

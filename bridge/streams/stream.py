@@ -14,9 +14,9 @@ run in a worker thread while `busy` is set; no other group of the stream is stag
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -72,12 +72,14 @@ class Stream:
         self.log.open(floor)
         now = now_ms()
         self._on_event = on_event
+        self.exact: Exact | None = None
         self._report(self.log.damage)
         if floor > self.log.next:
             reason = Reason.MEMORY if meta.settings.memory else Reason.SKIPPED
             self.drops.record([(self.log.next, floor - 1)], now, reason)
             self.log.replace_active(floor)
-        self.drops.record([(0, self.log.first - 1)], now, Reason.UNKNOWN)
+        unknown = Reason.MEMORY if meta.settings.memory else Reason.UNKNOWN
+        self.drops.record([(0, self.log.first - 1)], now, unknown)
         self.oldest = self.drops.first_live(self.log.first)
         self.error: StreamError | None = None
         self.on_commit: list[Callable[[], None]] = []
@@ -86,11 +88,13 @@ class Stream:
         self._group, self._waiters = Group(), list[Waiter]()
         self._flight_waiters: list[Waiter] = []
         self._flight_size = 0
+        self._resting: list[asyncio.Event] = []
+        self._maintain_late = False
         self._next = self.log.next
         self.window: Window | None = None
-        self.exact: Exact | None = None
         self._apply()
-        self.maintain(now)
+        with contextlib.suppress(OSError):  # tried again with every commit and every second
+            self.maintain(now)
 
     # -- what it is ------------------------------------------------------------------------------
     @property
@@ -150,7 +154,8 @@ class Stream:
         metadata.save(self.files, self.home, fresh)
         self.meta = fresh
         self._apply()
-        self.maintain(now_ms())
+        with contextlib.suppress(OSError):  # tried again with every commit and every second
+            self.maintain(now_ms())
 
     def _apply(self) -> None:
         settings = self.settings
@@ -164,22 +169,29 @@ class Stream:
     def deduplicate(self) -> None:
         """Have message ids count from now on, also if the settings do not say for how long."""
         if self.window is None:
-            self.window = Window(self.settings.dedup_window)
-            self.window.load(self, now_ms())
+            window = Window(self.settings.dedup_window)
+            window.load(self, now_ms())
+            self.window = window
 
     async def idle(self) -> None:
         """Wait until no group is in flight."""
         while self.busy:
-            done = asyncio.Event()
-            self._flight_waiters.append(partial(_tell, done))
-            await done.wait()
+            event = asyncio.Event()
+            self._resting.append(event)
+            await event.wait()
+
+    def rest(self) -> None:
+        """Nothing is in flight any more: tell those who wait for that."""
+        self.busy = False
+        events, self._resting = self._resting, []
+        for event in events:
+            event.set()
 
     def close(self) -> None:
-        """Close the files. What is pending fails."""
+        """Close the files, as soon as no thread uses them. What is pending fails."""
         self.closed = True
         self.log.close()
-        if self._group.parts or self._flight_waiters:
-            self._fail(OSError(0, "the stream was closed"))
+        self.fail(OSError(0, "the stream was closed"))
 
     # -- appending -------------------------------------------------------------------------------
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
@@ -253,7 +265,11 @@ class Stream:
         if not settings.overwrite:
             self._reject_if_full(size)
         if self.exact is not None:
-            self.exact.admit(topic, data, self._next - self.log.next)
+            try:
+                self.exact.admit(topic, data, self._next - self.log.next)
+            except OSError as error:
+                self.exact.stale = True
+                raise StorageFailed(f"stream {self.name!r}: its limits cannot be checked: {error}") from error
 
     def _reject_if_full(self, size: int) -> None:
         settings = self.settings
@@ -282,7 +298,7 @@ class Stream:
                 self._make_room(group.size + FRAMING)
             staged = self.log.stage(group, now_ms(), self.settings.segment_size)
         except OSError as error:
-            self._fail(error)
+            self.fail(error)
             return None
         self.busy = True
         self._set_room()
@@ -302,27 +318,37 @@ class Stream:
         """Take over the result of `SegmentLog.write`: tell the waiters, apply the limits."""
         if error is not None:
             self.log.abort(staged)
-            self._fail(error)
+            self.fail(error)
             return
         self.log.commit(staged, synced=self.settings.flush)
-        if self.exact is not None:
-            self.exact.committed(staged)
         self.error = None
-        self.busy = False
         waiters, self._flight_waiters, self._flight_size = self._flight_waiters, [], 0
+        self.rest()
         if self.exact is not None:
-            self.exact.enforce(now_ms())
+            try:
+                self.exact.committed(staged)
+                self.exact.enforce(now_ms())
+            except OSError as trouble:  # the messages are stored: that is what the waiters ask for
+                self.exact.stale = True
+                self._on_event(self.name, f"cannot apply its limits now: {trouble}")
         self._set_room()
         for waiter in waiters:
             waiter(None)
         for told in self.on_commit:
             told()
+        if self._maintain_late:
+            with contextlib.suppress(OSError):
+                self.maintain(now_ms())
         if self._group.parts:  # it may have been scheduled while we were busy, and passed over
             self._scheduled = True
             self._schedule(self)
 
-    def _fail(self, error: OSError) -> None:
+    def fail(self, error: OSError) -> None:
         """Nothing pending is stored: all of it fails together, and the numbers are free again."""
+        if self._next == self.log.next and not self._flight_waiters and not self._waiters:
+            self._scheduled = False
+            self.rest()
+            return
         self.count("failed", self._next - self.log.next)
         self.error = StorageFailed(
             f"stream {self.name!r} cannot be written in {self.directory}: {error.strerror or error}; nothing "
@@ -335,7 +361,8 @@ class Stream:
         waiters = [*self._flight_waiters, *self._waiters]
         self._group, self._waiters, self._flight_waiters, self._flight_size = Group(), [], [], 0
         self._next = self.log.next
-        self.busy = self._scheduled = False
+        self._scheduled = False
+        self.rest()
         self._set_room()
         for waiter in waiters:
             waiter(self.error)
@@ -369,6 +396,8 @@ class Stream:
         What the disk refuses to delete is dropped all the same, and deleted another time.
         """
         log = self.log
+        if log.frozen:
+            return
         self.oldest = min(self.drops.first_live(log.first), log.next)
         try:
             if self.oldest >= log.next > log.active.index.base and not self.busy:
@@ -428,10 +457,13 @@ class Stream:
             lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
             self._on_event(self.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
             self.count("damaged", sum(last - first + 1 for first, last in damage.lost))
+            if self.exact is not None:
+                self.exact.stale = True
 
     # -- time ------------------------------------------------------------------------------------
     def maintain(self, now: int) -> None:
         """Apply what depends on time and on changed settings. Called now and then; raises OSError."""
+        self._maintain_late = self.busy
         if self.busy:
             return
         ttl = self.settings.ttl
@@ -446,7 +478,3 @@ class Stream:
         if self.window is not None:
             self.window.expire(now)
         self._set_room()
-
-
-def _tell(event: asyncio.Event, _: StreamError | None) -> None:
-    event.set()

@@ -177,7 +177,7 @@ def test_after_a_failed_background_sync_what_was_not_on_the_disk_is_written_agai
 
             files.fails = once
             await store.committer.sync([stream])
-            assert "what was not on the disk was written to a new segment" in house.events[-1]
+            assert "what was not on the disk was written to a new file" in house.events[-1]
             numbers = [m.sequence_number for m in everything(stream)]
             assert numbers == list(range(200))
             assert await put(stream, b"next") == [200]
