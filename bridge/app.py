@@ -179,8 +179,13 @@ class Service:
 
     # -- streams from the configuration ----------------------------------------------------------
     def _reconcile(self, config: Config) -> None:
-        """Create and update the declared streams."""
+        """Create and update the declared streams.
+
+        One that cannot be had keeps its topics all the same: a message that belongs to it is refused,
+        not acknowledged into nowhere.
+        """
         for name, definition in config.streams.items():
+            self._manager.refuse(definition, None)
             try:
                 if name not in self._manager.store.streams:
                     self._manager.create(definition)
@@ -190,6 +195,8 @@ class Service:
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
                 log.error("stream as declared cannot be had: %s", error, extra={"stream": name})
+                if name not in self._manager.store.streams:
+                    self._manager.refuse(definition, str(error))
 
     def _reload(self) -> None:
         path = self._config.path

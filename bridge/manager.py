@@ -23,6 +23,7 @@ import msgspec
 
 from bridge.errors import (
     InvalidRequest,
+    StorageFailed,
     StreamError,
     StreamNotFound,
     UpdateNotAllowed,
@@ -94,6 +95,23 @@ def settings_of(definition: MessageStreamDefinition) -> Settings:
     )
 
 
+class Refusal:
+    """Stands for a declared stream that cannot be had: whatever is appended to it is refused."""
+
+    next_sequence = 0
+
+    def __init__(self, name: str, why: str) -> None:
+        self.name, self.why = name, why
+
+    def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
+        """Refuse the message, so that its sender hears that it is not stored."""
+        raise StorageFailed(f"stream {self.name!r} is declared and cannot be had: {self.why}")
+
+    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
+        """Nothing is ever pending."""
+        done(None)
+
+
 class StreamManager:
     """The operations. Use from the event loop's thread."""
 
@@ -102,7 +120,8 @@ class StreamManager:
         self.definitions: dict[str, MessageStreamDefinition] = {}
         self.on_bindings_changed: list[Callable[[], None]] = []
         self.on_pressure = store.committer.on_pressure
-        self._bindings: FilterTree[Stream] = FilterTree()
+        self._bindings: FilterTree[Stream | Refusal] = FilterTree()
+        self._refusals: dict[str, tuple[MessageStreamDefinition, Refusal]] = {}
         self._changed: set[Stream] = set()
         self._reads = Reads()
         for stream in store.streams.values():
@@ -115,9 +134,23 @@ class StreamManager:
         return self.store.committer.under_pressure
 
     # -- bindings --------------------------------------------------------------------------------
-    def bound(self, topic: str) -> tuple[Stream, ...]:
+    def bound(self, topic: str) -> tuple[Stream | Refusal, ...]:
         """The streams that a message on `topic` is appended to. Callers cache it per topic."""
         return tuple(dict.fromkeys(self._bindings.match(topic)))
+
+    def refuse(self, definition: MessageStreamDefinition, why: str | None) -> None:
+        """Have messages for a declared stream that cannot be had refused; with None, no longer."""
+        before = self._refusals.pop(definition.name, None)
+        if before is not None:
+            for topic_filter in self._filters(before[0]):
+                self._bindings.remove(topic_filter, before[1])
+        if why is not None:
+            refusal = Refusal(definition.name, why)
+            self._refusals[definition.name] = definition, refusal
+            for topic_filter in filter(is_topic_filter, self._filters(definition)):
+                self._bindings.add(topic_filter, refusal)
+        if before is not None or why is not None:
+            self._rebound()
 
     def _filters(self, definition: MessageStreamDefinition) -> list[str]:
         return [*definition.topics, f"streams/{definition.name}/#"]

@@ -170,6 +170,29 @@ def test_nothing_acknowledged_is_missing_and_nothing_is_invented_after_sigkill_u
     assert (status["oldestSequenceNumber"], status["newestSequenceNumber"]) == (0, len(stored) - 1)
 
 
+def test_a_declared_stream_that_cannot_be_had_has_its_messages_refused_and_not_acknowledged(
+    service: Service,
+) -> None:
+    with service.config.open("a") as config:
+        config.write("[streams.typo]\ntopics = ['typo/#']\n")
+        config.write("[[streams.typo.export.nosuch]]\nidentifier = 'x'\n")
+    service.start()
+    reasons: list[int] = []
+    client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, protocol=mqtt.MQTTv5)
+    client.on_publish = lambda _c, _d, _m, reason, _p: reasons.append(reason.value)
+    client.connect("127.0.0.1", service.port)
+    client.loop_start()
+    client.publish("typo/a", b"x", qos=1)
+    wait_for(lambda: len(reasons) == 1)
+    client.publish("readings/a", b"x", qos=1)
+    wait_for(lambda: len(reasons) == 2)
+    client.disconnect()
+    client.loop_stop()
+    assert reasons[0] >= 0x80
+    assert reasons[1] == 0
+    assert service.payloads() == ["x"]
+
+
 def test_sigterm_under_load_loses_nothing_that_was_acknowledged(service: Service) -> None:
     service.start()
     publisher = Publisher("p", service.port)

@@ -49,7 +49,7 @@ class Window:
 
     def expire(self, now: int) -> None:
         """Forget the ids that are older than the window."""
-        if self._ages and self._ages[-1][0] > now:  # the clock was set back
+        if self._ages and self._ages[0][0] > now:  # the clock was set back
             self._ages = deque((min(time, now), number, one) for time, number, one in self._ages)
         ages, most = self._ages, self._most
         while ages and (ages[0][0] + self.length < now or (most is not None and len(ages) > most)):

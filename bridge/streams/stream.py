@@ -192,6 +192,7 @@ class Stream:
         self.closed = True
         self.log.close()
         self.fail(OSError(0, "the stream was closed"))
+        self._set_room()
 
     # -- appending -------------------------------------------------------------------------------
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
@@ -244,7 +245,7 @@ class Stream:
     def _set_room(self) -> None:
         """How large the pending group may grow before `_admit` is asked."""
         settings = self.settings
-        if self.exact is not None and self.exact.guards_appends:
+        if self.closed or (self.exact is not None and self.exact.guards_appends):
             self._room = -1
         elif settings.overwrite:
             self._room = settings.max_size - FRAMING
@@ -253,6 +254,8 @@ class Stream:
         self._room = min(self._room, self._group.size + WEIGH_EVERY)
 
     def _admit(self, topic: bytes, data: int, size: int) -> None:
+        if self.closed:
+            raise StorageFailed(f"stream {self.name!r} was deleted or the service stops; nothing was stored")
         self._weigh(self)
         self._set_room()
         settings = self.settings
@@ -289,7 +292,7 @@ class Stream:
         """Stage the pending group; None if there is none or it failed. Sets `busy`."""
         self._scheduled = False
         group, waiters = self._group, self._waiters
-        if not group.parts:
+        if not group.parts or self.closed:
             return None
         self._group, self._waiters = Group(), []
         self._flight_waiters, self._flight_size = waiters, group.size

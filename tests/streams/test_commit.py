@@ -28,6 +28,9 @@ class SlowDisk(Files):
         self._lock = threading.Lock()
 
     def sync(self, fd: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            super().sync(fd)  # definitions are synced on the loop; only the workers' disk is slow
+            return
         with self._lock:
             self.syncs += 1
             self.waiting += 1
