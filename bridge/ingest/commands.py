@@ -110,6 +110,7 @@ def ingest(
         signal.signal(signal.SIGTERM, _stop)
         if source is None:
             raise _usage("--source is missing: s3://bucket/prefix or a directory")
+        place = _landing(source, endpoint_url)
         options = _table(table, warehouse, catalog, delta, state, endpoint_url)
         require(*PACKAGES)
         require_java(remote)
@@ -117,7 +118,7 @@ def ingest(
         from bridge.ingest.job import run
         from bridge.ingest.render import summary_line
 
-        place, limits, tell = Place(source, endpoint_url), Limits(max_objects, max_bytes), _teller(as_json)
+        limits, tell = Limits(max_objects, max_bytes), _teller(as_json)
         with ExitStack() as opened:
 
             @cache
@@ -153,13 +154,13 @@ def report(
     """Report what the table holds and what is missing; reads no messages and needs no Spark."""
     with _result() as out:
         require("pyarrow")
+        store = _landing(source, endpoint_url).open()
         sink = open_sink(_table(table, warehouse, catalog, delta, state, endpoint_url))
         from bridge.ingest.heads import read_heads
         from bridge.ingest.planner import Inventory
         from bridge.ingest.report import build
         from bridge.ingest.state import StateStore
 
-        store = Place(source, endpoint_url).open()
         heads = read_heads(store)
         inventory = Inventory(store.list())
         known = StateStore(sink.state()).load(sink.pointer())
@@ -280,8 +281,8 @@ def prune(
         require("pyarrow")
         from bridge.ingest.prune import prune as go
 
+        place = _landing(source, endpoint_url)
         sink = open_sink(_table(table, warehouse, catalog, delta, state, endpoint_url))
-        place = Place(source, endpoint_url)
         done = go(place, sink, older_than_days, dry_run=dry_run, trust_state=trust_state)
         if as_json:
             _document(asdict(done), out)
@@ -312,6 +313,14 @@ class Stopped(BaseException):
 
 def _stop(number: int, frame: object) -> None:
     raise Stopped
+
+
+def _landing(source: str, endpoint: str | None) -> Place:
+    """Where the objects are; a directory that is not there is a mistake, not an empty one."""
+    place = Place(source, endpoint)
+    if "://" not in source and not Path(source).is_dir():
+        raise _usage(f"--source {source}: there is no such directory")
+    return place
 
 
 def _finish(result: Report, out: TextIO | None) -> None:

@@ -127,9 +127,9 @@ def test_without_the_spark_extra_the_command_says_what_to_install(tmp_path: Path
     ("arguments", "complaint"),
     [
         ([], "--source is missing"),
-        (["--source", "x", "--catalog", "glue"], "--catalog glue: write it as key=value"),
-        (["--source", "x", "--table", "messages", "--warehouse", "{tmp}"], "write it as namespace.table"),
-        (["--source", "x"], "which catalog? give --warehouse DIR"),
+        (["--source", "s3://x/y", "--catalog", "glue"], "--catalog glue: write it as key=value"),
+        (["--source", "s3://x/y", "--table", "messages", "--warehouse", "{tmp}"], "write it as namespace.table"),
+        (["--source", "s3://x/y"], "which catalog? give --warehouse DIR"),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], complaint: str, tmp_path: Path) -> None:
@@ -137,3 +137,15 @@ def test_wrong_options_are_named(arguments: list[str], complaint: str, tmp_path:
     assert done.returncode == 2
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["ingest"], ["ingest", "report"]])
+def test_a_source_that_is_not_there_is_a_mistake_and_not_complete(tmp_path: Path, command: list[str]) -> None:
+    arguments = ["--source", str(tmp_path / "typo"), "--warehouse", str(tmp_path / "warehouse")]
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge", *command, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "there is no such directory" in done.stderr
+    assert "complete" not in done.stdout
+    assert not (tmp_path / "warehouse").exists()
