@@ -127,9 +127,12 @@ def test_without_the_spark_extra_the_command_says_what_to_install(tmp_path: Path
     ("arguments", "complaint"),
     [
         ([], "--source is missing"),
-        (["--source", "s3://x/y", "--catalog", "glue"], "--catalog glue: write it as key=value"),
-        (["--source", "s3://x/y", "--table", "messages", "--warehouse", "{tmp}"], "write it as namespace.table"),
-        (["--source", "s3://x/y"], "which catalog? give --warehouse DIR"),
+        (["--source", "s3://x", "--catalog", "glue"], "--catalog glue: write it as key=value"),
+        (
+            ["--source", "s3://x", "--table", "messages", "--warehouse", "{tmp}"],
+            "write it as namespace.table",
+        ),
+        (["--source", "s3://x"], "which catalog? give --warehouse DIR"),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], complaint: str, tmp_path: Path) -> None:
