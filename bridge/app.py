@@ -185,7 +185,6 @@ class Service:
         not acknowledged into nowhere.
         """
         for name, definition in config.streams.items():
-            self._manager.refuse(definition, None)
             try:
                 if name not in self._manager.store.streams:
                     self._manager.create(definition)

@@ -156,6 +156,7 @@ class StreamManager:
         return [*definition.topics, f"streams/{definition.name}/#"]
 
     def _adopt(self, stream: Stream, definition: MessageStreamDefinition) -> None:
+        self.refuse(definition, None)  # whoever made it: the stream is there now
         self.definitions[stream.name] = definition
         for topic_filter in self._filters(definition):
             self._bindings.add(topic_filter, stream)

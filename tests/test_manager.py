@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bridge import plugins
-from bridge.errors import InvalidRequest, StreamFull, StreamNotFound, UpdateNotAllowed
+from bridge.errors import InvalidRequest, StorageFailed, StreamFull, StreamNotFound, UpdateNotAllowed
 from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition
 from bridge.streams.store import Store
@@ -217,5 +217,19 @@ def test_an_empty_payload_is_refused(tmp_path: Path) -> None:
             manager.create(definition())
             with pytest.raises(InvalidRequest, match="at least one byte"):
                 await manager.append("s", b"")
+
+    run(work())
+
+
+def test_a_refused_stream_takes_its_messages_as_soon_as_somebody_creates_it(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.refuse(manager.check(definition(topics=["a/#"])), "the disk said no")
+            (refusal,) = manager.bound("a/b")
+            with pytest.raises(StorageFailed, match="cannot be had: the disk said no"):
+                refusal.append(b"a/b", b"x")
+            stream = manager.create(definition(topics=["a/#"]))
+            assert manager.bound("a/b") == (stream,)
+            assert manager.bound("streams/s") == (stream,)
 
     run(work())
