@@ -13,9 +13,9 @@ import pytest
 
 from bridge import objectkeys
 from bridge.export.wire import Tuning
-from tests.export.door import Door
-from tests.export.fake_aws import FakeAws, error, partial, reset
 from tests.export.harness import Bucket, Gateway, running, until
+from tests.fakes.aws import FakeAws, error, partial, reset
+from tests.fakes.door import Door
 
 QUICK = Tuning(beat=0.1, silence=10.0, first_backoff=0.05, max_backoff=0.4, drain=1.0)
 

@@ -8,18 +8,17 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
 
 from bridge import plugins
 from bridge.testing import ExporterContract
-from tests.export.door import Door
-from tests.export.fake_aws import FakeAws, error, partial, reset
 from tests.export.harness import Bucket
+from tests.fakes.aws import FakeAws, error, partial, reset
+from tests.fakes.door import Door
+from tests.fakes.web import Web
 
 EXPORTERS = plugins.load().exporters
 
@@ -200,45 +199,6 @@ class TestS3Tasks(S3Faults):
 
     def delivered(self) -> list[int]:
         return [int(key.split("/")[1]) for key in self.bucket.names()]
-
-
-class Web:
-    """A web server that keeps what is posted to it."""
-
-    def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.headers: list[dict[str, str]] = []
-        self.status = 204
-        web = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def log_message(self, *args: object) -> None:
-                """Nothing."""
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                status = 422 if b"poison" in body or b"cG9pc29u" in body else web.status
-                if status == 204:
-                    web.bodies.append(body)
-                    web.headers.append({name.lower(): value for name, value in self.headers.items()})
-                self.send_response(status)
-                self.send_header("Content-Length", "0")
-                self.send_header("Retry-After", "1")
-                self.end_headers()
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.thread = Thread(target=self.server.serve_forever, args=(0.02,))
-        self.thread.start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/in"
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
 
 
 @pytest.fixture

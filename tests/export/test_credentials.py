@@ -15,8 +15,8 @@ from bridge import Context, Exporter, Retry, aws, plugins
 from bridge.aws import AwsCredentials, AwsSettings, IotCredentials
 from bridge.export.api import convert_config
 from bridge.testing import deliver, make_batch
-from tests.export.fake_aws import FakeAws, error
 from tests.export.harness import certificate, drop_in, running, until
+from tests.fakes.aws import FakeAws, error
 
 EXPORTERS = plugins.load().exporters
 

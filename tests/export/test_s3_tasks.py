@@ -16,8 +16,8 @@ from bridge import Context, Exporter, Retry, plugins
 from bridge.export.api import convert_config
 from bridge.export.uploads import TaskDefinition, resolve_key
 from bridge.testing import deliver, make_batch
-from tests.export.door import Door
 from tests.export.harness import Bucket, Gateway, running, until
+from tests.fakes.door import Door
 
 CLS = plugins.load().exporters["s3TaskExecutor"]
 MIB = 1024 * 1024

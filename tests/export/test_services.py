@@ -16,9 +16,9 @@ import pytest
 from bridge import Batch, Context, Exporter, Record, Retry, plugins
 from bridge.export.api import convert_config
 from bridge.testing import deliver, make_batch
-from tests.export.fake_aws import FakeAws, partial
 from tests.export.harness import Bucket, certificate
-from tests.export.test_contract import Web
+from tests.fakes.aws import FakeAws, partial
+from tests.fakes.web import Web
 
 EXPORTERS = plugins.load().exporters
 

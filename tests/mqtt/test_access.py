@@ -15,8 +15,8 @@ from bridge.errors import ConfigError
 from bridge.mqtt.access import Identity, hash_password, read_users
 from bridge.mqtt.packets import V5
 from bridge.mqtt.settings import AccessRule, Limits, MqttConfig, TlsSettings
+from tests.fakes.certificates import Authority
 
-from .certificates import Authority
 from .harness import (
     Bridge,
     Client,

@@ -20,9 +20,9 @@ from paho.mqtt.properties import Properties
 
 from bridge.errors import ConfigError, StorageFailed
 from bridge.mqtt.settings import ExternalSettings, MqttConfig
+from tests.fakes.brokers import Mosquitto
+from tests.fakes.certificates import Authority
 
-from .brokers import Mosquitto
-from .certificates import Authority
 from .harness import Bridge, decoded, run_async, running, until
 
 

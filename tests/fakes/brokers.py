@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from .harness import tool
+from tests.mqtt.harness import tool
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from .harness import tool
+from tests.mqtt.harness import tool
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 

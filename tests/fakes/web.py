@@ -1,0 +1,45 @@
+"""A web server for the `http` exporter."""
+
+from __future__ import annotations
+
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+
+class Web:
+    """A web server that keeps what is posted to it."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.headers: list[dict[str, str]] = []
+        self.status = 204
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def log_message(self, *args: object) -> None:
+                """Nothing."""
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                status = 422 if b"poison" in body or b"cG9pc29u" in body else web.status
+                if status == 204:
+                    web.bodies.append(body)
+                    web.headers.append({name.lower(): value for name, value in self.headers.items()})
+                self.send_response(status)
+                self.send_header("Content-Length", "0")
+                self.send_header("Retry-After", "1")
+                self.end_headers()
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.thread = Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/in"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
