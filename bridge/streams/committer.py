@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from bridge.streams.drops import Reason
 from bridge.streams.log import Staged
 from bridge.streams.stream import Stream, now_ms
+from bridge.streams.workers import Workers
 
 HIGH = 8 * 1024 * 1024
 LOW = 1024 * 1024
@@ -31,8 +32,7 @@ class Committer:
         self._on_event = on_event
         self._dirty: list[Stream] = []
         self._flights = 0  # groups that a worker thread has
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool = ThreadPoolExecutor(THREADS, "commit")
+        self._workers = Workers(THREADS, "commit")
         self._waiting: dict[Stream, int] = {}
         self._total = 0
         self._syncing: set[Stream] = set()
@@ -44,9 +44,7 @@ class Committer:
     def schedule(self, stream: Stream) -> None:
         """Have a stream's pending group committed in this turn of the event loop."""
         if not self._dirty:
-            if self._loop is None:
-                self._loop = asyncio.get_running_loop()
-            self._loop.call_soon(self._run)
+            asyncio.get_running_loop().call_soon(self._run)
         self._dirty.append(stream)
 
     def _run(self) -> None:
@@ -78,17 +76,12 @@ class Committer:
         stream.finish(staged, error)
 
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
-        """Write and sync in a worker thread; a callback each way, since a task would cost more."""
-        loop = self._loop
-        assert loop is not None
+        """Write and sync in a worker thread; a callback, since a task would cost more."""
+        self._workers.submit(
+            partial(stream.log.write, staged, sync=True), partial(self._written, stream, staged, first)
+        )
 
-        def tell(result: Future[None]) -> None:
-            loop.call_soon_threadsafe(self._written, stream, staged, first, result)
-
-        self._pool.submit(stream.log.write, staged, sync=True).add_done_callback(tell)
-
-    def _written(self, stream: Stream, staged: Staged, first: bool, result: Future[None]) -> None:
-        error = result.exception()
+    def _written(self, stream: Stream, staged: Staged, first: bool, error: BaseException | None) -> None:
         if isinstance(error, OSError) and first and not stream.closed:
             # The file's tail is not trusted any more: once more, in a new segment.
             try:
@@ -132,7 +125,7 @@ class Committer:
             return
         self._syncing.add(stream)
         stream.log.pin()
-        future = asyncio.get_running_loop().run_in_executor(self._pool, stream.log.sync, work)
+        future = self._workers.call(partial(stream.log.sync, work))
         future.add_done_callback(lambda _: self._sync_ended(stream))
         try:
             await asyncio.shield(future)  # cancelled or not, the thread goes on to its end
@@ -153,7 +146,7 @@ class Committer:
             return
         stream.busy = stream.log.frozen = True
         stream.log.pin()
-        future = asyncio.get_running_loop().run_in_executor(self._pool, stream.log.rescue)
+        future = self._workers.call(stream.log.rescue)
         self._rescues.add(future)
         future.add_done_callback(lambda done: self._rescued(stream, error, done))
         with contextlib.suppress(OSError):
@@ -200,4 +193,4 @@ class Committer:
 
     def close(self) -> None:
         """End the worker threads."""
-        self._pool.shutdown()
+        self._workers.close()

@@ -3,6 +3,7 @@
 Only segments without an index are read: the last one, and those that were sealed so shortly before
 the stop that they were not yet known to be on the disk. What is found wrong in one:
 
+* zeros behind the last sound frame: room for more, which a stop left behind. They are cut off.
 * bytes behind the last sound frame that hold no further sound frame, and no whole frame: a *torn
   tail*, a write that never ended. It was not acknowledged. The segment is cut there.
 * anything else is *damage*. The file is linked into `quarantine/`, and a new one with its sound
@@ -70,35 +71,41 @@ def examine(
     holes = [part for first, last in holes for part in drops.live(first, last)]
     header_ok = segment.decode_header(data) == (base, meta.epoch, meta.salt)
     if not header_ok and not spans:
-        if size >= HEADER.size:
+        written = len(data.rstrip(b"\0")) >= HEADER.size
+        if written:
             keep(directory, path, "damaged")
         rewrite(files, path, base, meta, [])
         lost = drops.live(base, following - 1) if following is not None and following > base else []
         index.next = following if following is not None else base
-        what = "its header is damaged" if size >= HEADER.size else "its header was never written whole"
+        what = "its header is damaged" if written else "its header was never written whole"
         return Examined(index.summary(HEADER.size), [Damage(path, what, lost)] if size or lost else [])
     lost = list(holes)
     claimed = segment.frame_at(data, end)
     if following is not None and index.next < following:
         lost += drops.live(index.next, following - 1)
-    elif claimed is not None and claimed.base == index.next and claimed.end <= size and following is None:
-        lost.append(
-            (claimed.base, claimed.next - 1)
-        )  # a whole frame that fails its check: its numbers are used up
+    elif (
+        claimed is not None
+        and claimed.base == index.next
+        and following is None
+        and not segment.is_torn(data, claimed)
+    ):
+        # A whole frame that fails its check: its numbers are used up.
+        lost.append((claimed.base, claimed.next - 1))
         index.next = claimed.next
     if header_ok and end == size and not holes:
         return Examined(index.summary(size), [Damage(path, "what followed it is gone", lost)] if lost else [])
     if header_ok and not lost:
-        keep_tail(files, directory, base, end, data[end:])
+        tail = data[end:].rstrip(b"\0")
+        if tail:
+            keep_tail(files, directory, base, end, tail)
         fd = files.open(path, os.O_RDWR)
         try:
             files.truncate(fd, end)
             files.sync(fd)
         finally:
             os.close(fd)
-        return Examined(
-            index.summary(end), [Damage(path, f"a torn tail of {size - end} bytes was cut off", [])]
-        )
+        torn = Damage(path, f"a torn tail of {len(tail)} bytes was cut off", [])
+        return Examined(index.summary(end), [torn] if tail else [])
     keep(directory, path, "damaged")
     rewrite(files, path, base, meta, [data[a:b] for a, b in spans])
     mended = Indexer(base)

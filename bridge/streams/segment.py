@@ -5,6 +5,7 @@ All numbers are little-endian.
     segment  = header, frame, frame, ...
     header   = magic "SBSEG\\0\\0\\1" | base u64 | epoch u64 | created u64 (Unix ms)
                | salt u32 | crc u32                                                       40 bytes
+    (the last segment of a stream that is synced before it acknowledges: then zeros)
     frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
                | base u64 | time u64                                                      36 bytes
                body (`length` bytes)
@@ -24,6 +25,8 @@ Invariants
   write has cut off what stood before it.
 * A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms).
 * A frame never spans segments. Bases grow from frame to frame; a jump is a hole, never an overlap.
+* Behind the last frame there is nothing, or zeros that later frames are written over. A frame that
+  fails its check and lacks a whole sector (512 bytes of zeros) is a write that never ended.
 * An index is written only after its sealed segment is on the disk: a segment with an index has no
   torn tail. An index is a hint: it can be rebuilt from its segment, and is if it does not fit it.
 """
@@ -48,6 +51,7 @@ ENTRY = struct.Struct("<QQ")
 HEADERS, IDS = 1, 2
 RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
+SECTOR = 512
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
 _WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
 _SWAP = sys.byteorder == "big"
@@ -167,6 +171,21 @@ def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
     if crc32(covered, salt) != int.from_bytes(data[start + 4 : start + 8], "little"):
         return False
     return columns < 4 and end - start - FRAME.size >= 4 * number * _WIDTHS[columns]
+
+
+def is_torn(data: bytes, frame: Frame) -> bool:
+    """Whether a frame that fails its check looks like a write that never ended.
+
+    It ends behind the file, or one of the disk's sectors that it lies in was never written. `data` is
+    the file from its beginning.
+    """
+    if frame.end > len(data):
+        return True
+    first = frame.start - frame.start % SECTOR
+    return any(
+        not data[max(at, frame.start) : min(at + SECTOR, frame.end)].strip(b"\0")
+        for at in range(first, frame.end, SECTOR)
+    )
 
 
 def messages(data: bytes, frame: Frame) -> list[Message]:

@@ -129,21 +129,17 @@ def _check(
     lost = [part for first, last in holes for part in drops.live(first, last)]
     if lost:
         found.problems.append(Problem(str(path), "frames are damaged or missing", lost))
-    elif following is None and end < len(content) and _size(path) == len(content):
-        # The last segment of a running service may be in the middle of a write.
-        if _is_whole(content, end):
+    elif following is None and content[end:].strip(b"\0") and path.read_bytes() == content:
+        # Otherwise a running service was in the middle of a write.
+        claimed, tail = segment.frame_at(content, end), content[end:].rstrip(b"\0")
+        if claimed is not None and not segment.is_torn(content, claimed):
             found.problems.append(Problem(str(path), f"the last frame, at byte {end}, is damaged"))
-        else:
-            found.problems.append(Problem(str(path), f"a torn tail of {len(content) - end} bytes"))
+        elif tail:
+            found.problems.append(Problem(str(path), f"a torn tail of {len(tail)} bytes"))
     if following is not None and (index_path := path.with_suffix(layout.INDEX)).exists():
         summary = recovery.read_index(data, base, len(content))
         if summary is None:
             found.problems.append(Problem(str(index_path), "the index is damaged; it will be rebuilt"))
-
-
-def _is_whole(content: bytes, at: int) -> bool:
-    frame = segment.frame_at(content, at)
-    return frame is not None and frame.end <= len(content)
 
 
 def repair(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:

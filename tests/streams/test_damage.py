@@ -12,6 +12,7 @@ from bridge.errors import CorruptData
 from bridge.streams import meta, segment
 from bridge.streams.drops import Reason
 from bridge.streams.reader import StreamReader
+from bridge.streams.verify import verify
 
 from .conftest import House, everything, payloads, put, run
 
@@ -44,6 +45,72 @@ def test_the_last_segment_cut_at_every_byte_loses_only_the_frames_that_are_cut(h
                     assert payloads(stream) == [*CONTENT[: len(rows)], b"new"]
                     path.unlink()
         assert kept_before == len(CONTENT)
+
+    run(work())
+
+
+async def _into_room(house: House, last: bytes) -> bytes:
+    """The segment of a synced stream with a message and then `last`, as it is while the service runs."""
+    async with house.stream(flush=True) as stream:
+        await put(stream, b"first")
+        await put(stream, last)
+        (path,) = house.directory().glob("*.seg")
+        content = path.read_bytes()
+    assert len(content) > 100_000
+    assert path.read_bytes() == content.rstrip(b"\0"), "a clean stop leaves no room behind"
+    return content
+
+
+def test_the_room_behind_the_last_frame_is_no_damage_after_a_crash(house: House) -> None:
+    async def work() -> None:
+        content = await _into_room(house, b"last")
+        (path,) = house.directory().glob("*.seg")
+        path.write_bytes(content)
+        assert [problem for found in verify(house.data_dir) for problem in found.problems] == []
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"first", b"last"]
+            assert await put(stream, b"new") == [2]
+            assert stream.damage == []
+        assert path.stat().st_size < 1000
+        assert not (house.directory() / "quarantine").exists()
+
+    run(work())
+
+
+def test_a_power_cut_that_leaves_any_sectors_of_a_frame_unwritten_uses_up_no_number(house: House) -> None:
+    async def work() -> None:
+        content = await _into_room(house, b"x" * 1800)
+        end = len(content.rstrip(b"\0"))
+        (path,) = house.directory().glob("*.seg")
+        sectors = range(512, end, 512)  # the first message lies in the sector before
+        assert len(sectors) == 3
+        for gone in range(1, 8):
+            torn = bytearray(content)
+            for at in (at for bit, at in enumerate(sectors) if gone >> bit & 1):
+                torn[at : at + 512] = bytes(512)
+            path.write_bytes(torn)
+            house.events.clear()
+            async with house.stream() as stream:
+                assert payloads(stream) == [b"first"]
+                assert "torn tail" in house.events[0]
+                assert "lost" not in house.events[0]
+                assert await put(stream, b"new") == [1]
+
+    run(work())
+
+
+def test_a_flipped_bit_in_the_last_frame_before_the_room_is_damage_and_its_number_is_used_up(
+    house: House,
+) -> None:
+    async def work() -> None:
+        content = bytearray(await _into_room(house, b"x" * 1800))
+        content[1000] ^= 1
+        (path,) = house.directory().glob("*.seg")
+        path.write_bytes(content)
+        assert "is damaged" in verify(house.data_dir)[0].problems[0].what
+        async with house.stream() as stream:
+            assert "lost: 1-1" in house.events[0]
+            assert await put(stream, b"new") == [2]
 
     run(work())
 

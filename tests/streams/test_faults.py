@@ -94,6 +94,32 @@ def test_a_full_disk_refuses_clearly_reads_go_on_and_room_heals_it(
     run(work())
 
 
+class Brimming(Files):
+    """A disk with room for small writes only."""
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        if sum(map(len, parts)) > 10_000:
+            super().write(fd, [b"".join(parts)[:5_000]], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, parts, offset)
+
+
+def test_a_disk_that_has_room_for_a_message_but_not_for_more_takes_the_message(house: House) -> None:
+    async def work() -> None:
+        house.files = Brimming()
+        async with house.stream(flush=True) as stream:
+            for n in range(20):
+                assert await put(stream, b"%d" % n) == [n]
+            assert payloads(stream) == [b"%d" % n for n in range(20)]
+        (path,) = house.directory().glob("*.seg")
+        assert path.stat().st_size < 2000
+        async with house.stream() as stream:
+            assert len(payloads(stream)) == 20
+            assert stream.damage == []
+
+    run(work())
+
+
 def test_what_is_pending_behind_a_failed_write_fails_with_it_and_numbers_are_not_wasted(
     house: House, files: Faulty
 ) -> None:

@@ -1,0 +1,79 @@
+"""A few threads that do what may block, and tell the event loop when it is done.
+
+`concurrent.futures` does the same at twice the price: a future with a condition variable for every
+call, where a commit needs one message each way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeVar
+
+T = TypeVar("T")
+Done = Callable[[BaseException | None], None]
+_Job = tuple[Callable[[], object], asyncio.AbstractEventLoop, Done]
+
+
+class Workers:
+    """Up to `number` threads, started when they are needed. Use from one event loop's thread."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self._number, self._name = number, name
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._unfinished = 0
+
+    def submit(self, work: Callable[[], object], done: Done) -> None:
+        """Call `work` in a thread, then `done` on the event loop with what it raised, or None."""
+        self._unfinished += 1
+        if len(self._threads) < min(self._unfinished, self._number):
+            # Daemons: a process that ends without `close` must not hang on a disk that does.
+            thread = Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._jobs.put((work, asyncio.get_running_loop(), done))
+
+    def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """As `submit`, with a future for what `work` returns; cancelling it does not stop the work."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        results: list[T] = []
+
+        def done(error: BaseException | None) -> None:
+            if future.cancelled():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(results[0])
+
+        self.submit(lambda: results.append(work()), done)
+        return future
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, loop, done = job
+            error: BaseException | None = None
+            try:
+                work()
+            except BaseException as caught:  # handed to the one who asked
+                error = caught
+            try:
+                loop.call_soon_threadsafe(self._finished, done, error)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                return
+            del job, work, done, error  # not kept alive until the next one comes
+
+    def _finished(self, done: Done, error: BaseException | None) -> None:
+        self._unfinished -= 1
+        done(error)
+
+    def close(self) -> None:
+        """End the threads, when what was submitted is done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
