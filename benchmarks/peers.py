@@ -6,6 +6,7 @@ which returns how many it got. Servers are started on a free port and a new dire
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -13,6 +14,7 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -33,8 +35,10 @@ class Peer(Protocol):
 class Sqlite:
     """A table in WAL mode, one transaction a group; `synchronous` FULL syncs at every commit."""
 
-    def __init__(self, directory: Path, sync: bool) -> None:
-        self.db = sqlite3.connect(directory / "messages.db", isolation_level=None)
+    def __init__(self, directory: Path, sync: bool, *, check_same_thread: bool = True) -> None:
+        self.db = sqlite3.connect(
+            directory / "messages.db", isolation_level=None, check_same_thread=check_same_thread
+        )
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute(f"PRAGMA synchronous={'FULL' if sync else 'OFF'}")
         self.db.execute("CREATE TABLE m (n INTEGER PRIMARY KEY, at INTEGER, topic TEXT, payload BLOB)")
@@ -50,6 +54,23 @@ class Sqlite:
     def read(self, start: int, count: int) -> int:
         rows = self.db.execute("SELECT * FROM m WHERE n > ? ORDER BY n LIMIT ?", (start, count)).fetchall()
         return len(rows)
+
+
+class SqliteAside(Sqlite):
+    """SQLite as a service on an event loop uses it (aiosqlite does): each transaction in a worker thread."""
+
+    def __init__(self, directory: Path, sync: bool) -> None:
+        super().__init__(directory, sync, check_same_thread=False)
+        self.loop = asyncio.new_event_loop()
+        self.thread = ThreadPoolExecutor(1)
+
+    async def many(self, payloads: list[bytes], until: float) -> int:
+        """Append groups one after the other on the loop."""
+        groups = 0
+        while time.perf_counter() < until:
+            await self.loop.run_in_executor(self.thread, self.append, payloads)
+            groups += 1
+        return groups
 
 
 class Wire:
@@ -197,9 +218,24 @@ def sqlite(directory: Path, sync: bool) -> Iterator[Sqlite]:
         peer.db.close()
 
 
+@contextmanager
+def sqlite_aside(directory: Path, sync: bool) -> Iterator[SqliteAside]:
+    """SQLite behind a thread of this process."""
+    peer = SqliteAside(directory, sync)
+    try:
+        yield peer
+    finally:
+        peer.thread.shutdown()
+        peer.loop.close()
+        peer.db.close()
+
+
 def installed() -> dict[str, tuple[Callable[..., object], tuple[bool, ...]]]:
     """The peers that this machine has, each with the sync modes it knows."""
-    found: dict[str, tuple[Callable[..., object], tuple[bool, ...]]] = {"sqlite": (sqlite, (False, True))}
+    found: dict[str, tuple[Callable[..., object], tuple[bool, ...]]] = {
+        "sqlite": (sqlite, (False, True)),
+        "sqlite in a thread": (sqlite_aside, (False, True)),
+    }
     if shutil.which("redis-server"):
         found["redis"] = (redis, (False, True))
     if shutil.which("nats-server"):
