@@ -6,7 +6,6 @@ which returns how many it got. Servers are started on a free port and a new dire
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 import socket
@@ -18,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
+
+import uvloop
 
 TOPIC = "sensors/room1/temperature"
 
@@ -61,7 +62,7 @@ class SqliteAside(Sqlite):
 
     def __init__(self, directory: Path, sync: bool) -> None:
         super().__init__(directory, sync, check_same_thread=False)
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self.thread = ThreadPoolExecutor(1)
 
     async def many(self, payloads: list[bytes], until: float) -> int:

@@ -16,7 +16,6 @@ sync before it acknowledges.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import platform
 import shutil
@@ -28,6 +27,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import peers
+import uvloop
 
 from bridge.manager import committed
 from bridge.streams.layout import Files
@@ -43,7 +43,7 @@ class Ours:
     """One stream of a store, driven through its public methods on an event loop."""
 
     def __init__(self, directory: Path, sync: bool, files: Files | None = None) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self.directory, self.files = directory, files
         self.loop.run_until_complete(self._open())
         if "m" not in self.store.streams:
