@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo test test-slow lint format docs audit venv deb clean
+.PHONY: help demo test test-slow bench lint format docs audit venv deb clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -19,6 +19,9 @@ test: venv lint ## what must hold before every commit
 test-slow: venv ## the tests that take minutes
 	@.ci/tools java mosquitto strace systemd
 	$(BIN)/python -m pytest -m slow
+
+bench: venv ## every benchmark beside its peers, and docs/results.md from them (an hour)
+	$(BIN)/python -m benchmarks
 
 lint: venv ## formatting, style and types
 	$(BIN)/ruff format --check

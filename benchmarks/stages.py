@@ -1,6 +1,6 @@
 """Where the CPU time of one message goes, from the socket to the disk: QoS 1, 4 clients, 200 in flight each.
 
-    python benchmarks/stages.py [--rounds 5] [--seconds 1] [--size 128] [--output DIR]
+    python -m benchmarks.stages [--rounds 5] [--seconds 1] [--size 128] [--output DIR]
 
 The service is started with its later stages taken out, one more left in each time, and loaded by the
 generator of `ingest.py`; the CPU time of the server per message is measured. Two rows' difference is what
@@ -28,8 +28,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-import ingest
 import uvloop
+
+from benchmarks import ingest
 
 STAGES = ("sockets", "packets", "append", "write", "fdatasync")
 CLIENTS, WINDOW = 4, 200
@@ -85,7 +86,16 @@ def measure(stage: str, root: Path, size: int, seconds: float) -> dict[str, Any]
     """Messages per second and CPU time per message with the stages up to this one."""
 
     def command(directory: Path, port: int) -> list[str]:
-        return [sys.executable, __file__, "--serve", stage, str(directory), str(port), str(size)]
+        return [
+            sys.executable,
+            "-m",
+            "benchmarks.stages",
+            "--serve",
+            stage,
+            str(directory),
+            str(port),
+            str(size),
+        ]
 
     with ingest.serving(ingest.Server(stage, False, command), root) as (pid, port):
         return ingest.loaded(port, CLIENTS, WINDOW, size, seconds, pid)

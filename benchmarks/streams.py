@@ -1,10 +1,10 @@
 """What the store costs: append, read, start, many streams; beside SQLite, Redis Streams and NATS JetStream.
 
-    python benchmarks/streams.py [--rounds 3] [--seconds 0.5] [--backlogs 1,100,1000] [--output DIR]
+    python -m benchmarks.streams [--rounds 3] [--seconds 0.5] [--backlogs 1,100,1000] [--output DIR]
 
 Every setting runs in turn for each system, in one run on one machine, `--rounds` times; medians are kept.
-Writes streams.json and streams.png to the output directory and prints the tables. Peers that are not
-installed are left out (apt-get install redis-server nats-server).
+Writes streams.json, streams.md and streams.png to the output directory and prints the tables. Peers that
+are not installed are left out (apt-get install redis-server nats-server).
 
 Caveats. Redis and NATS are servers: a socket lies between them and this process, as it would in use;
 streambridge and SQLite run in this process. SQLite blocks its caller while it writes and syncs, as an
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
 import statistics
 import tempfile
@@ -26,9 +25,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import peers
 import uvloop
 
+from benchmarks import peers
 from bridge.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
@@ -193,11 +192,11 @@ def backlogs(megabytes: list[int], seconds: float) -> list[dict[str, object]]:
             store.close()
         rows.append(
             {
-                "backlog_mb": size,
-                "start_ms": round(min(starts) * 1000, 2),
-                "bytes_read_at_start": read,
-                "append_us": round(1e6 / rate, 2),
-                "random_read_of_10_us": round(each * 1e6, 1),
+                "backlog, MB": size,
+                "start, ms": round(min(starts) * 1000, 2),
+                "bytes read at the start": read,
+                "append, µs": round(1e6 / rate, 2),
+                "read of 10 messages anywhere, µs": round(each * 1e6, 1),
             }
         )
     return rows
@@ -222,19 +221,50 @@ def many_streams(numbers: list[int], seconds: float) -> list[dict[str, object]]:
                 return (time.perf_counter() - began) / done
 
             rows.append(
-                {"streams": number, "append_us": round(store.loop.run_until_complete(work()) * 1e6, 2)}
+                {"streams": number, "append, µs": round(store.loop.run_until_complete(work()) * 1e6, 2)}
             )
             store.close()
     return rows
 
 
-def show(title: str, rows: list[dict[str, object]]) -> None:
-    """Print rows as a table."""
-    print(f"\n{title}")
+def markdown(rows: list[dict[str, object]]) -> str:
+    """Rows as a Markdown table."""
     names = list(rows[0])
-    widths = [max(len(name), *(len(f"{row[name]}") for row in rows)) for name in names]
-    for row in [dict(zip(names, names, strict=True)), *rows]:
-        print("  ".join(f"{row[name]!s:>{width}}" for name, width in zip(names, widths, strict=True)))
+    lines = [" | ".join(names), " | ".join("---" for _ in names)]
+    lines += [
+        " | ".join(f"{v:,}" if isinstance(v, int | float) else str(v) for v in row.values()) for row in rows
+    ]
+    return "\n".join(f"| {line} |" for line in lines) + "\n"
+
+
+def compared(rows: list[dict[str, object]], *, sync: bool) -> list[dict[str, object]]:
+    """Appends per second: a row for each size and group, a column for each system."""
+    table: dict[tuple[object, object], dict[str, object]] = {}
+    for row in rows:
+        if row["what"] == "append" and row["sync"] is sync:
+            key = (row["size"], row["group"])
+            cells = table.setdefault(key, {"bytes": row["size"], "messages a group": row["group"]})
+            cells[str(row["system"])] = row["per_second"]
+    return list(table.values())
+
+
+def report(result: dict[str, list[dict[str, object]]]) -> str:
+    """All tables as Markdown."""
+    read = {str(r["system"]): r["per_second"] for r in result["compare"] if r["what"] == "read"}
+    parts = [
+        (
+            "Appends per second, written and synced in the background:",
+            compared(result["compare"], sync=False),
+        ),
+        ("Appends per second, synced before the acknowledgement:", compared(result["compare"], sync=True)),
+        ("Reading 100,000 messages of 128 bytes in batches of 1,000, messages per second:", [read]),
+        (
+            "By what a stream holds already (appends in groups of 100 messages of 128 bytes):",
+            result["backlogs"],
+        ),
+        ("By the number of streams (groups of 100 messages to each in turn):", result["streams"]),
+    ]
+    return "\n".join(f"{title}\n\n{markdown(rows)}" for title, rows in parts)
 
 
 def draw(rows: list[dict[str, object]], path: Path) -> None:
@@ -274,15 +304,13 @@ def main() -> None:
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     result = {
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "compare": compare(options.rounds, options.seconds),
         "backlogs": backlogs([int(size) for size in options.backlogs.split(",")], options.seconds),
         "streams": many_streams([1, 10, 100, 1000], options.seconds),
     }
     (options.output / "streams.json").write_text(json.dumps(result, indent=1))
-    show("Messages per second (medians)", result["compare"])
-    show("By backlog", result["backlogs"])
-    show("By number of streams", result["streams"])
+    (options.output / "streams.md").write_text(report(result))
+    print(report(result))
     draw(result["compare"], options.output / "streams.png")
 
 
