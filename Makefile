@@ -17,7 +17,7 @@ test: venv lint ## what must hold before every commit
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: venv ## the tests that take minutes
-	@.ci/tools java mosquitto strace systemd
+	@.ci/tools java mosquitto strace systemd nspawn
 	$(BIN)/python -m pytest -m slow
 
 bench: venv ## every benchmark beside its peers, and docs/results.md from them (an hour)

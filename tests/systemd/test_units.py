@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[1]
+CHECKOUT = Path(__file__).parents[2]
 UNITS = sorted(
     path.name for path in (CHECKOUT / "systemd").iterdir() if path.suffix in (".service", ".timer")
 )

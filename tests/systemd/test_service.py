@@ -1,0 +1,196 @@
+"""The service under a real systemd: package, sandbox, reload, watchdog, drain, credentials, timer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.ingest.store import Place
+from tests.ingest.gateway import Gateway, head_of
+from tests.mqtt.certificates import Authority
+from tests.systemd.machine import Machine, until
+
+pytestmark = pytest.mark.slow
+
+PUBLISH = """
+import sys, paho.mqtt.publish
+paho.mqtt.publish.single("sensors/a", sys.argv[1], qos=1)
+"""
+# Publishes until the connection ends, and says how many messages were acknowledged.
+PUBLISH_ON = """
+import sys, threading, paho.mqtt.client as paho
+acknowledged, gone = [], threading.Event()
+client = paho.Client(paho.CallbackAPIVersion.VERSION2)
+client.on_publish = lambda *_: acknowledged.append(1)
+client.on_disconnect = lambda *_: gone.set()
+client.max_inflight_messages_set(200)
+client.connect("127.0.0.1")
+client.loop_start()
+while not gone.is_set():
+    client.publish("sensors/a", b"x" * 100, qos=1)
+    gone.wait(0.001)
+    if len(acknowledged) > 100:
+        print("going", flush=True)
+client.loop_stop()
+print(len(acknowledged))
+"""
+
+
+def install(machine: Machine) -> None:
+    """The package as an administrator installs it; returns when the service says that it is ready."""
+    machine.run("dpkg", "--install", "--force-confold", "/srv/streambridge.deb")
+
+
+def publish(machine: Machine, payload: str) -> None:
+    """A device's message; returns when it is acknowledged."""
+    machine.run("/opt/streambridge/bin/python3", "-c", PUBLISH, payload)
+
+
+def payloads(machine: Machine) -> list[str]:
+    """What the stream holds."""
+    lines = machine.run("streambridge", "streams", "read", "sensors", "--json", "-n", "1000000").splitlines()
+    return [json.loads(line)["payload"] for line in lines]
+
+
+def test_the_package_installs_a_service_that_runs_confined_and_is_removed_without_its_data(
+    machine: Machine,
+) -> None:
+    install(machine)
+    assert machine.state("ActiveState") == "active"
+    assert "mqtt://127.0.0.1:1883" in machine.state("StatusText")
+    publish(machine, "21.5")
+    assert payloads(machine) == ["21.5"]
+    machine.run("systemctl", "is-enabled", "streambridge.service")
+    user = machine.run("id", "-u", "streambridge")
+    status = dict(
+        line.split(":\t", 1)
+        for line in machine.run("cat", f"/proc/{machine.state('MainPID')}/status").splitlines()
+    )
+    assert status["Uid"].split() == [user] * 4 != ["0"] * 4
+    assert int(status["CapBnd"], 16) == 0
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    assert machine.run("stat", "--format=%a %U", "/var/lib/streambridge") == "700 streambridge"
+    machine.run("dpkg", "--remove", "streambridge")
+    assert machine.state("ActiveState") == "inactive"
+    machine.run("test", "-d", "/var/lib/streambridge/streams")
+
+
+def test_install_service_sets_up_what_pip_has_installed(machine: Machine) -> None:
+    install(machine)
+    machine.run("dpkg", "--remove", "streambridge")
+    machine.run("dpkg-deb", "--extract", "/srv/streambridge.deb", "/srv/package")
+    machine.run("mv", "/srv/package/opt/streambridge", "/opt/")
+    machine.run("rm", "-r", "/etc/streambridge")
+    told = machine.run("/opt/streambridge/bin/streambridge", "install-service")
+    assert "systemctl status streambridge" in told
+    assert machine.state("ActiveState") == "active"
+    assert machine.state("FragmentPath") == "/etc/systemd/system/streambridge.service"
+    publish(machine, "21.5")
+
+
+def test_a_reload_takes_over_what_is_right_and_refuses_what_is_wrong(machine: Machine) -> None:
+    install(machine)
+    process = machine.state("MainPID")
+    more = machine.file("/etc/streambridge/conf.d/more.toml")
+    more.write_text('[streams.more]\ntopics = ["more/#"]\n')
+    machine.run("systemctl", "reload", "streambridge")
+    until("the stream is there", lambda: "more" in machine.run("streambridge", "streams", "list"))
+    more.write_text('[streams.more]\ntopic = ["more/#"]\n')
+    machine.run("systemctl", "reload", "streambridge")
+    until("the mistake is named", lambda: "did you mean" in machine.log())
+    until("systemd knows of the end", lambda: machine.state("ActiveState") == "active")
+    publish(machine, "21.5")
+    assert machine.state("MainPID") == process
+
+
+def test_a_stuck_loop_is_ended_by_the_watchdog_and_a_killed_service_starts_again(machine: Machine) -> None:
+    override = machine.file("/etc/systemd/system/streambridge.service.d/test.conf")
+    override.write_text("[Service]\nWatchdogSec=3\n")
+    install(machine)
+    publish(machine, "before")
+    stuck = machine.state("MainPID")
+    machine.run("kill", "-STOP", stuck)
+    until("it was restarted", lambda: machine.state("NRestarts") == "1")
+    assert "Watchdog timeout" in machine.run("journalctl", "--quiet", "--unit", "streambridge")
+    until("it is ready again", lambda: machine.state("ActiveState") == "active")
+    assert machine.state("MainPID") != stuck
+    publish(machine, "after the watchdog")
+    machine.run("kill", "-KILL", machine.state("MainPID"))
+    until("it was restarted", lambda: machine.state("NRestarts") == "2")
+    until("it is ready again", lambda: machine.state("ActiveState") == "active")
+    assert payloads(machine) == ["before", "after the watchdog"]
+
+
+def test_a_stop_under_load_stores_all_that_is_acknowledged_and_is_no_failure(machine: Machine) -> None:
+    install(machine)
+    with subprocess.Popen(
+        [*machine.inside("--all"), "/opt/streambridge/bin/python3", "-c", PUBLISH_ON],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as device:
+        assert device.stdout is not None
+        assert device.stdout.readline() == "going\n"
+        machine.run("systemctl", "stop", "streambridge")
+        acknowledged = int(device.stdout.read().split()[-1])
+    assert (machine.state("ActiveState"), machine.state("Result")) == ("inactive", "success")
+    assert machine.state("ExecMainStatus") == "0"
+    assert 100 < acknowledged <= len(payloads(machine))
+
+
+def test_a_secret_that_only_root_can_read_reaches_the_service_as_a_credential(
+    machine: Machine, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    pair = authority.issue("gateway")
+    key = machine.file("/etc/credstore/tls-key")
+    key.write_text(pair.key.read_text())
+    key.chmod(0o600)
+    machine.file("/etc/streambridge/gateway.pem").write_text(pair.cert.read_text())
+    machine.file("/etc/streambridge/streambridge.toml").write_text(
+        '[mqtt]\nlisten = ["tls://127.0.0.1:8883"]\n'
+        '[mqtt.tls]\ncert = "gateway.pem"\nkey = "${CREDENTIALS_DIRECTORY}/tls-key"\n'
+    )
+    install(machine)
+    shown = subprocess.run(
+        [*machine.inside("--net"), sys.executable, "-c",
+         "import ssl; print(ssl.get_server_certificate(('127.0.0.1', 8883)))"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert ssl.PEM_cert_to_DER_cert(shown) == ssl.PEM_cert_to_DER_cert(pair.cert.read_text())
+
+
+def test_the_timer_runs_the_ingest_job_in_its_sandbox(machine: Machine, tmp_path: Path) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if machine.run("/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])") != version:
+        pytest.skip(f"the system's Python is not {version}, and cannot use this environment's Spark")
+    install(machine)
+    gateway = Gateway(Place(str(tmp_path / "landing")))
+    gateway.export(0, 99)
+    gateway.head(head_of(99))
+    shutil.copytree(tmp_path / "landing", machine.file("/srv/landing"))
+    machine.file("/etc/streambridge/ingest.env").write_text(
+        "INGEST_OPTIONS=--source /srv/landing --warehouse /var/lib/streambridge-ingest --table lake.rows\n"
+    )
+    unit = "streambridge-ingest.service"
+    machine.file(f"/etc/systemd/system/{unit}.d/test.conf").write_text(
+        "[Service]\nEnvironment=PYTHONPATH=/srv/python\n"
+    )
+    machine.file("/etc/systemd/system/streambridge-ingest.timer.d/test.conf").write_text(
+        "[Timer]\nOnCalendar=*:*:0/2\nRandomizedDelaySec=0\nAccuracySec=100ms\n"
+    )
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "start", "streambridge-ingest.timer")
+    until("the job ran", lambda: machine.state("ExecMainExitTimestampMonotonic", unit) not in ("", "0"))
+    machine.run("systemctl", "stop", "streambridge-ingest.timer")
+    assert (machine.state("ExecMainStatus", unit), machine.state("Result", unit)) == ("0", "success")
+    places = ("--source", "/srv/landing", "--warehouse", "/var/lib/streambridge-ingest")
+    report = machine.run(
+        "env", "PYTHONPATH=/srv/python", "streambridge", "ingest", "report", *places, "--table", "lake.rows"
+    )
+    assert report.splitlines()[-1].startswith("complete: 100 rows, missing 0")
