@@ -48,6 +48,7 @@ from bridge.streams.stream import Stream
 from bridge.topics import FilterTree, is_topic_filter, matches
 
 RESERVED_TOPICS = "streambridge"  # first level of the request topics
+PURGE_STEP = 10_000  # messages that are looked at before others have their turn
 TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
 
 
@@ -361,10 +362,11 @@ class StreamManager:
         """Wait as `read` does, but leave the reading for later. Raises StreamNotFound."""
         await self._reads.wait(self.stream(name), options)
 
-    def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
+    async def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
         """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
 
-        Returns how many were dropped; numbers go on. Raises StreamNotFound, InvalidRequest or OSError.
+        Returns how many were dropped; numbers go on. To find topics the stream is read, and others
+        have their turn meanwhile. Raises StreamNotFound, InvalidRequest, CorruptData or OSError.
         """
         stream = self.stream(name)
         end = stream.next_sequence if upto is None else min(upto, stream.next_sequence)
@@ -375,9 +377,12 @@ class StreamManager:
         ranges: list[tuple[int, int]] = []
         position = stream.oldest
         with closing(stream.reader()) as reader:
-            while rows := reader.read(position, end=end, max_messages=10_000, max_bytes=STEP):
+            while rows := reader.read(position, end=end, max_messages=PURGE_STEP, max_bytes=STEP):
                 position = rows[-1].sequence_number + 1
                 ranges += [(row.sequence_number,) * 2 for row in rows if matches(topic, row.topic.decode())]
+                await asyncio.sleep(0)
+                if stream.closed:
+                    raise StreamNotFound(f"stream {name!r} was deleted while it was purged")
         return stream.drop(ranges, Reason.PURGED)
 
 

@@ -116,9 +116,11 @@ def test_create_refuses_a_name_that_exists_and_others_need_one_that_does(tmp_pat
             manager.create(definition())
             with pytest.raises(InvalidRequest, match="exists already"):
                 manager.create(definition())
-            for call in (manager.delete, manager.describe, manager.purge):
+            for call in (manager.delete, manager.describe):
                 with pytest.raises(StreamNotFound, match="'x'"):
                     call("x")  # type: ignore[operator]
+            with pytest.raises(StreamNotFound, match="'x'"):
+                await manager.purge("x")
             with pytest.raises(StreamNotFound):
                 manager.update(definition(name="x"))
 
@@ -182,7 +184,7 @@ def test_describe_counts_what_is_there_and_list_names_all(tmp_path: Path) -> Non
             manager.create(definition())
             manager.create(definition(name="a"))
             assert await manager.append_all("s", [b"1", b"2", b"3"]) == [0, 1, 2]
-            assert manager.purge("s", upto=1) == 1
+            assert await manager.purge("s", upto=1) == 1
             status = manager.describe("s").storage_status
             assert (status.oldest_sequence_number, status.newest_sequence_number) == (1, 2)
             files = sum(path.stat().st_size for path in (tmp_path / "data/streams/s").glob("*.seg"))
@@ -199,14 +201,38 @@ def test_purge_drops_all_or_up_to_a_number_or_by_topic_and_numbers_go_on(tmp_pat
             for n in range(10):
                 stream.append(b"t/%d" % (n % 2), b"%d" % n)
             assert await manager.append("s", b"last") == 10
-            assert manager.purge("s", topic="t/1") == 5
+            assert await manager.purge("s", topic="t/1") == 5
             assert stream.live_messages() == 6
-            assert manager.purge("s", upto=4) == 2
-            assert manager.purge("s") == 4
+            assert await manager.purge("s", upto=4) == 2
+            assert await manager.purge("s") == 4
             assert stream.live_messages() == 0
             assert await manager.append("s", b"x") == 11
             with pytest.raises(InvalidRequest, match="not an MQTT topic filter"):
-                manager.purge("s", topic="a/#/b")
+                await manager.purge("s", topic="a/#/b")
+
+    run(work())
+
+
+def test_a_purge_by_topic_lets_others_have_their_turn_and_spares_what_comes_meanwhile(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            stream = manager.create(definition(topics=["t/#"]))
+            for _ in range(25_000):
+                stream.append(b"t/1", b"x")
+            await manager.append("s", b"last")
+            purge = asyncio.create_task(manager.purge("s", topic="t/1"))
+            await asyncio.sleep(0)
+            assert not purge.done()
+            stream.append(b"t/1", b"meanwhile")
+            assert await purge == 25_000
+            assert await manager.append("s", b"x") == 25_002
+            assert stream.live_messages() == 3
+            again = asyncio.create_task(manager.purge("s", topic="t/1"))
+            stream.append(b"t/1", b"x")
+            await asyncio.sleep(0)
+            manager.delete("s")
+            with pytest.raises(StreamNotFound, match="deleted while it was purged"):
+                await again
 
     run(work())
 

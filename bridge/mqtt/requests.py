@@ -287,7 +287,7 @@ async def _read(manager: StreamManager, request: Request, who: Identity | None, 
 
 
 async def _purge(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
-    return {"purgedMessages": manager.purge(_name(request), upto=request.upto, topic=request.topic)}
+    return {"purgedMessages": await manager.purge(_name(request), upto=request.upto, topic=request.topic)}
 
 
 def _may_append(who: Identity | None, name: str) -> None:
