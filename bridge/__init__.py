@@ -1,25 +1,32 @@
 """streambridge: durable streams on an MQTT gateway, exported by plugins, proven complete in the table.
 
-What a plugin imports stands here; see docs/plugins.md.
+What a plugin imports stands here; see docs/plugins.md. It is imported at its first use: the workers of a
+Spark cluster need `bridge.ingest`, and not what a gateway's plugins are made with.
 """
 
-from bridge.export.api import (
-    ACCEPTED,
-    Batch,
-    BatchedConfig,
-    Batching,
-    BatchLimits,
-    Context,
-    ExportConfig,
-    Exporter,
-    Outcome,
-    Progress,
-    Record,
-    Refused,
-    Retry,
-    send_split,
-)
-from bridge.hookspecs import Event, hookimpl
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridge.export.api import (
+        ACCEPTED,
+        Batch,
+        BatchedConfig,
+        Batching,
+        BatchLimits,
+        Context,
+        ExportConfig,
+        Exporter,
+        Outcome,
+        Progress,
+        Record,
+        Refused,
+        Retry,
+        send_split,
+    )
+    from bridge.hookspecs import Event, hookimpl
 
 __all__ = [
     "ACCEPTED",
@@ -39,3 +46,12 @@ __all__ = [
     "hookimpl",
     "send_split",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        home = "bridge.hookspecs" if name in ("Event", "hookimpl") else "bridge.export.api"
+        found = globals()[name] = getattr(import_module(home), name)
+        return found

@@ -31,7 +31,8 @@ MAX_SEQUENCE = 2**63 - 1
 
 _KEY = re.compile(
     r"(?:^|/)gateway=([^/]+)/stream=([^/]+)/epoch=(\d{1,19})/date=(\d{4}-\d{2}-\d{2})/hour=(\d{2})"
-    r"/(\d{20})-(\d{20})\.(ndjson\.gz|parquet)$"
+    r"/(\d{20})-(\d{20})\.(ndjson\.gz|parquet)\Z",
+    re.ASCII,
 )
 
 

@@ -1,7 +1,7 @@
 """What a cluster needs of this repository, as two files for spark-submit.
 
-`streambridge-ingest.zip` holds the ingest package and the three modules it uses, with an empty
-`bridge/__init__.py`: the gateway's own packages (MQTT, plugins, msgspec) are not needed there.
+`streambridge-ingest.zip` holds the ingest package and the three modules it uses: the gateway's own packages
+(MQTT, plugins) are not needed there.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def write_package(folder: Path) -> list[Path]:
     """Write both files into the folder and return their paths."""
     bridge = Path(__file__).resolve().parents[1]
     folder.mkdir(parents=True, exist_ok=True)
-    modules = [bridge / "errors.py", bridge / "objectkeys.py", *sorted((bridge / "ingest").rglob("*.py"))]
+    shared = ("__init__.py", "errors.py", "objectkeys.py")
+    modules = [*(bridge / name for name in shared), *sorted((bridge / "ingest").rglob("*.py"))]
     with zipfile.ZipFile(folder / ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(zipfile.ZipInfo("bridge/__init__.py", _STAMP), "")
         for module in modules:
             name = zipfile.ZipInfo(f"bridge/{module.relative_to(bridge).as_posix()}", _STAMP)
             archive.writestr(name, module.read_bytes(), zipfile.ZIP_DEFLATED)

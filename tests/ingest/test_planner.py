@@ -85,6 +85,9 @@ def test_names_that_are_not_data_are_foreign_and_heads_are_not() -> None:
         f"{folder}/00000000000000000009-00000000000000000000.parquet",
         f"{folder}/{'9' * 20}-{'9' * 20}.parquet",
         good.replace("hour=00", "hour=24"),
+        good.replace("epoch=1", "epoch=\u0661"),  # a digit, but not one that gateways write
+        folder + "/" + "\u0660" * 20 + f"-{9:020}.parquet",
+        f"{good}\n",
     ]
     names = [good, *strange, "_gateway/gw.json"]
     inventory = Inventory(Entry(name, 1, "", 0) for name in names)

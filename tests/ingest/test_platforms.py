@@ -18,7 +18,7 @@ from bridge.ingest.store import Place
 from bridge.ingest.table import TableOptions, read
 from tests.ingest.conftest import need_java
 from tests.ingest.gateway import Gateway
-from tests.ingest.test_command import command
+from tests.ingest.test_command import ROOT, command
 
 pytestmark = pytest.mark.spark
 
@@ -56,6 +56,23 @@ def test_spark_submit_needs_nothing_of_this_repository_but_the_package(bucket: P
     # spark-submit sends the script's standard error to standard output: the document is the last line
     assert json.loads(done.stdout.splitlines()[-1])["rows"] == 200
     assert read(TableOptions(warehouse=str(tmp_path / "lake"))).num_rows == 200
+
+
+def test_workers_need_none_of_the_gateways_packages() -> None:
+    """A checkout on a cluster is enough, such as a Git folder of Databricks."""
+    hide = "import sys; sys.modules |= dict.fromkeys("
+    hide += (
+        "['amqtt', 'cbor2', 'msgspec', 'paho', 'pluggy', 'prometheus_client', 'rich', 'typer', 'uvloop'])\n"
+    )
+    modules = ", ".join(f"bridge.ingest.{name}" for name in ("worker", "decode", "refine_worker", "compact"))
+    done = subprocess.run(
+        [sys.executable, "-c", f"{hide}import {modules}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 CONNECT = """
