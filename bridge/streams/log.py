@@ -195,13 +195,13 @@ class SegmentLog:
         return staged
 
     def _stage(self, staged: Staged, target: Segment, offset: int, group: Group, now: int) -> int:
-        head, data = segment.encode_frame(
+        buffers = segment.encode_frame(
             staged.next, now, self._meta.salt, group.parts, group.headers, group.ids
         )
         columns = (1 if group.headers else 0) | (2 if group.ids else 0)
-        end = offset + len(head) + len(data)
+        end = offset + sum(map(len, buffers))
         frame = Frame(staged.next, len(group.parts) // 2, now, columns, offset, end)
-        staged.writes.append((target, offset, [head, data], frame))
+        staged.writes.append((target, offset, buffers, frame))
         staged.next = frame.next
         return end
 

@@ -46,12 +46,14 @@ INDEX_MAGIC = b"SBIDX\0\0\1"
 FRAME_MAGIC = 0x31464253  # "SBF1"
 HEADER = struct.Struct("<8sQQQII")
 FRAME = struct.Struct("<IIIHHIQQ")
+COVERED = struct.Struct("<IHHIQQ")  # what of a frame's header its crc covers
 INDEX = struct.Struct("<8sQQQQQQII")
 ENTRY = struct.Struct("<QQ")
 HEADERS, IDS = 1, 2
 RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
 SECTOR = 512
+SMALL = 4096  # bytes that are sooner copied than handled apart
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
 _WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
 _SWAP = sys.byteorder == "big"
@@ -135,21 +137,24 @@ def encode_frame(
     parts: Sequence[bytes],
     headers: dict[int, bytes] | None = None,
     ids: dict[int, bytes] | None = None,
-) -> tuple[bytes, bytes]:
-    """Encode one commit group as two buffers to be written one after the other.
+) -> list[bytes]:
+    """Encode one commit group as buffers to be written one after the other.
 
     `parts` alternates topics and payloads; `headers` and `ids` are given by position in the group,
     those that are absent are empty.
     """
     number = len(parts) // 2
     sizes, data, columns = _sizes(parts), b"".join(parts), 0
-    for bit, column in ((HEADERS, headers), (IDS, ids)):
-        if column:
-            values = [column.get(i, b"") for i in range(number)]
-            sizes, data, columns = sizes + _sizes(values), data + b"".join(values), columns | bit
-    head = FRAME.pack(FRAME_MAGIC, 0, len(sizes) + len(data), columns, 0, number, base, time)
-    crc = crc32(data, crc32(sizes, crc32(head[8:], salt)))
-    return b"".join((head[:4], crc.to_bytes(4, "little"), head[8:], sizes)), data
+    if headers or ids:
+        for bit, column in ((HEADERS, headers), (IDS, ids)):
+            if column:
+                values = [column.get(i, b"") for i in range(number)]
+                sizes, data, columns = sizes + _sizes(values), data + b"".join(values), columns | bit
+    covered = COVERED.pack(len(sizes) + len(data), columns, 0, number, base, time) + sizes
+    if len(data) < SMALL:
+        covered += data
+        return [_FRAME_MAGIC_BYTES + crc32(covered, salt).to_bytes(4, "little") + covered]
+    return [_FRAME_MAGIC_BYTES + crc32(data, crc32(covered, salt)).to_bytes(4, "little") + covered, data]
 
 
 def frame_at(data: bytes, pos: int) -> Frame | None:
@@ -167,7 +172,7 @@ def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
     _, number, _, columns, start, end = frame
     if end > len(data):
         return False
-    covered = data[start + 8 : end] if end - start < 4096 else memoryview(data)[start + 8 : end]
+    covered = data[start + 8 : end] if end - start < SMALL else memoryview(data)[start + 8 : end]
     if crc32(covered, salt) != int.from_bytes(data[start + 4 : start + 8], "little"):
         return False
     return columns < 4 and end - start - FRAME.size >= 4 * number * _WIDTHS[columns]
