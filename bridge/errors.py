@@ -67,6 +67,13 @@ class StreamError(StreamBridgeError):
     """The base of what can go wrong with one stream's storage."""
 
 
+class NoStream(StreamError):
+    """Raised for a message on a topic below `streams/` that no stream is bound to."""
+
+    status = 5
+    status_name = "ResourceNotFound"
+
+
 class StreamFull(StreamError):
     """Raised when an append would pass a limit of a stream that rejects new data."""
 

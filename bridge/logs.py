@@ -5,6 +5,8 @@
 * What `extra=` carries becomes keys of the line; `client` and `stream` are the usual ones.
 * A line that repeats within `WINDOW` seconds is counted instead: the line comes once more at the
   end of the window with `repeated=<count>`, so that a fault in a loop cannot fill the disk.
+* Of lines that differ in their values only (another client each, say) `MOST_ALIKE` come in a window; the
+  last of the others comes at its end, with `alike=<count>`. Not at level debug.
 * Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has
   no time stamp, since the journal keeps both.
 * Tracebacks are for level debug; otherwise an exception is one `error=` key.
@@ -22,6 +24,7 @@ from typing import Any, Literal, TextIO
 
 WINDOW = 10.0
 MOST_KEPT = 1000  # different lines remembered; beyond that, lines pass uncounted
+MOST_ALIKE = 20
 
 # Third parties that would tell each connection or each AWS call.
 _QUIET = ("amqtt", "transitions", "boto", "boto3", "botocore", "s3transfer", "urllib3", "asyncio")
@@ -77,6 +80,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self.setFormatter(formatter)
         self.window = window
         self._seen: dict[str, tuple[float, int, logging.LogRecord]] = {}
+        self._alike: dict[tuple[int, str, str], tuple[float, int, logging.LogRecord]] = {}
         self.timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -94,6 +98,13 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self._start_timer()
             return
         self._tell(now)
+        if record.levelno > logging.DEBUG:
+            kind = (record.levelno, record.name, str(record.msg))
+            started, count, _ = self._alike.get(kind, (now, 0, record))
+            self._alike[kind] = (started, count + 1, record)
+            if count >= MOST_ALIKE:
+                self._start_timer()
+                return
         if len(self._seen) < MOST_KEPT:
             self._seen[key] = (now, 0, record)
         super().emit(record)
@@ -108,7 +119,8 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         with self.lock or threading.Lock():
             self.timer = None
             self._tell(time.monotonic())
-            if any(count for _, count, _ in self._seen.values()):
+            waiting = any(count for _, count, _ in self._seen.values())
+            if waiting or any(count > MOST_ALIKE for _, count, _ in self._alike.values()):
                 self._start_timer()
 
     def _tell(self, now: float) -> None:
@@ -117,8 +129,12 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             if now >= started + self.window:
                 del self._seen[key]
                 if count:
-                    repeated = logging.makeLogRecord(vars(record) | {"repeated": count})
-                    super().emit(repeated)
+                    super().emit(logging.makeLogRecord(vars(record) | {"repeated": count}))
+        for kind, (started, count, record) in list(self._alike.items()):
+            if now >= started + self.window:
+                del self._alike[kind]
+                if count > MOST_ALIKE:
+                    super().emit(logging.makeLogRecord(vars(record) | {"alike": count - MOST_ALIKE}))
 
     def close(self) -> None:
         """Tell the counts that are still open; logging calls this at the end of the process."""

@@ -23,6 +23,7 @@ import msgspec
 
 from bridge.errors import (
     InvalidRequest,
+    NoStream,
     StorageFailed,
     StreamError,
     StreamNotFound,
@@ -47,6 +48,7 @@ from bridge.streams.store import Store
 from bridge.streams.stream import Stream
 from bridge.topics import FilterTree, is_topic_filter, matches
 
+STREAM_TOPICS = "streams/"
 RESERVED_TOPICS = "streambridge"  # first level of the request topics
 PURGE_STEP = 10_000  # messages that are looked at before others have their turn
 TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
@@ -97,16 +99,16 @@ def settings_of(definition: MessageStreamDefinition) -> Settings:
 
 
 class Refusal:
-    """Stands for a declared stream that cannot be had: whatever is appended to it is refused."""
+    """Stands for a stream that cannot be had: whatever is appended to it is refused."""
 
     next_sequence = 0
 
-    def __init__(self, name: str, why: str) -> None:
-        self.name, self.why = name, why
+    def __init__(self, name: str, error: StreamError) -> None:
+        self.name, self._error = name, error
 
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
         """Refuse the message, so that its sender hears that it is not stored."""
-        raise StorageFailed(f"stream {self.name!r} is declared and cannot be had: {self.why}")
+        raise self._error
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Nothing is ever pending."""
@@ -136,8 +138,17 @@ class StreamManager:
 
     # -- bindings --------------------------------------------------------------------------------
     def bound(self, topic: str) -> tuple[Stream | Refusal, ...]:
-        """The streams that a message on `topic` is appended to. Callers cache it per topic."""
-        return tuple(dict.fromkeys(self._bindings.match(topic)))
+        """The streams that a message on `topic` is appended to. Callers cache it per topic.
+
+        Who publishes below `streams/` means a stream; with a name misspelt, an acknowledgement would
+        be taken for a promise that nobody has given.
+        """
+        found = tuple(dict.fromkeys(self._bindings.match(topic)))
+        if not found and topic.startswith(STREAM_TOPICS):
+            name = topic.split("/", 2)[1]
+            error = NoStream(f"there is no stream {name!r} for topic {topic!r}; create it first")
+            found = (Refusal(name, error),)
+        return found
 
     def refuse(self, definition: MessageStreamDefinition, why: str | None) -> None:
         """Have messages for a declared stream that cannot be had refused; with None, no longer."""
@@ -146,7 +157,8 @@ class StreamManager:
             for topic_filter in self._filters(before[0]):
                 self._bindings.remove(topic_filter, before[1])
         if why is not None:
-            refusal = Refusal(definition.name, why)
+            error = StorageFailed(f"stream {definition.name!r} is declared and cannot be had: {why}")
+            refusal = Refusal(definition.name, error)
             self._refusals[definition.name] = definition, refusal
             for topic_filter in filter(is_topic_filter, self._filters(definition)):
                 self._bindings.add(topic_filter, refusal)
@@ -154,7 +166,7 @@ class StreamManager:
             self._rebound()
 
     def _filters(self, definition: MessageStreamDefinition) -> list[str]:
-        return [*definition.topics, f"streams/{definition.name}/#"]
+        return [*definition.topics, f"{STREAM_TOPICS}{definition.name}/#"]
 
     def _adopt(self, stream: Stream, definition: MessageStreamDefinition) -> None:
         self.refuse(definition, None)  # whoever made it: the stream is there now
@@ -345,7 +357,7 @@ class StreamManager:
             raise InvalidRequest(f"stream {name!r}: a message needs a payload of at least one byte")
         if message_id and stream.window is None:
             stream.deduplicate()
-        return stream, stream.append(f"streams/{name}".encode(), payload, b"", message_id)
+        return stream, stream.append(f"{STREAM_TOPICS}{name}".encode(), payload, b"", message_id)
 
     async def read(
         self, name: str, options: ReadMessagesOptions | None = None, *, max_bytes: int = MOST_BYTES

@@ -96,6 +96,8 @@ accepted_connections_total counter front_end
     Connections that were accepted.
 received_messages_total counter front_end
     Messages that clients sent.
+received_messages_without_stream_total counter front_end
+    Messages on topics that no stream is bound to: delivered to subscribers, and not stored.
 delivered_messages_total counter front_end
     Messages that subscribers were sent.
 requests_total counter front_end
@@ -117,6 +119,7 @@ _GAUGES = {"connections": "connections", "sessions": "sessions", "retained": "re
 _COUNTERS = {
     "accepted": "accepted_connections_total",
     "received": "received_messages_total",
+    "without_stream": "received_messages_without_stream_total",
     "delivered": "delivered_messages_total",
     "requests": "requests_total",
 }

@@ -111,6 +111,19 @@ def test_repeated_lines_are_counted_and_the_count_is_told_at_the_end() -> None:
     assert repeated.endswith('msg="cannot reach s3" stream=a repeated=99')
 
 
+def test_a_flood_of_lines_that_differ_in_a_value_only_is_cut_short_and_counted() -> None:
+    lines = stderr_of("""
+        logs.setup()
+        log = logging.getLogger("bridge")
+        for number in range(1000):
+            log.warning("%s closed: stream is full", f"client-{number}")
+        log.warning("something else")
+    """)
+    assert sum("closed" in line for line in lines) == 21
+    assert lines[-2].endswith('msg="something else"')
+    assert lines[-1].endswith('msg="client-999 closed: stream is full" alike=980')
+
+
 def test_the_count_is_told_by_itself_when_the_window_ends(
     logger: logging.Logger, output: io.StringIO
 ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bridge.errors import (
     MessageTooLarge,
+    NoStream,
     StorageFailed,
     StreamBridgeError,
     StreamError,
@@ -53,6 +54,7 @@ TOPIC_ALIASES = 64  # per connection, announced in CONNACK
 
 # error, the counter's ending, MQTT 5 reason code
 _REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
+    (NoStream, "no_stream", BAD_TOPIC_NAME),
     (StreamFull, "full", QUOTA_EXCEEDED),
     (MessageTooLarge, "too_large", PACKET_TOO_LARGE),
     (StorageFailed, "storage", IMPLEMENTATION_ERROR),
@@ -109,6 +111,8 @@ def publish(
             for stream in route.streams:
                 stream.append(topic, payload, kept)
                 batch.touched[stream] = None
+        else:
+            lane.counts["without_stream"] += 1
     except (StreamError, Unauthorized) as error:
         rejected(conn, batch, qos, packet_id, error)
         return

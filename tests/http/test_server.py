@@ -175,7 +175,7 @@ def test_a_door_for_the_network_is_warned_of(start: Callable[..., Service]) -> N
 def test_turned_off_nothing_listens(start: Callable[..., Service]) -> None:
     service = start("", listen="")
     assert service.port == 0
-    service.publish(("streams/none", b"1"))
+    service.publish(("room/1", b"1"))
 
 
 class Silent(socketserver.BaseRequestHandler):

@@ -154,3 +154,22 @@ async def test_will_and_retain_reach_the_stream(bridge: Bridge) -> None:
     polite.disconnect()
     assert await polite.closed()
     assert await bridge.payloads() == [b"gone"]
+
+
+@bridge_test
+async def test_a_message_for_a_stream_that_is_not_there_is_refused_and_others_are_counted(
+    bridge: Bridge,
+) -> None:
+    client = await bridge.connect("a")
+    client.send(publish("streams/typo/x", b"1"), publish("ordinary", b"2", 1, 1))
+    assert await client.receive() == Packet(0x40, b"\0\1"), "QoS 0 is dropped, and the connection stays"
+    assert (bridge.stat("dropped_no_stream"), bridge.stat("without_stream")) == (1, 1)
+    client.send(publish("streams/typo", b"3", 1, 2))
+    assert await client.closed()
+    assert bridge.stat("rejected_no_stream") == 1
+    modern = await bridge.connect("b", level=5)
+    assert await modern.exchange(publish("streams/typo", b"4", 1, 3, level=5)) == Packet(0x40, b"\0\3\x90")
+    bridge.stream("typo")
+    answer = await modern.exchange(publish("streams/typo", b"5", 1, 4, level=5))
+    assert answer.body[:2] == b"\0\4"
+    assert await bridge.payloads("typo") == [b"5"]
