@@ -182,7 +182,7 @@ _heads_lock = threading.Lock()
 _written: dict[tuple[str | None, str, str], float] = {}  # when the head object of a place was written
 
 
-class _Row(Struct):
+class _Row(Struct, gc=False):
     gateway: str
     stream: str
     epoch: str

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count, repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from bridge.export.api import Batching, BatchLimits, ExportConfig, Record
 from bridge.streams.drops import DropLog, Reason
 from bridge.streams.layout import Files
 from bridge.streams.reader import StreamReader
-from bridge.streams.segment import Message
+from bridge.streams.segment import Frame, columns
 
 MAX_RECORDS = 100_000
 MAX_BYTES = 4 * 1024 * 1024
@@ -121,7 +122,7 @@ class Planner:
             found = self._read(position, self._source.next, 1000, MAX_BYTES)
         except Exception:  # the stream is being deleted under the reader
             return []
-        return self._plain(found)
+        return found
 
     def close(self) -> None:
         """Close the files."""
@@ -129,10 +130,17 @@ class Planner:
             self._reader.close()
             self._reader = None
 
-    def _read(self, start: int, end: int, records: int, size: int) -> list[Message]:
+    def _read(self, start: int, end: int, records: int, size: int) -> list[Record]:
         if self._reader is None:
             self._reader = StreamReader(self._source.directory)
-        return self._reader.read(start, end=end, max_messages=records, max_bytes=size)
+        if len(self._topics) > _TOPICS:
+            self._topics.clear()
+        return self._reader.read_as(self._decode, start, end=end, max_messages=records, max_bytes=size)
+
+    def _decode(self, data: bytes, frame: Frame) -> list[Record]:
+        topics, payloads, headers = columns(data, frame)
+        texts = map(self._topics.__getitem__, topics)
+        return list(map(Record, count(frame.base), repeat(frame.time), texts, payloads, headers))
 
     def _is_due(self, position: int, end: int) -> bool:
         millis = self._batching.millis
@@ -166,18 +174,8 @@ class Planner:
         self._look_at = now + LOOK_EVERY
         return False
 
-    def _records_of(self, found: list[Message], config: ExportConfig) -> list[Record]:
-        records = self._plain(found)
-        return self._transform(records, self._source.name, config) if self._transform else records
-
-    def _plain(self, found: list[Message]) -> list[Record]:
-        topics = self._topics
-        if len(topics) > _TOPICS:
-            topics.clear()
-        return [
-            Record(number, ingest_time, topics[topic], payload, headers)
-            for number, ingest_time, topic, payload, headers in found
-        ]
+    def _records_of(self, found: list[Record], config: ExportConfig) -> list[Record]:
+        return self._transform(list(found), self._source.name, config) if self._transform else found
 
     def _missing(self, first: int, last: int, present: list[int]) -> list[tuple[int, int, str]]:
         """The numbers of first..last that are not `present`, with the reasons of the stream's drop log."""
@@ -205,7 +203,7 @@ class Planner:
         return sorted(parts)
 
 
-def _run(found: list[Message]) -> list[Message]:
+def _run(found: list[Record]) -> list[Record]:
     """The leading part of `found` whose numbers follow each other."""
     first = found[0].sequence_number
     if found[-1].sequence_number - first == len(found) - 1:

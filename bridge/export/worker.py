@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import logging
 import os
 import queue
@@ -315,6 +316,7 @@ def main() -> None:
     with contextlib.suppress(Exception):  # a sandbox may forbid it; the closed socket is the usual sign
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
+    gc.set_threshold(50_000, 20, 50)  # batches are many objects and no cycles: looking costs a third
     os.nice(5)  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker

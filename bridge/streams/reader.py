@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from bridge.errors import CorruptData
 from bridge.streams import layout, meta, segment
@@ -22,6 +22,7 @@ from bridge.streams.drops import DropLog, Drops
 from bridge.streams.segment import FRAME, HEADER, Frame, Message
 
 CHUNK = 256 * 1024
+Row = TypeVar("Row")
 
 
 class StreamMeta(NamedTuple):
@@ -161,27 +162,42 @@ class StreamReader:
         """The messages from number `start` (at the earliest the oldest) up to, not including, `end`.
 
         They come in order, with holes where messages were legally dropped. Stops after
-        `max_messages`, or before passing `max_bytes` of payload and topic, but returns at least one
-        if there is one. Raises CorruptData if a frame below `end` is damaged and nothing before it
-        is left to return.
+        `max_messages`, or before passing `max_bytes` of what is stored, but returns at least one if
+        there is one. Raises CorruptData if a frame below `end` is damaged and nothing before it is
+        left to return.
         """
-        found: list[Message] = []
-        size = 0
+        return self.read_as(segment.messages, start, end=end, max_messages=max_messages, max_bytes=max_bytes)
+
+    def read_as(
+        self,
+        decode: Callable[[bytes, Frame], list[Row]],
+        start: int,
+        *,
+        end: int,
+        max_messages: int,
+        max_bytes: int,
+    ) -> list[Row]:
+        """Like `read`, of a frame's messages what `decode` makes of them."""
+        found: list[Row] = []
+        room = max_bytes
         for data, frame in self.frames(start, end):
-            rows = segment.messages(data, frame)
-            if frame.base < start or frame.next > end or self._drops.count(frame.base, frame.next - 1):
-                rows = [
-                    row
-                    for a, b in self._drops.live(max(start, frame.base), min(end, frame.next) - 1)
-                    for row in rows[a - frame.base : b + 1 - frame.base]
-                ]
-            for row in rows:
-                size += len(row.topic) + len(row.payload)
-                if found and size > max_bytes:
-                    return found
-                found.append(row)
-                if len(found) == max_messages:
-                    return found
+            base, after = frame.base, frame.next
+            whole = base >= start and after <= end and not self._drops.count(base, after - 1)
+            if whole and frame.data_bytes <= room and len(found) + frame.number <= max_messages:
+                found += decode(data, frame)
+                room -= frame.data_bytes
+            else:
+                rows, sizes = decode(data, frame), segment.sizes_of(data, frame)
+                for a, b in self._drops.live(max(start, base), min(end, after) - 1):
+                    for n in range(a - base, b + 1 - base):
+                        room -= sizes[n]
+                        if found and room < 0:
+                            return found
+                        found.append(rows[n])
+                        if len(found) == max_messages:
+                            return found
+            if len(found) == max_messages:
+                return found
         return found
 
     def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:

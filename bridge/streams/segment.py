@@ -36,7 +36,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, count, pairwise, repeat
 from typing import NamedTuple
 from zlib import crc32
@@ -199,12 +199,17 @@ def messages(data: bytes, frame: Frame) -> list[Message]:
         start = frame.start + FRAME.size + 2 * 4
         middle = start + int.from_bytes(data[start - 8 : start - 4], "little")
         return [Message(frame.base, frame.time, data[start:middle], data[middle : frame.end], b"")]
-    n, bounds, topics, payloads = _topics_and_payloads(data, frame)
-    headers: Iterator[bytes] = repeat(b"", n)
-    if frame.columns & HEADERS:
-        headers = iter([data[a:b] for a, b in zip(bounds[2 * n : 3 * n], bounds[2 * n + 1 :], strict=False)])
-    rows = zip(count(frame.base), repeat(frame.time, n), topics, payloads, headers, strict=False)
+    rows = zip(count(frame.base), repeat(frame.time), *columns(data, frame), strict=False)
     return list(map(tuple.__new__, repeat(Message), rows))
+
+
+def columns(data: bytes, frame: Frame) -> tuple[list[bytes], list[bytes], Iterable[bytes]]:
+    """Topics, payloads and headers of a sound frame's messages."""
+    n, bounds, topics, payloads = _topics_and_payloads(data, frame)
+    if not frame.columns & HEADERS:
+        return topics, payloads, repeat(b"", n)
+    ends = zip(bounds[2 * n : 3 * n], bounds[2 * n + 1 :], strict=False)
+    return topics, payloads, [data[a:b] for a, b in ends]
 
 
 def _bounds(data: bytes, frame: Frame) -> list[int]:

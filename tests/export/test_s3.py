@@ -67,11 +67,13 @@ def test_after_sigkill_the_batch_is_sent_again_under_the_same_name(tmp_path: Pat
             gateway.create("plant", {"s3": [bucket.config(timeHintMillis=20)]})
             for n in range(60):
                 await gateway.append("plant", *(b"%d" % i for i in range(10)))
-                if n % 20 == 10 and gateway.exports.pid:
+                if n % 20 == 10:
+                    await until(lambda: gateway.exports.pid)
+                    assert gateway.exports.pid
                     os.kill(gateway.exports.pid, signal.SIGKILL)
                 await asyncio.sleep(0.02)
             await gateway.exported("plant", 599)
-            assert gateway.exports.restarts >= 3
+            await until(lambda: gateway.exports.restarts >= 3)
 
     asyncio.run(scenario())
     names = [name for key in bucket.data_keys() if (name := objectkeys.parse_key(key))]
