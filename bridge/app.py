@@ -36,11 +36,12 @@ from bridge.greengrass import GreengrassFrontEnd
 from bridge.http import HttpFrontEnd
 from bridge.http.observer import Observer
 from bridge.manager import StreamManager
-from bridge.mqtt import MqttFrontEnd
+from bridge.mqtt import MqttFrontEnd, requests
 from bridge.streams.store import Store
 from bridge.streams.stream import Stream
 
 log = logging.getLogger("bridge")
+LARGEST_REPLY = 64 * 1024 * 1024  # bytes, to the command line
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
 TWICE = 1.0  # a second signal sooner than this is the same one, sent to the process and to its group
@@ -115,7 +116,12 @@ class Service:
             self._manager = manager = StreamManager(store, registry, exports)
             self._reconcile(config)
             self._front_end = front_end = MqttFrontEnd(config.mqtt, manager)
-            greengrass = GreengrassFrontEnd(config.greengrass, manager, gateway.data_dir)
+            greengrass = GreengrassFrontEnd(
+                config.greengrass,
+                manager,
+                gateway.data_dir,
+                lambda operation, body: requests.answer(manager, operation, body, LARGEST_REPLY),
+            )
             observer = Observer(
                 gateway.id,
                 gateway.data_dir,

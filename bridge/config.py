@@ -123,6 +123,17 @@ def load_document(document: Document) -> Config:
     return Config(path=document.path, **values)
 
 
+def stream_definition(name: str, table: dict[str, Any]) -> MessageStreamDefinition:
+    """The definition that a table [streams.NAME] stands for, given on a command line; raises ConfigError."""
+    document = Document(Path("command line"))
+    document.data["streams"] = {name: table}
+    reader = Reader(document)
+    definition = _stream(reader, name, table, ("streams", name))
+    if definition is None:
+        raise ConfigError("\n".join(problem.partition(": ")[2] for problem in reader.problems))
+    return definition
+
+
 _SECTIONS = {
     field.name: field.type
     for field in msgspec.structs.fields(Config)

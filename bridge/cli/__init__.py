@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import integrity, service, streams
+from bridge.cli import exports, integrity, service, streams
 from bridge.cli.common import ExitCode
 from bridge.errors import (
     ConfigError,
@@ -56,6 +56,7 @@ app = typer.Typer(
 service.add_to(app)
 integrity.add_to(app)
 app.add_typer(streams.app, name="streams")
+exports.add_to(app)
 app.add_typer(ingest, name="ingest")
 
 

@@ -1,6 +1,7 @@
-"""`streambridge streams ...`: look into the streams of a data directory.
+"""`streambridge streams ...`: look into the streams of a data directory, and change them.
 
-These commands only read files. They work beside the running service and when it is stopped.
+The commands here only read files. They work beside the running service and when it is stopped; those
+that change something are in `changes`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 import typer
 
 from bridge import topics
+from bridge.cli import changes
 from bridge.cli.common import (
     DEFAULT_CONFIG,
     ConfigOption,
@@ -40,7 +42,9 @@ from bridge.units import format_duration, format_size, parse_duration
 POLL = 0.2  # seconds between two looks of `tail`; a look costs one stat and one read
 
 app = typer.Typer(
-    help="Look into the streams, also while the service runs.", no_args_is_help=True, rich_markup_mode=None
+    help="Look into the streams and change them, whether the service runs or not.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -277,3 +281,6 @@ def _decoded(raw: bytes) -> str | None:
         return raw.decode()
     except UnicodeDecodeError:
         return None
+
+
+changes.add_to(app)

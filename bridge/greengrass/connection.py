@@ -308,6 +308,9 @@ class Connection(asyncio.Protocol):
         if op == Op.CONNECT:
             raise Breach("a second Connect")
         request_id, request = self._decode(body)
+        if op == wire.COMMAND and self._trusted:
+            self._front.spawn(self._command(request, body))
+            return
         if op not in wire.REPLY_TO:
             text = f"there is no operation {op} in protocol {self._version}"
             self._send(wire.failure(op, request_id, Status.UNKNOWN_OPERATION, text, self._version))
@@ -324,6 +327,10 @@ class Connection(asyncio.Protocol):
             self._send(wire.reply(Op(op), request_id, result))
         except (StreamBridgeError, OSError) as error:
             self._failed(op, request_id, error)
+
+    async def _command(self, request: dict[str, Any], body: bytes) -> None:
+        answer = await self._front.command(str(request.get("operation")), body)
+        self._send(wire.frame(wire.COMMAND_REPLY, answer))
 
     async def _read(self, request_id: str, request: dict[str, Any]) -> None:
         began = self._loop.time()

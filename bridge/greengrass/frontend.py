@@ -1,9 +1,10 @@
 """`GreengrassFrontEnd`: the Stream Manager protocol on TCP, and on a unix socket for the command line.
 
 The unix socket, `<data_dir>/streambridge.sock`, is open to this user alone (mode 0600) and therefore
-asks for no token. On TCP, a client must show the token that stands in `token_file` if one is configured:
-the file is read at each connect, so that a token can be changed while running, and if it cannot be
-read or is empty, nobody is let in.
+asks for no token; on it, `wire.COMMAND` brings the operations that the SDK does not know. On TCP, a
+client must show the token that stands in `token_file` if one is configured: the file is read at each
+connect, so that a token can be changed while running, and if it cannot be read or is empty, nobody is
+let in.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import socket
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Command = Callable[[str, bytes], Awaitable[bytes]]
 SOCKET = "streambridge.sock"
 MANY = 64 * 1024  # bytes of an unfinished frame from which on they are counted
 PARTIAL_BYTES = 256 * 1024 * 1024  # that may wait in unfinished frames of all clients together
@@ -50,7 +53,9 @@ class Settings(Protocol):
 class GreengrassFrontEnd:
     """The listeners, and what their connections share."""
 
-    def __init__(self, config: Settings, manager: StreamManager, data_dir: Path) -> None:
+    def __init__(self, config: Settings, manager: StreamManager, data_dir: Path, command: Command) -> None:
+        """`command` carries out any operation by its name, encoded request in, encoded reply out."""
+        self.command = command
         self._config, self.manager, self._data_dir = config, manager, data_dir
         self.connections: set[Connection] = set()
         self.counts: Counter[str] = Counter()

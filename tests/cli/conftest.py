@@ -33,13 +33,14 @@ def streambridge(
     env: dict[str, str] | None = None,
     cwd: Path = CHECKOUT,
     prefix: Sequence[str] = (),
+    given: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command and wait for its end."""
+    """Run the command with `given` at its standard input, and wait for its end."""
     return subprocess.run(
         [*prefix, *COMMAND, *map(str, arguments)],
         cwd=cwd,
         env=environment() | (env or {}),
-        stdin=subprocess.DEVNULL,
+        input=given or "",
         capture_output=True,
         text=True,
         timeout=60,

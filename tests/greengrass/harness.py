@@ -20,6 +20,7 @@ from bridge.config import Greengrass
 from bridge.greengrass import GreengrassFrontEnd
 from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
+from bridge.mqtt import requests
 from bridge.streams.store import Store
 
 DEADLINE = 20.0
@@ -98,7 +99,12 @@ class Server:
 
     def door(self) -> Any:
         """The front end under test."""
-        return GreengrassFrontEnd(self.config, self.manager, self.data_dir)
+        return GreengrassFrontEnd(
+            self.config,
+            self.manager,
+            self.data_dir,
+            lambda operation, body: requests.answer(self.manager, operation, body, 1 << 20),
+        )
 
     async def _stop(self) -> None:
         await self.front.stop()

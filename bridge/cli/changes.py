@@ -1,0 +1,216 @@
+"""`streambridge streams create|update|delete|append|purge`: the operations that change something.
+
+A definition is given as in a table [streams.NAME] of the configuration: KEY=VALUE, the value in TOML, or
+as plain text where a text is meant.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from itertools import islice
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from bridge.cli.common import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, echo, print_json
+from bridge.cli.operate import Place, operate, place
+from bridge.config import load, stream_definition
+from bridge.errors import StreamBridgeError
+from bridge.model import MessageStreamDefinition
+
+TOGETHER = 1000  # messages that `append` sends in one request
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings as in [streams.NAME], for instance max_size=1GiB or topics='[\"a/#\"]'.",
+    ),
+]
+Sure = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def create(
+    name: Annotated[str, typer.Argument(metavar="STREAM", help="The new stream's name.")],
+    settings: Settings = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Create a stream."""
+    definition = stream_definition(name, _table(settings or []))
+    operate(place(config, data_dir), "createMessageStream", definition=msgspec.to_builtins(definition))
+    echo(f"created {name}")
+
+
+def update(
+    name: Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")],
+    settings: Settings = None,
+    reset: Annotated[
+        list[str] | None,
+        typer.Option("--reset", metavar="KEY", help="Give this setting its default again."),
+    ] = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Change settings of a stream; what is not named stays as it is.
+
+    A table (limits, export.KIND) is replaced as a whole.
+    """
+    table, where = _table(settings or []), place(config, data_dir)
+    fields = {
+        field.name.removesuffix("_millis"): field.name
+        for field in msgspec.structs.fields(MessageStreamDefinition)
+        if field.name not in ("name", "export_definition", "stream_segment_size")
+    } | {"segment_size": "stream_segment_size", "export": "export_definition"}
+    unknown = [key for key in reset or [] if key not in fields]
+    if unknown:
+        raise typer.BadParameter(f"--reset {unknown[0]}: no such setting; there are: {', '.join(fields)}")
+    if not table and not reset:
+        raise typer.BadParameter("name at least one setting, as KEY=VALUE or with --reset KEY")
+    old = _definition(where, name)
+    given, default = stream_definition(name, table), stream_definition(name, {})
+    changes: dict[str, Any] = {fields[key]: getattr(given, fields[key]) for key in table}
+    if "export_definition" in changes:
+        changes["export_definition"] = old.export_definition | changes["export_definition"]
+    changes |= {fields[key]: getattr(default, fields[key]) for key in reset or []}
+    definition = msgspec.structs.replace(old, **changes)
+    operate(where, "updateMessageStream", definition=msgspec.to_builtins(definition))
+    echo(f"updated {name}")
+    if data_dir is None and name in load(config).streams:
+        typer.echo(f"note: {config} declares {name}; its next start or reload sets that again", err=True)
+
+
+def delete(
+    name: Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")],
+    sure: Sure = False,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Delete a stream with all its messages and the positions of its exports."""
+    where = place(config, data_dir)
+    storage = operate(where, "describeMessageStream", name=name)["messageStreamInfo"]["storageStatus"]
+    number = storage["newestSequenceNumber"] - storage["oldestSequenceNumber"] + 1
+    _confirm(sure, f"Delete {name} with up to {number} messages?")
+    operate(where, "deleteMessageStream", name=name)
+    echo(f"deleted {name}")
+
+
+def append(
+    name: Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")],
+    payloads: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PAYLOAD]...", help="Messages; without any, each line of standard input."),
+    ] = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Append messages, and print the numbers that they are stored under.
+
+    They are on the topic streams/STREAM. An empty line of standard input is no message.
+    """
+    where = place(config, data_dir)
+    lines = (line.rstrip(b"\r\n") for line in sys.stdin.buffer)
+    messages = (payload.encode() for payload in payloads) if payloads else (line for line in lines if line)
+    while group := list(islice(messages, TOGETHER)):
+        numbers = operate(where, "appendMessages", name=name, payloads=group)["sequenceNumbers"]
+        if as_json:
+            print_json({"sequenceNumbers": numbers})
+        else:
+            echo(f"stored as {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else ""))
+
+
+def purge(
+    name: Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")],
+    upto: Annotated[
+        int | None, typer.Option("--upto", min=0, metavar="NUMBER", help="Only messages below this number.")
+    ] = None,
+    topic: Annotated[
+        str | None, typer.Option("--topic", metavar="FILTER", help="Only messages whose topic matches this.")
+    ] = None,
+    sure: Sure = False,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Drop messages of a stream, exported or not; the numbers go on."""
+    which = "all messages" if upto is None else f"the messages below {upto}"
+    on = f" on {topic}" if topic is not None else ""
+    _confirm(sure, f"Drop {which} of {name}{on}?")
+    given = {key: value for key, value in (("upto", upto), ("topic", topic)) if value is not None}
+    reply = operate(place(config, data_dir), "purgeMessageStream", name=name, **given)
+    echo(f"messages dropped: {reply['purgedMessages']}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command(
+        epilog="""\b
+Examples:
+  streambridge streams create pumps topics='["pumps/#"]' max_size=1GiB flush_on_write=true
+  streambridge streams create ring strategy_on_full=OverwriteOldestData limits='{max_messages = 1000}'
+"""
+    )(create)
+    app.command(
+        epilog="""\b
+Examples:
+  streambridge streams update pumps max_size=2GiB
+  streambridge streams update pumps --reset time_to_live
+  streambridge streams update pumps export.s3='[{identifier = "lake", bucket = "my-bucket"}]'
+"""
+    )(update)
+    app.command()(delete)
+    app.command(
+        epilog="""\b
+Examples:
+  streambridge streams append pumps '{"rpm": 1450}'
+  jq -c .[] readings.json | streambridge streams append pumps
+"""
+    )(append)
+    app.command(
+        epilog="""\b
+Examples:
+  streambridge streams purge pumps --upto 5000
+  streambridge streams purge pumps --topic 'pumps/7/#' --yes
+"""
+    )(purge)
+
+
+def _confirm(sure: bool, question: str) -> None:
+    if sure:
+        return
+    if not sys.stdin.isatty():
+        raise typer.BadParameter("this cannot be undone; say --yes where nobody can be asked")
+    typer.confirm(question, abort=True)
+
+
+def _table(settings: list[str]) -> dict[str, Any]:
+    """KEY=VALUE words as the table that they would be in the configuration."""
+    table: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"{setting!r} is not KEY=VALUE")
+        try:
+            parsed = tomllib.loads(f"value = {value}\n")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value
+        at = table
+        *outer, last = key.split(".")
+        for word in outer:
+            at = at.setdefault(word, {})
+            if not isinstance(at, dict):
+                raise typer.BadParameter(f"{setting!r}: {word} has a value already")
+        at[last] = parsed
+    return table
+
+
+def _definition(where: Place, name: str) -> MessageStreamDefinition:
+    info = operate(where, "describeMessageStream", name=name)["messageStreamInfo"]
+    try:
+        return msgspec.convert(info["definition"], MessageStreamDefinition)
+    except msgspec.ValidationError as error:
+        raise StreamBridgeError(
+            f"{name}: the service described it in a way of another version: {error}"
+        ) from None

@@ -1,0 +1,100 @@
+"""`streambridge exports`: how far the exports of all streams are, from their cursors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from bridge.cli.common import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    DataDirOption,
+    JsonOption,
+    behave_in_pipes,
+    data_directory,
+    echo,
+    format_time,
+    print_json,
+    print_table,
+)
+from bridge.cli.lookup import describe_stream, find
+from bridge.streams.reader import list_streams
+
+
+def exports(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[STREAM]", help="Only the exports of this stream.")
+    ] = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how far each export is, and what stopped it last.
+
+    EXPORTED is the number of the last message that the destination has; TO GO counts those behind it.
+    """
+    behave_in_pipes()
+    directory = data_directory(config, data_dir)
+    streams = list_streams(directory) if name is None else [find(directory, name)]
+    rows = [row for meta in streams for row in _rows(describe_stream(directory, meta))]
+    if as_json:
+        print_json(rows)
+        return
+    if not rows:
+        echo("no exports")
+        return
+    print_table(
+        ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO GO", "LAST", "STATE"],
+        [
+            [
+                row["stream"],
+                row["identifier"],
+                row["kind"],
+                row["lastExportedSequenceNumber"] if row["lastExportedSequenceNumber"] >= 0 else "-",
+                row["toGo"],
+                format_time(row["lastExportTime"]) if row["lastExportTime"] else "-",
+                "paused" if row["disabled"] else row["errorMessage"] or "ok",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _rows(described: dict[str, Any]) -> list[dict[str, Any]]:
+    definition, storage = described["definition"], described["storageStatus"]
+    configs = {
+        item["identifier"]: (kind, bool(item.get("disabled")))
+        for kind, items in definition["exportDefinition"].items()
+        for item in items
+    }
+    rows = []
+    for status in described["exportStatuses"]:
+        kind, disabled = configs[status.export_config_identifier]
+        done = max(status.last_exported_sequence_number, storage["oldestSequenceNumber"] - 1)
+        rows.append(
+            {
+                "stream": described["name"],
+                "identifier": status.export_config_identifier,
+                "kind": kind,
+                "disabled": disabled,
+                "lastExportedSequenceNumber": status.last_exported_sequence_number,
+                "toGo": storage["newestSequenceNumber"] - done,
+                "lastExportTime": status.last_export_time,
+                "exportedMessages": status.exported_messages_count,
+                "exportedBytes": status.exported_bytes_from_stream,
+                "errorMessage": status.error_message,
+            }
+        )
+    return rows
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command(
+        epilog="""\b
+Examples:
+  streambridge exports
+  streambridge exports sensors --json
+"""
+    )(exports)

@@ -1,0 +1,161 @@
+"""The commands that change streams, and `exports`: on a running service and on a stopped one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.export.cursor import Cursor, CursorFile, stream_directory
+from bridge.streams.reader import list_streams
+from bridge.streams.store import Store
+from tests.cli.conftest import Fill, streambridge
+from tests.cli.test_run import Service
+
+CONFIG = """
+[gateway]
+data_dir = "data"
+memory_dir = "memory"
+[mqtt]
+listen = ["tcp://127.0.0.1:0"]
+[greengrass]
+listen = ""
+[http]
+listen = ""
+[streams.declared]
+"""
+
+Command = Callable[..., str]
+
+
+@pytest.fixture(params=["running", "stopped"])
+def on(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Command]:
+    """Runs a command on a data directory whose service runs, or is stopped; returns what it prints."""
+    config = tmp_path / "streambridge.toml"
+    config.write_text(CONFIG)
+    service = Service(config)
+    service.wait_for("ready")
+    if request.param == "stopped":
+        assert service.stop() == 0
+
+    def run_it(*arguments: str, code: int = 0, given: str | None = None) -> str:
+        done = streambridge(*arguments, "-c", config, given=given)
+        assert done.returncode == code, done.stderr
+        return done.stderr if code else done.stdout
+
+    yield run_it
+    if request.param == "running":
+        assert service.stop() == 0
+
+
+def described(on: Command, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(on("streams", "describe", name, "--json"))
+    return found
+
+
+def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
+    settings = ("topics=['pumps/#']", "max_size=1MiB", "flush_on_write=true", "limits={max_messages = 4}")
+    assert on("streams", "create", "pumps", *settings) == "created pumps\n"
+    definition = described(on, "pumps")["definition"]
+    assert definition["topics"] == ["pumps/#"]
+    assert definition["maxSize"] == definition["streamSegmentSize"] == 1 << 20
+    assert definition["limits"]["maxMessages"] == 4
+    assert on("streams", "append", "pumps", "one", "two") == "stored as 0 to 1\n"
+    assert on("streams", "append", "pumps", given="three\n\nfour\nfive\n") == "stored as 2 to 4\n"
+    shown = [json.loads(line) for line in on("streams", "read", "pumps", "--json").splitlines()]
+    assert [row["payload"] for row in shown] == ["two", "three", "four", "five"]
+    assert {row["topic"] for row in shown} == {"streams/pumps"}
+    assert on("streams", "purge", "pumps", "--upto", "3", "--yes") == "messages dropped: 2\n"
+    assert on("streams", "purge", "pumps", "--topic", "elsewhere/#", "--yes") == "messages dropped: 0\n"
+    assert on(
+        "streams",
+        "update",
+        "pumps",
+        "max_size=2MiB",
+        "export.s3=[{identifier='lake', bucket='bucket', disabled=true}]",
+    )
+    assert on("streams", "update", "pumps", "--reset", "limits", "time_to_live=10m")
+    definition = described(on, "pumps")["definition"]
+    assert (definition["maxSize"], definition["streamSegmentSize"]) == (2 << 20, 1 << 20)
+    assert definition["topics"] == ["pumps/#"]
+    assert definition["limits"] is None
+    assert definition["timeToLiveMillis"] == 600_000
+    assert definition["exportDefinition"]["s3"] == [
+        {"identifier": "lake", "bucket": "bucket", "disabled": True}
+    ]
+    (export,) = json.loads(on("exports", "pumps", "--json"))
+    assert (export["kind"], export["toGo"], export["lastExportedSequenceNumber"]) == ("s3", 2, -1)
+    assert on("streams", "delete", "pumps", "--yes") == "deleted pumps\n"
+    assert on("streams", "list").split()[6] == "declared"
+
+
+@pytest.mark.parametrize("on", ["stopped"], indirect=True)
+def test_mistakes_are_named_with_a_remedy_and_change_nothing(on: Command) -> None:
+    assert "exists already" in on("streams", "create", "declared", code=1)
+    assert "did you mean `max_size`?" in on("streams", "create", "x", "max_siz=1GiB", code=78)
+    assert "is not KEY=VALUE" in on("streams", "create", "x", "max_size", code=2)
+    assert "there is no exporter of kind 'kinesi'; did you mean 'kinesis'?" in on(
+        "streams", "create", "x", "export.kinesi=[{identifier = 'k'}]", code=1
+    )
+    for command in (
+        ("append", "x", "p"),
+        ("delete", "x", "--yes"),
+        ("purge", "x", "-y"),
+        ("update", "x", "topics=[]"),
+    ):
+        assert "no stream named 'x'" in on("streams", *command, code=66)
+    assert "name at least one setting" in on("streams", "update", "declared", code=2)
+    assert "no such setting" in on("streams", "update", "declared", "--reset", "colour", code=2)
+    assert "say --yes" in on("streams", "purge", "declared", code=2)
+    assert "say --yes" in on("streams", "delete", "declared", code=2)
+    assert "not an MQTT topic filter" in on("streams", "purge", "declared", "--topic", "a/#/b", "-y", code=1)
+    assert on("streams", "list").split()[6] == "declared"
+
+
+def test_a_change_of_a_declared_stream_says_that_the_declaration_wins(tmp_path: Path) -> None:
+    config = tmp_path / "streambridge.toml"
+    config.write_text(CONFIG)
+    (tmp_path / "data").mkdir()
+    assert streambridge("streams", "create", "declared", "-c", config).returncode == 0
+    done = streambridge("streams", "update", "declared", "flush_on_write=true", "-c", config)
+    assert done.stdout == "updated declared\n"
+    assert re.search("declares declared; its next start or reload sets that again", done.stderr)
+
+
+def test_a_directory_that_another_process_has_open_is_left_alone(fill: Fill, tmp_path: Path) -> None:
+    data = fill([])
+    store: list[Store] = []
+
+    async def hold() -> None:
+        store.append(Store(data, tmp_path / "memory", on_event=lambda *_: None))
+
+    asyncio.run(hold())
+    done = streambridge("streams", "append", "sensors", "x", "--data-dir", data)
+    asyncio.run(store[0].close())
+    assert done.returncode == 75
+    assert streambridge("streams", "append", "sensors", "x", "--data-dir", data).returncode == 0
+
+
+def test_exports_tells_how_far_each_is_and_what_stopped_it(fill: Fill) -> None:
+    exports = {
+        "s3": [{"identifier": "lake", "bucket": "b"}],
+        "kinesis": [{"identifier": "live", "kinesisStreamName": "k", "disabled": True}],
+    }
+    data = fill([("sensors/a", b"x")] * 6, export_definition=exports)
+    assert fill([], name="quiet") == data
+    (stream,) = (meta for meta in list_streams(data) if meta.name == "sensors")
+    cursor = CursorFile(stream_directory(data, "sensors") / "lake.cursor")
+    cursor.write(Cursor(epoch=stream.epoch, kind="s3", position=4, messages=4, error="no route to host"))
+    cursor.close()
+    header, lake, live = streambridge("exports", "--data-dir", data).stdout.splitlines()
+    assert header.split() == ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO", "GO", "LAST", "STATE"]
+    assert lake.split()[:5] == ["sensors", "lake", "s3", "3", "2"]
+    assert lake.endswith("no route to host")
+    assert live.split() == ["sensors", "live", "kinesis", "-", "6", "-", "paused"]
+    assert streambridge("exports", "quiet", "--data-dir", data).stdout == "no exports\n"
+    assert streambridge("exports", "nowhere", "--data-dir", data).returncode == 66
