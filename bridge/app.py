@@ -190,6 +190,7 @@ class Service:
         One that cannot be had keeps its topics all the same: a message that belongs to it is refused,
         not acknowledged into nowhere.
         """
+        self._manager.keep_refusing(config.streams)
         for name, definition in config.streams.items():
             try:
                 if name not in self._manager.store.streams:

@@ -14,7 +14,7 @@ documents nothing, these decisions hold:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,12 +124,13 @@ class StreamManager:
         self.on_bindings_changed: list[Callable[[], None]] = []
         self.on_pressure = store.committer.on_pressure
         self._bindings: FilterTree[Stream | Refusal] = FilterTree()
-        self._refusals: dict[str, tuple[MessageStreamDefinition, Refusal]] = {}
+        self._refusals: dict[str, tuple[MessageStreamDefinition, Refusal, str]] = {}
         self._changed: set[Stream] = set()
         self._reads = Reads()
         for stream in store.streams.values():
             definition = msgspec.json.decode(stream.meta.definition, type=MessageStreamDefinition)
             self._adopt(stream, definition)
+        self._refuse_unopened()
 
     @property
     def under_pressure(self) -> bool:
@@ -150,26 +151,45 @@ class StreamManager:
             found = (Refusal(name, error),)
         return found
 
-    def refuse(self, definition: MessageStreamDefinition, why: str | None) -> None:
-        """Have messages for a declared stream that cannot be had refused; with None, no longer."""
-        before = self._refusals.pop(definition.name, None)
-        if before is not None:
-            for topic_filter in self._filters(before[0]):
-                self._bindings.remove(topic_filter, before[1])
-        if why is not None:
-            error = StorageFailed(f"stream {definition.name!r} is declared and cannot be had: {why}")
-            refusal = Refusal(definition.name, error)
-            self._refusals[definition.name] = definition, refusal
-            for topic_filter in filter(is_topic_filter, self._filters(definition)):
-                self._bindings.add(topic_filter, refusal)
-        if before is not None or why is not None:
+    @property
+    def refused(self) -> dict[str, str]:
+        """The streams that cannot be had, and why: messages for them are refused."""
+        return {name: why for name, (_, _, why) in self._refusals.items()}
+
+    def refuse(self, definition: MessageStreamDefinition, why: str) -> None:
+        """Have messages for a stream that cannot be had refused."""
+        self._no_longer_refuse(definition.name)
+        refusal = Refusal(definition.name, StorageFailed(f"stream {definition.name!r} cannot be had: {why}"))
+        self._refusals[definition.name] = definition, refusal, why
+        for topic_filter in filter(is_topic_filter, self._filters(definition)):
+            self._bindings.add(topic_filter, refusal)
+        self._rebound()
+
+    def keep_refusing(self, names: Container[str]) -> None:
+        """Forget the refusals of declared streams that are declared no longer."""
+        for name in [name for name in self._refusals if name not in names]:
+            self._no_longer_refuse(name)
+        self._refuse_unopened()
+
+    def _no_longer_refuse(self, name: str) -> None:
+        definition, refusal, _ = self._refusals.pop(name, (None, None, None))
+        if definition is not None and refusal is not None:
+            for topic_filter in self._filters(definition):
+                self._bindings.remove(topic_filter, refusal)
             self._rebound()
+
+    def _refuse_unopened(self) -> None:
+        """A stream that is there and not opened is refused too, on the topics that are known."""
+        for name, unopened in self.store.unopened.items():
+            if name not in self._refusals:
+                raw = unopened.definition or msgspec.json.encode({"name": name, "strategyOnFull": 0})
+                self.refuse(msgspec.json.decode(raw, type=MessageStreamDefinition), unopened.why)
 
     def _filters(self, definition: MessageStreamDefinition) -> list[str]:
         return [*definition.topics, f"{STREAM_TOPICS}{definition.name}/#"]
 
     def _adopt(self, stream: Stream, definition: MessageStreamDefinition) -> None:
-        self.refuse(definition, None)  # whoever made it: the stream is there now
+        self._no_longer_refuse(stream.name)  # whoever made it: the stream is there now
         self.definitions[stream.name] = definition
         for topic_filter in self._filters(definition):
             self._bindings.add(topic_filter, stream)
@@ -240,6 +260,7 @@ class StreamManager:
         definition = self.check(raw)
         if definition.name in self.store.streams:
             raise InvalidRequest(f"a stream named {definition.name!r} exists already")
+        self._check_opened(definition.name)
         stream = self.store.create(definition.name, settings_of(definition), msgspec.json.encode(definition))
         self._adopt(stream, definition)
         return stream
@@ -297,11 +318,17 @@ class StreamManager:
         return sorted(self.store.streams)
 
     def stream(self, name: str) -> Stream:
-        """The stream of this name; raises StreamNotFound."""
+        """The stream of this name; raises StreamNotFound, or StorageFailed if it could not be opened."""
         stream = self.store.streams.get(name)
         if stream is None:
+            self._check_opened(name)
             raise StreamNotFound(f"there is no stream named {name!r}")
         return stream
+
+    def _check_opened(self, name: str) -> None:
+        if name in self.store.unopened:
+            why = self.store.unopened[name].why
+            raise StorageFailed(f"stream {name!r} is there, but could not be opened: {why}")
 
     def describe(self, name: str) -> MessageStreamInfo:
         """describeMessageStream. Raises StreamNotFound."""

@@ -35,7 +35,7 @@ _TABLE = """
 info gauge gateway version
     Always 1; the labels say which service this is.
 ready gauge
-    1 while messages are taken in and the data directory can be written.
+    1 while messages are taken in, the data directory can be written and no stream is refused.
 event_loop_delay_seconds gauge
     How late the event loop was at most, in the last 5 s.
 storage_writable gauge
@@ -44,8 +44,8 @@ storage_free_bytes gauge
     Room that is left in the file system of the data directory.
 storage_size_bytes gauge
     Size of the file system of the data directory.
-streams_not_opened gauge
-    Streams whose definition is damaged or whose files cannot be opened.
+streams_refused gauge
+    Streams that cannot be opened or created: messages for them are refused.
 stream_appended_messages_total counter stream
     Sequence numbers given out; goes on over restarts.
 stream_messages gauge stream
@@ -172,12 +172,12 @@ class _Fixed:
 
 def _values(state: State) -> Iterator[Value]:
     yield "info", (state.gateway, state.version), 1
-    yield "ready", (), state.phase == "running" and state.storage_error is None
+    yield "ready", (), state.ready
     yield "event_loop_delay_seconds", (), state.loop_delay
     yield "storage_writable", (), state.storage_error is None
     yield "storage_free_bytes", (), state.disk_free
     yield "storage_size_bytes", (), state.disk_size
-    yield "streams_not_opened", (), len(state.not_opened)
+    yield "streams_refused", (), len(state.refused)
     yield "export_worker_up", (), state.worker_running
     yield "export_worker_restarts_total", (), state.worker_restarts
     yield "export_worker_resident_memory_bytes", (), state.worker_memory

@@ -30,6 +30,7 @@ from bridge.model import MessageStreamDefinition, Persistence
 from bridge.mqtt.access import read_users
 from bridge.mqtt.settings import parse_address
 from bridge.streams.reader import StreamReader, list_streams
+from bridge.streams.store import is_running
 from bridge.tomlfile import Document, Keys
 from bridge.tomlstruct import dotted
 from bridge.topics import is_topic_filter
@@ -283,16 +284,6 @@ class _Examiner:
                 yield self.warning(("aws", "region"), "no region is set; set it, or AWS_DEFAULT_REGION")
         except BotoCoreError as error:
             yield self.error(("aws", "profile"), str(error))
-
-
-def is_running(data_dir: Path) -> bool:
-    """Whether a process holds the lock on a data directory. Asks the kernel, and takes no lock itself."""
-    try:
-        inode = (data_dir / "lock").stat().st_ino
-        locks = Path("/proc/locks").read_text()
-    except OSError:
-        return False
-    return any(f":{inode} " in line for line in locks.splitlines() if " FLOCK " in line)
 
 
 def validity(path: Path) -> tuple[datetime, datetime]:

@@ -237,6 +237,33 @@ def test_a_purge_by_topic_lets_others_have_their_turn_and_spares_what_comes_mean
     run(work())
 
 
+def test_a_stream_that_cannot_be_opened_is_refused_by_every_door_and_never_denied(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+        for path in (tmp_path / "data/streams/s").glob("meta.*"):
+            path.write_bytes(b"?")
+        async with opened(tmp_path) as manager:
+            told = "is there, but could not be opened: .*`streambridge repair`"
+            for attempt in (manager.create, manager.update):
+                with pytest.raises(StorageFailed, match=told):
+                    attempt(definition())
+            for ask in (manager.describe, manager.delete):
+                with pytest.raises(StorageFailed, match=told):
+                    ask("s")
+            assert list(manager.refused) == ["s"]
+            manager.refuse(manager.check(definition(topics=["t/#"])), "declared")
+            for topic in ("streams/s/x", "t/1"):
+                with pytest.raises(StorageFailed):
+                    manager.bound(topic)[0].append(topic.encode(), b"x")
+            manager.keep_refusing(())
+            assert manager.bound("t/1") == ()
+            with pytest.raises(StorageFailed):
+                manager.bound("streams/s")[0].append(b"streams/s", b"x")
+
+    run(work())
+
+
 def test_an_empty_payload_is_refused(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path) as manager:

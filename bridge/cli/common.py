@@ -129,6 +129,11 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def show_ranges(ranges: Iterable[tuple[int, int]]) -> str:
+    """Ranges of numbers, as `3-7, 9`."""
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+
+
 def format_time(millis: int) -> str:
     """Unix time in ms as ISO 8601 in UTC."""
     return (

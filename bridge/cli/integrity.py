@@ -19,6 +19,7 @@ from bridge.cli.common import (
     data_directory,
     echo,
     print_json,
+    show_ranges,
 )
 from bridge.streams import verify as integrity
 from bridge.streams.verify import Checked
@@ -117,13 +118,9 @@ def _print_stream(checked: Checked) -> None:
         f"{checked.segments} segments, {checked.frames} frames, {checked.total_bytes} bytes"
     )
     for problem in checked.problems:
-        lost = f"; lost: {_ranges(problem.lost)}" if problem.lost else ""
+        lost = f"; lost: {show_ranges(problem.lost)}" if problem.lost else ""
         echo(f"  {problem.path}: {problem.what}{lost}")
     if checked.lost:
-        echo(f"  lost by damage so far: {_ranges(checked.lost)}")
+        echo(f"  lost by damage so far: {show_ranges(checked.lost)}")
     for name in checked.quarantined:
         echo(f"  set aside: quarantine/{name}")
-
-
-def _ranges(ranges: list[tuple[int, int]]) -> str:
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)

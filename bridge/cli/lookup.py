@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,25 +15,36 @@ from bridge.errors import CorruptData, StreamNotFound
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.model import ExportStatus, MessageStreamDefinition
 from bridge.streams.layout import directory_name
-from bridge.streams.reader import StreamMeta, StreamReader, list_streams
+from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.streams.segment import Message
-from bridge.streams.store import MEMORY
+from bridge.streams.store import MEMORY, is_running
+from bridge.streams.verify import check_end
 
 _MOST = 1 << 20  # bytes per read
 
 
 def find(data_dir: Path, name: str) -> StreamMeta:
-    """The stream of this name; raises StreamNotFound with one that is like it."""
+    """The stream of this name; raises StreamNotFound with one that is like it, or CorruptData."""
     known = {meta.name: meta for meta in list_streams(data_dir)}
     if name not in known:
+        if name in list_damaged(data_dir):
+            raise CorruptData(damaged(name))
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
         raise StreamNotFound(f"{data_dir}: there is no stream {name}; {hint}")
     return known[name]
 
 
+def damaged(name: str) -> str:
+    """What is said of a stream whose definition is lost."""
+    return (
+        f"{name}: the stream is there, but both copies of its definition are damaged; stop the service and "
+        "run `streambridge repair`"
+    )
+
+
 def messages_of(data_dir: Path, name: str) -> Path:
-    """The directory of a stream's segments; raises StreamNotFound."""
+    """The directory of a stream's segments; raises StreamNotFound or CorruptData."""
     meta = find(data_dir, name)
     directory = _files(data_dir, meta)
     if not directory.is_dir():
@@ -45,6 +56,15 @@ def _files(data_dir: Path, meta: StreamMeta) -> Path:
     return data_dir / MEMORY / meta.directory.name if meta.memory else meta.directory
 
 
+def unreadable_end(data_dir: Path, name: str) -> list[str]:
+    """What a stopped service has left behind the last readable message."""
+    if is_running(data_dir):
+        return []  # it may be in the middle of a write
+    return [
+        f"{problem.path}: {problem.what}" for problem in check_end(data_dir, find(data_dir, name).directory)
+    ]
+
+
 def describe_stream(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
     """What --json prints; enums by name, everything else as on the wire."""
     directory = _files(data_dir, meta)
@@ -52,18 +72,19 @@ def describe_stream(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
     wire = msgspec.to_builtins(definition)
     wire["strategyOnFull"] = definition.strategy_on_full.name
     wire["persistence"] = definition.persistence.name
-    oldest, end, size, first, last = _holding(directory) if directory.is_dir() else (0, 0, 0, None, None)
+    held = _holding(directory) if directory.is_dir() else _Holding()
     return {
         "name": meta.name,
         "epoch": meta.epoch,
         "directory": str(directory),
-        "messages": end - oldest,
-        "oldestIngestTime": first,
-        "newestIngestTime": last,
+        "messages": held.messages,
+        "oldestIngestTime": held.first,
+        "newestIngestTime": held.last,
+        "lost": held.lost,
         "storageStatus": {
-            "oldestSequenceNumber": oldest,
-            "newestSequenceNumber": end - 1,
-            "totalBytes": size,
+            "oldestSequenceNumber": held.oldest,
+            "newestSequenceNumber": held.end - 1,
+            "totalBytes": held.size,
         },
         "exportStatuses": [*_exports(data_dir, meta, definition)],
         "definition": wire,
@@ -92,8 +113,19 @@ def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefiniti
                 )
 
 
-def _holding(directory: Path) -> tuple[int, int, int, int | None, int | None]:
-    """Oldest and next number, bytes, and the times of the oldest and newest message."""
+class _Holding(NamedTuple):
+    """What a stream holds; times in ms."""
+
+    oldest: int = 0
+    end: int = 0
+    messages: int = 0
+    size: int = 0
+    lost: Sequence[tuple[int, int]] = ()
+    first: int | None = None
+    last: int | None = None
+
+
+def _holding(directory: Path) -> _Holding:
     with closing(StreamReader(directory)) as reader:
         oldest, end = reader.bounds()
         times = [
@@ -102,7 +134,15 @@ def _holding(directory: Path) -> tuple[int, int, int, int | None, int | None]:
             if oldest < end
             for message in reader.read(number, end=end, max_messages=1, max_bytes=1)
         ]
-        return oldest, end, reader.total_bytes(), next(iter(times), None), next(iter(times[1:]), None)
+        return _Holding(
+            oldest,
+            end,
+            end - oldest - reader.dropped(oldest, end),
+            reader.total_bytes(),
+            reader.lost(),
+            next(iter(times), None),
+            next(iter(times[1:]), None),
+        )
 
 
 def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[Message]:

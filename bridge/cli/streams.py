@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from base64 import b64encode
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from bridge.cli.common import (
     DEFAULT_CONFIG,
     ConfigOption,
     DataDirOption,
+    ExitCode,
     JsonOption,
     behave_in_pipes,
     data_directory,
@@ -32,10 +34,20 @@ from bridge.cli.common import (
     print_facts,
     print_json,
     print_table,
+    show_ranges,
 )
-from bridge.cli.lookup import describe_stream, find, first_since, messages_of, read_messages
+from bridge.cli.lookup import (
+    damaged,
+    describe_stream,
+    find,
+    first_since,
+    messages_of,
+    read_messages,
+    unreadable_end,
+)
 from bridge.errors import StreamBridgeError, StreamNotFound
-from bridge.streams.reader import StreamReader, list_streams
+from bridge.model import MAX_INT64
+from bridge.streams.reader import StreamReader, list_damaged, list_streams
 from bridge.streams.segment import Message
 from bridge.units import format_duration, format_size, parse_duration
 
@@ -81,21 +93,28 @@ def list_command(
     described = [describe_stream(directory, meta) for meta in list_streams(directory)]
     if as_json:
         print_json(described)
-        return
-    print_table(
-        ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "TOPICS"],
-        [
+    else:
+        print_table(
+            ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "TOPICS"],
             [
-                info["name"],
-                info["messages"],
-                format_size(info["storageStatus"]["totalBytes"]),
-                info["storageStatus"]["oldestSequenceNumber"],
-                info["storageStatus"]["newestSequenceNumber"],
-                " ".join(info["definition"]["topics"]),
-            ]
-            for info in described
-        ],
-    )
+                [
+                    info["name"],
+                    info["messages"],
+                    format_size(info["storageStatus"]["totalBytes"]),
+                    info["storageStatus"]["oldestSequenceNumber"],
+                    info["storageStatus"]["newestSequenceNumber"],
+                    " ".join(info["definition"]["topics"]),
+                ]
+                for info in described
+            ],
+        )
+        for info in described:
+            _tell_lost(info["name"], info["lost"])
+    broken = list_damaged(directory)
+    for name in broken:
+        note(damaged(name))
+    if broken:
+        raise typer.Exit(ExitCode.DAMAGED)
 
 
 @app.command()
@@ -135,6 +154,7 @@ def describe(
             ("when full", definition["strategyOnFull"]),
             ("persistence", definition["persistence"]),
             ("topics", " ".join(definition["topics"]) or "-"),
+            *((("lost by damage", show_ranges(info["lost"])),) if info["lost"] else ()),
             *(("export", export) for export in exports),
             ("directory", info["directory"]),
         ]
@@ -181,20 +201,37 @@ def read(
         raise typer.BadParameter("give either --start or --from-time")
     _check_filter(topic)
     since = None if from_time is None else _parse_time(from_time)
-    with closing(StreamReader(messages_of(data_directory(config, data_dir), name))) as reader:
+    directory = data_directory(config, data_dir)
+    with closing(StreamReader(messages_of(directory, name))) as reader:
         oldest, end = reader.bounds()
         if since is not None:
             start = first_since(reader, oldest, end, since)
-        elif start is not None and start < oldest:
+        elif start is None:
+            start = oldest
+        elif start < oldest:
             note(f"{name}: the messages before {oldest} are no longer stored")
-        shown = 0
-        for message in read_messages(reader, oldest if start is None else start, end):
+        shown, more = 0, None
+        for message in read_messages(reader, start, end):
             if topic is None or topics.matches(topic, _topic(message)):
                 if shown == count:
-                    note(f"{name}: there is more; go on with --start {message.sequence_number}")
+                    more = message.sequence_number
                     break
                 _print(message, as_json)
                 shown += 1
+        _tell_lost(name, reader.lost(), start, end if more is None else more)
+    if more is not None:
+        note(f"{name}: there is more; go on with --start {more}")
+    elif problems := unreadable_end(directory, name):
+        for problem in problems:
+            note(f"{name}: what follows cannot be read: {problem}; run `streambridge repair`")
+        raise typer.Exit(ExitCode.DAMAGED)
+
+
+def _tell_lost(name: str, lost: Sequence[tuple[int, int]], start: int = 0, end: int = MAX_INT64) -> None:
+    """Which of the numbers start..end-1 were lost by damage."""
+    parts = [(max(first, start), min(last, end - 1)) for first, last in lost if first < end and last >= start]
+    if parts:
+        note(f"{name}: lost by damage: {show_ranges(parts)}")
 
 
 @app.command(

@@ -111,12 +111,13 @@ class HttpFrontEnd:
         return _json(status, {"ok": error is None, "storage": error or "writable"})
 
     async def _readiness(self, query: str) -> Answer:
-        """Ready: the listeners are open, nobody has told the service to stop, and it can store."""
+        """Ready: the listeners are open, nobody has told the service to stop, and all streams can store."""
         error = await self._observer.storage_error()
-        phase = self._observer.phase
-        ready = error is None and phase == "running"
+        phase, refused = self._observer.phase, self._observer.refused
+        ready = error is None and phase == "running" and not refused
         status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return _json(status, {"ok": ready, "phase": phase, "storage": error or "writable"})
+        found = {"ok": ready, "phase": phase, "storage": error or "writable", "refused": refused}
+        return _json(status, found)
 
 
 def _json(status: HTTPStatus, value: object) -> Answer:

@@ -187,6 +187,11 @@ class Observer:
             return f"{self._data_dir} cannot be written: {error.strerror or error}"
         return None
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """The streams that cannot be had, and why."""
+        return self._manager.refused
+
     # -- times of messages -----------------------------------------------------------------------
     async def _read_times(self) -> None:
         """Read when the messages in question came, for those not known yet; forget the others."""
@@ -219,7 +224,6 @@ class Observer:
 
     def _look(self) -> State:
         now = _now()
-        store = self._manager.store
         before = self._earlier(now)
         counts = {name: front_end.stats() for name, front_end in self._front_ends.items()}
         return State(
@@ -233,7 +237,7 @@ class Observer:
             clients=self._clients(),
             connections=sum(counts[name].get("connections", 0) for name in self._devices),
             counts=counts,
-            not_opened=[path.name for path in store.unreadable],
+            refused=self.refused,
             worker_running=self._exports.pid is not None,
             worker_restarts=self._exports.restarts,
             worker_memory=self._exports.memory,

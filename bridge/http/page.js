@@ -236,11 +236,11 @@ function show(now) {
   const notices = [];
   if (now.storageError) notices.push(`Nothing can be stored: ${now.storageError}`);
   if (!now.workerRunning && now.phase === "running") notices.push("The export worker does not run; it is being started again.");
-  for (const name of now.notOpened) notices.push(`Stream ${name} could not be opened; see the log, and streambridge verify.`);
+  for (const [name, why] of Object.entries(now.refused)) notices.push(`Messages for stream ${name} are refused: ${why}`);
   told(notices);
   if (now.storageError) showState("bad", "Cannot store");
   else if (now.phase !== "running") showState("unknown", now.phase === "stopping" ? "Stopping" : "Starting");
-  else if (now.notOpened.length || now.streams.some((s) => s.error)) showState("bad", "Needs attention");
+  else if (Object.keys(now.refused).length || now.streams.some((s) => s.error)) showState("bad", "Needs attention");
   else showState("good", "Running");
 
   const sum = (values) => values.reduce((a, b) => a + b, 0);

@@ -61,7 +61,10 @@ class Client(Struct, rename="camel", kw_only=True):
 
 
 class State(Struct, rename="camel", kw_only=True):
-    """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short."""
+    """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short.
+
+    `refused` are the streams that cannot be had, and why.
+    """
 
     gateway: str
     version: str
@@ -73,7 +76,7 @@ class State(Struct, rename="camel", kw_only=True):
     clients: list[Client]
     connections: int
     counts: dict[str, dict[str, int]]
-    not_opened: list[str]
+    refused: dict[str, str]
     worker_running: bool
     worker_restarts: int
     worker_memory: int
@@ -81,6 +84,11 @@ class State(Struct, rename="camel", kw_only=True):
     disk_size: int
     storage_error: str | None
     loop_delay: float
+
+    @property
+    def ready(self) -> bool:
+        """Whether messages for all streams are taken in and can be stored."""
+        return self.phase == "running" and self.storage_error is None and not self.refused
 
 
 def limits_of(definition: MessageStreamDefinition) -> list[str]:

@@ -29,7 +29,7 @@ _RECORD = struct.Struct("<QQQBxxxI")
 
 
 class Reason(IntEnum):
-    """Why messages are gone. All but DAMAGED and UNKNOWN are legal: somebody asked for it."""
+    """Why messages are gone. All but the `ILLEGAL` ones: somebody asked for it."""
 
     UNKNOWN = 0
     OVERWRITTEN = 1
@@ -41,6 +41,8 @@ class Reason(IntEnum):
     SKIPPED = 7  # numbers that were never given to a message
     EXPORTED = 8  # freed by retention "exported" after all exports had passed them
 
+
+ILLEGAL = (Reason.DAMAGED, Reason.UNKNOWN)
 
 # After a power cut the limits are applied again, and come to the same; the rest must be on the disk.
 _FOUND_AGAIN = (Reason.OVERWRITTEN, Reason.EXPIRED, Reason.LIMITS, Reason.EXPORTED)

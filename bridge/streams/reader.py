@@ -15,10 +15,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from bridge.errors import CorruptData
 from bridge.streams import layout, meta, segment
-from bridge.streams.drops import DropLog, Drops
+from bridge.streams.drops import ILLEGAL, DropLog, Drops
 from bridge.streams.segment import FRAME, HEADER, Frame, Message
 
 CHUNK = 256 * 1024
@@ -37,16 +38,26 @@ class StreamMeta(NamedTuple):
 
 def list_streams(data_dir: Path) -> list[StreamMeta]:
     """The streams of a data directory by name; those whose definition is damaged are left out."""
-    root = data_dir / layout.STREAMS
     found = []
-    for directory in sorted(root.iterdir()) if root.is_dir() else ():
-        if directory.is_dir() and not directory.name.startswith("."):
-            known, _ = meta.load(directory)
-            if known is not None:
-                found.append(
-                    StreamMeta(known.name, known.epoch, directory, known.definition, known.settings.memory)
-                )
+    for directory in stream_directories(data_dir):
+        known, _ = meta.load(directory)
+        if known is not None:
+            found.append(
+                StreamMeta(known.name, known.epoch, directory, known.definition, known.settings.memory)
+            )
     return sorted(found)
+
+
+def list_damaged(data_dir: Path) -> list[str]:
+    """The names of the streams whose definition is damaged."""
+    return [unquote(one.name) for one in stream_directories(data_dir) if meta.load(one)[0] is None]
+
+
+def stream_directories(data_dir: Path) -> list[Path]:
+    """The directories of the streams, whatever their state."""
+    root = data_dir / layout.STREAMS
+    entries = sorted(root.iterdir()) if root.is_dir() else []
+    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
 
 
 class _Segment:
@@ -147,6 +158,14 @@ class StreamReader:
         except FileNotFoundError:
             return self.bounds()
         return oldest, max(after, oldest)
+
+    def dropped(self, start: int, end: int) -> int:
+        """How many of the numbers start..end-1 are gone."""
+        return self._drops.count(start, end - 1) if start < end else 0
+
+    def lost(self) -> list[tuple[int, int]]:
+        """The ranges of numbers that damage has cost."""
+        return [(drop.first, drop.last) for drop in self._drops.ranges if drop.reason in ILLEGAL]
 
     def total_bytes(self) -> int:
         """The size of the segment files."""

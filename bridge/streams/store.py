@@ -22,6 +22,8 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
 
 import msgspec
 
@@ -37,6 +39,23 @@ MEMORY = "memory"
 RESERVE = 10_000_000  # numbers of a memory stream that one write of its definition covers
 
 Event = Callable[[str, str], None]
+
+
+def is_running(data_dir: Path) -> bool:
+    """Whether a process holds the lock on a data directory. Asks the kernel, and takes no lock itself."""
+    try:
+        inode = (data_dir / LOCK).stat().st_ino
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    return any(f":{inode} " in line for line in locks.splitlines() if " FLOCK " in line)
+
+
+class Unopened(NamedTuple):
+    """A stream that is there and could not be opened. `definition` is None if it is lost."""
+
+    why: str
+    definition: bytes | None
 
 
 class Store:
@@ -58,7 +77,7 @@ class Store:
         self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.committer = Committer(on_event)
         self.streams: dict[str, Stream] = {}
-        self.unreadable: list[Path] = []
+        self.unopened: dict[str, Unopened] = {}
         self._root = data_dir / layout.STREAMS
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = self._take_lock()
@@ -112,10 +131,11 @@ class Store:
     def _open(self, directory: Path) -> None:
         known, bad = meta.load(directory)
         if known is None:
-            self.unreadable.append(directory)
-            self._on_event(
-                directory.name, f"{directory}: both copies of the definition are damaged; not opened"
+            why = (
+                f"{directory}: both copies of its definition are damaged; stop the service and run "
+                "`streambridge repair`"
             )
+            self._cannot_open(unquote(directory.name), Unopened(why, None))
             return
         try:
             if bad:
@@ -125,8 +145,12 @@ class Store:
                 meta.save(self._files, directory, known)
             self.streams[known.name] = self._start(directory, known)
         except (OSError, StreamError) as error:
-            self.unreadable.append(directory)
-            self._on_event(known.name, f"{directory} cannot be opened: {error}")
+            why = f"{directory}: {error}; mend that and restart the service"
+            self._cannot_open(known.name, Unopened(why, known.definition))
+
+    def _cannot_open(self, name: str, unopened: Unopened) -> None:
+        self.unopened[name] = unopened
+        self._on_event(name, f"the stream is not opened: {unopened.why}")
 
     def _start(self, directory: Path, known: Meta) -> Stream:
         data = self._data_of(directory, known.settings)

@@ -21,9 +21,10 @@ import msgspec
 from msgspec import Struct
 
 from bridge.streams import layout, meta, recovery, segment
-from bridge.streams.drops import DropLog, Reason
+from bridge.streams.drops import ILLEGAL, DropLog
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, Settings
+from bridge.streams.reader import stream_directories
 from bridge.streams.store import MEMORY, Store
 
 Progress = Callable[[str, int, int], None]  # stream, bytes read, bytes in all
@@ -59,18 +60,13 @@ class Checked(Struct, rename="camel"):
 
 def verify(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:
     """Check all streams of a data directory; reads only. Raises OSError if it cannot be read at all."""
-    root = data_dir / layout.STREAMS
-    return [
-        _verify(data_dir, directory, progress)
-        for directory in sorted(root.iterdir())
-        if directory.is_dir() and not directory.name.startswith(".")
-    ]
+    return [_verify(data_dir, directory, progress) for directory in stream_directories(data_dir)]
 
 
 def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
     known, bad = meta.load(directory)
     name = known.name if known is not None else unquote(directory.name)
-    data = data_dir / MEMORY / directory.name if known is not None and known.settings.memory else directory
+    data = _data_of(data_dir, directory, known)
     found = Checked(name, str(directory))
     if known is None:
         found.problems.append(Problem(str(directory), "both copies of the definition are damaged"))
@@ -98,8 +94,24 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
         progress(name, done, sum(sizes))
     live = drops.live(found.oldest, found.newest) if found.oldest <= found.newest else []
     found.messages = sum(last - first + 1 for first, last in live)
-    found.lost = [(drop.first, drop.last) for drop in drops.ranges if drop.reason == Reason.DAMAGED]
+    found.lost = [(drop.first, drop.last) for drop in drops.ranges if drop.reason in ILLEGAL]
     return found
+
+
+def check_end(data_dir: Path, directory: Path) -> list[Problem]:
+    """What is wrong with a stream's last segment: a reader takes a damaged end for one not yet written."""
+    known, _ = meta.load(directory)
+    data = _data_of(data_dir, directory, known)
+    bases = layout.segment_bases(data)
+    found = Checked(directory.name, str(directory))
+    if bases:
+        _check(found, DropLog(Files(), data), data, bases[-1], None, known)
+    return found.problems
+
+
+def _data_of(data_dir: Path, directory: Path, known: Meta | None) -> Path:
+    memory = known is not None and known.settings.memory
+    return data_dir / MEMORY / directory.name if memory else directory
 
 
 def _size(path: Path) -> int:
@@ -148,11 +160,10 @@ def repair(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked
     Raises DataDirectoryBusy while the service runs, or OSError.
     """
     mended: dict[str, list[Problem]] = {}
-    for directory in sorted((data_dir / layout.STREAMS).iterdir()):
-        if directory.is_dir() and not directory.name.startswith("."):
-            problem = _rebuild_definition(directory)
-            if problem is not None:
-                mended.setdefault(unquote(directory.name), []).append(problem)
+    for directory in stream_directories(data_dir):
+        problem = _rebuild_definition(directory)
+        if problem is not None:
+            mended.setdefault(unquote(directory.name), []).append(problem)
 
     def note(stream: str, what: str) -> None:
         mended.setdefault(stream, []).append(Problem(str(data_dir), what))

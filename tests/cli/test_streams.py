@@ -129,8 +129,36 @@ def test_damaged_data_is_never_printed(fill: Fill) -> None:
     content[at] ^= 1
     segment.write_bytes(content)
     done = streambridge("streams", "read", "sensors", "--data-dir", data)
-    assert '"value":3' not in done.stdout.splitlines()[2:3]
     assert len(done.stdout.splitlines()) == 2
+    assert done.returncode == 65
+    assert "sensors: what follows cannot be read: " in done.stderr
+    assert "`streambridge repair`" in done.stderr
+    assert streambridge("repair", data).returncode == 65
+    done = streambridge("streams", "read", "sensors", "--data-dir", data)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "3", "4", "5"]
+    assert (done.returncode, done.stderr) == (0, "sensors: lost by damage: 2\n")
+    assert "lost by damage  2" in lines("streams", "describe", "sensors", "--data-dir", data)
+    listed = streambridge("streams", "list", "--data-dir", data)
+    assert listed.stdout.splitlines()[1].split()[:2] == ["sensors", "5"]
+    assert listed.stderr == "sensors: lost by damage: 2\n"
+
+
+def test_a_stream_whose_definition_is_lost_is_not_denied(fill: Fill) -> None:
+    fill(READINGS, name="broken one")
+    data = fill(READINGS)
+    for path in (data / "streams" / "broken%20one").glob("*"):
+        if path.suffix not in (".seg", ".idx"):
+            path.write_bytes(b"?")
+    told = "both copies of its definition are damaged; stop the service and run `streambridge repair`"
+    for command in ("read", "describe", "tail"):
+        done = streambridge("streams", command, "broken one", "--data-dir", data)
+        assert done.returncode == 65
+        assert told in done.stderr
+    listed = streambridge("streams", "list", "--data-dir", data)
+    assert (listed.returncode, len(listed.stdout.splitlines())) == (65, 2)
+    assert told in listed.stderr
+    assert streambridge("repair", data).returncode == 65
+    assert len(lines("streams", "read", "broken one", "--data-dir", data)) == 6
 
 
 @pytest.mark.parametrize(

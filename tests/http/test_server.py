@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import random
+import signal
 import socket
 import socketserver
 import threading
@@ -149,7 +150,7 @@ def test_a_data_directory_that_cannot_be_written_is_unhealthy_until_it_can(servi
     finally:
         service.mount("disk")
     eventually(lambda: service.request("/healthz")[0] == 200)
-    assert service.json("/readyz") == {"ok": True, "phase": "running", "storage": "writable"}
+    assert service.json("/readyz") == {"ok": True, "phase": "running", "storage": "writable", "refused": {}}
 
 
 def test_trying_the_disk_leaves_nothing_there(service: Service) -> None:
@@ -196,6 +197,20 @@ def silent() -> Iterator[socketserver.ThreadingTCPServer]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def test_a_service_that_must_refuse_a_stream_is_not_ready_until_the_stream_is_declared_no_longer(
+    start: Callable[..., Service],
+) -> None:
+    service = start('[streams.wrong]\ntopics = ["a/#", "b/#/c"]\n')
+    assert service.request("/readyz")[0] == 503
+    assert "b/#/c" in service.json("/readyz")["refused"]["wrong"]
+    assert b"streambridge_streams_refused 1.0" in service.request("/metrics")[2]
+    config = service.directory / "bridge.toml"
+    config.write_text(config.read_text().partition("[streams.wrong]")[0])
+    service.process.send_signal(signal.SIGHUP)
+    eventually(lambda: service.request("/readyz")[0] == 200)
+    service.publish(("a/1", b"ordinary again"))
 
 
 def test_a_service_that_stops_is_healthy_but_not_ready(

@@ -230,8 +230,8 @@ def test_a_stream_whose_definition_is_lost_is_reported_and_left_and_the_others_r
             (house.directory() / name).write_bytes(b"rubbish")
         async with house.store() as store:
             assert set(store.streams) == {"other"}
-            assert store.unreadable == [house.directory()]
-        assert any("both copies of the definition are damaged" in event for event in house.events)
+            assert list(store.unopened) == [house.directory().name]
+        assert any("both copies of its definition are damaged" in event for event in house.events)
         assert {p: p.read_bytes() for p in before} == before
 
     run(work())
