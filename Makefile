@@ -23,6 +23,10 @@ test-slow: venv ## the tests that take minutes
 bench: venv ## every benchmark beside its peers, and docs/results.md from them (an hour)
 	$(BIN)/python -m benchmarks
 
+test-spark: venv ## the Spark job on every version that is promised, by spark-submit and Spark Connect
+	@.ci/tools java
+	$(BIN)/python -m pytest tests/ingest/test_versions.py -m slow
+
 lint: venv ## formatting, style and types
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check

@@ -99,7 +99,6 @@ def run(
     heads = read_heads(store)
     inventory = Inventory(store.list())
     listed = time.monotonic() - began
-    target = sink.target()
     states = StateStore(sink.state())
     pending = inventory.pending()
     rounds: list[Round] = []
@@ -110,6 +109,7 @@ def run(
         todo = plan(pending, state.covered(), state.quarantine, limits or Limits())
         if not todo.work:
             break
+        target = sink.target()
         done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
         try:
             session = spark() if callable(spark) else spark
@@ -122,8 +122,6 @@ def run(
             pending = inventory.pending()
             continue
         losses = 0
-        if done.new_columns:
-            target = sink.target()
         for work in news:  # gone since the listing: not to be planned again in this run
             items = [item for item in pending.get(work.stream, ()) if item.key != work.item.key]
             pending[work.stream] = items

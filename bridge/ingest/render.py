@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,7 +13,8 @@ from bridge.ingest.job import Round, Summary
 from bridge.ingest.report import Report, StreamReport
 
 HOLES = 20  # printed at most; --json has all of them
-COLUMNS = ("first", "last", "rows", "missing", "trimmed", "quarantined", "waiting", "duplicates", "late")
+REMARKS = ("missing", "quarantined", "trimmed", "waiting", "duplicates", "late_rows")
+BAD = REMARKS[:2]
 
 
 def round_line(done: Round) -> str:
@@ -32,8 +34,9 @@ def round_line(done: Round) -> str:
 def summary_line(summary: Summary) -> str:
     if not summary.rounds:
         return f"nothing new in {summary.listed:,} objects ({summary.seconds:.1f} s)"
+    many = f"{len(summary.rounds)} round{'s' if len(summary.rounds) > 1 else ''}"
     return (
-        f"{summary.rows:,} rows of {summary.objects:,} objects added in {len(summary.rounds)} rounds "
+        f"{summary.rows:,} rows of {summary.objects:,} objects added in {many} "
         f"({summary.seconds:.1f} s, {summary.listed:,} objects listed)"
     )
 
@@ -41,37 +44,56 @@ def summary_line(summary: Summary) -> str:
 def show(report: Report, console: Console) -> None:
     """Print the report: a row for every stream, then what needs a look."""
     several = len({(s.gateway, s.stream) for s in report.streams}) < len(report.streams)
-    names = ("gateway", "stream", "epoch") if several else ("gateway", "stream")
-    table = Table(title=f"Completeness of {report.table}", title_justify="left")
-    for name in names:
+    table = Table(
+        title=f"Completeness of {report.table}",
+        title_justify="left",
+        box=SIMPLE,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for name in ("gateway", "stream", *(["epoch"] if several else [])):
         table.add_column(name, overflow="fold")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
+    for name in ("numbers", "rows", "lag"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("remarks")
+    between = ", " if console.width > 100 else "\n"
     for stream in report.streams:
-        cells = [stream.gateway, stream.stream, *([str(stream.epoch)] if several else [])]
-        table.add_row(*(Text(cell) for cell in cells), *_figures(stream))
+        names = [stream.gateway, stream.stream, *([str(stream.epoch)] if several else [])]
+        numbers = "-" if stream.first is None else f"{stream.first}..{stream.last}"
+        figures = {name: getattr(stream, name) for name in REMARKS}
+        table.add_row(*map(Text, names), numbers, f"{stream.rows:,}", _since(stream), _said(figures, between))
     if len(report.streams) > 1:
-        totals = (f"{report.total(name):,}" for name in ("rows", *COLUMNS[3:8], "late_rows"))
         table.add_section()
-        table.add_row("total", *[""] * (len(names) - 1), "", "", *totals)
+        blank = [""] * (3 if several else 2)
+        figures = {name: report.total(name) for name in REMARKS}
+        table.add_row("total", *blank, f"{report.total('rows'):,}", "", _said(figures, between))
     console.print(table)
-    for line in _remarks(report):
+    console.print()
+    for line in _below(report):
         console.print(Text(line))
 
 
-def _figures(stream: StreamReport) -> Iterator[str | Text]:
-    yield "-" if stream.first is None else str(stream.first)
-    yield "-" if stream.last is None else str(stream.last)
-    yield f"{stream.rows:,}"
-    for name in ("missing", "trimmed", "quarantined", "waiting"):
-        value = getattr(stream, name)
-        bad = value and name in ("missing", "quarantined")
-        yield Text(f"{value:,}", style="bold red" if bad else "")
-    yield f"{stream.duplicates:,}"
-    yield f"{stream.late_rows:,}"
+def _said(figures: dict[str, int], between: str) -> Text:
+    """What is not plainly in the table, and nothing of what is zero."""
+    parts = [
+        Text(f"{count:,} {name.removesuffix('_rows')}", style="bold red" if name in BAD else "")
+        for name, count in figures.items()
+        if count
+    ]
+    return Text(between).join(parts)
 
 
-def _remarks(report: Report) -> Iterator[str]:
+def _since(stream: StreamReport) -> str:
+    """How old the newest row is, in one unit."""
+    if stream.lag_seconds is None:
+        return "-"
+    for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if stream.lag_seconds >= 2 * length:
+            return f"{stream.lag_seconds / length:,.0f} {unit}"
+    return f"{stream.lag_seconds:.0f} s"
+
+
+def _below(report: Report) -> Iterator[str]:
     holes = [(stream, hole) for stream in report.streams for hole in stream.holes]
     for stream, hole in holes[:HOLES]:
         data = stream.to_json()["holes"][stream.holes.index(hole)]
@@ -86,8 +108,9 @@ def _remarks(report: Report) -> Iterator[str]:
     if len(report.refused) > HOLES:
         yield f"... and {len(report.refused) - HOLES} more quarantined objects"
     if report.foreign:
-        yield f"{len(report.foreign)} objects are not named like data: {report.foreign[0]}, ..."
-    yield from report.problems
+        first = ", ".join(report.foreign[:3]) + (", ..." if len(report.foreign) > 3 else "")
+        yield f"not named like data ({len(report.foreign):,}): {first}"
+    yield from (f"note: {problem}" for problem in report.problems)
     verdict = "complete" if report.complete else "NOT complete"
     figures = ", ".join(
         f"{name} {report.total(name):,}" for name in ("missing", "quarantined", "trimmed", "waiting")

@@ -10,14 +10,14 @@ in this order of precedence:
 * missing      none of these: lost
 
 A stream starts at 0 where its gateway's head is known, else at the first number that is in the table; it
-ends at the newest that anybody knows of.
+ends at the newest that anybody knows of. Without a head a lost tail is not seen, so that is said.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,10 @@ from bridge.ingest.heads import Head, Heads
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.state import State, StreamState
-from bridge.objectkeys import parse_key
+from bridge.objectkeys import HEADS, parse_key
 
 KINDS = ("trimmed", "quarantined", "waiting", "missing")
+SHOWN = 5  # gateways named in one line
 ILLEGAL = ("damaged",)  # reasons of a gateway that are losses: stored bytes failed their check
 
 
@@ -65,11 +66,12 @@ class StreamReport:
     late_objects: int = 0
     late_rows: int = 0
     newest_ms: int | None = None
+    head_ms: int | None = None  # when the gateway last said how far it is
     lag_seconds: float | None = None
     holes: list[Hole] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        names = [name for name in self.__slots__ if name not in ("holes", "newest_ms")]
+        names = [name for name in self.__slots__ if name not in ("holes", "newest_ms", "head_ms")]
         holes = [
             {
                 "first": hole.first,
@@ -84,6 +86,7 @@ class StreamReport:
         ]
         return {name: getattr(self, name) for name in names} | {
             "newest": _iso(self.newest_ms),
+            "head": _iso(self.head_ms),
             "holes": holes,
         }
 
@@ -96,14 +99,15 @@ class Report:
     streams: list[StreamReport]
     refused: list[dict[str, Any]]  # quarantined objects
     foreign: list[str]  # objects that are not named like data
-    problems: list[str]  # head objects that could not be read
+    problems: list[str]  # why what it says may not be all
 
     def total(self, figure: str) -> int:
         return sum(getattr(stream, figure) for stream in self.streams)
 
     @property
     def complete(self) -> bool:
-        return not (self.total("missing") or self.total("quarantined"))
+        """Whether all is there; where nothing is known, nothing is proven."""
+        return bool(self.streams) and not (self.total("missing") or self.total("quarantined"))
 
     def to_json(self) -> dict[str, Any]:
         figures = ("rows", *KINDS, "duplicates", "late_objects", "late_rows")
@@ -148,10 +152,21 @@ def build(state: State, inventory: Inventory, heads: Heads, table: str, rows: in
         )
         for name in sorted(names)
     ]
-    problems = list(heads.problems)
+    problems = [*heads.problems, *_unseen(streams, inventory)]
     if rows != state.rows():
         problems.append(f"{table} has {rows} rows and its state says {state.rows()}: it was changed")
     return Report(table, streams, documents, sorted(inventory.foreign), problems)
+
+
+def _unseen(streams: list[StreamReport], inventory: Inventory) -> Iterator[str]:
+    """Where the heads are missing that would show a lost tail."""
+    below = {key.partition(f"/{HEADS}")[0] for key in inventory.foreign if f"/{HEADS}" in key}
+    for prefix in sorted(below):
+        yield f"the heads of gateways are in {prefix}/: end --source with it, or lost tails are not seen"
+    silent = sorted({stream.gateway for stream in streams if stream.head_ms is None})
+    if silent:
+        more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
+        yield f"no head of {', '.join(silent[:SHOWN])}{more}: a lost tail would not be seen"
 
 
 def _stream(
@@ -160,6 +175,7 @@ def _stream(
     head = head or state.head
     covered = state.covered
     report = StreamReport(*name, duplicates=tally.rows - tally.distinct)
+    report.head_ms = head.updated if head else None
     report.late_objects, report.late_rows = state.late_objects, state.late_rows
     if covered:
         report.first, report.last, report.rows = covered.first, covered.last, covered.count()

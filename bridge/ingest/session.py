@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 PACKAGES = ("pyspark", "pyarrow", "pandas")
 MASTER = "local[*,4]"  # all cores, and a task may fail three times, as on a cluster
 LOCAL = {
-    "spark.log.level": "ERROR",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.memory": "1g",
@@ -33,8 +32,11 @@ LOCAL = {
     "spark.ui.showConsoleProgress": "false",
 }
 
+GREETING = b"WARNING: Using incubator modules"
 LOGGING = """
-rootLogger.level = error
+rootLogger.level = LEVEL
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = LEVEL
 rootLogger.appenderRef.stderr.ref = stderr
 appender.stderr.type = Console
 appender.stderr.name = stderr
@@ -48,7 +50,8 @@ def require(*packages: str) -> None:
     """Say in one line what is not installed."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
-        raise NotInstalled(f"{', '.join(absent)} is not installed: pip install 'streambridge[spark]'")
+        verb = "is" if len(absent) == 1 else "are"
+        raise NotInstalled(f"{', '.join(absent)} {verb} not installed: pip install 'streambridge[spark]'")
 
 
 def require_java(remote: str | None = None) -> None:
@@ -80,9 +83,13 @@ def is_submitted() -> bool:
 
 
 def open_session(
-    master: str | None = None, remote: str | None = None, app: str = "streambridge ingest"
+    master: str | None = None,
+    remote: str | None = None,
+    app: str = "streambridge ingest",
+    *,
+    verbose: bool = False,
 ) -> SparkSession:
-    """The session to work in; a local one of all cores unless something else is asked for."""
+    """The session to work in; a local one of all cores, which says little, unless another is asked for."""
     require(*PACKAGES)
     require_java(remote)
     from pyspark.sql import SparkSession
@@ -100,12 +107,34 @@ def open_session(
     for name, value in LOCAL.items():
         builder = builder.config(name, value)
     with tempfile.TemporaryDirectory() as folder:  # the JVM reads it once, at its start
-        quiet = Path(folder, "log4j2.properties")
-        quiet.write_text(LOGGING)
+        log = Path(folder, "log4j2.properties")
+        log.write_text(LOGGING.replace("LEVEL", "info" if verbose else "error"))
         builder = builder.config(
-            "spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={quiet.as_uri()}"
+            "spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={log.as_uri()}"
         )
-        return builder.master(master or MASTER).getOrCreate()
+        with nullcontext() if verbose else _without_greeting():
+            return builder.master(master or MASTER).getOrCreate()
+
+
+@contextmanager
+def _without_greeting() -> Iterator[None]:
+    """Leave out of standard error what every JVM that is started in the block says, and has no option for."""
+    reader, writer = os.pipe()
+    kept = os.dup(2)
+    os.dup2(writer, 2)
+    os.close(writer)
+
+    def pass_on() -> None:  # until the JVM has ended
+        with open(reader, "rb") as lines, open(kept, "wb", buffering=0) as out:
+            for line in lines:
+                if not line.startswith(GREETING):
+                    out.write(line)
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
 
 
 @contextmanager

@@ -55,6 +55,8 @@ def test_a_run_prints_progress_and_the_report_and_its_exit_code_says_whether_all
     second = command(*where, "--master", "local[2]")
     assert second.returncode == 0, second.stderr
     assert "round 1: 1 objects, 20 rows" in second.stderr
+    # what Spark and Java have to say is left out; NOTE is of the options that these tests give to Java
+    assert {line.split()[0] for line in second.stderr.splitlines()} <= {"round", "20", "NOTE:"}
     assert "Completeness of lake.messages" in second.stdout
     assert "complete: 200 rows, missing 0" in second.stdout
 
@@ -119,7 +121,7 @@ def test_without_the_spark_extra_the_command_says_what_to_install(tmp_path: Path
     )
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "streambridge ingest: pyspark, pyarrow, pandas is not installed: pip install 'streambridge[spark]'"
+        "streambridge ingest: pyspark, pyarrow, pandas are not installed: pip install 'streambridge[spark]'"
     ]
 
 
@@ -140,6 +142,23 @@ def test_wrong_options_are_named(arguments: list[str], complaint: str, tmp_path:
     assert done.returncode == 2
     assert complaint in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("subcommand", [[], ["report"]])
+def test_a_prefix_without_any_gateway_does_not_look_complete(bucket: Place, subcommand: list[str]) -> None:
+    need_java()
+    Gateway(bucket.join("deeper")).head(head_of(9))  # a typo, or one level too high
+    where = ("--source", bucket.url, "--endpoint-url", str(bucket.endpoint))
+    done = command(*subcommand, *where, "--delta", f"{bucket.url}-lake")
+    assert done.returncode == 6
+    assert f"nothing found under {bucket.url}: no object and no head of any gateway" in done.stderr
+    assert "complete" not in done.stdout
+    document = json.loads(command(*subcommand, *where, "--delta", f"{bucket.url}-lake", "--json").stdout)
+    found = document if subcommand else document["report"]
+    assert found["complete"] is False
+    assert found["problems"] == [
+        "the heads of gateways are in deeper/: end --source with it, or lost tails are not seen"
+    ]
 
 
 @pytest.mark.parametrize("command", [["ingest"], ["ingest", "report"]])

@@ -1,61 +1,20 @@
-"""The job as clusters run it: spark-submit with a zip, Spark Connect, and the data source."""
+"""What the job asks of a cluster, and the data source; test_versions.py has every version of Spark."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.ingest.job import run
 from bridge.ingest.store import Place
-from bridge.ingest.table import TableOptions, read
-from tests.ingest.conftest import need_java
 from tests.ingest.gateway import Gateway
-from tests.ingest.test_command import ROOT, command
+from tests.ingest.test_command import ROOT
 
 pytestmark = pytest.mark.spark
-
-
-@pytest.mark.slow
-def test_spark_submit_needs_nothing_of_this_repository_but_the_package(bucket: Place, tmp_path: Path) -> None:
-    need_java()
-    Gateway(bucket).export(0, 99)
-    Gateway(bucket).export(100, 199, form="parquet")
-    made = command("package", str(tmp_path / "job")).stdout.split()
-    assert bucket.endpoint is not None
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    submit = Path(sys.executable).with_name("spark-submit")
-    done = subprocess.run(
-        [
-            *(str(submit), "--master", "local[2]", "--conf", "spark.ui.enabled=false"),
-            *("--py-files", made[0], made[1], "--json"),
-            *(
-                "--source",
-                bucket.url,
-                "--endpoint-url",
-                bucket.endpoint,
-                "--warehouse",
-                str(tmp_path / "lake"),
-            ),
-        ],
-        cwd=tmp_path,
-        env=environment | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    # spark-submit sends the script's standard error to standard output: the document is the last line
-    assert json.loads(done.stdout.splitlines()[-1])["rows"] == 200
-    assert read(TableOptions(warehouse=str(tmp_path / "lake"))).num_rows == 200
 
 
 def test_workers_need_none_of_the_gateways_packages() -> None:
@@ -73,41 +32,6 @@ def test_workers_need_none_of_the_gateways_packages() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-CONNECT = """
-import sys
-from pyspark.sql import SparkSession
-from bridge.ingest.job import run
-from bridge.ingest.store import Place
-from bridge.ingest.table import TableOptions, open_sink
-spark = SparkSession.builder.remote("local[2]").getOrCreate()
-assert "connect" in type(spark).__module__
-summary = run(spark, Place(sys.argv[1]), open_sink(TableOptions(warehouse=sys.argv[2])))
-print("rows", summary.rows, "tasks", summary.rounds[0].tasks)
-spark.stop()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("grpc") is None, reason="needs pyspark[connect]")
-def test_the_job_runs_over_spark_connect(landing: Place, tmp_path: Path) -> None:
-    need_java()
-    for first in range(0, 400, 10):
-        Gateway(landing).export(first, first + 9)
-    root = str(Path(__file__).resolve().parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", CONNECT, landing.url, str(tmp_path / "lake")],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PYTHONPATH": root, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rows 400" in done.stdout
 
 
 def test_the_work_is_one_map_over_arrow_batches_without_a_shuffle(

@@ -1,0 +1,102 @@
+"""What the command says, and with which exit code it ends.
+
+Exit codes:
+  0  the table is up to date and complete
+  1  the run failed; nothing of the failed round is in the table
+  2  the options are wrong, or Java or a package is missing
+  3  numbers are missing (what is there was committed)
+  4  nothing is missing, but quarantined objects hold numbers that are not in the table
+  5  other runs were always first; nothing was added twice
+  6  nothing was found: no object of any gateway under --source, and none in the table
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import typer
+
+from bridge.ingest.errors import BadOption, IngestError, Moved, NotInstalled
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_MISSING = 3
+EXIT_QUARANTINED = 4
+EXIT_MOVED = 5
+EXIT_NOTHING = 6
+
+
+class Stopped(BaseException):
+    """Raised by SIGTERM: an ordinary end, for a round that is not committed leaves nothing."""
+
+
+def stop(number: int, frame: object) -> None:
+    raise Stopped
+
+
+def say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+def document(content: dict[str, Any], out: TextIO) -> None:
+    print(json.dumps(content, separators=(",", ":")), file=out, flush=True)
+
+
+def usage(message: str) -> typer.Exit:
+    say(f"streambridge ingest: {message}")
+    return typer.Exit(EXIT_USAGE)
+
+
+@contextmanager
+def result() -> Iterator[TextIO]:
+    """Standard output for the result alone; errors become one line and an exit code.
+
+    The JVM and the libraries write to file descriptor 1 as well, so for the run it is standard error.
+    """
+    sys.stdout.flush()
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):  # standard output is not a file, as in a test or a notebook
+        descriptor = -1
+    if descriptor < 0:
+        with errors():
+            yield sys.stdout
+        return
+    kept = os.dup(descriptor)
+    out = os.fdopen(kept, "w", encoding=sys.stdout.encoding or "utf-8")
+    os.dup2(2, descriptor)
+    try:
+        with errors():
+            yield out
+    finally:
+        out.flush()
+        os.dup2(kept, descriptor)
+        out.close()
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    try:
+        yield
+    except (BadOption, NotInstalled) as error:
+        raise usage(str(error)) from None
+    except Moved as error:
+        say(f"streambridge ingest: {error}; nothing was added")
+        raise typer.Exit(EXIT_MOVED) from None
+    except IngestError as error:
+        say(f"streambridge ingest: {error}")
+        raise typer.Exit(EXIT_FAILED) from None
+    except Stopped:
+        raise typer.Exit(EXIT_OK) from None
+    except Exception as error:
+        # an S3 that cannot be reached or refuses needs no stack trace; anything else does
+        if not type(error).__module__.startswith("botocore"):
+            raise
+        say(f"streambridge ingest: {type(error).__name__}: {error}")
+        raise typer.Exit(EXIT_FAILED) from None

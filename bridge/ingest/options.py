@@ -1,0 +1,117 @@
+"""The options that several subcommands of `streambridge ingest` have, each said once.
+
+A command asks for them by a parameter that `takes` replaces by the options of the function it names:
+
+    @takes(where=table)
+    def report(where: TableOptions) -> None: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bridge.ingest.console import errors
+from bridge.ingest.errors import BadOption
+from bridge.ingest.session import open_session
+from bridge.ingest.table import TableOptions
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+Source = Annotated[
+    str, typer.Option("--source", help="Where the gateways export to: s3://bucket/prefix or a directory.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Spark:
+    """Which Spark does the work."""
+
+    master: str | None
+    remote: str | None
+    verbose: bool
+
+    def open(self, app: str) -> SparkSession:
+        return open_session(self.master, self.remote, app, verbose=self.verbose)
+
+
+def table(
+    table: Annotated[str, typer.Option("--table", help="Iceberg table, namespace.table.")] = "lake.messages",
+    warehouse: Annotated[
+        str | None,
+        typer.Option(
+            "--warehouse", help="Directory or URL of the tables; a directory gets an SQLite catalog."
+        ),
+    ] = None,
+    catalog: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--catalog", metavar="KEY=VALUE", help="pyiceberg catalog property, repeatable: type=glue"
+        ),
+    ] = None,
+    delta: Annotated[
+        str | None, typer.Option("--delta", help="Use the Delta table at this directory or URL instead.")
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option("--state", help="Where state documents are kept [WAREHOUSE/_streambridge/TABLE]."),
+    ] = None,
+    endpoint_url: Annotated[
+        str | None, typer.Option("--endpoint-url", help="Endpoint of an S3 service that is not AWS.")
+    ] = None,
+) -> TableOptions:
+    """Which table, and where."""
+    properties: dict[str, str] = {}
+    for text in catalog or ():
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise BadOption(f"--catalog {text}: write it as key=value, such as type=glue")
+        properties[key] = value
+    return TableOptions(table, warehouse, properties, delta, state, endpoint_url)
+
+
+def spark(
+    master: Annotated[
+        str | None, typer.Option("--master", help="Master of a local session [local[*,4]].")
+    ] = None,
+    remote: Annotated[
+        str | None, typer.Option("--remote", help="Spark Connect server, sc://host:port.")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show what a local Spark itself says.")
+    ] = False,
+) -> Spark:
+    """Which Spark does the work."""
+    return Spark(master, remote, verbose)
+
+
+def takes(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Put the options of each maker in place of the parameter that gets what it makes."""
+
+    def around(command: Callable[..., None]) -> Callable[..., None]:
+        options: list[Parameter] = []
+        for name, own in signature(command, eval_str=True).parameters.items():
+            made = signature(makers[name], eval_str=True).parameters.values() if name in makers else [own]
+            options += [option.replace(kind=Parameter.KEYWORD_ONLY) for option in made]
+
+        @wraps(command)
+        def run(**given: Any) -> None:
+            with errors():
+                for name, maker in makers.items():
+                    given[name] = maker(
+                        **{option: given.pop(option) for option in signature(maker).parameters}
+                    )
+            command(**given)
+
+        run.__signature__ = signature(command).replace(parameters=options)  # type: ignore[attr-defined] # for typer
+        run.__annotations__ = {option.name: option.annotation for option in options}
+        return run
+
+    return around

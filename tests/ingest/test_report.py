@@ -1,0 +1,84 @@
+"""The report as people read it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bridge.ingest.heads import Head, Heads
+from bridge.ingest.planner import Inventory, StreamId
+from bridge.ingest.render import show
+from bridge.ingest.report import Report, build
+from bridge.ingest.state import Piece, Quarantined, State
+from bridge.ingest.store import Entry
+from bridge.objectkeys import data_key
+
+EPOCH = 1_795_000_000_000
+HEAD = Head(EPOCH, oldest=0, newest=2_000_000_999, exported=2_000_000_499, dropped=((90, 99, "expired"),))
+
+
+def report(**heads: Head) -> Report:
+    """Two streams, one of a gateway with a long name that has everything that can be wrong."""
+    bad, good = "gateway-of-building-seven", "gw-b"
+    entries = [
+        Entry(data_key(bad, "readings/of/all/machines", EPOCH, first, last, EPOCH, "parquet"), 1, "e", 0)
+        for first, last in ((0, 89), (50, 89), (100, 149), (160, 2_000_000_399))
+    ]
+    state = State()
+    for number, (gateway, stream, pieces) in enumerate(
+        [
+            (bad, "readings/of/all/machines", [(0, 89), (160, 2_000_000_399)]),
+            (good, "s0", [(0, 99)]),
+        ]
+    ):
+        for first, last in pieces:
+            known = 200 if first == 0 and not number else -1
+            state.of(StreamId(gateway, stream, EPOCH)).take(
+                [Piece(first, last, EPOCH, EPOCH)], known_last=known
+            )
+    state.quarantine[entries[2].key, "e"] = Quarantined(0, "empty: 0 bytes")
+    known = {
+        StreamId(gateway, "readings/of/all/machines" if gateway == bad else "s0", EPOCH): head
+        for gateway, head in zip((bad, good), heads.values(), strict=False)
+    }
+    return build(state, Inventory(entries), Heads(known), "lake.messages", state.rows())
+
+
+def printed(found: Report, width: int) -> list[str]:
+    out = io.StringIO()
+    show(found, Console(file=out, width=width))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_every_figure_is_in_the_table_at_any_width(width: int) -> None:
+    lines = printed(report(bad=HEAD, good=Head(EPOCH, 0, 99, 99)), width)
+    text = " ".join(" ".join(lines).split())
+    assert max(map(len, lines)) <= width
+    for part in ("0..2000000399", "2,000,000,330", "110 missing", "10 trimmed", "50 quarantined"):
+        assert part in text, text
+    for part in ("500 waiting", "40 duplicates", "90 late"):
+        assert part in text, text
+    (healthy,) = [line for line in lines if line.startswith("gw-b")]
+    assert healthy.split()[:4] == ["gw-b", "s0", "0..99", "100"]
+    assert "0 missing" not in healthy
+
+
+@pytest.mark.parametrize(
+    ("heads", "note"),
+    [
+        ({}, "note: no head of gateway-of-building-seven, gw-b: a lost tail would not be seen"),
+        ({"bad": HEAD}, "note: no head of gw-b: a lost tail would not be seen"),
+    ],
+)
+def test_a_gateway_without_a_head_is_named_for_its_tail_could_be_lost(
+    heads: dict[str, Any], note: str
+) -> None:
+    assert note in printed(report(**heads), 160)
+
+
+def test_where_nothing_is_known_nothing_is_complete() -> None:
+    assert not build(State(), Inventory([]), Heads(), "lake.messages", 0).complete
