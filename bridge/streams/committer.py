@@ -3,7 +3,8 @@
 * Streams that do not flush on write are written on the loop itself (into the page cache), once per
   turn of the loop; every `sync_interval` their files are synced in a worker thread.
 * Streams that flush on write are written and synced in a worker thread each, several streams at the
-  same time; the loop goes on reading sockets meanwhile.
+  same time; the loop goes on reading sockets meanwhile. Never two syncs of one stream at a time: the
+  kernel tells only one of them of an error.
 * Back-pressure: when more than `HIGH` bytes wait in all streams together, `on_pressure` is told, and
   told again when less than `LOW` wait. The front ends stop and start reading.
 """
@@ -11,12 +12,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from bridge.streams.drops import Reason
-from bridge.streams.log import Staged
+from bridge.streams.log import Segment, Staged
 from bridge.streams.stream import Stream, now_ms
 from bridge.streams.workers import Workers
 
@@ -35,8 +35,7 @@ class Committer:
         self._workers = Workers(THREADS, "commit")
         self._waiting: dict[Stream, int] = {}
         self._total = 0
-        self._syncing: set[Stream] = set()
-        self._rescues: set[asyncio.Future[list[tuple[int, int]]]] = set()
+        self._syncing: dict[Stream, asyncio.Future[None]] = {}
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
 
@@ -50,7 +49,8 @@ class Committer:
     def _run(self) -> None:
         dirty, self._dirty = self._dirty, []
         for stream in dirty:
-            if not stream.busy:  # else the end of its present work starts the next group
+            # Else the end of its present work starts the next group.
+            if not stream.busy and not (stream.settings.flush and stream in self._syncing):
                 try:
                     self._start(stream)
                 except Exception as error:  # one stream's trouble is not the others'
@@ -102,6 +102,8 @@ class Committer:
             stream.finish(staged, error)
         stream.log.unpin()
         self.weigh(stream)
+        if stream in self._syncing:
+            self._sync(stream)
 
     def weigh(self, stream: Stream) -> None:
         """Bring the sum of waiting bytes up to date, and tell of pressure."""
@@ -117,59 +119,66 @@ class Committer:
     # -- background syncs ------------------------------------------------------------------------
     async def sync(self, streams: Iterable[Stream]) -> None:
         """Bring everything that is committed in these streams to the disk, in parallel."""
-        await asyncio.gather(*(self._sync(stream) for stream in streams if stream not in self._syncing))
+        loop = asyncio.get_running_loop()
+        for stream in streams:
+            if stream not in self._syncing:
+                self._syncing[stream] = loop.create_future()
+                if not stream.busy:  # else the end of its group begins the sync
+                    self._sync(stream)
+        # Cancelled or not, the threads go on to their end.
+        await asyncio.gather(*(asyncio.shield(future) for future in list(self._syncing.values())))
 
-    async def _sync(self, stream: Stream) -> None:
+    def _sync(self, stream: Stream) -> None:
         work = stream.log.unsynced()
-        if not work or stream.closed:
+        if stream.closed or not work:
+            self._sync_over(stream)
             return
-        self._syncing.add(stream)
         stream.log.pin()
-        future = self._workers.call(partial(stream.log.sync, work))
-        future.add_done_callback(lambda _: self._sync_ended(stream))
-        try:
-            await asyncio.shield(future)  # cancelled or not, the thread goes on to its end
-        except OSError as error:
-            await self._rescue(stream, error)
-        else:
-            if not stream.closed:
-                stream.log.synced(work)
+        self._workers.submit(partial(stream.log.sync, work), partial(self._synced, stream, work))
 
-    def _sync_ended(self, stream: Stream) -> None:
-        self._syncing.discard(stream)
+    def _synced(self, stream: Stream, work: list[tuple[Segment, int]], error: BaseException | None) -> None:
         stream.log.unpin()
-
-    async def _rescue(self, stream: Stream, error: OSError) -> None:
-        """A background sync failed: the files that are not on the disk are written again."""
-        await stream.idle()
-        if stream.closed:
+        if not stream.closed and error is not None:
+            self._rescue(stream, error)
             return
+        if not stream.closed:
+            stream.log.synced(work)
+        self._sync_over(stream)
+
+    def _sync_over(self, stream: Stream) -> None:
+        self._syncing.pop(stream).set_result(None)
+        if stream.waits:
+            self.schedule(stream)
+
+    def _rescue(self, stream: Stream, error: BaseException) -> None:
+        """A background sync failed: the files that are not on the disk are written again."""
         stream.busy = stream.log.frozen = True
         stream.log.pin()
-        future = self._workers.call(stream.log.rescue)
-        self._rescues.add(future)
-        future.add_done_callback(lambda done: self._rescued(stream, error, done))
-        with contextlib.suppress(OSError):
-            await asyncio.shield(future)
+        lost: list[tuple[int, int]] = []
+        self._workers.submit(
+            lambda: lost.extend(stream.log.rescue()), partial(self._rescued, stream, error, lost)
+        )
 
-    def _rescued(self, stream: Stream, error: OSError, done: asyncio.Future[list[tuple[int, int]]]) -> None:
-        self._rescues.discard(done)
+    def _rescued(
+        self,
+        stream: Stream,
+        error: BaseException,
+        lost: list[tuple[int, int]],
+        again: BaseException | None,
+    ) -> None:
         stream.log.frozen = False
         stream.log.unpin()
         stream.rest()
-        again = done.exception()
-        if stream.closed:
-            return
-        if again is not None:
-            what = f"sync failed ({error}), and so did writing elsewhere ({again}); trying on"
-        else:
-            what = f"sync failed ({error}); what was not on the disk was written to a new file"
-            stream.log.synced([])
-            if lost := done.result():
-                stream.drop(lost, Reason.DAMAGED)
-        self._on_event(stream.name, what)
-        if stream.waits:
-            self.schedule(stream)
+        if not stream.closed:
+            if again is not None:
+                what = f"sync failed ({error}), and so did writing elsewhere ({again}); trying on"
+            else:
+                what = f"sync failed ({error}); what was not on the disk was written to a new file"
+                stream.log.synced([])
+                if lost:
+                    stream.drop(lost, Reason.DAMAGED)
+            self._on_event(stream.name, what)
+        self._sync_over(stream)
 
     def maintain(self, streams: Iterable[Stream]) -> None:
         """Apply limits that depend on time."""
@@ -182,7 +191,7 @@ class Committer:
 
     async def drain(self) -> None:
         """Wait until nothing is pending or in flight in any of the streams that were scheduled."""
-        while self._dirty or self._flights or self._rescues or self._syncing:
+        while self._dirty or self._flights or self._syncing:
             for stream in list(self._waiting):
                 await stream.idle()
             await asyncio.sleep(0.001)

@@ -10,9 +10,12 @@ A commit group goes through three steps, so that the middle one can run in a thr
 
 After a failed sync the file's tail is not trusted: `replace_active` goes on in a new segment.
 
-A group that is synced and small brings `ROOM` bytes of zeros with it, once they are used up: a sync
-of bytes that the file has already changes none of the file system's metadata, and costs about half.
-The zeros are cut off when the segment is sealed or closed; to readers they are the end.
+A group that is synced and small brings `ROOM` bytes of room with it when that is used up (see
+`segment`): a sync of bytes that the file has already changes none of the file system's metadata, and
+costs about half. What is left of it is cut off when the segment is sealed or closed.
+
+A stream may be deleted, and made again under its name, while a thread still works for it: from then
+on (`gone`) the thread makes no file and gives none a name.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from errno import ESTALE
 from itertools import accumulate, zip_longest
 from pathlib import Path
+from threading import Lock
 
 from bridge.streams import layout, recovery, segment
 from bridge.streams.drops import Drops
@@ -34,8 +39,7 @@ from bridge.streams.recovery import Damage
 from bridge.streams.segment import FRAME, HEADER, Frame, Indexer, Summary
 
 ROOM = 128 * 1024
-SMALL = 8 * 1024  # a larger group would write its zeros for less than what they save
-_ZEROS = bytes(ROOM)
+SMALL = 8 * 1024  # a larger group would write more room than it saves journal
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +47,7 @@ class Segment:
     """A segment that is open, or, with `fd` below 0, still to be made.
 
     It holds committed frames up to `size`, up to `synced` they are on the disk, and up to `room`
-    the file is filled with zeros, if that is more.
+    the file has room, if that is more.
     """
 
     path: Path
@@ -77,10 +81,9 @@ class Staged:
     """A group on its way to the files."""
 
     group: Group
-    writes: list[tuple[Segment, int, list[bytes], Frame]]
+    writes: list[tuple[Segment, list[bytes], bytes, Frame]]  # buffers, and room to go behind them
     opened: list[Segment]
     next: int
-    segment_size: int
 
 
 class SegmentLog:
@@ -98,6 +101,9 @@ class SegmentLog:
         self._pins = 0  # worker threads that use our descriptors
         self._retired: list[int] = []
         self.frozen = False  # a rescue is replacing files: none may be removed
+        self.gate = Lock()  # held while a name is given to a file, and while the stream is deleted
+        self.gone = False
+        self._pattern = segment.filling(meta.salt)
 
     # -- opening and closing ---------------------------------------------------------------------
     def open(self, first: int) -> None:
@@ -166,8 +172,12 @@ class SegmentLog:
             os.close(fd)
 
     # -- writing ---------------------------------------------------------------------------------
-    def stage(self, group: Group, now: int, segment_size: int) -> Staged:
-        """Encode a group at the next numbers; raises OSError if an earlier failure cannot be mended."""
+    def stage(self, group: Group, now: int, segment_size: int, *, sync: bool) -> Staged:
+        """Encode a group at the next numbers; raises OSError if an earlier failure cannot be mended.
+
+        `sync`: `write` will be called with it.
+        """
+        end_of_room = segment_size // segment.SECTOR * segment.SECTOR if sync else 0
         if self._leftovers:
             for path in list(self._leftovers):
                 self.files.unlink(path)
@@ -175,11 +185,11 @@ class SegmentLog:
             self.files.sync_directory(self.directory)
         if self._tainted:
             self.replace_active()
-        staged = Staged(group, [], [], self.next, segment_size)
+        staged = Staged(group, [], [], self.next)
         number = len(group.parts) // 2
         target, offset, low = self.active, self.active.size, 0
         if offset + group.size + FRAME.size <= segment_size:
-            self._stage(staged, target, offset, group, now)
+            self._stage(staged, target, offset, group, now, end_of_room)
             return staged
         ends = list(accumulate(_record_sizes(group), initial=0))
         while low < number:
@@ -190,18 +200,24 @@ class SegmentLog:
                 staged.opened.append(target)
                 continue
             high = max(high, low + 1)  # a message larger than a segment gets one of its own
-            offset = self._stage(staged, target, offset, group.part(low, high), now)
+            offset = self._stage(staged, target, offset, group.part(low, high), now, end_of_room)
             low = high
         return staged
 
-    def _stage(self, staged: Staged, target: Segment, offset: int, group: Group, now: int) -> int:
+    def _stage(
+        self, staged: Staged, target: Segment, offset: int, group: Group, now: int, end_of_room: int
+    ) -> int:
         buffers = segment.encode_frame(
             staged.next, now, self._meta.salt, group.parts, group.headers, group.ids
         )
         columns = (1 if group.headers else 0) | (2 if group.ids else 0)
         end = offset + sum(map(len, buffers))
         frame = Frame(staged.next, len(group.parts) // 2, now, columns, offset, end)
-        staged.writes.append((target, offset, buffers, frame))
+        room = b""
+        if end_of_room > end > target.room and end - offset <= SMALL:
+            target.room = min(end_of_room, (end + ROOM) // segment.SECTOR * segment.SECTOR)
+            room = segment.room(self._pattern, end, target.room)
+        staged.writes.append((target, buffers, room, frame))
         staged.next = frame.next
         return end
 
@@ -212,46 +228,36 @@ class SegmentLog:
         disk: at no instant does a crash leave a hole in the numbers.
         """
         written: Segment | None = None
-        for target, offset, buffers, frame in staged.writes:
+        for target, buffers, room, frame in staged.writes:
             if target.fd < 0:
                 if sync and written is not None:
                     self.files.sync(written.fd)
                 self._make(target)
-            if not sync or not self._write_with_room(target, buffers, frame, staged.segment_size):
-                self.files.write(target.fd, buffers, offset)
+            try:
+                self.files.write(target.fd, [*buffers, room] if room else buffers, frame.start)
+            except OSError:
+                if not room:
+                    raise
+                self.files.write(target.fd, buffers, frame.start)  # alone, it may fit yet
             written = target
         if sync and written is not None:
             self.files.sync(written.fd)
             if any(target.synced < HEADER.size for target, _, _, _ in staged.writes):
                 self.files.sync_directory(self.directory)
 
-    def _write_with_room(
-        self, target: Segment, buffers: list[bytes], frame: Frame, segment_size: int
-    ) -> bool:
-        """Write a frame and zeros behind it; False if it needs none or the disk has no room for them."""
-        room = min(segment_size, frame.end + ROOM) - frame.end
-        if frame.end <= target.room or frame.end - frame.start > SMALL or room <= 0:
-            return False
-        target.room = frame.end + room
-        try:
-            self.files.write(target.fd, [*buffers, memoryview(_ZEROS)[:room]], frame.start)
-        except OSError:  # the frame alone may fit yet
-            return False
-        return True
-
     def _cut(self, item: Segment) -> None:
-        """Cut the zeros off; raises OSError."""
+        """Cut off the room that is left; raises OSError."""
         if item.room > item.size:
             self.files.truncate(item.fd, item.size)
         item.room = 0
 
     def commit(self, staged: Staged, *, synced: bool) -> None:
         """Take over what was written: from here on it can be read."""
-        for target, offset, _, frame in staged.writes:
+        for target, _, _, frame in staged.writes:
             if target is not self.active:
                 self._seal()
                 self._take(target)
-            target.index.add(frame, offset)
+            target.index.add(frame, frame.start)
             target.size = frame.end
             if synced:
                 target.synced = frame.end
@@ -262,10 +268,10 @@ class SegmentLog:
 
     def abort(self, staged: Staged) -> None:
         """Undo a staged group, written or not; what was committed before stays."""
-        opened, staged.opened = staged.opened, []
-        for item in opened:
+        for item in staged.opened:
             if item.fd >= 0:
                 self._discard(item)
+        staged.opened = []
         try:
             self.files.truncate(self.active.fd, self.active.size)
             self.active.room = 0
@@ -273,10 +279,10 @@ class SegmentLog:
             self._tainted = True
 
     def discard(self, staged: Staged) -> None:
-        """Let go of a staged group whose stream is closed; nothing but its own new files is touched."""
+        """Let go of a staged group whose stream is closed; its files go with its directory."""
         for item in staged.opened:
             if item.fd >= 0:
-                self._discard(item)
+                self.retire(item.fd)
 
     def _discard(self, item: Segment) -> None:
         """Remove a file that was made for a group that failed; if that fails too, before the next group."""
@@ -309,7 +315,10 @@ class SegmentLog:
 
     def _make(self, item: Segment) -> None:
         """Make the file of a new segment; raises OSError, and then there is none."""
-        fd = self.files.open(item.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        with self.gate:
+            self._check_there()
+            fd = self.files.open(item.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self._leftovers.discard(item.path)  # it is not what a failed group has left there any more
         try:
             self.files.write(fd, [self._header(item.index.base)], 0)
         except OSError:
@@ -318,6 +327,10 @@ class SegmentLog:
             item.fd = -1
             raise
         item.fd = fd
+
+    def _check_there(self) -> None:
+        if self.gone:
+            raise OSError(ESTALE, "the stream was deleted")
 
     def _new(self, base: int) -> Segment:
         return Segment(layout.segment_path(self.directory, base), -1, Indexer(base))
@@ -352,9 +365,9 @@ class SegmentLog:
             item.synced = max(item.synced, size)
         for item in [item for item in self.closing if item.synced >= item.size]:
             self.closing.remove(item)
-            with contextlib.suppress(OSError):  # the index does not fit then, and the next start mends it
+            with contextlib.suppress(OSError):  # without an index, the next start reads it, and cuts
                 self._cut(item)
-            self._write_index(item.path, item.index.summary(item.size))
+                self._write_index(item.path, item.index.summary(item.size))
             self.retire(item.fd)
 
     def rescue(self) -> list[tuple[int, int]]:
@@ -376,11 +389,15 @@ class SegmentLog:
             elif end < item.size:
                 lost.append((frames[-1].next if frames else item.index.base, item.index.next - 1))
             spare = item.path.with_name(item.path.name + layout.TEMPORARY)
-            fd = self.files.open(spare, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            with self.gate:
+                self._check_there()
+                fd = self.files.open(spare, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
                 self.files.write(fd, [self._header(item.index.base), data[HEADER.size : end]], 0)
                 self.files.sync(fd)
-                spare.replace(item.path)
+                with self.gate:
+                    self._check_there()
+                    spare.replace(item.path)
             except OSError:
                 os.close(fd)
                 raise

@@ -67,6 +67,7 @@ class _Segment:
         self.base, self._files = base, files
         self.fd = files.open(path, os.O_RDONLY)
         self.marks: list[tuple[int, int]] = [(base, HEADER.size)]
+        self.end = HEADER.size  # of the last frame that was seen
         header = segment.decode_header(files.read(self.fd, HEADER.size, 0))
         self._salt = header[2] if header is not None else None
         try:
@@ -101,6 +102,7 @@ class _Segment:
                 if frame.next > start:
                     if not segment.is_sound(data, frame, salt):
                         return
+                    self.end = max(self.end, offset + frame.end)
                     yield data, frame
                 if offset + pos - self.marks[-1][1] >= segment.INDEX_STEP:
                     self.marks.append((frame.base, offset + pos))
@@ -168,9 +170,10 @@ class StreamReader:
         return [(drop.first, drop.last) for drop in self._drops.ranges if drop.reason in ILLEGAL]
 
     def total_bytes(self) -> int:
-        """The size of the segment files."""
-        total = 0
-        for base in layout.segment_bases(self.directory):
+        """The size of what is stored: of the segment files, without room for more."""
+        self.bounds()
+        total = self._open.end if self._open is not None and self._bases else 0
+        for base in self._bases[:-1]:
             try:
                 total += layout.segment_path(self.directory, base).stat().st_size
             except FileNotFoundError:

@@ -3,7 +3,7 @@
 Only segments without an index are read: the last one, and those that were sealed so shortly before
 the stop that they were not yet known to be on the disk. What is found wrong in one:
 
-* zeros behind the last sound frame: room for more, which a stop left behind. They are cut off.
+* room behind the last sound frame, which a crash has left (see `segment`). It is cut off.
 * bytes behind the last sound frame that hold no further sound frame, and no whole frame: a *torn
   tail*, a write that never ended. It was not acknowledged. The segment is cut there.
 * anything else is *damage*. The file is linked into `quarantine/`, and a new one with its sound
@@ -80,6 +80,7 @@ def examine(
         what = "its header is damaged" if written else "its header was never written whole"
         return Examined(index.summary(HEADER.size), [Damage(path, what, lost)] if size or lost else [])
     lost = list(holes)
+    pattern = segment.filling(meta.salt)
     claimed = segment.frame_at(data, end)
     if following is not None and index.next < following:
         lost += drops.live(index.next, following - 1)
@@ -87,7 +88,7 @@ def examine(
         claimed is not None
         and claimed.base == index.next
         and following is None
-        and not segment.is_torn(data, claimed)
+        and not segment.is_torn(data, claimed, pattern)
     ):
         # A whole frame that fails its check: its numbers are used up.
         lost.append((claimed.base, claimed.next - 1))
@@ -95,7 +96,7 @@ def examine(
     if header_ok and end == size and not holes:
         return Examined(index.summary(size), [Damage(path, "what followed it is gone", lost)] if lost else [])
     if header_ok and not lost:
-        tail = data[end:].rstrip(b"\0")
+        tail = data[end : segment.written_end(data, end, pattern)]
         if tail:
             keep_tail(files, directory, base, end, tail)
         fd = files.open(path, os.O_RDWR)

@@ -5,7 +5,7 @@ All numbers are little-endian.
     segment  = header, frame, frame, ...
     header   = magic "SBSEG\\0\\0\\1" | base u64 | epoch u64 | created u64 (Unix ms)
                | salt u32 | crc u32                                                       40 bytes
-    (the last segment of a stream that is synced before it acknowledges: then zeros)
+    (then, in the last segment of a stream that is synced before it acknowledges: room)
     frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
                | base u64 | time u64                                                      36 bytes
                body (`length` bytes)
@@ -25,8 +25,9 @@ Invariants
   write has cut off what stood before it.
 * A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms).
 * A frame never spans segments. Bases grow from frame to frame; a jump is a hole, never an overlap.
-* Behind the last frame there is nothing, or zeros that later frames are written over. A frame that
-  fails its check and lacks a whole sector (512 bytes of zeros) is a write that never ended.
+* Room is what later frames are written over: 64 bytes made of the salt, again and again, aligned to
+  the file. A disk writes whole sectors of 512 bytes or leaves them; a frame that fails its check and
+  has a sector that is still room is a write that never ended. No payload can look like that.
 * An index is written only after its sealed segment is on the disk: a segment with an index has no
   torn tail. An index is a hint: it can be rebuilt from its segment, and is if it does not fit it.
 """
@@ -37,6 +38,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import accumulate, count, pairwise, repeat
 from typing import NamedTuple
 from zlib import crc32
@@ -53,6 +55,7 @@ HEADERS, IDS = 1, 2
 RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
 SECTOR = 512
+PATTERN = 64
 SMALL = 4096  # bytes that are sooner copied than handled apart
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
 _WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
@@ -178,19 +181,40 @@ def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
     return columns < 4 and end - start - FRAME.size >= 4 * number * _WIDTHS[columns]
 
 
-def is_torn(data: bytes, frame: Frame) -> bool:
-    """Whether a frame that fails its check looks like a write that never ended.
+def filling(salt: int) -> bytes:
+    """The pattern that the room of a stream's segments is made of."""
+    return blake2b(salt.to_bytes(4, "little"), digest_size=PATTERN).digest()
 
-    It ends behind the file, or one of the disk's sectors that it lies in was never written. `data` is
-    the file from its beginning.
+
+def room(pattern: bytes, start: int, end: int) -> bytes:
+    """Room for the bytes start..end-1 of a file."""
+    return (pattern * ((end - start) // PATTERN + 2))[start % PATTERN :][: end - start]
+
+
+def written_end(data: bytes, start: int, pattern: bytes) -> int:
+    """Where what is written from `start` on ends: `start` if there is nothing but room, or zeros."""
+    end = len(data)
+    while end > start:
+        begin = max(start, (end - 1) // PATTERN * PATTERN)
+        if data[begin:end] != pattern[begin % PATTERN :][: end - begin]:
+            break
+        end = begin
+    return end if data[start:end].strip(b"\0") else start
+
+
+def is_torn(data: bytes, frame: Frame, pattern: bytes) -> bool:
+    """Whether a frame that fails its check is a write that never ended.
+
+    It ends behind the file, or one of the sectors that it lies in is still room; fewer than 8 bytes
+    of one prove nothing. `data` is the file from its beginning.
     """
     if frame.end > len(data):
         return True
-    first = frame.start - frame.start % SECTOR
-    return any(
-        not data[max(at, frame.start) : min(at + SECTOR, frame.end)].strip(b"\0")
-        for at in range(first, frame.end, SECTOR)
-    )
+    for at in range(frame.start - frame.start % SECTOR, frame.end, SECTOR):
+        start, end = max(at, frame.start), min(at + SECTOR, frame.end)
+        if end - start >= 8 and data[start:end] == room(pattern, start, end):
+            return True
+    return False
 
 
 def messages(data: bytes, frame: Frame) -> list[Message]:

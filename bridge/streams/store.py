@@ -200,7 +200,9 @@ class Store:
         stream = self.streams[name]
         gone = self._root / f".deleted-{stream.home.name}"
         shutil.rmtree(gone, ignore_errors=True)
-        stream.home.rename(gone)
+        with stream.log.gate:
+            stream.home.rename(gone)
+            stream.log.gone = True
         try:
             self._files.sync_directory(self._root)
         except OSError as error:  # gone from here on; a power cut now might bring it back

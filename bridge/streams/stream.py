@@ -299,7 +299,7 @@ class Stream:
         try:
             if self.settings.overwrite:
                 self._make_room(group.size + FRAMING)
-            staged = self.log.stage(group, now_ms(), self.settings.segment_size)
+            staged = self._stage(group)
         except OSError as error:
             self.fail(error)
             return None
@@ -315,7 +315,11 @@ class Stream:
         """
         self.log.abort(staged)
         self.log.replace_active()
-        return self.log.stage(staged.group, now_ms(), self.settings.segment_size)
+        return self._stage(staged.group)
+
+    def _stage(self, group: Group) -> Staged:
+        settings = self.settings
+        return self.log.stage(group, now_ms(), settings.segment_size, sync=settings.flush)
 
     def finish(self, staged: Staged, error: OSError | None) -> None:
         """Take over the result of `SegmentLog.write`: tell the waiters, apply the limits."""

@@ -129,8 +129,10 @@ def _check(
     header = segment.decode_header(content)
     salt = known.salt if known is not None else header[2] if header is not None else 0
     index, holes, spans, end = recovery.walk(content, base, following, salt)
+    pattern = segment.filling(salt)
+    written = segment.written_end(content, end, pattern)
     found.segments += 1
-    found.total_bytes += len(content)
+    found.total_bytes += len(content) if written > end else end
     found.frames += sum(1 for a, b in spans for _ in segment.scan(content[a:b], 0, salt))
     found.newest = max(found.newest, index.next - 1)
     expected = (base, known.epoch, known.salt) if known is not None else header
@@ -139,19 +141,29 @@ def _check(
     if following is not None and index.next < following:
         holes = [*holes, (index.next, following - 1)]
     lost = [part for first, last in holes for part in drops.live(first, last)]
-    if lost:
+    # What a running service changes meanwhile is looked at once more before it counts as a problem.
+    if lost and _follows(data, base) == following:
         found.problems.append(Problem(str(path), "frames are damaged or missing", lost))
-    elif following is None and content[end:].strip(b"\0") and path.read_bytes() == content:
-        # Otherwise a running service was in the middle of a write.
-        claimed, tail = segment.frame_at(content, end), content[end:].rstrip(b"\0")
-        if claimed is not None and not segment.is_torn(content, claimed):
+    elif following is None and written > end and path.read_bytes() == content:
+        claimed = segment.frame_at(content, end)
+        if claimed is not None and not segment.is_torn(content, claimed, pattern):
             found.problems.append(Problem(str(path), f"the last frame, at byte {end}, is damaged"))
-        elif tail:
-            found.problems.append(Problem(str(path), f"a torn tail of {len(tail)} bytes"))
-    if following is not None and (index_path := path.with_suffix(layout.INDEX)).exists():
-        summary = recovery.read_index(data, base, len(content))
-        if summary is None:
-            found.problems.append(Problem(str(index_path), "the index is damaged; it will be rebuilt"))
+        else:
+            found.problems.append(Problem(str(path), f"a torn tail of {written - end} bytes"))
+    index_path = path.with_suffix(layout.INDEX)
+    if (
+        following is not None
+        and index_path.exists()
+        and recovery.read_index(data, base, len(content)) is None
+        and _size(path) == len(content)
+        and index_path.exists()
+    ):
+        found.problems.append(Problem(str(index_path), "the index is damaged; it will be rebuilt"))
+
+
+def _follows(data: Path, base: int) -> int | None:
+    """The segment behind this one, as it is now."""
+    return next((other for other in layout.segment_bases(data) if other > base), None)
 
 
 def repair(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:

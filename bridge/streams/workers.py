@@ -7,50 +7,39 @@ call, where a commit needs one message each way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
-from typing import TypeVar
 
-T = TypeVar("T")
 Done = Callable[[BaseException | None], None]
 _Job = tuple[Callable[[], object], asyncio.AbstractEventLoop, Done]
 
 
 class Workers:
-    """Up to `number` threads, started when they are needed. Use from one event loop's thread."""
+    """One thread, and up to `number` when they are needed. Use from one event loop's thread."""
 
     def __init__(self, number: int, name: str) -> None:
+        """Raises RuntimeError if the system has no thread to give; later it does with those it has."""
         self._number, self._name = number, name
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._unfinished = 0
+        self._grow()
 
     def submit(self, work: Callable[[], object], done: Done) -> None:
         """Call `work` in a thread, then `done` on the event loop with what it raised, or None."""
         self._unfinished += 1
         if len(self._threads) < min(self._unfinished, self._number):
-            # Daemons: a process that ends without `close` must not hang on a disk that does.
-            thread = Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            with contextlib.suppress(RuntimeError):
+                self._grow()
         self._jobs.put((work, asyncio.get_running_loop(), done))
 
-    def call(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """As `submit`, with a future for what `work` returns; cancelling it does not stop the work."""
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        results: list[T] = []
-
-        def done(error: BaseException | None) -> None:
-            if future.cancelled():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(results[0])
-
-        self.submit(lambda: results.append(work()), done)
-        return future
+    def _grow(self) -> None:
+        # Daemons: a process that ends without `close` must not hang on a disk that does.
+        thread = Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

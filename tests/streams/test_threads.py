@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from bridge.manager import committed
 from bridge.streams.drops import Reason
 from bridge.streams.layout import Files
 from bridge.streams.meta import ExactLimits, Settings
+from bridge.streams.reader import StreamReader
+from bridge.streams.verify import verify
 
 from .conftest import House, everything, payloads, put, run
 from .test_commit import SlowDisk, slow, until
@@ -228,5 +232,151 @@ def test_damage_inside_the_deduplication_window_keeps_neither_the_service_down_n
             )
             assert stream.next_sequence == before
             assert house.events
+
+    run(work())
+
+
+class HeldSync(Files):
+    """A disk that holds the next sync back and then, if told so, fails it; it notes the files made."""
+
+    def __init__(self) -> None:
+        self.hold = self.fail = False
+        self.reached, self.gate = threading.Event(), threading.Event()
+        self.made: list[str] = []
+
+    def sync(self, fd: int) -> None:
+        if self.hold:
+            self.hold = False
+            self.reached.set()
+            self.gate.wait(30)
+            if self.fail:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(fd)
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT:
+            self.made.append(path.name)
+        return super().open(path, flags)
+
+
+def test_a_group_that_is_synced_waits_for_a_background_sync_so_that_neither_hides_the_others_error(
+    house: House,
+) -> None:
+    async def work() -> None:
+        house.files = disk = HeldSync()
+        async with house.store() as store:
+            stream = store.create("s", Settings(), b"{}")
+            await put(stream, b"a", b"b")  # written, and not on the disk yet
+            stream.configure(Settings(flush=True), b"{}")
+            disk.hold = disk.fail = True
+            syncing = asyncio.create_task(store.committer.sync([stream]))
+            await until(disk.reached.is_set)
+            appending = asyncio.create_task(put(stream, b"c"))
+            await asyncio.sleep(0.01)
+            assert not appending.done()
+            disk.made.clear()
+            disk.gate.set()
+            await asyncio.wait_for(asyncio.gather(syncing, appending), 20)
+            assert any(name.endswith(".seg.tmp") for name in disk.made), "what was lost is written again"
+            assert payloads(stream) == [b"a", b"b", b"c"]
+
+    run(work())
+
+
+def test_a_stream_made_again_under_its_name_is_not_touched_by_the_threads_of_the_old_one(
+    house: House,
+) -> None:
+    async def work() -> None:
+        house.files = disk = HeldSync()
+        settings = Settings(flush=True, segment_size=1024)
+        async with house.store() as store:
+            old = store.create("s", settings, b"{}")
+            disk.hold = True
+            old.append(b"t", b"x" * 700)
+            old.append(b"t", b"y" * 700)  # a second segment: made after the first is on the disk
+            await until(disk.reached.is_set)
+            store.delete("s")
+            new = store.create("s", settings, b"{}")
+            assert await put(new, b"1" * 700) + await put(new, b"2" * 700) == [0, 1]
+            disk.gate.set()
+            await store.committer.drain()
+            assert payloads(new) == [b"1" * 700, b"2" * 700]
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"1" * 700, b"2" * 700]
+            assert stream.damage == []
+
+    run(work())
+
+
+@pytest.mark.parametrize("call", ["truncate", "unlink"])
+def test_what_a_failed_group_left_under_the_next_segments_name_is_not_removed_later(
+    house: House, call: str
+) -> None:
+    async def work() -> None:
+        house.files = files = Faulty()
+        async with house.stream(flush=True, segment_size=1024) as stream:
+            await put(stream, b"a" * 900)
+            failed: list[str] = []
+
+            def fails(now: str) -> int:
+                if (now == "sync" and not failed) or (now == call and failed == ["sync"]):
+                    failed.append(now)
+                    return errno.EIO
+                return 0
+
+            files.fails = fails
+            assert await put(stream, b"b" * 900) == [1]
+            assert failed == ["sync", call]
+            assert await put(stream, b"c") == [2]
+            assert payloads(stream) == [b"a" * 900, b"b" * 900, b"c"]
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"a" * 900, b"b" * 900, b"c"]
+
+    run(work())
+
+
+def test_room_that_could_not_be_cut_off_is_by_the_next_start(house: House) -> None:
+    async def work() -> None:
+        house.files = files = Faulty()
+        async with house.stream(flush=True) as stream:
+            await put(stream, b"a")
+            files.fails = lambda call: errno.EIO if call == "truncate" else 0
+            stream.log.replace_active()
+            await put(stream, b"b")
+            files.fails = lambda call: 0
+            told = stream.total_bytes
+        async with house.stream() as stream:
+            assert stream.total_bytes == told
+            assert sum(path.stat().st_size for path in house.directory().glob("*.seg")) == told
+            assert verify(house.data_dir)[0].problems == []
+
+    run(work())
+
+
+def test_the_writer_readers_and_verify_tell_one_size_while_there_is_room(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(flush=True) as stream:
+            await put(stream, b"a")
+            await put(stream, b"b" * 3000)
+            with closing(StreamReader(house.directory())) as reader:
+                assert reader.total_bytes() == stream.total_bytes < 4000
+            assert verify(house.data_dir)[0].total_bytes == stream.total_bytes
+
+    run(work())
+
+
+def test_with_too_few_threads_streams_are_committed_by_those_there_are(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with house.store() as store:
+            streams = [store.create(f"s{n}", Settings(flush=True), b"{}") for n in range(4)]
+
+            def no_more(thread: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            monkeypatch.setattr(threading.Thread, "start", no_more)
+            assert await asyncio.gather(*(put(stream, b"a") for stream in streams)) == [[0]] * 4
+            await store.committer.sync(streams)
 
     run(work())
