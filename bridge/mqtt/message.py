@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from bridge.mqtt.sessions import Session
 
 
+LARGE = 32 * 1024  # bytes of a payload from which on a copy costs more than a second write
+
+
 class Subscription(NamedTuple):
     """One topic filter that a session subscribed to, with the options of MQTT 5 section 3.8.3.1."""
 
@@ -63,7 +66,7 @@ class Message:
         expiry = self.properties.pop(p.MESSAGE_EXPIRY, None)
         self.expires: float | None = None if expiry is None else time.time() + expiry
         self.live: Mapping[Session, Receiver] = {}  # who gets it through `Delivery`
-        self._plain = b""
+        self._plain: tuple[bytes, ...] = ()
 
     @property
     def size(self) -> int:
@@ -83,8 +86,8 @@ class Message:
         packet_id: int = 0,
         dup: bool = False,
         identifiers: tuple[int, ...] = (),
-    ) -> bytes:
-        """The PUBLISH packet for a receiver (section 3.3)."""
+    ) -> tuple[bytes, ...]:
+        """The PUBLISH packet for a receiver (section 3.3), in pieces: a large payload is not copied."""
         if level != V5 and not qos and not retain:
             # The same bytes for everybody: made once.
             self._plain = self._plain or self._packet(PUBLISH, b"")
@@ -102,6 +105,7 @@ class Message:
             middle += p.write_properties(properties)
         return self._packet(head, middle)
 
-    def _packet(self, head: int, middle: bytes) -> bytes:
+    def _packet(self, head: int, middle: bytes) -> tuple[bytes, ...]:
         length = 2 + len(self.topic) + len(middle) + len(self.payload)
-        return b"".join((bytes((head,)), varint(length), string(self.topic), middle, self.payload))
+        begin = b"".join((bytes((head,)), varint(length), string(self.topic), middle))
+        return (begin, self.payload) if len(self.payload) >= LARGE else (begin + self.payload,)

@@ -170,7 +170,7 @@ class Outbox:
                 return packet_id
 
     def _write(self, line: Line, out: Outgoing, packet_id: int, *, dup: bool) -> bool:
-        data = out.message.packet(
+        pieces = out.message.packet(
             line.level,
             out.qos,
             retain=out.retain,
@@ -178,8 +178,9 @@ class Outbox:
             dup=dup,
             identifiers=out.identifiers,
         )
-        if len(data) > line.max_packet_out:
+        if sum(map(len, pieces)) > line.max_packet_out:
             return False
-        line.send(data)
+        for piece in pieces:
+            line.send(piece)
         self._counts["delivered"] += 1
         return True

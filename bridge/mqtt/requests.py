@@ -27,7 +27,9 @@ topic, and on `streams/<name>` to append, `read` on `streams/<name>` to read.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import cbor2
@@ -99,13 +101,19 @@ class StoredMessage(Struct, rename="camel", omit_defaults=True):
 
 
 class Found:
-    """The messages that a read has found, to be encoded."""
+    """The messages that a read has found, to be encoded: `least`, and more as far as there is room."""
 
-    def __init__(self, stream: str, messages: list[Stored]) -> None:
-        self._stream, self._messages = stream, messages
+    def __init__(self, stream: str, messages: list[Stored], least: int, room: int) -> None:
+        self._stream, self._messages, self._least, self._room = stream, messages, least, room
 
     def for_json(self) -> list[StoredMessage]:
         """As msgspec encodes them."""
+        each = len(self._stream) + PER_MESSAGE
+        ends = list(
+            accumulate(
+                len(row.payload) + len(row.topic) + 2 * len(row.headers) + each for row in self._messages
+            )
+        )
         return [
             StoredMessage(
                 self._stream,
@@ -115,34 +123,34 @@ class Found:
                 message.topic.decode(),
                 headers.decode(message.headers) if message.headers else None,
             )
-            for message in self._messages
+            for message in self._messages[: self._fitting(ends)]
         ]
 
     def in_cbor(self, opening: bytes) -> bytes:
         """Behind `opening` a CBOR array of the same; what is the same in many messages is encoded once."""
-        before = cbor.encode("streamName") + cbor.encode(self._stream) + cbor.encode("sequenceNumber")
-        plain, more = b"\xa5" + before, b"\xa6" + before
-        time, between, after = -1, b"", b""
-        topic: bytes | None = None
-        head = cbor.head
-        parts = [opening, head(4, len(self._messages))]
-        add = parts.append
-        for number, ingest_time, on, payload, extra in self._messages:
-            if ingest_time != time:
-                time = ingest_time
-                between = cbor.encode("ingestTime") + head(0, time) + cbor.encode("payload")
-            if on != topic:
-                topic, after = on, cbor.encode("topic") + cbor.encode(on.decode())
-            add(more if extra else plain)
-            add(head(0, number))
-            add(between)
-            add(head(2, len(payload)))
-            add(payload)
-            add(after)
-            if extra:
-                decoded = msgspec.to_builtins(headers.decode(extra), builtin_types=(bytes,))
-                add(cbor.encode("headers") + cbor2.dumps(decoded))
-        return b"".join(parts)
+        stream = cbor.encode("streamName") + cbor.encode(self._stream) + cbor.encode("topic")
+        topics = {row.topic for row in self._messages}
+        after = {topic: stream + cbor.encode(topic.decode()) for topic in topics}
+        plain = {topic: b"\xa5" + names for topic, names in after.items()}
+        begins = [
+            plain[topic] if not extra else b"\xa6" + after[topic] + _headers_in_cbor(extra)
+            for _, _, topic, _, extra in self._messages
+        ]
+        pieces = cbor.messages(begins, self._messages)
+        if sum(map(len, pieces)) > self._room:
+            fit = self._fitting(list(accumulate(map(len, pieces)))[3::3])
+            pieces[3 * fit + 1 :] = []
+            pieces[0] = cbor.head(4, fit)
+        return b"".join((opening, *pieces))
+
+    def _fitting(self, ends: list[int]) -> int:
+        """How many messages are returned, if each with those before it takes so many bytes."""
+        return max(bisect_right(ends, self._room), self._least)
+
+
+def _headers_in_cbor(extra: bytes) -> bytes:
+    decoded = msgspec.to_builtins(headers.decode(extra), builtin_types=(bytes,))
+    return cbor.encode("headers") + cbor2.dumps(decoded)
 
 
 async def answer(
@@ -277,13 +285,7 @@ async def _read(manager: StreamManager, request: Request, who: Identity | None, 
         raise Unauthorized(f"client {who.client_id!r} may not read streams/{name}; see [[mqtt.acl]]")
     options = request.read_messages_options or ReadMessagesOptions()
     found = await manager.read(name, options, max_bytes=room)
-    # Beside its payload each message costs its keys and numbers: return as many as fit.
-    for number, message in enumerate(found):
-        room -= len(message.payload) + len(message.topic) + 2 * len(message.headers) + len(name) + PER_MESSAGE
-        if room < 0 and number >= options.min_message_count:
-            del found[number:]
-            break
-    return {"messages": Found(name, found)}
+    return {"messages": Found(name, found, options.min_message_count, room)}
 
 
 async def _purge(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
