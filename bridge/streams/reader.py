@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from bridge.errors import CorruptData
@@ -132,12 +133,14 @@ class StreamReader:
         self._log = DropLog(self._files, directory) if drops is None else None
         self._drops: Drops = self._log or drops or Drops()
         self._open: _Segment | None = None
+        self._part: tuple[object, list[Any]] | None = None
 
     def close(self) -> None:
         """Close the files."""
         if self._open is not None:
             self._open.close()
             self._open = None
+        self._part = None
 
     def oldest(self) -> int:
         """The number of the oldest message, or the next number if there is none."""
@@ -209,18 +212,25 @@ class StreamReader:
                 found += decode(data, frame)
                 room -= frame.data_bytes
             else:
-                rows, sizes = decode(data, frame), segment.sizes_of(data, frame)
+                rows, fits = self._decoded(decode, data, frame), frame.data_bytes <= room
                 for a, b in self._drops.live(max(start, base), min(end, after) - 1):
-                    for n in range(a - base, b + 1 - base):
-                        room -= sizes[n]
-                        if found and room < 0:
-                            return found
-                        found.append(rows[n])
-                        if len(found) == max_messages:
-                            return found
-            if len(found) == max_messages:
-                return found
+                    first, stop = a - base, min(b + 1 - base, a - base + max_messages - len(found))
+                    if not fits:
+                        ends = accumulate(segment.sizes_of(data, frame)[first:stop])
+                        last = first + bisect_right(list(ends), room)
+                        return found + rows[first : min(stop, max(last, first + (not found)))]
+                    found += rows[first:stop]
+                room -= frame.data_bytes
+            if len(found) >= max_messages:
+                break
         return found
+
+    def _decoded(self, decode: Callable[[bytes, Frame], list[Row]], data: bytes, frame: Frame) -> list[Row]:
+        """A frame of which only a part is wanted: whoever reads on wants the rest of it next."""
+        key = (decode, frame.base, data[frame.start : frame.start + FRAME.size])
+        if self._part is None or self._part[0] != key:
+            self._part = key, decode(data, frame)
+        return self._part[1]
 
     def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
         """The sound frames with numbers of start..end-1, in order, each with its buffer."""
