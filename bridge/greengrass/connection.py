@@ -9,6 +9,8 @@ What it promises, because the SDKs depend on it:
   after the client has given up on it (`LATE`): an answer that nobody waits for kills the Python SDK.
 * Appends are stored in the order of arrival. All that came in one read from the socket form one commit
   group and are answered together after the commit. A read that waits holds nothing up.
+* A frame that comes in pieces is acknowledged to TCP at once: the Node.js SDK writes header and body one
+  after the other, and its kernel holds the body back until then, for 40 ms at every call.
 * The connection ends with FIN: our side is shut first, and what still comes is thrown away until the
   client closes or is silent. A RST would leave the Python SDK broken for ever.
 * Memory is bounded: nothing is allocated by an announced length, a read begins only when what was
@@ -20,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,6 +88,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.address = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
+        self._socket = transport.get_extra_info("socket") if isinstance(peer, tuple) else None
         self._transport.set_write_buffer_limits(high=UNSENT)
         self._timer = self._loop.call_later(HANDSHAKE, self.end, "no whole Connect in time")
         self._front.connections.add(self)
@@ -102,6 +106,8 @@ class Connection(asyncio.Protocol):
                 self.end("too much is waiting in frames that are not whole")
             elif (self._buffer or self._skip) and not self._holds:
                 self._timer = self._loop.call_later(STALLED, self.end, "a frame that does not go on")
+                if self._socket is not None:
+                    self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def eof_received(self) -> bool:
         """The client has left (no SDK shuts one side alone): see its appends stored, then close too."""

@@ -221,3 +221,77 @@ def test_the_node_sdk_is_told_of_refusals_and_names_survive(server: Server, node
         """,
         server,
     )
+
+
+def test_a_reply_never_arrives_in_pieces_that_the_client_misreads(server: Server, sdk: Sdk) -> None:
+    """The client asks once for the four bytes of a length, and takes what has come for all of it."""
+    server.stream("S")
+    server.append(*[bytes(1000)] * 1000, name="S")
+    sdk.run(
+        """
+        heads, whole = [], asyncio.StreamReader.read
+        async def read(self, n=-1):
+            data = await whole(self, n)
+            if n == 4:
+                heads.append((len(data), len(self._buffer) > 0))
+            return data
+        asyncio.StreamReader.read = read
+        client = StreamManagerClient()
+        everything = ReadMessagesOptions(min_message_count=1000)
+        def work():
+            for _ in range(20):
+                client.append_message("S", b"x")
+                client.describe_message_stream("S")
+            assert len(client.read_messages("S", everything)) == 1000
+        work()
+        threads = [threading.Thread(target=work) for _ in range(5)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert len(heads) > 6 * 41
+        # Each length is there as a whole, and the frame's operation and body with it.
+        assert set(heads[:-1]) <= {(4, True), (0, False)}, set(heads)
+        """,
+        server,
+    )
+
+
+def test_request_ids_that_are_all_the_same_are_no_hindrance(
+    server: Server, sdk: Sdk, node: Callable[..., str]
+) -> None:
+    """The newer JavaScript SDK, which npm has not, sends a single space with every request."""
+    python = sdk.start(
+        """
+        import uuid
+        uuid.uuid4 = lambda: " "
+        client = StreamManagerClient()
+        client.create_message_stream(
+            MessageStreamDefinition(name="P", strategy_on_full=StrategyOnFull.RejectNewData))
+        print("ready", flush=True)
+        assert [client.append_message("P", b"x") for _ in range(200)] == list(range(200))
+        assert len(client.read_messages("P", ReadMessagesOptions(min_message_count=200))) == 200
+        assert client.describe_message_stream("P").storage_status.newest_sequence_number == 199
+        client.delete_message_stream("P")
+        """,
+        server,
+    )
+    assert python.stdout is not None
+    assert python.stdout.readline() == "ready\n"
+    node(
+        """
+        require('aws-greengrass-core-sdk/stream-manager/utilInternal').uuidv4 = () => ' ';
+        await client.createMessageStream(new MessageStreamDefinition()
+            .withName("N").withStrategyOnFull(StrategyOnFull.RejectNewData));
+        const began = Date.now();
+        for (let i = 0; i < 100; i++)
+            assert.strictEqual(await client.appendMessage("N", Buffer.from("y")), i);
+        // This SDK writes a frame in two pieces: without an answer to the first, each call takes 40 ms.
+        assert.ok(Date.now() - began < 3000, `${Date.now() - began} ms`);
+        const messages = await client.readMessages("N", new ReadMessagesOptions().withMinMessageCount(100));
+        assert.strictEqual(messages.length, 100);
+        await assert.rejects(client.readMessages("missing"), ResourceNotFoundException);
+        await client.deleteMessageStream("N");
+        """,
+        server,
+    )
+    assert finish(python) == ""
+    assert server.call(server.manager.names) == []
