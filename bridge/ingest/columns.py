@@ -17,4 +17,17 @@ BASE = pa.schema(
     ]
 )
 MESSAGES = BASE.append(pa.field("object_key", pa.string()))
+VARIANT = pa.struct([pa.field("value", pa.binary(), False), pa.field("metadata", pa.binary(), False)])
 MAX_EXTRAS = 100  # columns that objects may add to the table, all together
+
+
+def is_variant(kind: pa.DataType) -> bool:
+    """Whether this is Spark's VARIANT: in Arrow a struct, marked at one of its fields."""
+    return pa.types.is_struct(kind) and any(
+        (field.metadata or {}).get(b"variant") == b"true" for field in kind
+    )
+
+
+def has_variant(kind: pa.DataType) -> bool:
+    """Whether it is one or has one within."""
+    return is_variant(kind) or any(has_variant(kind.field(at).type) for at in range(kind.num_fields))

@@ -150,7 +150,9 @@ def refine(
     ],
     schema: Annotated[
         str,
-        typer.Option("--schema", help='Columns as Spark DDL, such as "temp DOUBLE, unit STRING", or infer.'),
+        typer.Option(
+            "--schema", help='Columns as Spark DDL, such as "temp DOUBLE, unit STRING"; infer, or variant.'
+        ),
     ] = "infer",
     form: Annotated[str, typer.Option("--format", help="Payloads are json or cbor.")] = "json",
     stream: Annotated[

@@ -16,6 +16,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pyspark
+
+from bridge.ingest.columns import has_variant, is_variant
 from bridge.ingest.errors import BadOption, IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.payloads import KEYS, column_names, infer
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 SAMPLE = 1000  # payloads looked at to infer a schema
 TASK_BYTES = 64 << 20  # of data files: what one task reads
 MISFIT = "_misfit"
+VARIANT = "value VARIANT"  # what --schema variant means: the whole payload in this column
 
 
 @dataclass(slots=True)
@@ -48,7 +52,10 @@ class Refined:
 
 @dataclass(slots=True)
 class Step:
-    """One refinement: from which table, of which streams, by which format and schema ("infer" or DDL)."""
+    """One refinement: from which table, of which streams, by which format and schema.
+
+    The schema is DDL, "infer", or "variant" for the whole payload in one column of Spark's VARIANT.
+    """
 
     messages: Sink
     make: Callable[[str, pa.Schema], Sink]  # opens "typed" or "rejects" with these columns
@@ -73,7 +80,9 @@ class Step:
         rejects = self.make("rejects", _with(keys, payload="binary", reason="string"))
         ddl = self._schema(spark, wanted, files, keys)
         self.done.schema = ddl
-        typed_schema = _arrow(spark.createDataFrame([], ddl).schema)
+        typed_schema = _arrow(_parsed(spark, ddl))
+        if any(has_variant(column.type) and not is_variant(column.type) for column in typed_schema):
+            raise BadOption(f"--schema {ddl}: VARIANT can be a column of its own, not a part of one")
         names = column_names(typed_schema.names)
         columns = _renamed(typed_schema, names)
         typed = self.make("typed", _joined(keys, columns))
@@ -89,6 +98,12 @@ class Step:
         return self.done
 
     def _schema(self, spark: SparkSession, wanted: Fresh, files: Sequence[LiveFile], keys: pa.Schema) -> str:
+        if self.schema == "variant":
+            if min(int(version.split(".")[0]) for version in (spark.version, pyspark.__version__)) < 4:
+                raise BadOption(
+                    f"--schema variant: Spark {spark.version} has no VARIANT, it came with Spark 4.0"
+                )
+            return VARIANT
         if self.schema != "infer":
             return self.schema
         known = _load(self.make("typed", keys)).notes.get("schema")
@@ -137,7 +152,7 @@ class Step:
         mark: int,
     ) -> None:
         parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
-        frame = _typed(self._read(spark, parts, fresh), ddl)
+        frame = _typed(self._read(spark, parts, fresh), ddl, self.form)
         targets = {kind: sink.target() for kind, sink in sinks.items()}
         rows = frame.mapInArrow(writing(targets, names), STATUS).collect()
         seen: Fresh = {}
@@ -165,10 +180,27 @@ class Step:
         return frame.mapInArrow(reading(parts, place, pack_fresh(fresh), self.form), READ)
 
 
-def _typed(frame: DataFrame, ddl: str) -> DataFrame:
+def _parsed(spark: SparkSession, ddl: str) -> Any:
+    """The schema as Spark reads it."""
+    from pyspark.errors import PySparkException
+
+    try:
+        return spark.createDataFrame([], ddl).schema
+    except PySparkException as error:
+        line = " ".join(str(error).split())[:200]
+        raise BadOption(f"--schema {ddl}: Spark cannot read it ({line})") from None
+
+
+def _typed(frame: DataFrame, ddl: str, form: str) -> DataFrame:
     """Type the text; `fits` is whether all of it could be typed."""
     from pyspark.sql import functions as f
 
+    if ddl == VARIANT:
+        value = f.try_parse_json("text")
+        reason = f.lit("not JSON" if form == "json" else "not CBOR")
+        return frame.select(
+            *KEYS, "payload", reason.alias("reason"), value.isNotNull().alias("fits"), value.alias("value")
+        )
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": MISFIT}
     parsed = frame.withColumn("parsed", f.from_json("text", f"{ddl}, `{MISFIT}` STRING", options))
     is_object = f.col("text").isNotNull() & f.ltrim("text").startswith("{")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cbor2
+import deltalake
+import pyspark
 import pytest
 
 from bridge.ingest import refine
+from bridge.ingest.errors import BadOption
 from bridge.ingest.job import run
 from bridge.ingest.payloads import column_names, infer, texts
 from bridge.ingest.refine import Step
@@ -115,6 +119,81 @@ def test_cbor_payloads_are_typed(spark: Any, landing: Place, tmp_path: Path) -> 
     assert (lake.refine(form="cbor").rows, lake.numbers("rejects")) == (1, [1])
     row = lake.rows("readings")[0]
     assert (row["temp"], base64.b64decode(row["raw"])) == (1.5, b"\x00\xff")
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("form", ["json", "cbor"])
+def test_whole_payloads_become_one_variant_column_of_a_delta_table(
+    spark: Any, landing: Place, tmp_path: Path, form: str
+) -> None:
+    if pyspark.__version__ < "4":
+        pytest.skip("VARIANT came with Spark 4.0")
+    lake = Lake(spark, landing, "delta", tmp_path)
+    values: list[Any] = [{"temp": 1.5, "tags": ["a"]}, [1, 2], "text", None, {"temp": "hot"}]
+    encode = cbor2.dumps if form == "cbor" else lambda value: json.dumps(value).encode()
+    payloads = [*map(encode, values), b"\x1f"]
+    Gateway(landing).export(0, 5, payload=lambda n: payloads[n])
+    lake.ingest()
+    done = lake.refine(form=form, schema="variant")
+    assert (done.rows, done.rejected) == (5, 1)
+    assert lake.rows("rejects")[0]["reason"] == f"not {form.upper()}"
+    Gateway(landing).export(6, 7)
+    lake.ingest()
+    if form == "cbor":
+        assert (lake.refine(form=form, schema="variant").rejected, lake.numbers("rejects")) == (2, [5, 6, 7])
+    else:
+        assert lake.refine(schema="variant").rows == 2
+        assert open_sink(lake._options("readings")).compact(spark).before == 2
+    table = deltalake.DeltaTable(tmp_path / "readings")
+    assert table.protocol().reader_features == ["variantType"]
+    columns = "sequence_number BIGINT, value VARIANT"
+    frame = spark.read.schema(columns).parquet(*table.file_uris()).orderBy("sequence_number")
+    found = frame.selectExpr("to_json(value) j", "try_variant_get(value, '$.temp', 'double') t").collect()
+    assert [json.loads(row.j) for row in found][:5] == values
+    assert [row.t for row in found][:5] == [1.5, None, None, None, None]
+
+
+@pytest.mark.spark
+def test_a_variant_column_beside_typed_ones_can_come_later(
+    spark: Any, landing: Place, tmp_path: Path
+) -> None:
+    if pyspark.__version__ < "4":
+        pytest.skip("VARIANT came with Spark 4.0")
+    lake = Lake(spark, landing, "delta", tmp_path)
+    Gateway(landing).export(0, 0)
+    lake.ingest()
+    lake.refine(schema="n BIGINT")
+    Gateway(landing).export(1, 1, payload=b'{"n":7,"more":{"a":[1]}}')
+    lake.ingest()
+    lake.refine(schema="n BIGINT, more VARIANT")
+    files = deltalake.DeltaTable(tmp_path / "readings").file_uris()
+    frame = spark.read.schema("sequence_number BIGINT, n BIGINT, more VARIANT").parquet(*files)
+    found = frame.orderBy("sequence_number").selectExpr("n", "to_json(more)").collect()
+    assert [tuple(row) for row in found] == [(0, None), (7, '{"a":[1]}')]
+
+
+@pytest.mark.spark
+def test_a_variant_that_the_table_cannot_hold_is_refused_before_anything_is_done(
+    spark: Any, landing: Place, tmp_path: Path
+) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    Gateway(landing).export(0, 4)
+    lake.ingest()
+    with pytest.raises(BadOption, match=r"Iceberg table cannot get a VARIANT column here.* use --delta"):
+        lake.refine(schema="variant")
+    assert (lake.numbers("readings"), lake.numbers("rejects")) == ([], [])
+
+
+@pytest.mark.spark
+def test_a_schema_that_spark_cannot_read_is_named(spark: Any, landing: Place, tmp_path: Path) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    Gateway(landing).export(0, 4)
+    lake.ingest()
+    with pytest.raises(BadOption, match="--schema temp DUOBLE: Spark cannot read it"):
+        lake.refine(schema="temp DUOBLE")
+    if pyspark.__version__ >= "4":
+        with pytest.raises(BadOption, match="VARIANT can be a column of its own, not a part of one"):
+            lake.refine(schema="at STRUCT<lat: DOUBLE, more: VARIANT>")
 
 
 @pytest.mark.spark

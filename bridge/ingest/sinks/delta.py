@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Field, Schema, Transaction
+from deltalake import CommitProperties, DeltaTable, Field, Schema, TableFeatures, Transaction, VariantType
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
-from bridge.ingest.columns import MESSAGES
+from bridge.ingest.columns import MESSAGES, VARIANT, is_variant
 from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
 from bridge.ingest.sinks.base import Compacted, LiveFile
@@ -60,7 +60,7 @@ class DeltaSink:
     def _made(self) -> DeltaTable:
         table = self.table()
         if table is None:
-            schema = Schema.from_arrow(self.schema.append(pa.field(PARTITION, pa.date32())))
+            schema = Schema(_fields(self.schema.append(pa.field(PARTITION, pa.date32()))))
             # mode "ignore": another run may be making it at the same moment
             DeltaTable.create(
                 self.place.url, schema, mode="ignore", partition_by=[PARTITION], storage_options=self._options
@@ -79,8 +79,15 @@ class DeltaSink:
         return table.transaction_version(APPLICATION) if table else None
 
     def target(self) -> Target:
-        schema = pa.schema(self._made().schema().to_arrow())
-        schema = pa.schema([_narrow(field) for field in schema if field.name != PARTITION])
+        known = self._made().schema()
+        variants = {field.name for field in known.fields if isinstance(field.type, VariantType)}
+        schema = pa.schema(
+            [
+                pa.field(field.name, VARIANT) if field.name in variants else _narrow(field)
+                for field in pa.schema(known.to_arrow())
+                if field.name != PARTITION
+            ]
+        )
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
         return Target(self.place, PARTITION, schema.serialize().to_pybytes(), extras)
@@ -92,8 +99,10 @@ class DeltaSink:
             wanted = [pa.field(name, kind) for name, kind in columns.items() if name not in known]
             if not wanted:
                 return
-            added: list[Field] = list(Schema.from_arrow(pa.schema(wanted)).fields)
+            added = _fields(wanted)
             try:
+                if any(isinstance(field.type, VariantType) for field in added):
+                    table.alter.add_feature(TableFeatures.VariantType, allow_protocol_versions_increase=True)
                 table.alter.add_columns(added)
                 return
             except CommitFailedError:  # another writer was first: look again
@@ -167,6 +176,16 @@ class DeltaSink:
         data = table.to_pyarrow_dataset()
         chosen = list(columns) if columns else None
         return data.to_table(chosen) if limit is None else data.head(limit, columns=chosen)
+
+
+def _fields(columns: Iterable[pa.Field]) -> list[Field]:
+    """The columns as Delta has them."""
+    return [
+        Field(column.name, VariantType())
+        if is_variant(column.type)
+        else Schema.from_arrow(pa.schema([column])).fields[0]
+        for column in columns
+    ]
 
 
 def _millis(when: Any) -> int:

@@ -29,7 +29,7 @@ from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
-from bridge.ingest.columns import MESSAGES
+from bridge.ingest.columns import MESSAGES, has_variant
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, LiveFile
@@ -315,6 +315,11 @@ def _pointer(table: Table) -> int | None:
 
 def _schema(schema: pa.Schema) -> Schema:
     """Give the columns, and the fields within them, fresh ids 1, 2, ..."""
+    if any(has_variant(field.type) for field in schema):
+        raise BadOption(
+            "an Iceberg table cannot get a VARIANT column here: it is of Iceberg's format 3, and pyiceberg "
+            "knows no such type; use --delta, or name typed columns in --schema"
+        )
     ids = count(1)
     columns = [{"field-id": next(ids), "names": [field.name]} for field in schema]
     for column, field in zip(columns, schema, strict=True):
