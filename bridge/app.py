@@ -204,9 +204,10 @@ class Service:
                     self._manager.update(definition)
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
-                log.error("stream as declared cannot be had: %s", error, extra={"stream": name})
+                why = configuration.in_toml(str(error), name)
+                log.error("stream as declared cannot be had: %s", why, extra={"stream": name})
                 if name not in self._manager.store.streams:
-                    self._manager.refuse(definition, str(error))
+                    self._manager.refuse(definition, why)
 
     def _reload(self) -> None:
         path = self._config.path

@@ -16,6 +16,7 @@ every mistake found: file, line, key, value and what to do.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import zlib
 from pathlib import Path
@@ -28,7 +29,7 @@ from bridge import tomlfile
 from bridge.aws import AwsSettings
 from bridge.errors import ConfigError
 from bridge.export.settings import ExportSettings
-from bridge.model import MessageStreamDefinition, Name, StrategyOnFull
+from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
 from bridge.mqtt.settings import MqttConfig
 from bridge.tomlfile import Document, Keys
 from bridge.tomlstruct import Reader, dotted
@@ -74,11 +75,33 @@ class Greengrass(Struct, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:8088"
     token_file: Path | None = None
 
+    def __post_init__(self) -> None:
+        _check_listen(self.listen, "127.0.0.1:8088")
+
 
 class Http(Struct, frozen=True, kw_only=True):
     """[http]: the status page, metrics and health checks."""
 
     listen: str = "127.0.0.1:9464"
+
+    def __post_init__(self) -> None:
+        _check_listen(self.listen, "127.0.0.1:9464")
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """Take "127.0.0.1:8088" or "[::1]:8088" apart; raises ValueError."""
+    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    if not (host and port.isascii() and port.isdecimal() and int(port) < 65_536):
+        raise ValueError(f"{listen!r} is no address and port")
+    return host.strip("[]"), int(port)
+
+
+def _check_listen(listen: str, example: str) -> None:
+    if listen:
+        try:
+            host_and_port(listen)
+        except ValueError as error:
+            raise ValueError(f"`listen`: {error}; write it like {example}") from None
 
 
 class Log(Struct, frozen=True, kw_only=True):
@@ -109,18 +132,26 @@ def load(path: Path) -> Config:
 
 def load_document(document: Document) -> Config:
     """Read a configuration from a document that the caller keeps, to name places in it."""
+    config, reader = understand(document)
+    if reader.problems:
+        raise ConfigError("\n".join(reader.problems))
+    return config
+
+
+def understand(document: Document) -> tuple[Config, Reader]:
+    """What a document says as far as it can be understood; the reader has the mistakes."""
     reader = Reader(document)
     values: dict[str, Any] = {}
     for key, section in document.data.items():
         if key == "streams":
             values[key] = _streams(reader, section)
         elif key in _SECTIONS:
-            values[key] = reader.struct(_SECTIONS[key], section, (key,))
+            read = reader.struct(_SECTIONS[key], section, (key,))
+            if read is not None:
+                values[key] = read
         else:
             reader.unknown((key,), [*_SECTIONS, "streams"])
-    if reader.problems:
-        raise ConfigError("\n".join(reader.problems))
-    return Config(path=document.path, **values)
+    return Config(path=document.path, **values), reader
 
 
 def stream_definition(name: str, table: dict[str, Any]) -> MessageStreamDefinition:
@@ -139,6 +170,16 @@ _SECTIONS = {
     for field in msgspec.structs.fields(Config)
     if field.name not in ("path", "streams")
 }
+
+
+def in_toml(message: str, name: str) -> str:
+    """Say what the StreamManager says of a declared stream in the words of the file."""
+    words = {field.encode_name: field.name for field in msgspec.structs.fields(MessageStreamDefinition)}
+    words |= {field.encode_name: field.name for field in msgspec.structs.fields(Limits)}
+    words |= {"streamSegmentSize": "segment_size", "exportDefinition": "export"}
+    for wire, key in words.items():
+        message = re.sub(rf"\b{wire}\b", key.removesuffix("_millis"), message)
+    return message.replace("definition.", f"{dotted(('streams', name))}.")
 
 
 def needs_restart(running: Config, new: Config) -> list[str]:
@@ -165,7 +206,6 @@ def _streams(reader: Reader, section: object) -> dict[str, MessageStreamDefiniti
 def _stream(reader: Reader, name: str, table: object, keys: Keys) -> MessageStreamDefinition | None:
     if not reader.is_table(table, keys):
         return None
-    before = len(reader.problems)
     try:
         msgspec.convert(name, Name)
     except msgspec.ValidationError:
@@ -181,12 +221,9 @@ def _stream(reader: Reader, name: str, table: object, keys: Keys) -> MessageStre
     definition = reader.struct(
         MessageStreamDefinition, table, keys, renamed={"stream_segment_size": "segment_size"}, fixed=fixed
     )
-    if definition is None or len(reader.problems) > before:
-        return None
-    if definition.stream_segment_size > definition.max_size:
-        if "segment_size" in table:
+    if definition is not None and definition.stream_segment_size > definition.max_size:
+        if "segment_size" in table and (*keys, "max_size") not in reader.broken:
             reader.problem((*keys, "segment_size"), "is larger than max_size; make it at most that")
-            return None
         definition = msgspec.structs.replace(definition, stream_segment_size=definition.max_size)
     return definition
 
@@ -215,6 +252,8 @@ def _export(reader: Reader, table: dict[str, Any], keys: Keys) -> dict[str, Any]
             reader.problem(here, "a stream's definition is stored and shown; keep the secret in a file")
         elif isinstance(raw, str) and key.endswith(("_millis", "_bytes")):
             value = reader.value(int, key, raw, here)
+        if here in reader.broken:
+            continue
         word, *words = key.split("_")
         wire[word + "".join(map(str.capitalize, words))] = value
     return wire

@@ -98,6 +98,12 @@ def settings_of(definition: MessageStreamDefinition) -> Settings:
     )
 
 
+def is_bindable(topic_filter: str) -> bool:
+    """Whether a stream may have this filter among its topics."""
+    first = topic_filter.split("/", 1)[0]
+    return is_topic_filter(topic_filter) and not first.startswith("$") and first != RESERVED_TOPICS
+
+
 class Refusal:
     """Stands for a stream that cannot be had: whatever is appended to it is refused."""
 
@@ -246,8 +252,7 @@ class StreamManager:
                 f"{definition.max_size}; a stream must hold at least one segment"
             )
         for number, topic_filter in enumerate(definition.topics):
-            first = topic_filter.split("/", 1)[0]
-            if not is_topic_filter(topic_filter) or first.startswith("$") or first == RESERVED_TOPICS:
+            if not is_bindable(topic_filter):
                 raise InvalidRequest(
                     f"definition.topics[{number}]: {topic_filter!r} cannot be bound to a stream; give "
                     f"an MQTT topic filter that does not begin with '$' or '{RESERVED_TOPICS}/'"

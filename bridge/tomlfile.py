@@ -46,6 +46,7 @@ class Document:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: list[Path] = []
+        self.problems: list[str] = []  # with the files that could not be read
         self.data: dict[str, Any] = {}
         self._places: dict[Keys, Place] = {(): Place(path, 1)}
 
@@ -56,8 +57,12 @@ class Document:
         return self._places[keys]
 
     def add(self, path: Path) -> None:
-        """Merge one file into the document."""
-        data, lines = _parse(path)
+        """Merge one file into the document; one that cannot be read is a problem, and the others count."""
+        try:
+            data, lines = _parse(path)
+        except ConfigError as error:
+            self.problems.append(str(error))
+            return
         self.files.append(path)
         _merge(self.data, data, (), self._forget)
         for keys, line in lines.items():
@@ -69,7 +74,7 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Read the file at `path` and the fragments in `conf.d` beside it."""
+    """Read the file at `path` and the fragments in `conf.d` beside it; `problems` has what went wrong."""
     document = Document(path)
     document.add(path)
     for fragment in sorted((path.parent / "conf.d").glob("*.toml")):

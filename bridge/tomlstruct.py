@@ -2,8 +2,9 @@
 
 * The key of a field is its name without `_millis`: a duration's unit is part of its value.
 * Enums are given by name, and a relative path is relative to the document's directory.
-* A struct may check itself in `__post_init__`; a key that its error names in backticks gives the
-  line that is reported.
+* A struct may check itself in `__post_init__`; each line of its error is a mistake, and the first key
+  that it names in backticks gives the line that is reported.
+* Reading goes on behind a mistake, without the key in question, so that what else is wrong is found too.
 """
 
 from __future__ import annotations
@@ -36,16 +37,21 @@ S = TypeVar("S", bound=Struct)
 
 
 class Reader:
-    """Builds structs from one document and collects what is wrong with it in `problems`."""
+    """Builds structs from one document and collects what is wrong with it in `problems`.
+
+    `broken` are the keys whose values are not known for it.
+    """
 
     def __init__(self, document: Document) -> None:
         self.document = document
         self.base = document.path.absolute().parent
-        self.problems: list[str] = []
+        self.problems: list[str] = [*document.problems]
+        self.broken: set[Keys] = set()
 
     def problem(self, keys: Keys, what: str) -> None:
         """Report a mistake in the value at `keys`."""
         value = self._shown(keys)
+        self.broken.add(keys)
         self.problems.append(f"{self.document.place(keys)}: {dotted(keys)}{value}: {what}")
 
     def unknown(self, keys: Keys, known: Iterable[str]) -> None:
@@ -54,6 +60,8 @@ class Reader:
         known = sorted(known)
         near = difflib.get_close_matches(str(key).lower().replace("-", "_"), known, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        if near and not self._shown((*keys[:-1], near[0])):  # that is what was meant
+            self.broken.add((*keys[:-1], near[0]))
         self.problem(keys, f"unknown key; {hint}")
 
     def is_table(self, value: object, keys: Keys) -> TypeGuard[dict[str, Any]]:
@@ -71,14 +79,13 @@ class Reader:
         renamed: Mapping[str, str] = {},
         fixed: Mapping[str, Any] = {},
     ) -> S | None:
-        """Build a struct from a table; None after a mistake has been reported.
+        """Build a struct from a table; without what is wrong in it, and None if nothing is left.
 
         `renamed` gives the fields whose key is not their name; `fixed` the fields that the table
         has no say in.
         """
         if not self.is_table(table, keys):
             return None
-        before = len(self.problems)
         fields = {
             renamed.get(field.name, field.name.removesuffix("_millis")): field
             for field in msgspec.structs.fields(cls)
@@ -90,17 +97,39 @@ class Reader:
             if field is None:
                 self.unknown((*keys, key), fields)
             else:
-                values[field.name] = self.value(field.type, field.name, raw, (*keys, key))
+                before = len(self.problems)
+                value = self.value(field.type, field.name, raw, (*keys, key))
+                if len(self.problems) == before or isinstance(value, Struct):
+                    values[field.name] = value
         for key, field in fields.items():
             if field.required and key not in table:
                 self.problem(keys, f"`{key}` is missing; add {key} = ...")
-        if len(self.problems) > before:
-            return None
         try:
             return cls(**values)
+        except TypeError:  # a required one is missing, and reported
+            return None
         except (ValueError, StreamBridgeError) as error:
-            named = [key for key in re.findall(r"`(\w+)`", str(error)) if key in table]
-            self.problem((*keys, *named[:1]), str(error))
+            return self._without_mistakes(cls, values, str(error), table, keys, fields)
+
+    def _without_mistakes(
+        self, cls: type[S], values: dict[str, Any], told: str, table: dict[str, Any], keys: Keys,
+        fields: Mapping[str, Any],
+    ) -> S | None:  # fmt: skip
+        """Report what a struct has found in itself, and build it without the keys that it names."""
+        unknown = {
+            str(at[len(keys)]) for at in self.broken if len(at) > len(keys) and at[: len(keys)] == keys
+        }
+        for line in told.splitlines():
+            if unknown & set(re.findall(r"\w+", line)):
+                continue  # it may be right, but for the mistake that is reported already
+            named = [key for key in re.findall(r"`(\w+)`", line) if key in table]
+            self.problem((*keys, *named[:1]), line.removeprefix(f"`{named[0]}`: ") if named else line)
+            if named:
+                values.pop(fields[named[0]].name, None)
+        try:
+            return cls(**values)
+        except (TypeError, ValueError, StreamBridgeError):
+            self.broken.add(keys)
             return None
 
     def value(self, kind: Any, name: str, raw: Any, keys: Keys) -> Any:
@@ -122,7 +151,7 @@ class Reader:
             choices = _choices(kind)
             if choices and "enum value" in what:
                 what = _one_of(choices, raw)
-            self.problem(keys, f"{where}{': ' if where else ''}{what[0].lower()}{what[1:]}")
+            self.problem(keys, f"{where}{': ' if where else ''}{plainly(what)}")
         except ValueError as error:
             self.problem(keys, str(error))
         return None
@@ -176,6 +205,36 @@ class Reader:
             return ""
         text = _toml(value)
         return f" = {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+_KINDS = {
+    "str": "a text in quotes",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+
+def plainly(what: str) -> str:
+    """Say what msgspec says in the words of TOML's users."""
+    found = re.match(
+        r"(?:expected|Expected) `([\w |]+)`(?:, got `(\w+)`)?(?: of length)?(?: ([<>]=?) (\S+))?$", what
+    )
+    if found is None:
+        return what[0].lower() + what[1:]
+    wanted, given, bound, limit = found.groups()
+    if bound:
+        return f"must be {_BOUNDS[bound]} {limit}"
+    kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted.split(" | ") if kind != "null")
+    return f"must be {kinds}" + (f", not {_KINDS.get(given, given)}" if given else "")
+
+
+def snake(key: str) -> str:
+    """A key of the wire as TOML has it: `timeHintMillis` is `time_hint_millis`."""
+    return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda found: f"_{found[1].lower()}", key)
 
 
 def dotted(keys: Keys) -> str:

@@ -129,6 +129,11 @@ def note(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def count(number: int, noun: str) -> str:
+    """A number of things, as `1 stream` or `2 streams`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def show_ranges(ranges: Iterable[tuple[int, int]]) -> str:
     """Ranges of numbers, as `3-7, 9`."""
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)

@@ -10,6 +10,7 @@ from bridge.cli.common import (
     ExitCode,
     JsonOption,
     behave_in_pipes,
+    count,
     echo,
     load_config,
     print_json,
@@ -18,6 +19,7 @@ from bridge.cli.common import (
 )
 from bridge.cli.install import install_service
 from bridge.config import Config, load
+from bridge.errors import ConfigError
 from bridge.plugins import load as load_plugins
 
 
@@ -44,8 +46,12 @@ Signals:
 def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service until SIGTERM or Ctrl-C."""
     settings = load_config(config)
-    from bridge import app  # the broker and its dependencies; the other commands need none of them
+    # The broker and its dependencies; the other commands need none of them.
+    from bridge import app
+    from bridge.preflight import taken
 
+    if problems := taken(config, settings):  # before anything is made
+        raise ConfigError("\n".join(problems))
     app.run(settings)
 
 
@@ -71,11 +77,10 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
     else:
         for finding in findings:
             echo(f"{strong(finding.level)}: {finding.what}")
-        if settings is not None and not failed:
+        if not failed:
             exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
-            echo(
-                f"{config}: ok ({len(settings.streams)} streams, {exports} exports, {len(findings)} warnings)"
-            )
+            told = (count(len(settings.streams), "stream"), count(exports, "export"))
+            echo(f"{config}: ok ({', '.join(told)}, {count(len(findings), 'warning')})")
     raise typer.Exit(ExitCode.CONFIG if failed else ExitCode.OK)
 
 

@@ -86,12 +86,14 @@ class AccessRule(Struct, frozen=True, kw_only=True):
     read: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for key, filters in (("publish", self.publish), ("subscribe", self.subscribe), ("read", self.read)):
-            for name in filters or ():
-                if not is_topic_filter(name):
-                    raise ValueError(
-                        f"`{key}`: {name!r} is not a topic filter; `#` may only be the last level"
-                    )
+        mistakes = [
+            f"`{key}`: {name!r} is not a topic filter; `#` may only be the last level"
+            for key in ("publish", "subscribe", "read")
+            for name in getattr(self, key) or ()
+            if not is_topic_filter(name)
+        ]
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -144,14 +146,17 @@ class ExternalSettings(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
+        mistakes = []
         if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname:
-            raise ValueError(f"`url`: {self.url!r} is not like mqtt://host:1883 or mqtts://host:8883")
+            mistakes.append(f"`url`: {self.url!r} is not like mqtt://host:1883 or mqtts://host:8883")
         if not self.client_id:
-            raise ValueError("`client_id` is empty; a persistent session needs a name")
+            mistakes.append("`client_id` is empty; a persistent session needs a name")
         if self.share_group is not None and (not self.share_group or set(self.share_group) & set("/+#")):
-            raise ValueError("`share_group` must be a name without `/`, `+` and `#`")
+            mistakes.append("`share_group` must be a name without `/`, `+` and `#`")
         if (self.cert is None) != (self.key is None):
-            raise ValueError("`cert` and `key` belong together")
+            mistakes.append("`cert` and `key` belong together")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
 
 
 class MqttConfig(Struct, frozen=True, kw_only=True):
@@ -171,15 +176,22 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     external: ExternalSettings = ExternalSettings()
 
     def __post_init__(self) -> None:
-        addresses = [parse_address(url) for url in self.listen]
-        if self.mode == "embedded" and not addresses:
-            raise ValueError("`listen` is empty; name at least one listener, such as tcp://127.0.0.1:1883")
-        for url, address in zip(self.listen, addresses, strict=True):
+        mistakes = []
+        if self.mode == "embedded" and not self.listen:
+            mistakes.append("`listen` is empty; name at least one listener, such as tcp://127.0.0.1:1883")
+        for url in self.listen:
+            try:
+                address = parse_address(url)
+            except ValueError as error:
+                mistakes.append(str(error))
+                continue
             if address.secure and self.tls is None:
-                raise ValueError(f"`listen`: {url!r} needs a certificate: add [mqtt.tls] with cert and key")
+                mistakes.append(f"`listen`: {url!r} needs a certificate: add [mqtt.tls] with cert and key")
             closed = not address.loopback and self.allow_anonymous is not True and self.users_file is None
             if closed and not (address.secure and self.tls is not None and self.tls.client_ca is not None):
-                raise ValueError(
+                mistakes.append(
                     f"`listen`: nobody could log in at {url!r}: set users_file, tls.client_ca or "
                     "allow_anonymous = true"
                 )
+        if mistakes:
+            raise ValueError("\n".join(mistakes))

@@ -87,7 +87,7 @@ def test_a_good_configuration_is_ok_in_one_line(path: Path) -> None:
     path.write_text(QUIET + '[streams.a]\ntopics = ["a/#"]\n')
     done = streambridge("check", "-c", path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{path}: ok (1 streams, 0 exports, 0 warnings)\n"
+    assert done.stdout == f"{path}: ok (1 stream, 0 exports, 0 warnings)\n"
     assert sorted(path.parent.iterdir()) == [path]  # nothing was made
 
 
@@ -162,9 +162,88 @@ identifier = "three"
 """
     found = [line for line in check(path, QUIET + text) if line.startswith("error")]
     assert found[0].startswith("error: x.toml:15: streams.a.export.s3[0].size_hint_byte: ")
-    assert "did you mean `size_hint_bytes`?" in found[0]
-    assert found[1] == "error: x.toml:18: streams.a.export.s3[1].bucket: Expected `str`, got `int`"
+    assert "unknown key; did you mean `size_hint_bytes`?" in found[0]
+    assert (
+        found[1]
+        == "error: x.toml:18: streams.a.export.s3[1].bucket: must be a text in quotes, not a whole number"
+    )
     assert "there is no exporter of kind 's4'" in found[2]
+
+
+def test_one_run_finds_every_mistake_wherever_it_is(path: Path) -> None:
+    fragments = path.parent / "conf.d"
+    fragments.mkdir()
+    (fragments / "broken.toml").write_text("[[[")
+    (path.parent / "data").write_text("in the way")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        text = f"""
+[gateway]
+data_dir = "data"
+memory_dir = 5
+[mqtt]
+mode = "embedded"
+listen = ["tcp://127.0.0.1:{port}", "tcp:/127.0.0.1", "udp://127.0.0.1:1"]
+users_file = "users"
+[http]
+listen = "0.0.0.0:0"
+[greengrass]
+listen = ":8088"
+[log]
+level = "loud"
+[streams.a]
+topic = "x"
+topics = ["ok/#", "a/#/b", "$SYS/x"]
+[[streams.a.export.s3]]
+identifier = "one"
+size_hint_byte = "5MiB"
+bucket = 7
+compression = 8
+[[streams.a.export.kinesis]]
+identifier = "two"
+"""
+        found = [line.split(": ", 2)[1:] for line in check(path, text)]
+    assert [(where, what[:24]) for where, what in found] == [
+        ("conf.d/broken.toml:1", "not valid TOML: Invalid "),
+        ("x.toml:4", "gateway.memory_dir = 5: "),
+        ("x.toml:7", 'mqtt.listen = ["tcp://12'),
+        ("x.toml:7", 'mqtt.listen = ["tcp://12'),
+        ("x.toml:12", 'greengrass.listen = ":80'),
+        ("x.toml:14", 'log.level = "loud": must'),
+        ("x.toml:16", 'streams.a.topic = "x": u'),
+        ("x.toml:7", "mqtt.listen: cannot list"),
+        ("x.toml:10", "http.listen: whoever can"),
+        ("x.toml:3", "gateway.data_dir: data i"),
+        ("x.toml:17", "streams.a.topics: 'a/#/b"),
+        ("x.toml:17", "streams.a.topics: '$SYS/"),
+        ("x.toml:20", "streams.a.export.s3[0].s"),
+        ("x.toml:21", "streams.a.export.s3[0].b"),
+        ("x.toml:22", "streams.a.export.s3[0].c"),
+        ("x.toml:23", "streams.a.export.kinesis"),
+        ("x.toml:8", "mqtt.users_file: users c"),
+    ]
+
+
+def test_what_is_stored_already_is_looked_at(path: Path, fill: Fill) -> None:
+    fill([("a", b"x" * 5000)])
+    data = fill(name="lost")
+    for copy in (data / "streams" / "lost").glob("meta.*"):
+        copy.write_bytes(b"?")
+    text = '[streams.sensors]\nmax_size = 2048\npersistence = "Memory"\n[streams.lost]\n'
+    found = check(path, QUIET + text)
+    assert found[0].startswith("error: x.toml:13: streams.sensors.persistence: the stream exists as File")
+    assert found[1].startswith("error: x.toml:12: streams.sensors.max_size: the stream holds ")
+    assert found[2].startswith("error: x.toml:14: streams.lost: both stored copies of its definition")
+    assert "`streambridge repair`" in found[2]
+
+
+def test_doors_without_a_password_for_the_network_are_warnings(path: Path) -> None:
+    text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
+    found = check(path, text.replace('[http]\nlisten = ""', '[http]\nlisten = "[::]:0"'))
+    assert [line[: line.index(" gets at")] for line in found] == [
+        "warning: x.toml:10: http.listen: whoever can reach [::]:0",
+        "warning: x.toml:8: greengrass.listen: whoever can reach 0.0.0.0:0",
+    ]
 
 
 def test_one_identifier_for_two_exports_is_an_error(path: Path) -> None:
@@ -182,6 +261,10 @@ def test_exports_without_credentials_are_a_warning(path: Path) -> None:
     assert any("no region is set" in line for line in lines)
     known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "eu-central-1"}
     assert check(path, QUIET + export, **known) == []
+    del known["AWS_DEFAULT_REGION"]
+    assert check(path, QUIET + export + 'region = "eu-west-1"\n', **known) == []
+    http = '[[streams.a.export.http]]\nidentifier = "x"\nuri = "http://127.0.0.1/"\n'
+    assert check(path, QUIET + http) == []
 
 
 def test_a_topic_that_cannot_be_bound_is_an_error(path: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_mistake_in_a_fragment_names_the_fragment(path: Path) -> None:
     fragments.mkdir()
     (fragments / "mqtt.toml").write_text("\n[mqtt]\nmax_packet = true\n")
     assert mistakes(path, '[mqtt]\nmax_packet = "1MiB"\n') == [
-        "conf.d/mqtt.toml:3: mqtt.max_packet = true: expected `int`, got `bool`"
+        "conf.d/mqtt.toml:3: mqtt.max_packet = true: must be a whole number, not true or false"
     ]
 
 
@@ -182,11 +182,11 @@ threads = 3
         'streambridge.toml:5: mqtt.max_packet = "10m": expected a size such as 512, "64KiB" or "1.5GB" '
         "(units: B, kB, KiB, MB, MiB, GB, GiB, TB, TiB)",
         "streambridge.toml:9: mqtt.tls: `key` is missing; add key = ...",
-        "streambridge.toml:14: mqtt.acl[1].publish = [\"a/#/b\"]: `publish`: 'a/#/b' is not a topic filter; "
+        "streambridge.toml:14: mqtt.acl[1].publish = [\"a/#/b\"]: 'a/#/b' is not a topic filter; "
         "`#` may only be the last level",
         'streambridge.toml:16: streams.c.persistence = "file": must be "File" or "Memory"; '
         'did you mean "File"?',
-        "streambridge.toml:17: streams.c.max_size = 2: expected `int` >= 1024",
+        "streambridge.toml:17: streams.c.max_size = 2: must be at least 1024",
         "streambridge.toml:18: streams.c.limits.max_mesages = 3: unknown key; did you mean `max_messages`?",
         'streambridge.toml:19: streams."c/d": a stream\'s name is 1 to 255 letters, digits, spaces and any '
         "of _ - , .",
@@ -201,9 +201,27 @@ def test_a_key_like_no_other_is_answered_with_the_known_ones(path: Path) -> None
 
 
 def test_a_whole_struct_that_contradicts_itself_is_reported_at_the_key_that_it_names(path: Path) -> None:
-    (line,) = mistakes(path, '[mqtt]\nmode = "embedded"\nlisten = ["tls://0.0.0.0:8883"]')
-    assert line.startswith('streambridge.toml:3: mqtt.listen = ["tls://0.0.0.0:8883"]: ')
-    assert "add [mqtt.tls]" in line
+    found = mistakes(path, '[mqtt]\nmode = "embedded"\nlisten = ["tls://0.0.0.0:8883"]')
+    assert [line.partition("]: ")[0] for line in found] == [
+        'streambridge.toml:3: mqtt.listen = ["tls://0.0.0.0:8883"'
+    ] * 2
+    assert "needs a certificate: add [mqtt.tls]" in found[0]
+    assert "nobody could log in" in found[1]
+
+
+def test_a_mistake_does_not_make_others_out_of_what_depends_on_it(path: Path) -> None:
+    text = '[mqtt]\nlisten = ["tls://0.0.0.0:8883"]\nallow_anonymous = true\n[mqtt.tls]\ncert = "a.pem"\n'
+    assert mistakes(path, text) == ["streambridge.toml:4: mqtt.tls: `key` is missing; add key = ..."]
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_mistakes_of_the_others(path: Path) -> None:
+    fragments = path.parent / "conf.d"
+    fragments.mkdir()
+    (fragments / "1.toml").write_text("[[[")
+    (fragments / "2.toml").write_text("[gateway]\nids = 1\n")
+    first, second = mistakes(path, "")
+    assert first.startswith("conf.d/1.toml:1: not valid TOML")
+    assert second == "conf.d/2.toml:2: gateway.ids = 1: unknown key; did you mean `id`?"
 
 
 def test_a_segment_larger_than_its_stream_is_refused(path: Path) -> None:
@@ -262,6 +280,14 @@ def test_a_secret_in_a_stream_is_refused_because_definitions_are_shown(path: Pat
     (line,) = mistakes(path, '[[streams.a.export.http]]\nuri = "https://x/${STREAMBRIDGE_TOKEN}"')
     assert line.startswith("streambridge.toml:2: streams.a.export.http[0].uri")
     assert "keep the secret in a file" in line
+
+
+def test_what_the_manager_says_of_a_declared_stream_is_said_in_the_words_of_the_file() -> None:
+    told = "definition.maxSize: 5 is less than the 9 bytes that stream 'a b' holds now"
+    assert config.in_toml(told, "a b") == (
+        "streams.\"a b\".max_size: 5 is less than the 9 bytes that stream 'a b' holds now"
+    )
+    assert config.in_toml("definition.limits.maxAgeMillis: no", "a") == "streams.a.limits.max_age: no"
 
 
 def test_what_a_reload_cannot_take_over_is_named(path: Path) -> None:

@@ -1,0 +1,46 @@
+"""What `streambridge check` looks at beyond the text of the configuration.
+
+`examine` reads the configuration and looks at this machine: ports, directories, disk room, streams,
+plugins, certificates, secrets, credentials. An *error* keeps the service, or a part of it, from working; a
+*warning* will sooner or later. Nothing is changed, and no other machine is asked for anything but
+credentials (the instance's metadata service, if AWS is told to ask there).
+
+All is found in one run: a mistake hides nothing but what depends on that very key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bridge import config, tomlfile
+from bridge.config import Config
+from bridge.preflight import files, network, streams
+from bridge.preflight.look import Finding, Look
+
+PARTS = (
+    network.listeners,
+    network.exposure,
+    files.directories,
+    streams.room,
+    streams.streams,
+    files.secrets,
+    files.certificates,
+    streams.credentials,
+)
+
+
+def examine(path: Path) -> tuple[Config, list[Finding]]:
+    """Examine a configuration and the machine that it is for."""
+    document = tomlfile.read(path)
+    settings, reader = config.understand(document)
+    look = Look(settings, document, reader.broken)
+    found = [Finding("error", line) for problem in reader.problems for line in problem.splitlines()]
+    for part in PARTS:
+        found += part(look)
+    return settings, found
+
+
+def taken(path: Path, settings: Config) -> list[str]:
+    """The addresses of a sound configuration that cannot be listened at."""
+    look = Look(settings, tomlfile.read(path))
+    return [finding.what for finding in network.listeners(look)]

@@ -1,0 +1,132 @@
+"""Directories and the files that the configuration names: secrets and certificates."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import stat
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from bridge.errors import ConfigError
+from bridge.mqtt.access import read_users
+from bridge.preflight.look import Finding, Look, existing, unreadable
+from bridge.tomlfile import Keys
+
+EXPIRES_SOON = timedelta(days=30)
+SECRETS: list[Keys] = [
+    ("mqtt", "users_file"),
+    ("mqtt", "tls", "key"),
+    ("mqtt", "external", "password_file"),
+    ("mqtt", "external", "key"),
+    ("greengrass", "token_file"),
+    ("aws", "credentials", "iot", "key"),
+]
+CERTIFICATES: list[Keys] = [
+    ("mqtt", "tls", "cert"),
+    ("mqtt", "tls", "client_ca"),
+    ("mqtt", "external", "ca"),
+    ("mqtt", "external", "cert"),
+    ("aws", "credentials", "iot", "cert"),
+    ("aws", "credentials", "iot", "ca"),
+]
+
+
+def directories(look: Look) -> Iterator[Finding]:
+    """Whether the directories are there, or can be made, and can be written."""
+    for key in ("data_dir", "memory_dir"):
+        if not look.knows("gateway", key) or not look.knows("gateway", "data_dir"):
+            continue
+        wanted: Path = getattr(look.config.gateway, key)
+        there = existing(wanted)
+        if not there.is_dir():
+            yield look.error(("gateway", key), f"{there} is not a directory; move it away")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            verb = "write to" if there == wanted else "make a directory in"
+            yield look.error(
+                ("gateway", key),
+                f"user {os.geteuid()} may not {verb} {there}; run this as the service's user, chown the "
+                "directory, or choose another",
+            )
+
+
+def secrets(look: Look) -> Iterator[Finding]:
+    """Whether files with secrets can be read by us and by nobody else, and the configuration is ours."""
+    for path in look.document.files:
+        if path.stat().st_mode & stat.S_IWOTH:
+            yield Finding("warning", f"{path}: every user of this machine can change it; chmod o-w {path}")
+    for keys, path in _named(look, SECRETS):
+        problem = unreadable(path)
+        if problem:
+            yield look.error(keys, problem)
+        elif path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
+            yield look.warning(keys, f"every user of this machine can read {path}; chmod o= {path}")
+    users = look.config.mqtt.users_file
+    if users is not None and not unreadable(users):
+        try:
+            read_users(users)
+        except ConfigError as error:
+            yield look.error(("mqtt", "users_file"), str(error))
+
+
+def certificates(look: Look) -> Iterator[Finding]:
+    """Whether certificates can be read and are valid, now and for a while."""
+    now = datetime.now(UTC)
+    for keys, path in _named(look, CERTIFICATES):
+        problem = unreadable(path)
+        if problem:
+            yield look.error(keys, problem)
+            continue
+        try:
+            begins, ends = validity(path)
+        except ValueError as error:
+            yield look.error(keys, str(error))
+            continue
+        if not begins <= now <= ends:
+            span = f"{begins:%Y-%m-%d %H:%M} to {ends:%Y-%m-%d %H:%M} UTC"
+            yield look.error(keys, f"{path} is valid from {span} only; renew it, or set the clock")
+        elif ends - now < EXPIRES_SOON:
+            yield look.warning(keys, f"{path} expires on {ends:%Y-%m-%d}; renew it and reload")
+    tls = look.config.mqtt.tls
+    if tls is not None and not unreadable(tls.cert) and not unreadable(tls.key):
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key)
+        except ssl.SSLError as error:
+            reason = (error.reason or "not a key").lower().replace("_", " ")
+            yield look.error(("mqtt", "tls", "key"), f"{tls.key} does not go with {tls.cert}: {reason}")
+
+
+def _named(look: Look, places: list[Keys]) -> Iterator[tuple[Keys, Path]]:
+    """Those of the places where the configuration names a file."""
+    for keys in places:
+        value: object = look.config
+        for key in keys:
+            value = getattr(value, str(key), None)
+        if isinstance(value, Path):
+            yield keys, value
+
+
+def validity(path: Path) -> tuple[datetime, datetime]:
+    """From when to when the first certificate of a PEM file is valid; raises ValueError.
+
+    The two times follow each other in a certificate (RFC 5280, 4.1), so that a pattern finds them
+    without a parser.
+    """
+    text = path.read_text(errors="replace")
+    begin, end = text.find(ssl.PEM_HEADER), text.find(ssl.PEM_FOOTER)
+    if begin < 0 or end < 0:
+        raise ValueError(f"{path} holds no certificate in PEM (-----BEGIN CERTIFICATE-----)")
+    moment = rb"(?:\x17\x0d(\d{12})Z|\x18\x0f(\d{14})Z)"
+    found = re.search(moment + moment, ssl.PEM_cert_to_DER_cert(text[begin : end + len(ssl.PEM_FOOTER)]))
+    if found is None:
+        raise ValueError(f"{path} holds no certificate that can be read")
+    first, second = (group.decode() for group in found.groups() if group)
+    return _moment(first), _moment(second)
+
+
+def _moment(text: str) -> datetime:
+    if len(text) == 12:  # UTCTime: two digits of the year, 1950 to 2049
+        text = ("20" if text < "50" else "19") + text
+    return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)

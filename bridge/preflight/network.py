@@ -1,0 +1,81 @@
+"""Whether every address can be listened at, and who could reach it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+
+from bridge.config import host_and_port
+from bridge.mqtt.settings import is_loopback, parse_address
+from bridge.preflight.look import Finding, Look
+from bridge.streams.store import is_running
+from bridge.tomlfile import Keys
+
+Wanted = tuple[Keys, str, int]
+
+
+def listeners(look: Look) -> Iterator[Finding]:
+    """Addresses that are taken or are not ours; a running service of ours holds them rightly."""
+    if is_running(look.config.gateway.data_dir):
+        return
+    held: list[socket.socket] = []
+    try:
+        for keys, host, port in _wanted(look):
+            try:
+                held.append(socket.create_server((host, port), family=_family(host)))
+            except OSError as error:
+                yield look.error(keys, f"cannot listen at {host}:{port}: {_why_not(error, port)}")
+    finally:
+        for listener in held:
+            listener.close()
+
+
+def exposure(look: Look) -> Iterator[Finding]:
+    """Listeners without a password that others than this machine can reach."""
+    for section, what in (("http", "the status page"), ("greengrass", "every stream")):
+        listen = getattr(look.config, section).listen
+        if section == "greengrass" and look.config.greengrass.token_file is not None:
+            continue
+        if listen and look.knows(section, "listen") and not is_loopback(host_and_port(listen)[0]):
+            yield look.warning(
+                (section, "listen"),
+                f"whoever can reach {listen} gets at {what} without a password; listen at 127.0.0.1",
+            )
+
+
+def _wanted(look: Look) -> Iterator[Wanted]:
+    config = look.config
+    if config.mqtt.mode == "embedded" and look.knows("mqtt", "mode"):
+        urls = config.mqtt.listen
+        if not look.knows("mqtt", "listen"):  # one of them is wrong: the others are looked at all the same
+            section = look.document.data.get("mqtt")
+            stated = section.get("listen") if isinstance(section, dict) else None
+            urls = [url for url in stated if isinstance(url, str)] if isinstance(stated, list) else []
+        for url in urls:
+            try:
+                address = parse_address(url)
+            except ValueError:
+                continue
+            yield ("mqtt", "listen"), address.host, address.port
+    for section in ("greengrass", "http"):
+        listen = getattr(config, section).listen
+        if listen and look.knows(section, "listen"):
+            yield (section, "listen"), *host_and_port(listen)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _why_not(error: OSError, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            "another program listens there already; stop it, or choose another port "
+            f"(`ss -ltnp sport = :{port}` shows which program)"
+        )
+    if error.errno == errno.EACCES:
+        return "only root may use ports below 1024; choose another one, or see `systemctl cat streambridge`"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "this machine has no such address; `ip address` shows those that it has"
+    return error.strerror or str(error)
