@@ -116,6 +116,8 @@ class Refusal:
         """Refuse the message, so that its sender hears that it is not stored."""
         raise self._error
 
+    ensure_admits = append
+
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Nothing is ever pending."""
         done(None)

@@ -24,6 +24,7 @@ import contextlib
 import enum
 import logging
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from bridge.errors import StreamError
@@ -68,18 +69,27 @@ class State(enum.Enum):
 class Batch:
     """What one read from the socket is to be answered with, once what it touched is committed."""
 
-    __slots__ = ("acks", "close", "connection", "error", "ids", "lasting", "streams", "touched", "waiting")
+    __slots__ = (
+        "acks", "close", "connection", "error", "failed", "ids", "lasting", "touched", "waiting",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.acks = bytearray()
         self.touched: dict[Committer, None] = {}
-        self.streams: tuple[Stream, ...] = ()  # those of its last QoS 2 message
-        self.ids: list[int] = []  # QoS 2 ids that count as used only if the commit succeeds
+        # QoS 2 ids that count as used only if the commit succeeds, and the streams that their messages go to
+        self.ids: dict[int, tuple[Stream, ...]] = {}
         self.lasting: Session | None = None  # the session whose journal is to hold these ids
         self.waiting = 0
         self.error: StreamError | None = None
+        self.failed: set[Committer] = set()  # known where it matters: when several are touched
         self.close: tuple[str, str, int] | None = None  # counter, text, reason: end after these acks
+
+    def one_done(self, committer: Committer, error: StreamError | None) -> None:
+        """One of several streams is committed, or failed to."""
+        if error is not None:
+            self.failed.add(committer)
+        self.done(error)
 
     def done(self, error: StreamError | None) -> None:
         """One of the streams is committed, or failed to."""
@@ -91,9 +101,10 @@ class Batch:
             # Only now: an id that is known although its message is not stored would lose the message.
             session, self.lasting, self.waiting = self.lasting, None, 1
             journal = self.connection.lane.journal
-            for packet_id in self.ids:
+            ids, self.ids = self.ids, {}  # from here on they are in use, also if the journal fails
+            for packet_id in ids:
                 journal.received(session, packet_id)
-            for stream in self.streams:
+            for stream in dict.fromkeys(stream for streams in ids.values() for stream in streams):
                 journal.marked(stream.name, stream.next_sequence)
             journal.after_commit(self.done)
             return
@@ -399,8 +410,9 @@ class Connection(asyncio.Protocol):
             return  # QoS 0 alone: nobody waits for it
         batch.waiting = len(touched) + 1
         self._batches.append(batch)
+        several = len(touched) > 1
         for committer in touched:
-            committer.after_commit(batch.done)
+            committer.after_commit(partial(batch.one_done, committer) if several else batch.done)
         batch.done(None)
         if len(self._batches) > UNSENT_BATCHES:
             self.hold("commits")
@@ -436,9 +448,16 @@ class Connection(asyncio.Protocol):
             self.release("commits")
 
     def _forget_ids(self, batch: Batch) -> None:
-        # The client will send these again, and then they must not pass for duplicates.
-        if self.session is not None:
-            self.session.incoming.difference_update(batch.ids)
+        # The client will send these again, and then they must not pass for duplicates: but where they are
+        # stored, they are not to be stored again.
+        session = self.session
+        if session is None:
+            return
+        session.incoming.difference_update(batch.ids)
+        for packet_id, streams in batch.ids.items():
+            stored = {one.name for one in streams if one not in batch.failed} if batch.failed else set()
+            if stored:
+                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
 
     def _throttle(self, seconds: float) -> None:
         """Read no further for as long as what was read should have taken, beyond the last second's worth."""

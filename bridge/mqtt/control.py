@@ -78,6 +78,7 @@ assert (SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT, AUTH) == (0x82, 0xA2, 0xC0,
 def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) -> None:
     """The client is done with a QoS 2 id. Always answered, known or not, or it would ask for ever (4.3.3)."""
     raw = packet_id.to_bytes(2, "big")
+    session.partial.pop(packet_id, None)
     if packet_id in session.incoming:
         session.incoming.discard(packet_id)
         session.restored -= {packet_id}

@@ -268,19 +268,23 @@ class ExternalBroker:
                 if len(self._routes) >= ROUTES:
                     self._routes.clear()
                 streams = self._routes[topic] = self._manager.bound(topic)
-            raw, kept = topic.encode(), _headers(message)
+            raw, payload, kept = topic.encode(), bytes(message.payload), _headers(message)
+            takers: list[Stream] = []
             for stream in streams:
                 try:
-                    stream.append(raw, bytes(message.payload), kept)
+                    stream.ensure_admits(raw, payload, kept)
                 except MessageTooLarge as error:
                     self._dropped("too_large", error)
                 except StreamError as error:
-                    if message.qos:
+                    if message.qos:  # to none of them: it comes to all when it is tried again
                         self._hold(error)
                         return False
                     self._dropped("full", error)
                 else:
-                    touched[stream] = None
+                    takers.append(stream)
+            for stream in takers:
+                stream.append(raw, payload, kept)
+                touched[stream] = None
             if not streams:
                 self.counts["dropped_unbound"] += 1  # the broker still has a subscription of a former stream
         self.counts["received"] += 1

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.lane import Lane
     from bridge.mqtt.packets import Will
     from bridge.mqtt.sessions import Session
+    from bridge.mqtt.store import Stream
 
 RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH and PUBREL, announced too
 TOPIC_ALIASES = 64  # per connection, announced in CONNACK
@@ -95,12 +96,15 @@ def publish(
     if qos == 4 and number in session.incoming:
         if head & 8 or number not in session.restored:
             batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)
+            if session.persistent:
+                batch.touched[lane.journal] = None  # which may have failed to keep the id
             return
         # The bridge has restarted, and this is no repetition: the id had been released, but the record
         # of that was lost with the power.
         session.incoming.discard(number)
     if qos == 4 and conn.level == V5 and len(session.incoming) >= RECEIVE_MAXIMUM:
         raise ProtocolError(f"more than {RECEIVE_MAXIMUM} QoS 2 messages at a time", RECEIVE_MAXIMUM_EXCEEDED)
+    streams = route.streams
     try:
         if route.denied:
             raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; see [[mqtt.acl]]")
@@ -108,7 +112,12 @@ def publish(
             requests.take(conn, route.name, payload, properties or {}, qos >> 1)
         elif route.streams:
             kept = _headers(head, properties, session, number)
-            for stream in route.streams:
+            if qos == 4:
+                streams = _lacking(lane, session, head, number, route)
+            if len(streams) > 1:
+                for stream in streams:
+                    stream.ensure_admits(topic, payload, kept)  # in all, or in none: it will be sent again
+            for stream in streams:
                 stream.append(topic, payload, kept)
                 batch.touched[stream] = None
         else:
@@ -128,10 +137,23 @@ def publish(
     elif qos == 4:
         batch.acks += b"\x50\x02" + packet_id
         session.incoming.add(number)
-        batch.ids.append(number)
+        batch.ids[number] = streams
         if session.persistent:
             batch.lasting = session
-            batch.streams = tuple({*batch.streams, *route.streams})
+
+
+def _lacking(lane: Lane, session: Session, head: int, number: int, route: Route) -> tuple[Stream, ...]:
+    """The streams that a QoS 2 message is to go to: not those that have it from an earlier attempt."""
+    for stream in route.streams if session.persistent else ():
+        if stream.name not in lane.journal.marks:  # from here on its ids are looked for at the next start
+            lane.journal.marked(stream.name, stream.next_sequence)
+    have = session.partial.get(number)
+    if have is None:
+        return route.streams
+    if not head & 8:
+        del session.partial[number]  # another message
+        return route.streams
+    return tuple(stream for stream in route.streams if stream.name not in have)
 
 
 def publish_v5(

@@ -102,8 +102,10 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
 async def find_stored_ids(lane: Lane) -> None:
     """Find QoS 2 messages that a stream holds, but whose ids did not reach the journal before the end.
 
-    Their headers have client and id. Only streams with such messages are read, from the mark on.
+    Their headers have client and id. Only streams with such messages are read, from the mark on. A message
+    that one of its streams has and another has not is not stored yet: its client will send it again.
     """
+    found: dict[tuple[Session, int, bytes], set[str]] = {}
     for name, upto in list(lane.journal.marks.items()):
         if name not in lane.manager.definitions:
             del lane.journal.marks[name]
@@ -120,9 +122,14 @@ async def find_stored_ids(lane: Lane) -> None:
             kept = headers.decode(message.headers)
             session = lane.sessions.get(kept.client)
             if session is not None and kept.id:
-                session.incoming.add(kept.id)
-                session.restored |= {kept.id}
+                found.setdefault((session, kept.id, message.topic), set()).add(name)
         lane.journal.marks[name] = lane.manager.stream(name).next_sequence
+    for (session, packet_id, topic), names in found.items():
+        if all(stream.name in names for stream in lane.manager.bound(text(topic))):
+            session.incoming.add(packet_id)
+            session.restored |= {packet_id}
+        else:
+            session.partial[packet_id] = frozenset(names)
 
 
 def snapshot(lane: Lane) -> Iterator[Record]:

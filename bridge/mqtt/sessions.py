@@ -31,8 +31,8 @@ class Session:
     """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
 
     __slots__ = (
-        "client_id", "connection", "expiry", "identity", "incoming", "last", "left", "outbox", "restored",
-        "seen", "subscriptions", "timer", "will", "will_timer",
+        "client_id", "connection", "expiry", "identity", "incoming", "last", "left", "outbox", "partial",
+        "restored", "seen", "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
@@ -41,6 +41,8 @@ class Session:
         self.subscriptions: dict[str, Subscription] = {}
         self.restored: frozenset[int] = frozenset()  # those of `incoming` that are from an earlier life
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
+        # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
+        self.partial: dict[int, frozenset[str]] = {}
         self.connection: Connection | None = None
         self.last: Connection | None = None  # the newest connection, even if it is closed
         self.left = 0.0  # Unix time at which the connection was lost

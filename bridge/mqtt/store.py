@@ -31,6 +31,9 @@ class Stream(Committer, Protocol):
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
         """Add a message to the group that is being gathered, or raise a StreamError at once."""
 
+    def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> object:
+        """Raise the StreamError that `append` would raise."""
+
 
 class Store(Protocol):
     """All streams, as far as MQTT is concerned."""

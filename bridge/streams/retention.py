@@ -80,8 +80,8 @@ class Exact:
         return rows
 
     # -- appending -------------------------------------------------------------------------------
-    def admit(self, topic: bytes, data: int, waiting: int) -> None:
-        """Let a message of `data` bytes in, behind `waiting` ones; raises MessageTooLarge or StreamFull."""
+    def check(self, topic: bytes, data: int, waiting: int) -> None:
+        """Raise MessageTooLarge or StreamFull if `data` bytes do not fit behind `waiting` messages."""
         self._synchronise()
         limits, stream = self._limits, self._stream
         if limits.max_message_size is not None and data > limits.max_message_size:
@@ -99,6 +99,11 @@ class Exact:
                 number = len(self._topics.get(topic, ())) + self._admitted_topics.get(topic, 0)
                 if number >= limits.max_messages_per_topic:
                     self._refuse(f"maxMessagesPerTopic {limits.max_messages_per_topic}")
+
+    def admitted(self, topic: bytes, data: int) -> None:
+        """A message that was checked waits to be committed."""
+        if self._limits.discard_new:
+            if self._limits.max_messages_per_topic is not None:
                 self._admitted_topics[topic] = self._admitted_topics.get(topic, 0) + 1
             self._admitted += data
 

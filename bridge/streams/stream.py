@@ -230,6 +230,11 @@ class Stream:
             self._schedule(self)
         return number
 
+    def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> None:
+        """Raise what `append` would: for who appends to several streams, and wants it in all or in none."""
+        data = len(topic) + len(payload) + len(headers)
+        self._check(topic, data, data + RECORD_OVERHEAD + 8)
+
     def after_commit(self, done: Waiter) -> None:
         """Call `done` when all that was appended so far is committed (None) or has failed (the error).
 
@@ -254,6 +259,11 @@ class Stream:
         self._room = min(self._room, self._group.size + WEIGH_EVERY)
 
     def _admit(self, topic: bytes, data: int, size: int) -> None:
+        self._check(topic, data, size)
+        if self.exact is not None:
+            self.exact.admitted(topic, data)
+
+    def _check(self, topic: bytes, data: int, size: int) -> None:
         if self.closed:
             raise StorageFailed(f"stream {self.name!r} was deleted or the service stops; nothing was stored")
         self._weigh(self)
@@ -269,7 +279,7 @@ class Stream:
             self._reject_if_full(size)
         if self.exact is not None:
             try:
-                self.exact.admit(topic, data, self._next - self.log.next)
+                self.exact.check(topic, data, self._next - self.log.next)
             except OSError as error:
                 self.exact.stale = True
                 raise StorageFailed(f"stream {self.name!r}: its limits cannot be checked: {error}") from error

@@ -6,13 +6,15 @@ import asyncio
 import resource
 import stat
 import time
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from bridge.mqtt import journal as journal_module
 
-from .harness import Bridge, Packet, bridge_test, connect, publish, until
+from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until
 
 
 def rss() -> int:
@@ -142,6 +144,76 @@ async def test_many_sessions_come_and_go_without_leaving_anything(bridge: Bridge
     await until(lambda: bridge.stat("connections") == 0)
     assert bridge.stat("sessions") == 200
     assert len(bridge.lane._tasks) == 0
+
+
+@bridge_test
+async def test_qos_2_is_stored_once_also_while_its_id_cannot_be_written_to_the_journal(
+    bridge: Bridge,
+) -> None:
+    client = await bridge.connect("c", clean=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
+
+        def full(fd: int, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(journal_module, "_write_all", full)
+        for again in (False, True, True):
+            client.send(publish("in/a", b"x", 2, 6, dup=again))
+            assert await client.closed(), "the id is not safe"
+            client = await bridge.connect("c", clean=False)
+    assert await client.exchange(publish("in/a", b"x", 2, 6, dup=True)) == Packet(0x50, b"\0\6")
+    await bridge.restart()
+    client = await bridge.connect("c", clean=False)
+    assert await client.exchange(publish("in/a", b"x", 2, 6, dup=True)) == Packet(0x50, b"\0\6")
+    assert await bridge.payloads() == [b"x"]
+
+
+async def refused_by(bridge: Bridge, name: str, client: Client, *packets: bytes) -> Client:
+    """Send packets while a stream cannot be written; returns the client, connected anew."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_: Any, **_options: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(bridge.store.streams[name].log, "write", full)
+        client.send(*packets)
+        assert await client.closed()
+    return await bridge.connect("c", clean=False)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("failing", ["s", "other"])
+def test_qos_2_is_stored_once_in_each_stream_also_when_one_of_them_failed(
+    tmp_path: Path, failing: str, restart: bool
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        bridge.stream("other", "in/both")
+        client = await bridge.connect("c", clean=False)
+        client = await refused_by(bridge, failing, client, publish("in/both", b"x", 2, 6))
+        if restart:
+            await bridge.restart()
+            client = await bridge.connect("c", clean=False)
+        assert await client.exchange(publish("in/both", b"x", 2, 6, dup=True)) == Packet(0x50, b"\0\6")
+        assert await client.exchange(ack(0x62, 6)) == Packet(0x70, b"\0\6")
+        assert await client.exchange(publish("in/both", b"y", 2, 6)) == Packet(0x50, b"\0\6")
+        assert await bridge.payloads("s") == [b"x", b"y"]
+        assert await bridge.payloads("other") == [b"x", b"y"]
+
+    run(tmp_path)
+
+
+@bridge_test
+async def test_a_message_that_one_of_its_streams_refuses_is_in_none_of_them(bridge: Bridge) -> None:
+    bridge.stream("small", "in/both", max_size=4096, stream_segment_size=1024)
+    for qos in (1, 2):
+        client = await bridge.connect(f"c{qos}", clean=False)
+        for _ in range(5):
+            client.send(publish("in/both", b"x" * 5000, qos, 1, dup=True))
+            assert await client.closed()
+            client = await bridge.connect(f"c{qos}", clean=False)
+    assert await bridge.payloads("s") == []
 
 
 @bridge_test

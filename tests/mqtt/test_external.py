@@ -116,18 +116,21 @@ def test_nothing_is_acknowledged_before_it_is_committed(tmp_path: Path) -> None:
             await connected(bridge)
             device = await asyncio.to_thread(Device, broker.port)
             stream = bridge.manager.stream("s")
-            append, failures = stream.append, iter([True] * 3)
+            failures = iter([True] * 3)
 
-            def failing(*arguments: Any) -> int:
+            def failing(*_: Any) -> None:
                 if next(failures, False):
                     raise StorageFailed("the disk is away")
-                return append(*arguments)
 
-            stream.append = failing  # type: ignore[method-assign]
+            stream.ensure_admits = failing  # type: ignore[method-assign]
+            bridge.stream("also", "in/a")
             for number in range(5):
                 await asyncio.to_thread(device.publish, "in/a", b"%d" % number)
             assert await stored(bridge, 5) == [b"%d" % number for number in range(5)], "in order, all of them"
             assert bridge.stat("held") == 3
+            assert await bridge.payloads("also") == [b"%d" % number for number in range(5)], (
+                "not held, and once"
+            )
             device.close()
 
     with Mosquitto(tmp_path / "broker") as broker:
