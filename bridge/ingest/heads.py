@@ -11,13 +11,17 @@ the names of data objects alone a lost tail could not be seen, and a legal drop 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from bridge.ingest.errors import Vanished
 from bridge.ingest.planner import StreamId
 from bridge.ingest.store import Store
 from bridge.objectkeys import HEADS
+
+READERS = 16  # heads read at the same time: each is a round trip, and there is one for every gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +61,25 @@ class Heads:
 def read_heads(store: Store) -> Heads:
     """Read the head objects; call it before the listing, so that a head never knows more than that."""
     found = Heads()
-    for entry in store.under(HEADS):
+    with ThreadPoolExecutor(READERS) as pool:
+        keys = [entry.key for entry in store.under(HEADS)]
+        contents = pool.map(partial(_content, store), keys)
+    for key, content in zip(keys, contents, strict=True):
+        if content is None:
+            continue
         try:
-            document = json.loads(store.get(entry.key))
+            document = json.loads(content)
             gateway, updated = str(document["gateway"]), int(document["updated"])
             for stream in document["streams"]:
                 name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
                 found.streams[name] = Head.from_json(stream, updated)
-        except Vanished:
-            continue
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            found.problems.append(f"{entry.key}: not a head object ({type(error).__name__}: {error})")
+            found.problems.append(f"{key}: not a head object ({type(error).__name__}: {error})")
     return found
+
+
+def _content(store: Store, key: str) -> bytes | None:
+    try:
+        return store.get(key)
+    except Vanished:
+        return None
