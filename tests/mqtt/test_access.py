@@ -64,7 +64,7 @@ def test_a_password_of_mosquitto_passwd_is_accepted_and_a_wrong_one_is_slow(tmp_
             assert await client.closed()
             took.append(time.monotonic() - began)
         assert took[0] > 0.2
-        assert took[2] > took[0] + 0.4, "later each time"
+        assert took[2] > 0.8, "later each time"
         anonymous = await bridge.open()
         await anonymous.connect("d", expect=5)
         assert bridge.stat("refused_connects") == 4
