@@ -1,0 +1,241 @@
+"""How far one gateway goes in devices: `python -m benchmarks.scale [--devices 1000,5000] [--json FILE]`.
+
+For each number of devices a gateway is started on an empty directory, and a load process of its own connects
+them, with one persistent stream behind. Measured:
+
+* connects: how long until all are connected (CONNACK), and the gateway's CPU time for each
+* memory: the gateway's resident memory for each connection, after what it has without any
+* idle: the CPU time that connected and silent devices cost, in percent of a core
+* fan-in: all devices publish at QoS 1, together `--rate` messages a second: the gateway's CPU time for each
+  message, and the time from PUBLISH to PUBACK
+* return: the gateway is killed with SIGKILL and started again, and all devices come back at once with their
+  persistent sessions: the time from the start of the process until the last is connected
+
+Caveat: gateway and load share the machine, so CPU figures are better than times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from tests.fakes.brokers import free_port
+from tests.mqtt.harness import connect, publish
+
+CONFIG = """\
+[gateway]
+id = "scale"
+data_dir = "data"
+memory_dir = "memory"
+[mqtt]
+listen = ["tcp://127.0.0.1:{port}"]
+[greengrass]
+listen = ""
+[http]
+listen = ""
+[export]
+plugin_dirs = []
+[streams.s]
+topics = ["in/#"]
+max_size = "4GiB"
+"""
+PAYLOAD = bytes(200)
+QUIET = 5.0  # seconds of silence that are measured
+FAN_IN = 10.0  # seconds of load that are measured
+
+
+class Device(asyncio.Protocol):
+    """A device that counts acknowledgements and does no more."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.sent = number, deque[float]()
+        self.delays: list[float] = []
+        self.next_id = 0
+        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        transport.write(connect(f"device{self.number}", clean=False))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.connected.done():
+            self.connected.set_exception(ConnectionError("closed"))
+
+    def data_received(self, data: bytes) -> None:
+        if not self.connected.done():
+            self.connected.set_result(None)
+            return
+        now = time.perf_counter()
+        for _ in range(len(data) // 4):  # nothing but PUBACKs comes
+            self.delays.append(now - self.sent.popleft())
+
+    def publish(self) -> None:
+        self.next_id = self.next_id % 65535 + 1
+        self.sent.append(time.perf_counter())
+        self.transport.write(publish(f"in/{self.number}", PAYLOAD, 1, self.next_id))
+
+
+async def connected(number: int, port: int) -> list[Device]:
+    """Connect them, 200 at a time, and wait for the last; one that is refused tries again."""
+    loop, turn = asyncio.get_running_loop(), asyncio.Semaphore(200)
+
+    async def one(n: int) -> Device:
+        while True:
+            async with turn:
+                try:
+                    _, device = await loop.create_connection(partial(Device, n), "127.0.0.1", port)
+                    await device.connected
+                    return device
+                except OSError:
+                    await asyncio.sleep(random.uniform(0.02, 0.1))
+
+    return list(await asyncio.gather(*(one(n) for n in range(number))))
+
+
+async def load(port: int, number: int, rate: float) -> None:
+    """The load process: does what it is told by lines on standard input, and answers with lines of JSON."""
+    loop = asyncio.get_running_loop()
+    devices: list[Device] = []
+    while command := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
+        began, answer = time.perf_counter(), {}
+        if command == "connect":
+            devices = await connected(number, port)
+        else:
+            pause, due, n = 0.01, time.perf_counter(), 0
+            while (now := time.perf_counter()) < began + FAN_IN:
+                while n < (now - began) * rate:
+                    devices[n % number].publish()
+                    n += 1
+                due += pause
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            while any(device.sent for device in devices):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            delays = sorted(delay for device in devices for delay in device.delays)
+            answer = {
+                "messages": n,
+                "p50_ms": round(delays[len(delays) // 2] * 1e3, 2),
+                "p99_ms": round(delays[len(delays) * 99 // 100] * 1e3, 2),
+            }
+        print(json.dumps({"seconds": round(time.perf_counter() - began, 3), **answer}), flush=True)
+
+
+class Gateway:
+    """The service, measured from outside."""
+
+    def __init__(self, root: Path) -> None:
+        self.port, self.root = free_port(), root
+        (root / "streambridge.toml").write_text(CONFIG.format(port=self.port))
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "bridge", "run", "-c", str(self.root / "streambridge.toml")]
+        with (self.root / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log)
+        self.seen = psutil.Process(self.process.pid)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self) -> None:
+        """Until it is ready."""
+        deadline = time.monotonic() + 60
+        while b"msg=ready" not in (self.root / "log").read_bytes():
+            assert time.monotonic() < deadline, f"the gateway does not start: {self.root / 'log'}"
+            time.sleep(0.05)
+
+    def cpu(self) -> float:
+        return sum(self.seen.cpu_times()[:2])
+
+    def memory(self) -> int:
+        return int(self.seen.memory_info().rss)
+
+
+def measure(number: int, rate: float) -> dict[str, Any]:
+    """All figures for so many devices."""
+    with tempfile.TemporaryDirectory() as root:
+        gateway = Gateway(Path(root))
+        gateway.start()
+        gateway.wait()
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.scale",
+            "--load",
+            str(gateway.port),
+            str(number),
+            str(rate),
+        ]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as devices:
+
+            def tell(what: str) -> dict[str, Any]:
+                assert devices.stdin is not None
+                assert devices.stdout is not None
+                print(what, file=devices.stdin, flush=True)
+                return dict(json.loads(devices.stdout.readline()))
+
+            try:
+                memory, cpu = gateway.memory(), gateway.cpu()
+                found = tell("connect")
+                result = {
+                    "devices": number,
+                    "connect_seconds": found["seconds"],
+                    "connect_cpu_ms": round((gateway.cpu() - cpu) / number * 1e3, 3),
+                    "kib_per_connection": round((gateway.memory() - memory) / number / 1024, 1),
+                }
+                cpu = gateway.cpu()
+                time.sleep(QUIET)
+                result["idle_percent"] = round((gateway.cpu() - cpu) / QUIET * 100, 2)
+                cpu = gateway.cpu()
+                found = tell("publish")
+                result |= {
+                    "messages_per_second": round(found["messages"] / found["seconds"]),
+                    "cpu_us_per_message": round((gateway.cpu() - cpu) / found["messages"] * 1e6, 1),
+                    "p50_ms": found["p50_ms"],
+                    "p99_ms": found["p99_ms"],
+                    "mib_in_all": round(gateway.memory() / (1 << 20)),
+                }
+                gateway.kill()
+                gateway.start()
+                result["return_seconds"] = tell("connect")["seconds"]
+            finally:
+                devices.kill()
+                gateway.kill()
+    return result
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    if sys.argv[1:2] == ["--load"]:
+        uvloop.run(load(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", default="100,1000,2000,5000")
+    parser.add_argument("--rate", type=float, default=5000, help="messages a second, of all devices [5000]")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results = []
+    for number in options.devices.split(","):
+        results.append(measure(int(number), options.rate))
+        print(json.dumps(results[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
