@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo test test-slow bench lint format docs audit venv deb clean
+.PHONY: help demo soak test test-slow bench lint format docs audit venv deb clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -11,6 +11,11 @@ help: ## this list
 demo: venv ## the whole way on real input: devices, streams, S3, Spark table
 	@.ci/tools java
 	$(BIN)/python examples/demo/run.py
+
+MINUTES := 20
+soak: venv ## everything at once with everything going wrong, MINUTES=20; the report is build/soak/soak.md
+	@.ci/tools java mosquitto
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 test: venv lint ## what must hold before every commit
 	@.ci/tools java mosquitto strace systemd chromium node

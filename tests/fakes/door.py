@@ -1,4 +1,4 @@
-"""A TCP forwarder that stands for the link: it can be shut, and then everything on it is reset."""
+"""A TCP forwarder that stands for the link: it can be shut or lead elsewhere, and resets what is on it."""
 
 from __future__ import annotations
 
@@ -47,15 +47,25 @@ class Door:
         finally:
             self.open = True
 
+    @contextmanager
+    def leading_to(self, port: int) -> Iterator[None]:
+        """Forward to another port of this machine instead."""
+        before, self._target = self._target, ("127.0.0.1", port)
+        self._waker.send(b"x")
+        try:
+            yield
+        finally:
+            self._target = before
+            self._waker.send(b"x")
+
     def _run(self) -> None:
         while not self._ended:
             ready, _, _ = select.select([self._listener, self._wake, *self._pairs], [], [])
             for one in ready:
                 if one is self._wake:
                     self._wake.recv(100)
-                    if not self.open:
-                        for other in list(self._pairs):
-                            self._drop(other)
+                    for other in list(self._pairs):
+                        self._drop(other)
                 elif one is self._listener:
                     self._accept()
                 elif one in self._pairs:
@@ -63,11 +73,14 @@ class Door:
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()
-        if not self.open:
+        try:
+            if not self.open:
+                raise ConnectionError("shut")
+            server = socket.create_connection(self._target)
+        except OSError:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             client.close()
             return
-        server = socket.create_connection(self._target)
         for one in (client, server):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pairs[client], self._pairs[server] = server, client

@@ -1,0 +1,127 @@
+"""What the soak runs: devices, streams, exports; the same at every run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DEVICES, AT_BROKER = 200, 24  # of them, so many talk to the external broker
+PLANTS, YARDS = 7, 2  # streams of the embedded broker (and `alarms`), and of the external one
+RATES = (0.5, 1.0, 2.0, 5.0, 10.0)  # messages a second; each device has one of them
+SIZES = (80, 200, 800, 3000)  # bytes of payload
+BUCKET, PREFIX = "soak", "landing"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "soak",
+    "AWS_SECRET_ACCESS_KEY": "soak",
+    "AWS_DEFAULT_REGION": "eu-west-1",
+}
+EMBEDDED, EXTERNAL = "gw-embedded", "gw-external"
+
+GATEWAY = """\
+[gateway]
+id = "{name}"
+data_dir = "{data}"
+memory_dir = "{memory}"
+
+[greengrass]
+listen = ""
+
+[http]
+listen = "127.0.0.1:{http}"
+
+[export]
+plugin_dirs = []
+
+[mqtt]
+"""
+
+STREAM = """
+[streams.{name}]
+topics = ["{topic}"]
+max_size = "48MiB"
+segment_size = "2MiB"
+retention = "exported"
+flush_on_write = {flush}
+
+[[streams.{name}.export.s3]]
+identifier = "table"
+bucket = "{bucket}"
+prefix = "{prefix}"
+endpoint_url = "{s3}"
+time_hint_millis = 3000
+head_interval_millis = 1000
+"""
+
+OTHERS = {
+    "kinesis": 'kinesis_stream_name = "soak"\npartition_key = "{topic}"\nendpoint_url = "%s"\n',
+    "firehose": 'delivery_stream_name = "soak"\npack_bytes = 20000\nendpoint_url = "%s"\n',
+    "http": 'uri = "%s/in"\nexport_format = 1\ntimeout_millis = 5000\n',
+}
+# Which other exports a stream has beside s3.
+ALSO = {"plant0": ("kinesis",), "plant1": ("kinesis", "http"), "plant2": ("firehose",), "yard0": ("http",)}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device: what it sends, and over what."""
+
+    number: int
+    door: str  # the link it uses: "tcp0", "tcp1", "tls0", "tls1" or "broker"
+    level: int  # of the protocol: 4 is MQTT 3.1.1
+    qos: int
+    rate: float
+    size: int
+    topic: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def gateway(self) -> str:
+        return EXTERNAL if self.door == "broker" else EMBEDDED
+
+    @property
+    def streams(self) -> list[str]:
+        """The streams that its topic is bound to."""
+        own = "".join(self.topic.split("/")[:2])
+        return [own, "alarms"] if self.topic.endswith("/alarm") else [own]
+
+
+def devices(number: int = DEVICES) -> list[Device]:
+    """All devices, of every QoS, protocol level, rate and size; each eighth or so at the external broker."""
+    made = []
+    at_broker = max(3, number * AT_BROKER // DEVICES)
+    for n in range(number):
+        qos = (1, 1, 2, 1, 2, 0)[n % 6]
+        level = 5 if n % 4 == 3 else 4
+        size = SIZES[n // 3 % len(SIZES)]
+        if n >= number - at_broker:
+            # Slow: Mosquitto writes its whole file for every message, so that its kill loses little.
+            made.append(Device(n, "broker", 4, qos, 1.0, size, f"yard/{n % YARDS}/device{n}"))
+            continue
+        door = ("tcp0", "tcp1", "tls0", "tls1")[n // 6 % 4]
+        topic = f"plant/{n % PLANTS}/device{n}" + ("/alarm" if n % 25 == 0 else "")
+        made.append(Device(n, door, level, qos, RATES[n // 2 % len(RATES)], size, topic))
+    return made
+
+
+def configuration(gateway: str, places: dict[str, Any], endpoints: dict[str, str]) -> str:
+    """The configuration of a gateway; `places` are its directories, ports and files."""
+    text = GATEWAY.format(name=gateway, **places)
+    if gateway == EXTERNAL:
+        text += f'mode = "external"\n\n[mqtt.external]\nurl = "{places["broker"]}"\nclient_id = "soak"\n'
+        streams = {f"yard{n}": f"yard/{n}/#" for n in range(YARDS)}
+    else:
+        text += f'listen = ["tcp://127.0.0.1:{places["tcp"]}", "tls://127.0.0.1:{places["tls"]}"]\n'
+        text += f'\n[mqtt.tls]\ncert = "{places["cert"]}"\nkey = "{places["key"]}"\n'
+        streams = {f"plant{n}": f"plant/{n}/#" for n in range(PLANTS)}
+        streams["alarms"] = "plant/+/+/alarm"
+    for number, (name, topic) in enumerate(streams.items()):
+        flush = str(number % 2 == 0).lower()
+        text += STREAM.format(
+            name=name, topic=topic, flush=flush, bucket=BUCKET, prefix=PREFIX, s3=endpoints["s3"]
+        )
+        for kind in ALSO.get(name, ()):
+            text += f'\n[[streams.{name}.export.{kind}]]\nidentifier = "{kind}"\nlinger_millis = 500\n'
+            text += OTHERS[kind] % endpoints[kind]
+    return text

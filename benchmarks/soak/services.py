@@ -1,0 +1,112 @@
+"""The services that exports go to, and what they have taken.
+
+Kinesis and Firehose are the tests' fake, HTTP the tests' web server, S3 is moto (a process of its own,
+started by `world`). `Broken` stands in for any of them when it has an outage.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import re
+import threading
+from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from tests.fakes.aws import FakeAws
+from tests.fakes.web import Web
+
+MESSAGE = re.compile(rb'{"d":(\d+),"n":(\d+),')
+
+
+def identify(payload: bytes) -> tuple[int, int]:
+    """Which device's message a payload is, and which of its messages."""
+    found = MESSAGE.match(payload)
+    assert found is not None, payload[:80]
+    return int(found[1]), int(found[2])
+
+
+class Delivered:
+    """Which messages have arrived, by kind of export: for each device how often each of its messages has."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, dict[int, bytearray]] = {"kinesis": {}, "firehose": {}, "http": {}}
+
+    def add(self, kind: str, payloads: Iterable[bytes]) -> None:
+        for payload in payloads:
+            device, number = identify(payload)
+            seen = self.counts[kind].setdefault(device, bytearray())
+            if number >= len(seen):
+                seen.extend(bytes(number + 1024 - len(seen)))
+            seen[number] = min(seen[number] + 1, 255)
+
+
+class Services:
+    """The fakes. What they take is counted and forgotten every now and then: `collect`."""
+
+    def __init__(self, delivered: Delivered) -> None:
+        self.delivered = delivered
+        self.fakes = {"kinesis": FakeAws(), "firehose": FakeAws()}
+        self.web = Web()
+        urls = {kind: fake.url for kind, fake in self.fakes.items()}
+        for server in (*(fake.server for fake in self.fakes.values()), self.web.server):
+            server.handle_error = lambda *_: None  # type: ignore[method-assign]  # links that are cut
+        self.urls = {**urls, "http": self.web.url.removesuffix("/in")}
+
+    def collect(self) -> None:
+        for kind, fake in self.fakes.items():
+            with fake.lock:
+                taken, fake.taken = fake.taken, []
+                fake.requests.clear()
+                fake.keys.clear()
+            self.delivered.add(kind, (line for one in taken for line in one["Data"].splitlines()))
+        while self.web.bodies:
+            batch = json.loads(self.web.bodies.pop())
+            self.delivered.add("http", (base64.b64decode(message["payload"]) for message in batch))
+        self.web.headers.clear()
+
+    def close(self) -> None:
+        for fake in self.fakes.values():
+            fake.close()
+        self.web.close()
+
+
+class Broken:
+    """A service that takes nothing: it throttles, fails, refuses credentials, hangs a little, or hangs up."""
+
+    def __init__(self) -> None:
+        broken = self
+        self.ended = threading.Event()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args: object) -> None:
+                """Nothing."""
+
+            def answer(self) -> None:
+                self.close_connection = True
+                status = random.choice([500, 503, 429, 403, 0, 0])
+                if status:
+                    self.send_response(status)
+                    self.send_header("Content-Length", "0")
+                    self.send_header("Connection", "close")
+                    self.end_headers()
+                else:
+                    broken.ended.wait(random.choice([0, 2]))
+
+            do_GET = do_PUT = do_POST = do_HEAD = answer  # noqa: N815
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self.thread.start()
+        self.port = self.server.server_port
+
+    def close(self) -> None:
+        self.ended.set()
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
