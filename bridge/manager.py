@@ -159,6 +159,11 @@ class StreamManager:
             found = (Refusal(name, error),)
         return found
 
+    def wants_client(self, name: str) -> bool:
+        """Whether an export of the stream asks who published: front ends keep that in its messages then."""
+        definition = self.definitions.get(name)
+        return definition is not None and b"{client}" in msgspec.json.encode(definition.export_definition)
+
     @property
     def refused(self) -> dict[str, str]:
         """The streams that cannot be had, and why: messages for them are refused."""
@@ -350,17 +355,25 @@ class StreamManager:
             export_statuses=self._exports.statuses(name),
         )
 
-    async def append(self, name: str, payload: bytes, *, message_id: bytes = b"") -> int:
+    async def append(
+        self, name: str, payload: bytes, *, message_id: bytes = b"", headers: bytes = b""
+    ) -> int:
         """appendMessage: returns the sequence number once the message is committed.
 
         Raises StreamNotFound, InvalidRequest (empty payload) or a StreamError.
         """
-        return (await self.append_all(name, [payload], [message_id]))[0]
+        return (await self.append_all(name, [payload], [message_id], headers))[0]
 
     async def append_all(
-        self, name: str, payloads: Sequence[bytes], message_ids: Iterable[bytes] = ()
+        self,
+        name: str,
+        payloads: Sequence[bytes],
+        message_ids: Iterable[bytes] = (),
+        headers: bytes = b"",
     ) -> list[int]:
         """appendMessages: all in one go, in order; returns their numbers once all are committed.
+
+        Each is stored with `headers`, which are the front end's.
 
         If one cannot be taken, the error is raised; those before it in the list may be stored.
         """
@@ -371,13 +384,15 @@ class StreamManager:
         numbers: list[int] = []
         try:
             for payload, message_id in zip(payloads, ids, strict=True):
-                numbers.append(self.submit(name, payload, message_id=message_id)[1])
+                numbers.append(self.submit(name, payload, message_id, headers)[1])
         finally:
             if numbers:
                 await committed(stream)
         return numbers
 
-    def submit(self, name: str, payload: bytes, *, message_id: bytes = b"") -> tuple[Stream, int]:
+    def submit(
+        self, name: str, payload: bytes, message_id: bytes = b"", headers: bytes = b""
+    ) -> tuple[Stream, int]:
         """The first half of an append: the message is in the next commit, but not yet stored.
 
         A message with an id that was seen in the stream's deduplication window (without one, in the
@@ -391,7 +406,7 @@ class StreamManager:
             raise InvalidRequest(f"stream {name!r}: a message needs a payload of at least one byte")
         if message_id and stream.window is None:
             stream.deduplicate()
-        return stream, stream.append(f"{STREAM_TOPICS}{name}".encode(), payload, b"", message_id)
+        return stream, stream.append(f"{STREAM_TOPICS}{name}".encode(), payload, headers, message_id)
 
     async def read(
         self, name: str, options: ReadMessagesOptions | None = None, *, max_bytes: int = MOST_BYTES

@@ -7,7 +7,9 @@ upload's id and what the file looked like are kept durably at the first attempt,
 are the same upload.
 
 Each task ends with one status message: Success; Failure for what can never succeed (no such file, no
-such bucket, a bad definition), and then the next task is taken; Canceled when the export is deleted.
+such bucket, a bad definition), and then the next task is taken; Canceled when the export is deleted, or
+when the task is gone from the stream before it was done: expired, overwritten or purged. The message of a
+task that is gone has its number and no definition.
 Network, throttling, rights and credentials are waited out, and the task stays InProgress. A status
 stream that is missing or full costs the message, never the task.
 """
@@ -96,6 +98,7 @@ class Upload(Struct, frozen=True):
     """What is kept of a task from its first attempt on."""
 
     number: int
+    bucket: str
     key: str
     size: int
     changed: int
@@ -131,10 +134,15 @@ class S3TaskExporter(Exporter):
                 raise TaskError(f"no S3ExportTaskDefinition: {error}") from error
             self._run(record, task)
         except TaskError as error:
-            self._tell(Status.Failure, record, task, str(error))
+            self._tell(Status.Failure, record.sequence_number, task, str(error))
             return Outcome(rejected={0: str(error)})
-        self._tell(Status.Success, record, task, "the file was uploaded")
+        self._tell(Status.Success, record.sequence_number, task, "the file was uploaded")
         return ACCEPTED
+
+    def dropped(self, first: int, last: int, reason: str) -> None:
+        for number in range(first, last + 1):
+            self.context.working()
+            self._cancel(number, None, f"the task is gone from the stream before it was done: {reason}")
 
     def cancelled(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -143,24 +151,26 @@ class S3TaskExporter(Exporter):
                 task = msgspec.json.decode(record.payload, type=TaskDefinition)
             except msgspec.MsgspecError:
                 self.context.log.debug("message %d is no task", record.sequence_number)
-            upload = self._upload
-            if task and upload and upload.upload_id and upload.number == record.sequence_number:
-                self._abort(record, task, upload)
-            self._tell(Status.Canceled, record, task, "the export was deleted")
+            self._cancel(record.sequence_number, task, "the export was deleted")
+
+    def _cancel(self, number: int, task: TaskDefinition | None, why: str) -> None:
+        if self._upload and self._upload.upload_id and self._upload.number == number:
+            self._abort(task, self._upload)
+        self._tell(Status.Canceled, number, task, why)
 
     def _run(self, record: Record, task: TaskDefinition) -> None:
         upload = self._upload if self._upload and self._upload.number == record.sequence_number else None
         if upload is None:
-            self._tell(Status.InProgress, record, task, "the upload begins")
+            self._tell(Status.InProgress, record.sequence_number, task, "the upload begins")
         try:
             path = task.path()
             status = path.stat()
             now = datetime.fromtimestamp(self.context.now(), UTC)
             key = upload.key if upload else resolve_key(task.key, now)
-            fresh = Upload(record.sequence_number, key, status.st_size, status.st_mtime_ns)
+            fresh = Upload(record.sequence_number, task.bucket, key, status.st_size, status.st_mtime_ns)
             if upload is None or (upload.size, upload.changed) != (fresh.size, fresh.changed):
                 if upload and upload.upload_id:  # the file is another one by now: begin again
-                    self._abort(record, task, upload)
+                    self._abort(task, upload)
                 upload = self._keep(fresh)
             with path.open("rb") as file:
                 if upload.size > self.config.size_threshold_for_multipart_upload_bytes:
@@ -232,19 +242,21 @@ class S3TaskExporter(Exporter):
                 self._keep(msgspec.structs.replace(upload, upload_id=""))
             raise failure(error, f"uploading {task.input_url} to s3://{task.bucket}/{upload.key}") from error
 
-    def _abort(self, record: Record, task: TaskDefinition, upload: Upload) -> None:
+    def _abort(self, task: TaskDefinition | None, upload: Upload) -> None:
+        where = {"Bucket": upload.bucket, "Key": upload.key, "UploadId": upload.upload_id}
         try:
-            self._client.abort_multipart_upload(Bucket=task.bucket, Key=upload.key, UploadId=upload.upload_id)
+            self._client.abort_multipart_upload(**where)
         except Exception as error:
             if error_code(error) != "NoSuchUpload":
-                self._tell(Status.Warning, record, task, f"parts of an earlier attempt stay in S3: {error}")
+                text = f"parts of an earlier attempt stay in S3: {error}"
+                self._tell(Status.Warning, upload.number, task, text)
 
     def _keep(self, upload: Upload) -> Upload:
         self._upload = upload
         self.context.save_state(msgspec.msgpack.encode(upload))
         return upload
 
-    def _tell(self, status: Status, record: Record, task: TaskDefinition | None, text: str) -> None:
+    def _tell(self, status: Status, number: int, task: TaskDefinition | None, text: str) -> None:
         """Append a status message, if the configuration asks for it."""
         wanted, level = self.config.status_config, LEVELS[status]
         if wanted.status_stream_name is None or level > wanted.status_level:
@@ -252,7 +264,7 @@ class S3TaskExporter(Exporter):
         context: dict[str, Any] = {
             "exportIdentifier": self.config.identifier,
             "streamName": self.context.stream,
-            "sequenceNumber": record.sequence_number,
+            "sequenceNumber": number,
         }
         if task is not None:
             context["s3ExportTaskDefinition"] = task

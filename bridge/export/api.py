@@ -42,6 +42,18 @@ class Record(Struct, frozen=True, gc=False):
     payload: bytes
     headers: bytes = b""
 
+    @property
+    def client(self) -> str:
+        """The client id of who published it; empty where that is not known, or was not kept.
+
+        It is kept in streams that have `{client}` in the configuration of an export.
+        """
+        return msgspec.msgpack.decode(self.headers, type=_Headers).client if self.headers else ""
+
+
+class _Headers(Struct):
+    client: str = ""
+
 
 class Batch(Struct, frozen=True):
     """Records of one stream in sequence order.
@@ -235,6 +247,12 @@ class Exporter:
     def idle(self) -> float | None:
         """Called when nothing is left to send; return seconds to be called again, or None."""
         return None
+
+    def dropped(self, first: int, last: int, reason: str) -> None:
+        """Called when numbers that were still to be exported are gone from the stream: expired, say.
+
+        They may be part of a batch that was tried. After a crash the same may be told again.
+        """
 
     def cancelled(self, records: Sequence[Record]) -> None:
         """Called when the export was deleted, with the first records that were still waiting."""

@@ -2,9 +2,11 @@
 
     {topic}            the whole topic            {topic/N}   its level N, from 0; {topic/-1} is the last
     {stream} {gateway} their names                {json:/P}   the value at the JSON pointer /P of the payload
+    {client}           the MQTT client id of who published it
 
 A record whose template cannot be filled (no such level, payload no JSON, no such value) has no key,
-and then no order. Keys over 256 characters are replaced by their SHA-256 in hex.
+and then no order. The client is known of messages that came over the embedded broker's MQTT while an
+export of the stream asked for it. Keys over 256 characters are replaced by their SHA-256 in hex.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ def _field(name: str) -> _Part:
         return lambda batch, record: record.topic
     if name == "stream":
         return lambda batch, record: batch.stream
+    if name == "client":
+        return lambda batch, record: record.client or None
     if name == "gateway":
         return lambda batch, record: batch.gateway
     if re.fullmatch(r"topic/-?\d+", name):
@@ -62,7 +66,8 @@ def _field(name: str) -> _Part:
     if name.startswith("json:/"):
         return _pointer(name[5:])
     raise ValueError(
-        f"{{{name}}} is no field; known are {{topic}} {{topic/N}} {{stream}} {{gateway}} {{json:/pointer}}"
+        f"{{{name}}} is no field; known are {{topic}} {{topic/N}} {{client}} {{stream}} {{gateway}} "
+        "{json:/pointer}"
     )
 
 

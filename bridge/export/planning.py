@@ -11,7 +11,7 @@ left out by a plugin's `transform_records`. They are passed over and reported, n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -92,7 +92,7 @@ class Planner:
         self._count_from = -1
         found = self._read(position, end, self._records, self._bytes)
         if not found:
-            return Plan(end, [], self._missing(position, end - 1, []))
+            return Plan(end, [], self.missing(position, end - 1, []))
         if self._limits.contiguous:
             found = _run(found)
         records = self._records_of(found, config)
@@ -100,10 +100,10 @@ class Planner:
             records = _record_run(records)
         first, last = found[0].sequence_number, found[-1].sequence_number
         if len(records) == len(found) == last - first + 1:
-            return Plan(first, records, self._missing(position, first - 1, []))
+            return Plan(first, records, self.missing(position, first - 1, []))
         reach = records[-1].sequence_number if records else last
         present = [m.sequence_number for m in found if m.sequence_number <= reach]
-        skipped = self._missing(position, reach, present)
+        skipped = self.missing(position, reach, present)
         if len(records) != len(present):
             kept = {record.sequence_number for record in records}
             skipped = sorted(skipped + [(n, n, "filtered") for n in present if n not in kept])
@@ -115,6 +115,20 @@ class Planner:
         records = self._records_of(found, config)
         whole = not self._limits.contiguous or len(records) == last - first + 1
         return records if whole else None
+
+    def missing(self, first: int, last: int, present: Sequence[int]) -> list[tuple[int, int, str]]:
+        """The numbers of first..last that are not `present`, with the reasons of the stream's drop log."""
+        if len(present) == last - first + 1:
+            return []
+        holes, expected = [], first
+        for number in [*present, last + 1]:
+            if number > expected:
+                holes.append((expected, number - 1))
+            expected = number + 1
+        if self._drops is None:
+            self._drops = DropLog(Files(), self._source.directory)
+        self._drops.refresh()
+        return [part for hole in holes for part in self._explain(*hole)]
 
     def waiting(self, position: int) -> list[Record]:
         """The first records that wait, as far as they can still be read."""
@@ -176,20 +190,6 @@ class Planner:
 
     def _records_of(self, found: list[Record], config: ExportConfig) -> list[Record]:
         return self._transform(list(found), self._source.name, config) if self._transform else found
-
-    def _missing(self, first: int, last: int, present: list[int]) -> list[tuple[int, int, str]]:
-        """The numbers of first..last that are not `present`, with the reasons of the stream's drop log."""
-        if len(present) == last - first + 1:
-            return []
-        holes, expected = [], first
-        for number in [*present, last + 1]:
-            if number > expected:
-                holes.append((expected, number - 1))
-            expected = number + 1
-        if self._drops is None:
-            self._drops = DropLog(Files(), self._source.directory)
-        self._drops.refresh()
-        return [part for hole in holes for part in self._explain(*hole)]
 
     def _explain(self, first: int, last: int) -> list[tuple[int, int, str]]:
         assert self._drops is not None

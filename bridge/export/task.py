@@ -259,8 +259,7 @@ class Task:
             plan = self._planner.plan(cursor.position, self.config)
             if plan is None:
                 return None
-            if plan.skipped and self.skipped is not None:
-                cursor.skipped += self.skipped.add(plan.skipped)
+            self._pass_over(plan.skipped)
             self._pending = None
             cursor.position, records = plan.position, plan.records
             cursor.planned = (records[0].sequence_number, records[-1].sequence_number) if records else None
@@ -269,11 +268,14 @@ class Task:
                 self._idle_at = time.monotonic()  # all of it was dropped; there may be more
                 return None
             self._write()
-        if not records:  # what was left of the planned batch was dropped
-            self._settled()
-            return None
         assert cursor.planned is not None
         first, last = cursor.planned
+        if not records:  # what was left of the planned batch was dropped
+            pending = self._pending
+            settled = [n for n in range(first, last + 1) if n not in pending] if pending is not None else []
+            self._pass_over(self._planner.missing(first, last, settled))
+            self._settled()
+            return None
         return Batch(
             gateway=self._scheduler.gateway,
             stream=self.source.name,
@@ -283,6 +285,15 @@ class Task:
             records=list(records),
             attempt=self._attempts + 1,
         )
+
+    def _pass_over(self, ranges: list[tuple[int, int, str]]) -> None:
+        """Take note of what was dropped before it was exported."""
+        if ranges and self._exporter is not None and self._cls.dropped is not Exporter.dropped:
+            with self._scheduler.in_plugin(self, "hearing of dropped messages"):
+                for dropped in ranges:
+                    self._exporter.dropped(*dropped)
+        if ranges and self.skipped is not None:
+            self.cursor.skipped += self.skipped.add(ranges)
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
         self._scheduler.charge(batch)

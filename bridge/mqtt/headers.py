@@ -5,7 +5,8 @@ Layout: a msgpack map with only the keys that say something; b"" when none does 
 
     key            value                                   from
     retain, dup    true                                    flags of the PUBLISH (3.1.1 section 3.3.1)
-    client, id     client id, packet id                    QoS 2 only: what it is stored once by (4.3.3)
+    client, id     client id, packet id                    QoS 2: what it is stored once by (4.3.3);
+                                                           the client id also where an export asks for it
     user           [[name, value], ...] strings            MQTT 5 User Properties
     type           string                                  MQTT 5 Content Type
     utf8           true                                    MQTT 5 Payload Format Indicator
@@ -53,15 +54,14 @@ def decode(raw: bytes) -> Headers:
 
 
 def of_publish(flags: int, properties: p.Properties, client: str, packet_id: int) -> bytes:
-    """The headers of a PUBLISH, from its fixed header's flags and its MQTT 5 properties."""
-    qos2 = flags & 6 == 4
+    """The headers of a PUBLISH: from its fixed header's flags, its MQTT 5 properties and who sent it."""
     expiry = properties.get(p.MESSAGE_EXPIRY)
     return encode(
         Headers(
             retain=bool(flags & 1),
             dup=bool(flags & 8),
-            client=client if qos2 else "",
-            id=packet_id if qos2 else 0,
+            client=client,
+            id=packet_id if flags & 6 == 4 else 0,
             user=[(name.decode(), value.decode()) for name, value in properties.get(p.USER_PROPERTY, ())],
             type=properties.get(p.CONTENT_TYPE, b"").decode(),
             utf8=bool(properties.get(p.PAYLOAD_FORMAT)),

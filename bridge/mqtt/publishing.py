@@ -111,7 +111,7 @@ def publish(
         if route.request:
             requests.take(conn, route.name, payload, properties or {}, qos >> 1)
         elif route.streams:
-            kept = _headers(head, properties, session, number)
+            kept = _headers(head, properties, session, number, route)
             if qos == 4:
                 streams = _lacking(lane, session, head, number, route)
             if len(streams) > 1:
@@ -209,7 +209,7 @@ def publish_will(lane: Lane, session: Session, will: Will) -> None:
     route = lane.router.route(topic)
     try:
         for stream in route.streams:
-            stream.append(topic, will.payload, _headers(flags & 3, will.properties, session, 0))
+            stream.append(topic, will.payload, _headers(flags & 3, will.properties, session, 0, route))
     except StreamError as error:
         lane.counts["dropped_wills"] += 1
         lane.log_will(session, error)
@@ -218,8 +218,11 @@ def publish_will(lane: Lane, session: Session, will: Will) -> None:
     lane.counts["wills"] += 1
 
 
-def _headers(head: int, properties: p.Properties | None, session: Session, number: int) -> bytes:
-    if not properties and head & 6 != 4:
+def _headers(
+    head: int, properties: p.Properties | None, session: Session, number: int, route: Route
+) -> bytes:
+    with_client = route.with_client or head & 6 == 4
+    if not properties and not with_client:
         flags = head & 9
         if not flags:
             return b""
@@ -227,4 +230,4 @@ def _headers(head: int, properties: p.Properties | None, session: Session, numbe
             return headers.RETAIN
         if flags == 8:
             return headers.DUP
-    return headers.of_publish(head, properties or {}, session.client_id, number)
+    return headers.of_publish(head, properties or {}, session.client_id if with_client else "", number)

@@ -264,7 +264,8 @@ async def _append(
     _may_append(who, name)
     if request.payload is None:
         raise InvalidRequest("the request: `payload` is missing")
-    number = await manager.append(name, request.payload, message_id=request.message_id)
+    kept = _kept(manager, who, name)
+    number = await manager.append(name, request.payload, message_id=request.message_id, headers=kept)
     return {"sequenceNumber": number}
 
 
@@ -276,7 +277,8 @@ async def _append_all(
     payloads, ids = request.payloads or [], request.message_ids
     if ids and len(ids) != len(payloads):
         raise InvalidRequest(f"the request: {len(payloads)} payloads and {len(ids)} messageIds")
-    return {"sequenceNumbers": await manager.append_all(name, payloads, ids)}
+    kept = _kept(manager, who, name)
+    return {"sequenceNumbers": await manager.append_all(name, payloads, ids, kept)}
 
 
 async def _read(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
@@ -290,6 +292,13 @@ async def _read(manager: StreamManager, request: Request, who: Identity | None, 
 
 async def _purge(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
     return {"purgedMessages": await manager.purge(_name(request), upto=request.upto, topic=request.topic)}
+
+
+def _kept(manager: StreamManager, who: Identity | None, name: str) -> bytes:
+    """The headers of what a client appends to a stream."""
+    if who is None or not manager.wants_client(name):
+        return b""
+    return headers.encode(headers.Headers(client=who.client_id))
 
 
 def _may_append(who: Identity | None, name: str) -> None:

@@ -31,7 +31,17 @@ ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
 class Route:
     """One topic: its streams and its receivers. `append` is set if all there is to do is one append."""
 
-    __slots__ = ("append", "denied", "name", "no_local", "receivers", "request", "stream", "streams")
+    __slots__ = (
+        "append",
+        "denied",
+        "name",
+        "no_local",
+        "receivers",
+        "request",
+        "stream",
+        "streams",
+        "with_client",
+    )
 
     def __init__(self, name: str, streams: tuple[Stream, ...]) -> None:
         self.name, self.streams = name, streams
@@ -40,6 +50,7 @@ class Route:
         self.no_local = False  # some receiver does not want its own messages back
         self.request = name.partition("/")[0] == REQUEST_LEVEL
         self.denied = False  # for this client
+        self.with_client = False  # some stream keeps who published
         self.append: Callable[[bytes, bytes], int] | None = None
 
 
@@ -79,7 +90,8 @@ class Router:
                 found.setdefault(session, []).append(subscription)
                 route.no_local |= subscription.no_local
         route.receivers = {session: receiver_of(wanted) for session, wanted in found.items()}
-        if route.stream is not None and not route.receivers:
+        route.with_client = any(self._store.wants_client(stream.name) for stream in route.streams)
+        if route.stream is not None and not route.receivers and not route.with_client:
             route.append = route.stream.append
         if len(self._routes) >= ROUTES:
             self._routes.clear()

@@ -45,5 +45,8 @@ class Store(Protocol):
     def under_pressure(self) -> bool:
         """Whether too much waits for the disk: whoever publishes is to be held."""
 
+    def wants_client(self, name: str) -> bool:
+        """Whether messages of a stream are to be kept with the client id of who published them."""
+
     def bound(self, topic: str) -> tuple[Stream, ...]:
         """The streams that messages on a topic go to."""

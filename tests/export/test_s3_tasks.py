@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,51 @@ def test_tasks_of_a_deleted_export_are_canceled(tmp_path: Path, bucket: Bucket) 
             door.close()
 
     asyncio.run(scenario())
+
+
+def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, bucket: Bucket) -> None:
+    large, small = tmp_path / "large", tmp_path / "small"
+    large.write_bytes(bytes(11 * MIB))
+    small.write_bytes(b"x")
+
+    async def scenario() -> list[tuple[int, int, str]]:
+        door = Door(bucket.url)
+        try:
+            async with running(tmp_path) as gateway:
+                status = {"statusStreamName": "status"}
+                config = {"identifier": "up", "endpointUrl": door.url, "statusConfig": status}
+
+                def told() -> list[tuple[int, int, str]]:
+                    messages = map(json.loads, gateway.read("status"))
+                    return [
+                        (m["statusContext"]["sequenceNumber"], m["status"], m["message"]) for m in messages
+                    ]
+
+                gateway.create("status", {})
+                gateway.create("tasks", {"s3TaskExecutor": [config]}, timeToLiveMillis=60_000)
+                door.close_at = 8 * MIB  # within the second part: the upload has begun
+                await gateway.append("tasks", task(bucket, large), task(bucket, small), task(bucket, small))
+                await until(lambda: gateway.status("tasks").error_message)
+                assert bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
+                in_a_minute = time.time_ns() // 1_000_000 + 61_000
+                gateway.store.streams["tasks"].maintain(in_a_minute)
+                door.open = True
+                gateway.manager.refresh()
+                await until(lambda: len(told()) >= 4, say=lambda: str(told()))
+                await gateway.append("tasks", task(bucket, small))
+                await gateway.exported("tasks", 3)
+                return told()
+        finally:
+            door.close()
+
+    told = asyncio.run(scenario())
+    assert [(number, status) for number, status, _ in told] == [
+        *((0, 2), (0, 4), (1, 4), (2, 4)),
+        *((3, 2), (3, 0)),
+    ]
+    assert all("expired" in text for _, status, text in told if status == 4)
+    assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
+    assert bucket.body("k") == b"x"
 
 
 def test_after_sigkill_a_task_is_finished_and_told_at_least_once(tmp_path: Path, bucket: Bucket) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import ssl
 import threading
 import time
@@ -11,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import paho.mqtt.client as paho
 import pytest
 
 from bridge import Batch, Context, Exporter, Record, Retry, plugins
 from bridge.export.api import convert_config
+from bridge.mqtt import MqttFrontEnd
+from bridge.mqtt.settings import MqttConfig
 from bridge.testing import deliver, make_batch
-from tests.export.harness import Bucket, certificate
+from tests.export.harness import Bucket, certificate, running, until
 from tests.fakes.aws import FakeAws, partial
 from tests.fakes.web import Web
 
@@ -104,6 +109,48 @@ def test_a_wrong_template_is_refused_when_it_is_configured(template: str) -> Non
             EXPORTERS["kinesis"],
             {"identifier": "x", "kinesisStreamName": "s", "partitionKey": template},
         )
+
+
+def test_records_of_one_mqtt_client_have_its_id_as_their_key(fake: FakeAws, tmp_path: Path) -> None:
+    def config(key: str) -> dict[str, Any]:
+        base = {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": fake.url}
+        return {"kinesis": [{**base, "partitionKey": key}]}
+
+    def keys() -> dict[bytes, str]:
+        return {record["Data"]: record["PartitionKey"] for record in fake.taken}
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("a", config("{stream}"), topics=["in/#"])
+            front = MqttFrontEnd(MqttConfig(listen=["tcp://127.0.0.1:0"]), gateway.manager)
+            (url,) = await front.start()
+            client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id="press-7", protocol=paho.MQTTv5)
+            client.will_set("in/will", b"will", 1)
+            try:
+                client.connect("127.0.0.1", int(url.rsplit(":", 1)[1]))
+                client.loop_start()
+                client.publish("in/x", b"before", 1)
+                await until(lambda: b"before" in keys())
+                gateway.update("a", config("line-{client}"), topics=["in/#"])
+                for qos in (0, 1, 2):
+                    client.publish("in/x", b"qos %d" % qos, qos)
+                request = b'{"name": "a", "payload": "cmVxdWVzdA=="}'
+                client.publish("streambridge/press-7/appendMessage", request, 1)
+                await gateway.append("a", b"by nobody")
+                await until(lambda: len(keys()) == 6, say=lambda: str(keys()))
+                client.socket().shutdown(socket.SHUT_RDWR)  # the will is its own too
+                await until(lambda: b"will" in keys())
+            finally:
+                client.disconnect()
+                client.loop_stop()
+                await front.stop()
+
+    asyncio.run(scenario())
+    found = keys()
+    assert found.pop(b"before") == "a"
+    assert len(found.pop(b"by nobody")) == 32  # random
+    assert found.keys() == {b"qos 0", b"qos 1", b"qos 2", b"request", b"will"}
+    assert set(found.values()) == {"line-press-7"}
 
 
 def test_pacing_spreads_records_over_what_the_shards_take(fake: FakeAws) -> None:

@@ -24,6 +24,7 @@ class Door:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.open = True
+        self.close_at: int | None = None  # it shuts when so many bytes have passed
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._wake, self._waker = socket.socketpair()
         self._ended = False
@@ -88,6 +89,10 @@ class Door:
     def _forward(self, one: socket.socket) -> None:
         try:
             data = one.recv(256 * 1024)
+            if self.close_at is not None and data:
+                self.close_at -= len(data)
+                if self.close_at < 0:
+                    self.close_at, self.open, data = None, False, b""
             if data:
                 self._pause.wait(len(data) * self._seconds)
                 self._pairs[one].sendall(data)
