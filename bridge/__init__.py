@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bridge.export.api import (
         ACCEPTED,
+        AwsBatchedConfig,
+        AwsConfig,
         Batch,
         BatchedConfig,
         Batching,
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCEPTED",
+    "AwsBatchedConfig",
+    "AwsConfig",
     "Batch",
     "BatchLimits",
     "BatchedConfig",

@@ -108,7 +108,6 @@ def use_provider(provider: Callable[[AwsSettings], Callable[[], Credentials] | N
 def client(
     settings: AwsSettings,
     service: str,
-    *,
     region: str | None = None,
     endpoint_url: str | None = None,
     **config: Any,

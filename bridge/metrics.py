@@ -71,9 +71,13 @@ export_lag_messages gauge stream export kind
 export_lag_seconds gauge stream export kind
     Age of the oldest message that waits for the export; 0 if none waits.
 export_messages_total counter stream export kind
-    Messages that the destination accepted; goes on over restarts.
+    Messages that the export is done with, accepted or rejected; goes on over restarts.
 export_bytes_total counter stream export kind
-    Bytes of these messages; goes on over restarts.
+    Bytes of the accepted ones; goes on over restarts.
+export_rejected_messages_total counter stream export kind
+    Messages that the destination can never take; goes on over restarts.
+export_skipped_messages_total counter stream export kind
+    Messages that were gone from the stream before they were exported; goes on over restarts.
 export_last_attempt_timestamp_seconds gauge stream export kind
     When it last tried to export; 0 if never.
 export_failing gauge stream export kind
@@ -214,6 +218,8 @@ def _exports(state: State) -> Iterator[Value]:
         yield "export_lag_seconds", labels, 0.0 if since is None else max(0, state.time - since) / 1000
         yield "export_messages_total", labels, export.exported_messages
         yield "export_bytes_total", labels, export.exported_bytes
+        yield "export_rejected_messages_total", labels, export.rejected_messages
+        yield "export_skipped_messages_total", labels, export.skipped_messages
         yield "export_last_attempt_timestamp_seconds", labels, export.last_export_time / 1000
         yield "export_failing", labels, export.error is not None
         yield "export_disabled", labels, export.disabled

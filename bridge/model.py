@@ -84,7 +84,11 @@ class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
 
 
 class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
-    """How far one export of a stream is. Times are Unix time in ms."""
+    """How far one export of a stream is. Times are Unix time in ms.
+
+    The messages that it is done with were accepted or rejected; skipped ones were gone from the
+    stream before they could be exported.
+    """
 
     export_config_identifier: str
     last_exported_sequence_number: int = -1
@@ -92,6 +96,9 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     error_message: str | None = None
     exported_bytes_from_stream: int = 0
     exported_messages_count: int = 0
+    # extensions
+    rejected_messages_count: int = 0
+    skipped_messages_count: int = 0
 
 
 class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):

@@ -12,8 +12,8 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from bridge import (
+    AwsBatchedConfig,
     Batch,
-    BatchedConfig,
     Batching,
     BatchLimits,
     Context,
@@ -22,19 +22,17 @@ from bridge import (
     Outcome,
     hookimpl,
 )
-from bridge.export.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender, firehose_client
+from bridge.export.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
 
 PACKED = 10_000  # messages of a batch, when they are packed
 
 
-class FirehoseConfig(BatchedConfig, frozen=True):
+class FirehoseConfig(AwsBatchedConfig, frozen=True):
     """Where records go and how messages become records."""
 
     delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[\w.-]+\Z")]
     delimiter: str = "\n"
     pack_bytes: Annotated[int, Meta(ge=0, le=MAX_RECORD)] = 0
-    endpoint_url: str | None = None
-    region: str | None = None
 
 
 class FirehoseExporter(Exporter):
@@ -49,9 +47,8 @@ class FirehoseExporter(Exporter):
 
     def __init__(self, config: FirehoseConfig, context: Context) -> None:
         super().__init__(config, context)
-        client = firehose_client(context, config.region, config.endpoint_url)
         self._sender = FirehoseSender(
-            client,
+            config,
             config.delivery_stream_name,
             context,
             delimiter=config.delimiter.encode(),

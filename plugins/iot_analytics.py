@@ -13,8 +13,8 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from bridge import (
+    AwsBatchedConfig,
     Batch,
-    BatchedConfig,
     Batching,
     BatchLimits,
     Context,
@@ -24,20 +24,18 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.export.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender, firehose_client
+from bridge.export.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender
 
 LOOK_AGAIN = 300.0
 
 
-class IotAnalyticsConfig(BatchedConfig, kw_only=True, frozen=True):
+class IotAnalyticsConfig(AwsBatchedConfig, kw_only=True, frozen=True):
     """The SDK's IoTAnalyticsConfig, and where its messages go now."""
 
     iot_channel: Annotated[str, Meta(min_length=1)]
     iot_msg_id_prefix: Annotated[str, Meta(max_length=32)] | None = None
     batch_size: Annotated[int, Meta(ge=1, le=100)] | None = None
     delivery_stream_name: Annotated[str, Meta(pattern=r"^[\w.-]{1,64}\Z")] | None = None
-    endpoint_url: str | None = None
-    region: str | None = None
 
 
 class IotAnalyticsExporter(Exporter):
@@ -55,8 +53,7 @@ class IotAnalyticsExporter(Exporter):
         target = config.delivery_stream_name
         self._sender: FirehoseSender | None = None
         if target is not None:
-            client = firehose_client(context, config.region, config.endpoint_url)
-            self._sender = FirehoseSender(client, target, context, delimiter=b"\n")
+            self._sender = FirehoseSender(config, target, context, delimiter=b"\n")
 
     @classmethod
     def batching(cls, config: IotAnalyticsConfig) -> Batching:

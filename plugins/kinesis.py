@@ -22,8 +22,8 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from bridge import (
+    AwsBatchedConfig,
     Batch,
-    BatchedConfig,
     Batching,
     BatchLimits,
     Context,
@@ -43,7 +43,7 @@ SHARD_RECORDS, SHARD_BYTES = 1000, 1_000_000  # per second
 SHARDS_EVERY = 300.0  # seconds between two looks at how many shards there are
 
 
-class KinesisConfig(BatchedConfig, kw_only=True, frozen=True):
+class KinesisConfig(AwsBatchedConfig, kw_only=True, frozen=True):
     """The SDK's KinesisConfig, and our extensions."""
 
     kinesis_stream_name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.-]+\Z")]
@@ -51,8 +51,6 @@ class KinesisConfig(BatchedConfig, kw_only=True, frozen=True):
     partition_key: str | None = None
     order_per_key: bool = True
     pacing: bool = False
-    endpoint_url: str | None = None
-    region: str | None = None
 
 
 class KinesisExporter(Exporter):
@@ -71,9 +69,7 @@ class KinesisExporter(Exporter):
     def __init__(self, config: KinesisConfig, context: Context) -> None:
         super().__init__(config, context)
         # botocore's check of 500 records costs a quarter of the time; they are right by construction.
-        self._client = context.client(
-            "kinesis", region=config.region, endpoint_url=config.endpoint_url, parameter_validation=False
-        )
+        self._client = context.client("kinesis", config, parameter_validation=False)
         self._template = KeyTemplate(config.partition_key) if config.partition_key else None
         self._shards, self._shards_at = 1, -SHARDS_EVERY
         self._free_at = 0.0

@@ -28,6 +28,7 @@ from msgspec import Meta, Struct
 
 from bridge import (
     ACCEPTED,
+    AwsConfig,
     Batch,
     Batching,
     BatchLimits,
@@ -48,7 +49,7 @@ AGAIN = 0.2  # seconds
 Millis = Annotated[int, Meta(ge=1, le=MAX_MILLIS)]
 
 
-class S3Config(ExportConfig, frozen=True):
+class S3Config(AwsConfig, frozen=True):
     """Where objects go, when they are due and how they are stored."""
 
     bucket: Annotated[str, Meta(min_length=3, max_length=255)]
@@ -58,8 +59,6 @@ class S3Config(ExportConfig, frozen=True):
     time_hint_millis: Millis = 300_000
     head_interval_millis: Millis = 10_000
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
-    endpoint_url: str | None = None
-    region: str | None = None
     storage_class: str | None = None
     server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
     kms_key_id: str | None = None
@@ -80,8 +79,7 @@ class S3Exporter(Exporter):
         plain = config.checksum_algorithm == "none"
         self._client = context.client(
             "s3",
-            region=config.region,
-            endpoint_url=config.endpoint_url,
+            config,
             # Stores that are not AWS's often know no checksums, and no host name per bucket.
             request_checksum_calculation="when_required" if plain else "when_supported",
             s3={"addressing_style": "path" if config.endpoint_url else "auto"},

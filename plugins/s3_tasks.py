@@ -27,6 +27,7 @@ from msgspec import Meta, Struct
 
 from bridge import (
     ACCEPTED,
+    AwsConfig,
     Batch,
     BatchLimits,
     Context,
@@ -85,13 +86,11 @@ class StatusConfig(Struct, rename="camel", kw_only=True, frozen=True, forbid_unk
     status_stream_name: Name | None = None
 
 
-class S3TasksConfig(ExportConfig, kw_only=True, frozen=True):
+class S3TasksConfig(AwsConfig, kw_only=True, frozen=True):
     """The SDK's S3ExportTaskExecutorConfig, and where to send."""
 
     size_threshold_for_multipart_upload_bytes: Annotated[int, Meta(ge=MIN_PART)] = MIN_PART
     status_config: StatusConfig = StatusConfig()
-    endpoint_url: str | None = None
-    region: str | None = None
 
 
 class Upload(Struct, frozen=True):
@@ -121,7 +120,7 @@ class S3TaskExporter(Exporter):
     def __init__(self, config: S3TasksConfig, context: Context) -> None:
         super().__init__(config, context)
         style = {"addressing_style": "path" if config.endpoint_url else "auto"}
-        self._client = context.client("s3", region=config.region, endpoint_url=config.endpoint_url, s3=style)
+        self._client = context.client("s3", config, s3=style)
         self._upload = msgspec.msgpack.decode(context.state, type=Upload) if context.state else None
 
     def export(self, batch: Batch) -> Outcome:

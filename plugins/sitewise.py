@@ -20,8 +20,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from bridge import (
+    AwsBatchedConfig,
     Batch,
-    BatchedConfig,
     Batching,
     BatchLimits,
     Context,
@@ -42,12 +42,10 @@ HOPELESS = frozenset({"InvalidRequestException", "ResourceNotFoundException", "T
 APART = frozenset({*HOPELESS, "ConflictingOperationException", "ValidationException"})
 
 
-class SitewiseConfig(BatchedConfig, frozen=True):
+class SitewiseConfig(AwsBatchedConfig, frozen=True):
     """The SDK's IoTSiteWiseConfig, and where to send."""
 
     batch_size: Annotated[int, Meta(ge=1, le=MAX_ENTRIES)] | None = None
-    endpoint_url: str | None = None
-    region: str | None = None
 
 
 class Variant(Struct, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
@@ -113,9 +111,7 @@ class SitewiseExporter(Exporter):
         super().__init__(config, context)
         # The service's host names begin with `data.`; an endpoint that is given is meant as it is.
         options = {"inject_host_prefix": False} if config.endpoint_url else {}
-        self._client = context.client(
-            "iotsitewise", region=config.region, endpoint_url=config.endpoint_url, **options
-        )
+        self._client = context.client("iotsitewise", config, **options)
 
     @classmethod
     def batching(cls, config: SitewiseConfig) -> Batching:

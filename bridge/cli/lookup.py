@@ -103,14 +103,7 @@ def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefiniti
             if cursor is None or cursor.epoch != meta.epoch:
                 yield ExportStatus(export_config_identifier=identifier)
             else:
-                yield ExportStatus(
-                    export_config_identifier=identifier,
-                    last_exported_sequence_number=cursor.position - 1,
-                    last_export_time=cursor.last_time,
-                    error_message=cursor.error,
-                    exported_bytes_from_stream=cursor.size,
-                    exported_messages_count=cursor.messages,
-                )
+                yield cursor.status(identifier)
 
 
 class _Holding(NamedTuple):

@@ -135,6 +135,8 @@ def describe(
     exports = [
         f"{status.export_config_identifier}: exported to {status.last_exported_sequence_number}, "
         f"{newest - status.last_exported_sequence_number} to go"
+        + (f", {status.rejected_messages_count} rejected" if status.rejected_messages_count else "")
+        + (f", {status.skipped_messages_count} skipped" if status.skipped_messages_count else "")
         + (f"; {status.error_message}" if status.error_message else "")
         for status in info["exportStatuses"]
     ]

@@ -237,7 +237,7 @@ class StorageStatus(Data):
 
 
 class ExportStatus(Data):
-    """How far an export is."""
+    """How far an export is; what was rejected and skipped is our extension."""
 
     export_config_identifier: str | None = None
     last_exported_sequence_number: int | None = None
@@ -245,6 +245,8 @@ class ExportStatus(Data):
     error_message: str | None = None
     exported_bytes_from_stream: int | None = None
     exported_messages_count: int | None = None
+    rejected_messages_count: int | None = None
+    skipped_messages_count: int | None = None
 
 
 class MessageStreamInfo(Data):

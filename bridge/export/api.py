@@ -151,6 +151,26 @@ class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
 
 
+Endpoint = Annotated[str, Meta(pattern="^https?://")]
+
+
+class AwsConfig(ExportConfig, kw_only=True, frozen=True):
+    """An export to AWS; what is not given is that of the `[aws]` table.
+
+    `context.client(service, config)` makes the client for it.
+    """
+
+    endpoint_url: Endpoint | None = None
+    region: str | None = None
+
+
+class AwsBatchedConfig(BatchedConfig, kw_only=True, frozen=True):
+    """The same for an export that sends batches: a Struct has one base."""
+
+    endpoint_url: Endpoint | None = None
+    region: str | None = None
+
+
 class Batching(Struct, frozen=True, kw_only=True):
     """When a batch is due: so many records or bytes wait, or the oldest is so many ms old."""
 
@@ -182,11 +202,14 @@ class Context:
         self.log = logging.getLogger("bridge.plugin")
         self.state = b""
 
-    def client(self, service: str, **options: Any) -> Any:
-        """An AWS client for `service` with the configured credentials; see `bridge.aws.client`."""
+    def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
+        """An AWS client with the configured credentials, for the endpoint and region of an export.
+
+        `options` are keywords of botocore.config.Config.
+        """
         from bridge.aws import AwsSettings, client
 
-        return client(AwsSettings(), service, **options)
+        return client(AwsSettings(), service, config.region, config.endpoint_url, **options)
 
     def working(self) -> None:
         """Tell that a long export still makes progress, so that it is not taken for hung."""

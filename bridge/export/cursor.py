@@ -30,6 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge.errors import CorruptData
+from bridge.model import ExportStatus
 from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096
@@ -62,6 +63,19 @@ class Cursor(Struct, kw_only=True):
     def reached(self) -> int:
         """The highest number that may have been exported; -1 if none."""
         return self.planned[1] if self.planned else self.position - 1
+
+    def status(self, identifier: str) -> ExportStatus:
+        """What a description of the stream says about this export."""
+        return ExportStatus(
+            export_config_identifier=identifier,
+            last_exported_sequence_number=self.position - 1,
+            last_export_time=self.last_time,
+            error_message=self.error,
+            exported_bytes_from_stream=self.size,
+            exported_messages_count=self.messages,
+            rejected_messages_count=self.rejected,
+            skipped_messages_count=self.skipped,
+        )
 
 
 def stream_directory(data_dir: Path, stream: str) -> Path:

@@ -8,27 +8,29 @@ request are accepted one by one (`FailedPutCount`); only the failed ones are sen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from bridge.aws import failure, is_hopeless, is_throttled
-from bridge.export.api import Batch, Context, Outcome, Refused, Retry, send_split
+from bridge.export.api import AwsBatchedConfig, Batch, Context, Outcome, Refused, Retry, send_split
 from bridge.model import MIB
 
 MAX_RECORDS, MAX_BYTES, MAX_RECORD = 500, 4 * MIB, 1000 * 1024
-
-
-def firehose_client(context: Context, region: str | None, endpoint_url: str | None) -> Any:
-    """The client; without botocore's check of each record, which costs a quarter of the time."""
-    return context.client("firehose", region=region, endpoint_url=endpoint_url, parameter_validation=False)
 
 
 class FirehoseSender:
     """Sends batches to one delivery stream. `pack` is the size of packed records, 0 for one each."""
 
     def __init__(
-        self, client: Any, delivery_stream: str, context: Context, *, delimiter: bytes, pack: int = 0
+        self,
+        config: AwsBatchedConfig,
+        delivery_stream: str,
+        context: Context,
+        *,
+        delimiter: bytes,
+        pack: int = 0,
     ) -> None:
-        self._client, self._name, self._context = client, delivery_stream, context
+        # botocore's check of each record costs a quarter of the time; they are right by construction.
+        self._client = context.client("firehose", config, parameter_validation=False)
+        self._name, self._context = delivery_stream, context
         self._delimiter, self._pack = delimiter, pack
         self._error, self._after = "", 0.0
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from bridge import aws
 from bridge.export import wire
-from bridge.export.api import Batch, ExportConfig, Progress, Record, Retry
+from bridge.export.api import AwsBatchedConfig, AwsConfig, Batch, ExportConfig, Progress, Record, Retry
 from bridge.export.planning import Transform
 from bridge.export.task import NEVER, Task
 from bridge.hookspecs import Event
@@ -185,10 +185,10 @@ class Scheduler:
         """Append to a stream of the gateway."""
         self._parent.append(stream, payload, APPEND_TIMEOUT)
 
-    def client(self, service: str, **options: Any) -> Any:
+    def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
         """An AWS client with the configured settings."""
         try:
-            return aws.client(self.aws, service, **options)
+            return aws.client(self.aws, service, config.region, config.endpoint_url, **options)
         except Exception as error:
             raise aws.failure(error, f"making the {service} client") from error
 

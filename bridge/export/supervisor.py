@@ -22,6 +22,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
+
 from bridge.aws import AwsSettings
 from bridge.export import wire
 from bridge.export.cursor import forget_stream, highest_exported
@@ -388,14 +390,7 @@ class ExportSupervisor:
         stream = self._streams.get(key[0])
         if stream is not None and key[1] in stream.identifiers:
             before = stream.statuses.get(key[1]) or ExportStatus(export_config_identifier=key[1])
-            stream.statuses[key[1]] = ExportStatus(
-                export_config_identifier=key[1],
-                last_exported_sequence_number=before.last_exported_sequence_number,
-                last_export_time=before.last_export_time,
-                error_message=reason,
-                exported_bytes_from_stream=before.exported_bytes_from_stream,
-                exported_messages_count=before.exported_messages_count,
-            )
+            stream.statuses[key[1]] = msgspec.structs.replace(before, error_message=reason)
 
 
 def _place(stack: str) -> str:

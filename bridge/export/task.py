@@ -21,6 +21,8 @@ import msgspec
 from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
 from bridge.export.api import (
+    AwsBatchedConfig,
+    AwsConfig,
     Batch,
     Context,
     ExportConfig,
@@ -166,15 +168,7 @@ class Task:
 
     def status(self) -> ExportStatus:
         """What a description of the stream says about this export."""
-        cursor = self.cursor
-        return ExportStatus(
-            export_config_identifier=self.config.identifier,
-            last_exported_sequence_number=cursor.position - 1,
-            last_export_time=cursor.last_time,
-            error_message=cursor.error,
-            exported_bytes_from_stream=cursor.size,
-            exported_messages_count=cursor.messages,
-        )
+        return self.cursor.status(self.config.identifier)
 
     @property
     def is_loaded(self) -> bool:
@@ -458,8 +452,8 @@ class _WorkerContext(Context):
         self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
         self._task, self._scheduler = task, scheduler
 
-    def client(self, service: str, **options: Any) -> Any:
-        return self._scheduler.client(service, **options)
+    def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
+        return self._scheduler.client(service, config, **options)
 
     def working(self) -> None:
         self._scheduler.working(self._task)

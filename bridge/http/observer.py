@@ -301,6 +301,8 @@ class Observer:
                     waiting_since=self._time_of(stream, status.export_config_identifier) if lag else None,
                     exported_messages=status.exported_messages_count,
                     exported_bytes=status.exported_bytes_from_stream,
+                    rejected_messages=status.rejected_messages_count,
+                    skipped_messages=status.skipped_messages_count,
                     last_export_time=status.last_export_time,
                     error=status.error_message or None,
                 )

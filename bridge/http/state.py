@@ -46,6 +46,8 @@ class ExportState(Struct, rename="camel", kw_only=True):
     waiting_since: int | None
     exported_messages: int
     exported_bytes: int
+    rejected_messages: int
+    skipped_messages: int
     last_export_time: int
     error: str | None
 

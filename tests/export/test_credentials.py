@@ -35,8 +35,8 @@ class Configured(Context):
         super().__init__()
         self.settings = settings
 
-    def client(self, service: str, **options: Any) -> Any:
-        return aws.client(self.settings, service, **options)
+    def client(self, service: str, config: Any, **options: Any) -> Any:
+        return aws.client(self.settings, service, config.region, config.endpoint_url, **options)
 
 
 def kinesis(settings: AwsSettings, **config: Any) -> Exporter:

@@ -249,6 +249,7 @@ def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_pas
             status = gateway.status("a")
             assert status.exported_messages_count == 4  # processed, the rejected ones too
             assert status.exported_bytes_from_stream == 8
+            assert status.rejected_messages_count == 2
 
     asyncio.run(scenario())
 

@@ -218,6 +218,7 @@ def test_dropped_messages_are_passed_over(recorder: Path) -> None:
             exports = {"recorder": [to(recorder)]}
             gateway.update("a", exports, limits={"maxMessages": 3})
             await gateway.exported("a", 9)
+            await until(lambda: gateway.status("a").skipped_messages_count == 7)
 
     asyncio.run(scenario())
     assert numbers(recorder / "out") == [7, 8, 9]
@@ -235,6 +236,10 @@ def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorde
                 (
                     {"s3": [{"identifier": "x", "bucket": "bbb", "kmsKeyId": "k"}]},
                     ["s3[0]", "kmsKeyId needs"],
+                ),
+                (
+                    {"firehose": [{"identifier": "x", "deliveryStreamName": "s", "endpointUrl": "host:80"}]},
+                    ["firehose[0].endpointUrl", "https?://"],
                 ),
             ]:
                 with pytest.raises(InvalidRequest) as caught:
