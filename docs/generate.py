@@ -29,7 +29,7 @@ import bridge.streams  # noqa: E402
 from bridge import config, hookspecs, metrics, objectkeys, plugins  # noqa: E402
 from bridge.cli import app  # noqa: E402
 from bridge.export import cursor  # noqa: E402
-from bridge.export.api import BatchedConfig, ExportConfig  # noqa: E402
+from bridge.export.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
 from bridge.mqtt import journal  # noqa: E402
 from bridge.streams import drops, layout, meta, segment  # noqa: E402
 
@@ -41,12 +41,12 @@ def pages() -> dict[str, str]:
     made = {
         "cli": command_line(),
         "configuration": configuration(),
-        "exports": exports(),
         "file-format": file_format(),
         "hooks": hooks(),
         "metrics": metric_list(),
     }
-    return {f"reference/{name}.md": NOTE + text.rstrip() + "\n" for name, text in made.items()}
+    whole = {f"reference/{name}.md": NOTE + text.rstrip() + "\n" for name, text in made.items()}
+    return whole | exporters()
 
 
 # -- the command line ------------------------------------------------------------------------------------
@@ -102,33 +102,61 @@ def _markdown(text: str) -> str:
 
 
 # -- exports ---------------------------------------------------------------------------------------------
-def exports() -> str:
-    """The options of every shipped exporter."""
-    registry = plugins.load()
-    parts = [
-        "# Exports",
-        "The kinds of export that come with streambridge, and their options. In the configuration an "
-        "export is `[[streams.NAME.export.KIND]]` with the keys below. In a request it is an entry of "
-        "`exportDefinition` with the same keys in camelCase (`batch_size` is `batchSize`).",
-        "Sizes are bytes, times are milliseconds; in the configuration keys that end in `_bytes` or "
-        '`_millis` also take texts such as `"5MiB"` and `"10s"`.',
-        "## Options of every export",
-        _fields(ExportConfig, set()),
-        "## Options of exports in batches",
-        "`http`, `iotAnalytics`, `IotSitewise`, `kinesis` and `firehose` have these too. A batch goes when "
-        "`batch_size` messages wait, or the oldest has waited for the interval; with neither set, what is "
-        "there goes at once.",
-        _fields(BatchedConfig, set(ExportConfig.__struct_fields__)),
+BLOCK = re.compile(r"(<!-- made by docs/generate.py: (\S+) -->\n).*?(<!-- up to here -->)", re.DOTALL)
+SHARED = {"every": ExportConfig, "batches": BatchedConfig, "aws": AwsConfig}
+
+
+def exporters() -> dict[str, str]:
+    """The pages of the exporters, with what is made from the code made anew."""
+    kinds = plugins.load().exporters
+
+    def block(found: re.Match[str]) -> str:
+        name = found[2]
+        shared = SHARED.get(name)
+        text = _exporter(kinds[name]) if shared is None else _fields(shared, _inherited(shared))
+        return f"{found[1]}\n{text}\n\n{found[3]}"
+
+    pages = sorted((ROOT / "docs" / "exporters").glob("*.md"))
+    return {f"exporters/{page.name}": BLOCK.sub(block, page.read_text()) for page in pages}
+
+
+def _exporter(exporter: type[bridge.Exporter]) -> str:
+    """What an exporter says of itself, its limits and its own options."""
+    config, limits = exporter.Config, exporter.limits
+    rows = [
+        ("messages of a batch", limits.records),
+        ("bytes of a message", limits.record_bytes),
+        ("bytes of a batch", limits.batch_bytes),
+        ("seconds without progress until it counts as hung", exporter.timeout),
     ]
-    shared = {*ExportConfig.__struct_fields__}
-    for kind, exporter in sorted(registry.exporters.items(), key=lambda item: item[0].lower()):
-        module = inspect.getdoc(sys.modules[exporter.__module__]) or ""
-        common = shared | (
-            {*BatchedConfig.__struct_fields__} if issubclass(exporter.Config, BatchedConfig) else set()
-        )
-        own = common - set(getattr(exporter.Config, "__annotations__", {}))
-        parts += [f"## {kind}", _prose(module), _fields(exporter.Config, own)]
-    return "\n\n".join(parts)
+    base = BatchedConfig if issubclass(config, BatchedConfig) else ExportConfig
+    aws = {"endpoint_url", "region"} if issubclass(config, AwsConfig | AwsBatchedConfig) else set()
+    common = [
+        "those of [every export](README.md#options-of-every-export)",
+        *(
+            ["of [exports in batches](README.md#options-of-exports-in-batches)"]
+            if base is BatchedConfig
+            else []
+        ),
+        *(["of [exports to AWS](README.md#options-of-exports-to-aws)"] if aws else []),
+    ]
+    own = {*base.__struct_fields__, *aws} - set(getattr(config, "__annotations__", {}))
+    return "\n\n".join(
+        [
+            _prose(inspect.getdoc(sys.modules[exporter.__module__]) or ""),
+            "## Limits",
+            "| limit | |\n|---|---|\n"
+            + "\n".join(f"| {what} | {f'{limit:,.0f}' if limit else 'none'} |" for what, limit in rows),
+            "## Options",
+            _fields(config, own),
+            f"And {', '.join(common[:-1])}{' and ' if common[:-1] else ''}{common[-1]}.",
+        ]
+    )
+
+
+def _inherited(struct: type[msgspec.Struct]) -> set[str]:
+    """The fields that a configuration has from its base."""
+    return set(struct.__mro__[1].__struct_fields__) if struct is not ExportConfig else set()  # type: ignore[attr-defined]
 
 
 def _fields(struct: type[msgspec.Struct], leave_out: set[str]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import paho.mqtt.client as paho
 import pytest
 import typer
@@ -150,6 +151,41 @@ def test_every_configuration_in_the_documentation_is_valid(
             registry.check(shipped)
         checked += 1
     assert checked > 10
+
+
+def test_each_exporter_has_a_page_with_its_rights_an_example_and_its_failures() -> None:
+    documented = set()
+    for page in sorted((DOCS / "exporters").glob("*.md")):
+        text = page.read_text()
+        kinds = re.findall(r"<!-- made by docs/generate.py: (\S+) -->", text)
+        if page.name == "README.md":
+            assert kinds == ["every", "batches", "aws"]
+            continue
+        documented |= set(kinds)
+        heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
+        wanted = {"Limits", "Options", "Example", "Rights", "When it fails", "What to look at"}
+        assert wanted <= set(heads), page.name
+        assert f".export.{kinds[0]}]]" in text, page.name
+    assert documented == {
+        kind for kind, cls in plugins.load().exporters.items() if cls.__module__.startswith("streambridge_")
+    }
+
+
+def test_the_rights_of_the_exporters_are_rights_that_there_are() -> None:
+    session = botocore.session.get_session()
+    allowed = set()
+    for page, _, text in blocks("json", sorted((DOCS / "exporters").glob("*.md"))):
+        found = json.loads(text)
+        if "Statement" not in found:  # another example
+            continue
+        for statement in found["Statement"]:
+            actions = statement["Action"]
+            for action in [actions] if isinstance(actions, str) else actions:
+                service, operation = action.split(":")
+                known = session.get_service_model(service).operation_names
+                assert {"ListMultipartUploadParts": "ListParts"}.get(operation, operation) in known, page
+                allowed.add(action)
+    assert len(allowed) == 8
 
 
 def test_every_test_that_the_documentation_names_is_there() -> None:

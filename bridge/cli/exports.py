@@ -45,7 +45,7 @@ def exports(
         echo("no exports")
         return
     print_table(
-        ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO GO", "LAST", "STATE"],
+        ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO GO", "REJECTED", "LAST", "STATE"],
         [
             [
                 row["stream"],
@@ -53,6 +53,7 @@ def exports(
                 row["kind"],
                 row["lastExportedSequenceNumber"] if row["lastExportedSequenceNumber"] >= 0 else "-",
                 row["toGo"],
+                row["rejectedMessages"],
                 format_time(row["lastExportTime"]) if row["lastExportTime"] else "-",
                 "paused" if row["disabled"] else row["errorMessage"] or "ok",
             ]
@@ -83,6 +84,8 @@ def _rows(described: dict[str, Any]) -> list[dict[str, Any]]:
                 "lastExportTime": status.last_export_time,
                 "exportedMessages": status.exported_messages_count,
                 "exportedBytes": status.exported_bytes_from_stream,
+                "rejectedMessages": status.rejected_messages_count,
+                "skippedMessages": status.skipped_messages_count,
                 "errorMessage": status.error_message,
             }
         )

@@ -164,7 +164,7 @@ class Task:
         self.not_before = time.monotonic() + seconds
         self.alone = alone
         self._failing = True
-        self.cursor.error = reason[:_ERROR_SIZE]
+        self.cursor.error = _short(reason)
 
     def status(self) -> ExportStatus:
         """What a description of the stream says about this export."""
@@ -387,7 +387,7 @@ class Task:
         self.not_before = time.monotonic() + wait
         if self._idle_at < self.not_before:
             self._idle_at = self.not_before
-        self.cursor.error = reason[:_ERROR_SIZE]
+        self._report(_short(reason))
         log.warning("%s: %s; trying again in %.1f s", self.label, self.cursor.error, wait)
         if self._attempts >= 2 and not self._failing:
             self._failing = True
@@ -396,13 +396,17 @@ class Task:
 
     def _recovered(self) -> None:
         self._attempts, self.alone = 0, False
-        if self.cursor.error is not None:
-            self.cursor.error = None
-            self._scheduler.changed(self.source.name)
+        self._report(None)
         if self._failing:
             self._failing = False
             log.info("%s: works again", self.label)
             self._scheduler.event("export_recovered", self, "")
+
+    def _report(self, error: str | None) -> None:
+        if self.cursor.error != error:
+            self.cursor.error, self._dirty = error, True
+            self.write()  # the command looks at the files
+            self._scheduler.changed(self.source.name)
 
     def write(self) -> None:
         """Write the cursor if need be; the export is not running."""
@@ -427,6 +431,11 @@ class Task:
             raise ValueError(f"the state of an export has at most {cursors.STATE_LIMIT} bytes")
         self.cursor.state = state
         self._write()
+
+
+def _short(reason: str) -> str:
+    """What of an error fits into a cursor, beside a state."""
+    return reason.encode()[:_ERROR_SIZE].decode(errors="ignore")
 
 
 def _too_large(batch: Batch, limit: int | None) -> dict[int, str]:

@@ -150,12 +150,15 @@ def test_exports_tells_how_far_each_is_and_what_stopped_it(fill: Fill) -> None:
     assert fill([], name="quiet") == data
     (stream,) = (meta for meta in list_streams(data) if meta.name == "sensors")
     cursor = CursorFile(stream_directory(data, "sensors") / "lake.cursor")
-    cursor.write(Cursor(epoch=stream.epoch, kind="s3", position=4, messages=4, error="no route to host"))
+    stuck = Cursor(
+        epoch=stream.epoch, kind="s3", position=4, messages=4, rejected=1, error="no route to host"
+    )
+    cursor.write(stuck)
     cursor.close()
     header, lake, live = streambridge("exports", "--data-dir", data).stdout.splitlines()
-    assert header.split() == ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO", "GO", "LAST", "STATE"]
-    assert lake.split()[:5] == ["sensors", "lake", "s3", "3", "2"]
+    assert header.split() == ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO", "GO", "REJECTED", "LAST", "STATE"]
+    assert lake.split()[:6] == ["sensors", "lake", "s3", "3", "2", "1"]
     assert lake.endswith("no route to host")
-    assert live.split() == ["sensors", "live", "kinesis", "-", "6", "-", "paused"]
+    assert live.split() == ["sensors", "live", "kinesis", "-", "6", "0", "-", "paused"]
     assert streambridge("exports", "quiet", "--data-dir", data).stdout == "no exports\n"
     assert streambridge("exports", "nowhere", "--data-dir", data).returncode == 66

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +151,13 @@ def test_a_plugin_may_provide_credentials(fake: FakeAws, tmp_path: Path) -> None
     assert fake.keys == ["FROMPLUGIN"]
 
 
+def listed(root: Path) -> dict[str, Any]:
+    """The export as `streambridge exports` shows it, from the files."""
+    command = [sys.executable, "-m", "bridge", "exports", "--data-dir", str(root / "data"), "--json"]
+    (export,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return export  # type: ignore[no-any-return]
+
+
 def test_refused_credentials_are_waited_out_and_reported(fake: FakeAws, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
@@ -157,10 +167,12 @@ def test_refused_credentials_are_waited_out_and_reported(fake: FakeAws, tmp_path
                 await gateway.append("a", b"1", b"2")
                 await until(lambda: "ExpiredToken" in (gateway.status("a").error_message or ""))
                 assert gateway.status("a").last_exported_sequence_number == -1
+                await until(lambda: "ExpiredToken" in (listed(tmp_path)["errorMessage"] or ""))
                 assert abs(gateway.status("a").last_export_time / 1000 - time.time()) < 30
             await gateway.exported("a", 1)
             await until(lambda: gateway.status("a").error_message is None)
             assert gateway.status("a").exported_messages_count == 2
             assert gateway.status("a").exported_bytes_from_stream == 2
+            await until(lambda: listed(tmp_path)["errorMessage"] is None)
 
     asyncio.run(scenario())
