@@ -26,8 +26,8 @@ def test_one_thread_serves_the_most_urgent_export_first(recorder: Path) -> None:
                 config = to(recorder, name, batchSize=10, disabled=True)
                 gateway.create(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
                 await gateway.append(name, *(b"x" for _ in range(50)))
-            # Enabled in one go: the worker hears of all three before it picks.
-            for name, priority in (("last", None), ("low", 9), ("high", 1)):
+            # Enabled in one go, the most urgent first: whenever a thread picks, that one is known.
+            for name, priority in (("high", 1), ("low", 9), ("last", None)):
                 config = to(recorder, name, batchSize=10)
                 gateway.update(name, {"recorder": [config | ({"priority": priority} if priority else {})]})
             for name in ("last", "low", "high"):
