@@ -21,6 +21,7 @@ import asyncio
 import json
 import random
 import resource
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ import psutil
 import uvloop
 
 from tests.fakes.brokers import free_port
+from tests.fakes.certificates import Authority
 from tests.mqtt.harness import connect, publish
 
 CONFIG = """\
@@ -42,8 +44,8 @@ id = "scale"
 data_dir = "data"
 memory_dir = "memory"
 [mqtt]
-listen = ["tcp://127.0.0.1:{port}"]
-[greengrass]
+listen = ["{scheme}://127.0.0.1:{port}"]
+{tls}[greengrass]
 listen = ""
 [http]
 listen = ""
@@ -89,7 +91,7 @@ class Device(asyncio.Protocol):
         self.transport.write(publish(f"in/{self.number}", PAYLOAD, 1, self.next_id))
 
 
-async def connected(number: int, port: int) -> list[Device]:
+async def connected(number: int, port: int, tls: ssl.SSLContext | None) -> list[Device]:
     """Connect them, 200 at a time, and wait for the last; one that is refused tries again."""
     loop, turn = asyncio.get_running_loop(), asyncio.Semaphore(200)
 
@@ -97,7 +99,7 @@ async def connected(number: int, port: int) -> list[Device]:
         while True:
             async with turn:
                 try:
-                    _, device = await loop.create_connection(partial(Device, n), "127.0.0.1", port)
+                    _, device = await loop.create_connection(partial(Device, n), "127.0.0.1", port, ssl=tls)
                     await device.connected
                     return device
                 except OSError:
@@ -106,14 +108,15 @@ async def connected(number: int, port: int) -> list[Device]:
     return list(await asyncio.gather(*(one(n) for n in range(number))))
 
 
-async def load(port: int, number: int, rate: float) -> None:
+async def load(port: int, number: int, rate: float, ca: str) -> None:
     """The load process: does what it is told by lines on standard input, and answers with lines of JSON."""
     loop = asyncio.get_running_loop()
     devices: list[Device] = []
+    tls = ssl.create_default_context(cafile=ca) if ca else None
     while command := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
         began, answer = time.perf_counter(), {}
         if command == "connect":
-            devices = await connected(number, port)
+            devices = await connected(number, port, tls)
         else:
             pause, due, n = 0.01, time.perf_counter(), 0
             while (now := time.perf_counter()) < began + FAN_IN:
@@ -136,9 +139,15 @@ async def load(port: int, number: int, rate: float) -> None:
 class Gateway:
     """The service, measured from outside."""
 
-    def __init__(self, root: Path) -> None:
-        self.port, self.root = free_port(), root
-        (root / "streambridge.toml").write_text(CONFIG.format(port=self.port))
+    def __init__(self, root: Path, tls: bool) -> None:
+        self.port, self.root, self.ca, section = free_port(), root, "", ""
+        if tls:
+            authority = Authority(root / "tls")
+            pair = authority.issue("gateway")
+            self.ca = str(authority.cert)
+            section = f'[mqtt.tls]\ncert = "{pair.cert}"\nkey = "{pair.key}"\n'
+        text = CONFIG.format(port=self.port, scheme="tls" if tls else "tcp", tls=section)
+        (root / "streambridge.toml").write_text(text)
 
     def start(self) -> None:
         command = [sys.executable, "-m", "bridge", "run", "-c", str(self.root / "streambridge.toml")]
@@ -164,21 +173,14 @@ class Gateway:
         return int(self.seen.memory_info().rss)
 
 
-def measure(number: int, rate: float) -> dict[str, Any]:
+def measure(number: int, rate: float, tls: bool) -> dict[str, Any]:
     """All figures for so many devices."""
     with tempfile.TemporaryDirectory() as root:
-        gateway = Gateway(Path(root))
+        gateway = Gateway(Path(root), tls)
         gateway.start()
         gateway.wait()
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.scale",
-            "--load",
-            str(gateway.port),
-            str(number),
-            str(rate),
-        ]
+        command = [sys.executable, "-m", "benchmarks.scale", "--load", str(gateway.port), str(number)]
+        command += [str(rate), gateway.ca]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as devices:
 
             def tell(what: str) -> dict[str, Any]:
@@ -192,6 +194,7 @@ def measure(number: int, rate: float) -> dict[str, Any]:
                 found = tell("connect")
                 result = {
                     "devices": number,
+                    "tls": tls,
                     "connect_seconds": found["seconds"],
                     "connect_cpu_ms": round((gateway.cpu() - cpu) / number * 1e3, 3),
                     "kib_per_connection": round((gateway.memory() - memory) / number / 1024, 1),
@@ -220,18 +223,19 @@ def measure(number: int, rate: float) -> dict[str, Any]:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     if sys.argv[1:2] == ["--load"]:
-        uvloop.run(load(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+        uvloop.run(load(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5]))
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", default="100,1000,2000,5000")
     parser.add_argument("--rate", type=float, default=5000, help="messages a second, of all devices [5000]")
+    parser.add_argument("--tls", action="store_true", help="devices connect by TLS")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []
     for number in options.devices.split(","):
-        results.append(measure(int(number), options.rate))
+        results.append(measure(int(number), options.rate, options.tls))
         print(json.dumps(results[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
