@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from difflib import get_close_matches
@@ -12,9 +11,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bridge.errors import CorruptData, StreamNotFound
-from bridge.export.cursor import Cursor, CursorFile, stream_directory
+from bridge.export.cursor import stored_status
 from bridge.model import ExportStatus, MessageStreamDefinition
-from bridge.streams.layout import directory_name
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.streams.segment import Message
 from bridge.streams.store import MEMORY, is_running
@@ -93,17 +91,9 @@ def describe_stream(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
 
 def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefinition) -> Iterator[ExportStatus]:
     """How far each export is, from its cursor; one that never ran has none."""
-    for items in definition.export_definition.values():
+    for kind, items in definition.export_definition.items():
         for item in items:
-            identifier = str(item.get("identifier", ""))
-            path = stream_directory(data_dir, meta.name) / f"{directory_name(identifier)}.cursor"
-            cursor: Cursor | None = None
-            with contextlib.suppress(OSError, CorruptData):
-                cursor = CursorFile.peek(path)
-            if cursor is None or cursor.epoch != meta.epoch:
-                yield ExportStatus(export_config_identifier=identifier)
-            else:
-                yield cursor.status(identifier)
+            yield stored_status(data_dir, meta.name, meta.epoch, kind, str(item.get("identifier", "")))
 
 
 class _Holding(NamedTuple):

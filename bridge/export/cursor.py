@@ -83,6 +83,16 @@ def stream_directory(data_dir: Path, stream: str) -> Path:
     return data_dir / "exports" / directory_name(stream)
 
 
+def stored_status(data_dir: Path, stream: str, epoch: int, kind: str, identifier: str) -> ExportStatus:
+    """How far an export is as its file has it; one that never ran has none."""
+    found: Cursor | None = None
+    with contextlib.suppress(CorruptData, OSError):
+        found = CursorFile.peek(stream_directory(data_dir, stream) / f"{directory_name(identifier)}.cursor")
+    if found is None or (found.epoch, found.kind) != (epoch, kind):
+        return ExportStatus(export_config_identifier=identifier)
+    return found.status(identifier)
+
+
 def highest_exported(data_dir: Path, name: str, epoch: int) -> int:
     """The highest number that any export of the stream may have sent; -1 if none.
 

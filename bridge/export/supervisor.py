@@ -26,7 +26,7 @@ import msgspec
 
 from bridge.aws import AwsSettings
 from bridge.export import wire
-from bridge.export.cursor import forget_stream, highest_exported
+from bridge.export.cursor import forget_stream, highest_exported, stored_status
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
 
@@ -119,6 +119,12 @@ class ExportSupervisor:
         stream = self._streams.get(name)
         if stream is None or (stream.define is not None and stream.define.epoch != epoch):
             stream = self._streams[name] = _Stream()
+            # What is known until the worker says more, which takes it a second or two to start.
+            stream.statuses = {
+                identifier: stored_status(self._data_dir, name, epoch, kind, identifier)
+                for kind, items in definition.export_definition.items()
+                for identifier in (str(item.get("identifier")) for item in items)
+            }
         exports = definition.export_definition
         stream.define = wire.Define(name, directory, epoch, exports)
         configs = [config for configs in exports.values() for config in configs]

@@ -75,6 +75,28 @@ def test_numbering_continues_after_what_was_planned(tmp_path: Path) -> None:
     assert highest_exported(tmp_path, "b", 7) == -1
 
 
+def test_after_a_start_exports_are_as_far_as_they_were_also_before_the_worker_says_so(
+    recorder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def exported() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [{"identifier": "x", "path": str(recorder / "out")}]})
+            await gateway.append("a", *(b"x" for _ in range(5)))
+            await gateway.exported("a", 4)
+
+    async def without_a_worker() -> None:
+        monkeypatch.setattr("sys.executable", "/nonexistent/python")
+        async with running(recorder) as gateway:
+            status = gateway.status("a")
+            assert (status.last_exported_sequence_number, status.exported_messages_count) == (4, 5)
+            gateway.manager.delete("a")
+            gateway.create("a", {"recorder": [{"identifier": "x", "path": str(recorder / "out")}]})
+            assert gateway.status("a").last_exported_sequence_number == -1
+
+    asyncio.run(exported())
+    asyncio.run(without_a_worker())
+
+
 @pytest.mark.parametrize("damage", ["removed", "zeroed", "random"])
 def test_with_a_damaged_cursor_everything_is_sent_again(recorder: Path, damage: str) -> None:
     async def part(count: int) -> None:
