@@ -1,18 +1,21 @@
 """From exported objects in S3 to the committed table, against Spark's own reader and writer.
 
-    python -m benchmarks.ingest_spark [--rows 2000000] [--repeat 3] [--grow 1,10] [--keys 1000000]
+    python -m benchmarks.ingest_spark [--rows 2000000] [--rounds 3] [--grow 1,10] [--output DIR]
 
-Both sides run in one Spark session, in turns, on the same data:
+Writes ingest_spark.json, ingest_spark.md (tables) and ingest_spark.png to the output directory. Both sides
+run in one Spark session, in turns, on the same data:
 
 * ours:   objects on an S3 server (moto, a process of its own) -> read, check, dedupe -> Iceberg table
 * native: the same objects as local files -> spark.read -> the same columns -> write.parquet, zstd; no
           check of numbers, no dedupe, no table commit
 
 Shown are the best wall time, and the CPU seconds of the driver, the JVM and the Python workers together,
-which are steadier than wall time on a busy machine. Then the cost per row as the data grows, and the cost
-of listing and planning many keys (the listing is served by a process that only hands out prepared pages).
+which are steadier than wall time on a busy machine. NDJSON is measured with and without isal, which the extra
+[spark] brings. Then the cost per row as the data grows, and the cost of listing and planning many keys (the
+listing is served by a process that only hands out prepared pages).
 
-Caveats: one machine, so the S3 server takes CPU from the job; no network; payloads of 200 bytes.
+Caveats: one machine, so the S3 server takes CPU from the job; no network; payloads of 200 bytes. Ours checks
+every number and commits to an Iceberg table; Spark's own reader and writer do neither.
 """
 
 from __future__ import annotations
@@ -148,7 +151,12 @@ class Bench:
             make(Place(folder), wanted)
         return place, folder, size
 
-    def ours(self, place: Place) -> int:
+    def ours(self, place: Place, *, isal: bool = True) -> int:
+        # Python workers get their environment with each function: a package of this name hides the real one
+        hidden = self.folder / "hidden" / "isal"
+        hidden.mkdir(parents=True, exist_ok=True)
+        (hidden / "__init__.py").write_text("raise ImportError")
+        self.spark.sparkContext.environment["PYTHONPATH"] = "" if isal else str(hidden.parent)
         sink = open_sink(TableOptions(warehouse=str(self.folder / uuid4().hex)))
         return run(self.spark, place, sink).rows
 
@@ -188,29 +196,39 @@ def figures(runs: list[tuple[float, float]], rows: int, size: int) -> dict[str, 
     }
 
 
-def against_native(bench: Bench, form: str, rows: int, repeat: int) -> dict[str, Any]:
+def against_native(bench: Bench, form: str, rows: int, rounds: int) -> dict[str, dict[str, float]]:
+    """All contenders in turn, by name; each of ours also with how many times native it is."""
     place, folder, size = bench.upload(rows, form, local=True)
-    runs: dict[str, list[tuple[float, float]]] = {"ours": [], "native": []}
-    for turn in range(repeat + 1):
-        for name, work in (
-            ("ours", lambda: bench.ours(place)),
-            ("native", lambda: bench.native(folder, form)),
-        ):
+    label = {"parquet": "Parquet", "ndjson.gz": "NDJSON"}[form]
+    contenders = {
+        f"{label}, ours": lambda: bench.ours(place),
+        **(
+            {f"{label}, ours without isal": lambda: bench.ours(place, isal=False)}
+            if form != "parquet"
+            else {}
+        ),
+        f"{label}, native": lambda: bench.native(folder, form),
+    }
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, work in contenders.items():
             result = bench.measured(work, rows)
-            if turn:  # the first turn warms both up
+            if turn:  # the first turn warms all up
                 runs[name].append(result)
-    result = {name: figures(times, rows, size) for name, times in runs.items()}
-    wall = result["native"]["seconds"] / result["ours"]["seconds"]
-    seconds = result["native"]["cpu_seconds"] / result["ours"]["cpu_seconds"]
-    return {**result, "times_native_wall": round(wall, 2), "times_native_cpu": round(seconds, 2)}
+    found = {name: figures(times, rows, size) for name, times in runs.items()}
+    native = found[f"{label}, native"]
+    for one in found.values():
+        one["times_native_wall"] = round(native["seconds"] / one["seconds"], 2)
+        one["times_native_cpu"] = round(native["cpu_seconds"] / one["cpu_seconds"], 2)
+    return found
 
 
-def growth(bench: Bench, millions: list[float], repeat: int) -> dict[str, Any]:
+def growth(bench: Bench, millions: list[float], rounds: int) -> dict[str, Any]:
     result = {}
     for million in millions:
         rows = len(range(0, round(million * 1e6 / 8), 1)) * 8
         place, _, size = bench.upload(rows, "parquet", local=False)
-        runs = [bench.measured(lambda place=place: bench.ours(place), rows) for _ in range(repeat)]  # type: ignore[misc]
+        runs = [bench.measured(lambda place=place: bench.ours(place), rows) for _ in range(rounds)]  # type: ignore[misc]
         result[f"{million:g}M"] = figures(runs, rows, size)
     return result
 
@@ -246,38 +264,79 @@ def many_keys(count: int) -> dict[str, Any]:
     }
 
 
+def tables(result: dict[str, Any]) -> str:
+    """What was measured, as Markdown."""
+    lines: list[str] = []
+    if found := result.get("native"):
+        lines += [
+            "| objects | rows/s | payload, MB/s | CPU, us a row | times native: wall | CPU |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, one in found.items():
+            rates = f"{one['rows_per_second']:,} | {one['payload_mb_per_second']} | {one['cpu_us_per_row']}"
+            lines.append(f"| {name} | {rates} | {one['times_native_wall']} | {one['times_native_cpu']} |")
+    if found := result.get("growth"):
+        lines += ["", "As the table grows (Parquet objects, from nothing):", ""]
+        lines += ["| rows | rows/s | CPU, us a row |", "|---|---|---|"]
+        lines += [
+            f"| {rows} | {one['rows_per_second']:,} | {one['cpu_us_per_row']} |"
+            for rows, one in found.items()
+        ]
+    if found := result.get("keys"):
+        lines += ["", f"{found['keys']:,} keys of 200 gateways, seconds:", ""]
+        lines += [
+            "| list | of it CPU here | sort | plan, all new | plan, nothing new |",
+            "|---|---|---|---|---|",
+        ]
+        names = ("list", "list_cpu", "sort", "plan_all_new", "plan_nothing_new")
+        lines.append("| " + " | ".join(str(found[f"{name}_seconds"]) for name in names) + " |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def draw(found: dict[str, dict[str, float]], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    names = list(found)[::-1]
+    colours = ["0.6" if name.endswith("native") else "C0" for name in names]
+    bars = axes.barh(names, [found[name]["cpu_us_per_row"] for name in names], color=colours)
+    axes.bar_label(bars, padding=3)
+    axes.set_xlabel("CPU time per row, us (driver, JVM and Python workers)")
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--rows", type=int, default=2_000_000)
-    options.add_argument("--repeat", type=int, default=3)
-    options.add_argument("--formats", default="parquet,ndjson.gz")
+    options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--grow", default="1,10", help="millions of rows; empty: leave it out")
     options.add_argument("--keys", type=int, default=1_000_000, help="0: leave it out")
-    options.add_argument("--json", type=Path)
+    options.add_argument("--output", type=Path, default=Path("benchmark-output"))
     given = options.parse_args()
+    given.output.mkdir(parents=True, exist_ok=True)
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     result: dict[str, Any] = {"cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
-
-    def told(name: str, value: Any) -> None:
-        result[name] = value
-        print(json.dumps({name: value}), flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(result, indent=1) + "\n")
-
-    if given.keys:
-        told("keys", many_keys(given.keys))
     with tempfile.TemporaryDirectory() as folder, server(MOTO) as endpoint:
         servers = {process.pid for process in psutil.Process().children()}
         bench = Bench(Path(folder), endpoint, servers)
-        for form in filter(None, given.formats.split(",")):
-            told(form, against_native(bench, form, given.rows, given.repeat))
+        result["native"] = {}
+        for form in ("parquet", "ndjson.gz"):
+            result["native"] |= against_native(bench, form, given.rows, given.rounds)
         if given.grow:
-            told(
-                "growth_parquet", growth(bench, [float(text) for text in given.grow.split(",")], given.repeat)
-            )
+            millions = [float(text) for text in given.grow.split(",")]
+            result["growth"] = growth(bench, millions, given.rounds)
         bench.spark.stop()
+    if given.keys:
+        result["keys"] = many_keys(given.keys)
+    (given.output / "ingest_spark.json").write_text(json.dumps(result, indent=1) + "\n")
+    (given.output / "ingest_spark.md").write_text(tables(result))
+    draw(result["native"], given.output / "ingest_spark.png")
+    print(tables(result))
 
 
 if __name__ == "__main__":
