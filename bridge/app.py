@@ -150,7 +150,8 @@ class Service:
             gc.freeze()  # what is there now stays: to walk through it again and again finds nothing
             gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"
-            notify(f"READY=1\nSTATUS={len(store.streams)} streams, {', '.join(addresses)}")
+            streams = "1 stream" if len(store.streams) == 1 else f"{len(store.streams)} streams"
+            notify(f"READY=1\nSTATUS={streams}, {', '.join(addresses)}")
             log.info("ready", extra={"listen": ",".join(addresses), "streams": len(store.streams)})
             await self._stop.wait()
             observer.phase = "stopping"

@@ -160,7 +160,7 @@ def stream_definition(name: str, table: dict[str, Any]) -> MessageStreamDefiniti
     document.data["streams"] = {name: table}
     reader = Reader(document)
     definition = _stream(reader, name, table, ("streams", name))
-    if definition is None:
+    if definition is None or reader.problems:
         raise ConfigError("\n".join(problem.partition(": ")[2] for problem in reader.problems))
     return definition
 

@@ -58,15 +58,17 @@ def command_line() -> str:
 
 
 def _helps() -> Iterator[tuple[str, str]]:
-    waiting = [("streambridge", typer.main.get_command(app))]
+    waiting: list[tuple[str, Any, Any]] = [("streambridge", typer.main.get_command(app), None)]
     while waiting:
-        name, command = waiting.pop(0)
-        context = command.make_context(name, [], resilient_parsing=True)
+        name, command, above = waiting.pop(0)
+        context = command.make_context(name.split()[-1], [], above, resilient_parsing=True)
         context.terminal_width = context.max_content_width = 100
         lines = (line.rstrip() for line in command.get_help(context).splitlines())
         yield name, "\n".join(lines).strip()
         below = getattr(command, "commands", {})
-        waiting[:0] = [(f"{name} {word}", inner) for word, inner in below.items() if not inner.hidden]
+        waiting[:0] = [
+            (f"{name} {word}", inner, context) for word, inner in below.items() if not inner.hidden
+        ]
 
 
 # -- the configuration -----------------------------------------------------------------------------------

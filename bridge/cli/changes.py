@@ -14,7 +14,15 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from bridge.cli.common import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, echo, print_json
+from bridge.cli.common import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    DataDirOption,
+    JsonOption,
+    count,
+    echo,
+    print_json,
+)
 from bridge.cli.operate import Place, operate, place
 from bridge.config import load, stream_definition
 from bridge.errors import StreamBridgeError
@@ -92,7 +100,7 @@ def delete(
     where = place(config, data_dir)
     storage = operate(where, "describeMessageStream", name=name)["messageStreamInfo"]["storageStatus"]
     number = storage["newestSequenceNumber"] - storage["oldestSequenceNumber"] + 1
-    _confirm(sure, f"Delete {name} with up to {number} messages?")
+    _confirm(sure, f"Delete {name} with up to {count(number, 'message')}?")
     operate(where, "deleteMessageStream", name=name)
     echo(f"deleted {name}")
 

@@ -17,6 +17,7 @@ import typer
 from bridge.config import Config, load
 from bridge.errors import ConfigError
 from bridge.plugins import shipped
+from bridge.streams.layout import STREAMS
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
 
@@ -68,6 +69,11 @@ def data_directory(config: Path, data_dir: Path | None) -> Path:
         raise ConfigError(
             f"{directory}: there is no such data directory; start the service once, or name another one "
             "with --config or --data-dir"
+        )
+    if not (directory / STREAMS).is_dir() and any(directory.iterdir()):
+        raise ConfigError(
+            f"{directory}: this is no data directory of streambridge: {STREAMS}/ is not in it; name the "
+            "directory that gateway.data_dir stands for"
         )
     return directory
 

@@ -1,4 +1,7 @@
-"""`streambridge exports`: how far the exports of all streams are, from their cursors."""
+"""`streambridge exports`: how far the exports of all streams are.
+
+The running service knows it, with the last error; of a stopped one it stands in the exports' cursors.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from bridge.cli.common import (
     print_table,
 )
 from bridge.cli.lookup import describe_stream, find
+from bridge.cli.operate import statuses
 from bridge.streams.reader import list_streams
 
 
@@ -37,7 +41,11 @@ def exports(
     behave_in_pipes()
     directory = data_directory(config, data_dir)
     streams = list_streams(directory) if name is None else [find(directory, name)]
-    rows = [row for meta in streams for row in _rows(describe_stream(directory, meta))]
+    rows = [
+        row
+        for meta in streams
+        for row in export_rows(describe_stream(directory, meta, statuses(directory, meta.name)))
+    ]
     if as_json:
         print_json(rows)
         return
@@ -62,7 +70,8 @@ def exports(
     )
 
 
-def _rows(described: dict[str, Any]) -> list[dict[str, Any]]:
+def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each export of a described stream, what is shown of it."""
     definition, storage = described["definition"], described["storageStatus"]
     configs = {
         item["identifier"]: (kind, bool(item.get("disabled")))
@@ -71,7 +80,7 @@ def _rows(described: dict[str, Any]) -> list[dict[str, Any]]:
     }
     rows = []
     for status in described["exportStatuses"]:
-        kind, disabled = configs[status.export_config_identifier]
+        kind, disabled = configs.get(status.export_config_identifier, ("-", False))
         done = max(status.last_exported_sequence_number, storage["oldestSequenceNumber"] - 1)
         rows.append(
             {

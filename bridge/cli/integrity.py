@@ -16,6 +16,7 @@ from bridge.cli.common import (
     ConfigOption,
     ExitCode,
     JsonOption,
+    count,
     data_directory,
     echo,
     print_json,
@@ -63,7 +64,7 @@ def verify(
     """Check every frame of every segment; changes nothing, also beside the running service."""
     with _bar("bytes") as progress:
         found = integrity.verify(data_directory(config, directory), progress)
-    _print(found, as_json, "damaged or missing")
+    _print(found, as_json, "damaged")
 
 
 def repair(
@@ -72,7 +73,7 @@ def repair(
     """Set damage aside in quarantine/ and rebuild indexes, with the service stopped; says what was lost."""
     with _bar("segments") as progress:
         found = integrity.repair(data_directory(config, directory), progress)
-    _print(found, as_json, "mended")
+    _print(found, as_json, "damaged, and mended now")
 
 
 @contextmanager
@@ -105,17 +106,19 @@ def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
         for checked in found:
             _print_stream(checked)
         total = sum(checked.messages for checked in found)
-        state = f"{len(bad)} of them {verdict}" if bad else "all sound"
-        echo(f"{len(found)} streams, {total} messages: {state}")
+        state = f"{count(len(bad), 'stream')} {verdict}" if bad else "all sound"
+        echo(f"{count(len(found), 'stream')}, {count(total, 'message')}: {state}")
     if bad:
         raise typer.Exit(ExitCode.DAMAGED)
 
 
 def _print_stream(checked: Checked) -> None:
-    state = "ok" if not checked.problems else f"{len(checked.problems)} problems"
+    state = count(len(checked.problems), "problem") if checked.problems else "ok"
+    numbers = f" ({checked.oldest} to {checked.newest})" if checked.messages else ""
     echo(
-        f"{checked.name}: {state}; {checked.messages} messages ({checked.oldest} to {checked.newest}), "
-        f"{checked.segments} segments, {checked.frames} frames, {checked.total_bytes} bytes"
+        f"{checked.name}: {state}; {count(checked.messages, 'message')}{numbers}, "
+        f"{count(checked.segments, 'segment')}, {count(checked.frames, 'frame')}, "
+        f"{count(checked.total_bytes, 'byte')}"
     )
     for problem in checked.problems:
         lost = f"; lost: {show_ranges(problem.lost)}" if problem.lost else ""

@@ -63,8 +63,13 @@ def unreadable_end(data_dir: Path, name: str) -> list[str]:
     ]
 
 
-def describe_stream(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
-    """What --json prints; enums by name, everything else as on the wire."""
+def describe_stream(
+    data_dir: Path, meta: StreamMeta, statuses: list[ExportStatus] | None = None
+) -> dict[str, Any]:
+    """What --json prints; enums by name, everything else as on the wire.
+
+    How far the exports are stands in their cursors, unless the service has said it (`statuses`).
+    """
     directory = _files(data_dir, meta)
     definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
     wire = msgspec.to_builtins(definition)
@@ -84,7 +89,7 @@ def describe_stream(data_dir: Path, meta: StreamMeta) -> dict[str, Any]:
             "newestSequenceNumber": held.end - 1,
             "totalBytes": held.size,
         },
-        "exportStatuses": [*_exports(data_dir, meta, definition)],
+        "exportStatuses": [*_exports(data_dir, meta, definition)] if statuses is None else statuses,
         "definition": wire,
     }
 

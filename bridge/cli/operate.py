@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cbor2
+import msgspec
 
 from bridge import cbor, errors, plugins
 from bridge.cli.common import data_directory, load_config, note
@@ -27,7 +28,7 @@ from bridge.greengrass.frontend import SOCKET
 from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition
 from bridge.mqtt import requests
-from bridge.streams.store import MEMORY, Store
+from bridge.streams.store import MEMORY, Store, is_running
 
 ANSWER_WITHIN = 120.0  # seconds; to purge by topic, a whole stream is read
 LARGEST = 64 * 1024 * 1024  # bytes of a reply
@@ -63,6 +64,14 @@ def operate(where: Place, operation: str, **fields: Any) -> dict[str, Any]:
     if reply["status"]:
         raise _error(str(reply["statusName"]), str(reply["errorMessage"]))
     return reply
+
+
+def statuses(data_dir: Path, name: str) -> list[ExportStatus] | None:
+    """How far a stream's exports are, as the running service knows it; None if none runs."""
+    if not (data_dir / SOCKET).is_socket() or not is_running(data_dir):
+        return None
+    info = operate(Place(data_dir, []), "describeMessageStream", name=name)["messageStreamInfo"]
+    return msgspec.convert(info["exportStatuses"], list[ExportStatus])
 
 
 def _reach(service: socket.socket, data_dir: Path) -> bool:

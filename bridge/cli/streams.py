@@ -36,6 +36,7 @@ from bridge.cli.common import (
     print_table,
     show_ranges,
 )
+from bridge.cli.exports import export_rows
 from bridge.cli.lookup import (
     damaged,
     describe_stream,
@@ -45,6 +46,7 @@ from bridge.cli.lookup import (
     read_messages,
     unreadable_end,
 )
+from bridge.cli.operate import statuses
 from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.model import MAX_INT64
 from bridge.streams.reader import StreamReader, list_damaged, list_streams
@@ -126,19 +128,24 @@ def describe(
 ) -> None:
     """Show a stream's definition and what it holds."""
     directory = data_directory(config, data_dir)
-    info = describe_stream(directory, find(directory, name))
+    info = describe_stream(directory, find(directory, name), statuses(directory, name))
     if as_json:
         print_json(info)
         return
     storage, definition = info["storageStatus"], info["definition"]
     newest = storage["newestSequenceNumber"]
     exports = [
-        f"{status.export_config_identifier}: exported to {status.last_exported_sequence_number}, "
-        f"{newest - status.last_exported_sequence_number} to go"
-        + (f", {status.rejected_messages_count} rejected" if status.rejected_messages_count else "")
-        + (f", {status.skipped_messages_count} skipped" if status.skipped_messages_count else "")
-        + (f"; {status.error_message}" if status.error_message else "")
-        for status in info["exportStatuses"]
+        f"{row['identifier']}: "
+        + (
+            f"exported to {row['lastExportedSequenceNumber']}"
+            if row["lastExportedSequenceNumber"] >= 0
+            else "nothing exported yet"
+        )
+        + f", {row['toGo']} to go"
+        + (f", {row['rejectedMessages']} rejected" if row["rejectedMessages"] else "")
+        + (f", {row['skippedMessages']} skipped" if row["skippedMessages"] else "")
+        + (f"; {row['errorMessage']}" if row["errorMessage"] else "")
+        for row in export_rows(info)
     ]
     now = time.time() * 1000
     print_facts(
@@ -146,7 +153,12 @@ def describe(
             ("name", info["name"]),
             ("created", format_time(info["epoch"])),
             ("messages", info["messages"]),
-            ("numbers", f"{storage['oldestSequenceNumber']} to {newest}"),
+            (
+                "numbers",
+                f"{storage['oldestSequenceNumber']} to {newest}"
+                if info["messages"]
+                else f"none; the next is {newest + 1}",
+            ),
             *(
                 (label, f"{format_time(info[key])} ({format_duration(int(now - info[key]))} ago)")
                 for label, key in (("oldest", "oldestIngestTime"), ("newest", "newestIngestTime"))

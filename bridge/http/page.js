@@ -25,6 +25,7 @@ function span(ms) {
 }
 
 const rate = (value) => value === null ? "–" : value >= 100 ? whole.format(value) : String(Math.round(value * 10) / 10);
+const many = (number, noun) => `${whole.format(number)} ${noun}${number === 1 ? "" : "s"}`;
 const spoken = (reason) => reason.replaceAll("_", " ");
 
 function make(tag, text, name) {
@@ -43,7 +44,7 @@ function draw(tag, attributes) {
 const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 
 /* A table keeps its rows, so that focus and selection survive an update. A cell is a text, or
-   {text, sub, level, meter, label, calm}. */
+   {text, sub, pill, state, meter, label, calm}: `pill` is the colour of `state`. */
 class Rows {
   constructor(section, columns) {
     this.section = $(section);
@@ -89,14 +90,13 @@ class Rows {
   }
 
   fill(cell, content) {
-    const { text, sub, level, meter, label, calm } = typeof content === "string" ? { text: content } : content;
+    const { text, sub, pill, state, meter, label, calm } = typeof content === "string" ? { text: content } : content;
     const value = cell.firstChild;
-    const wanted = JSON.stringify([text, sub, level, meter, label, calm]);
+    const wanted = JSON.stringify([text, sub, pill, state, meter, label, calm]);
     if (cell.shown === wanted) return;
     cell.shown = wanted;
-    cell.classList.toggle("blank", !text);
-    value.className = level ? `value ${level}` : "value";
-    value.replaceChildren(document.createTextNode(text));
+    cell.classList.toggle("pills", pill !== undefined);
+    value.replaceChildren(pill ? make("span", state, `pill ${pill}`) : document.createTextNode(text));
     if (meter !== undefined) {
       const bar = make("meter");
       Object.assign(bar, { min: 0, max: 1, value: meter }, calm ? {} : { low: 0.8, high: 0.95, optimum: 0 });
@@ -115,8 +115,9 @@ function nice(most) {
 
 /* Lines over the last hour. `series`: [{name, values, style}], values as long as times, null for a gap. */
 class Chart {
-  constructor(id, unit) {
+  constructor(id, unit, nothing) {
     this.box = $(id);
+    this.nothing = nothing;
     this.text = $(`${id}-text`);
     this.unit = unit;
     this.times = [];
@@ -140,12 +141,13 @@ class Chart {
     if (!width) return;
     const left = 46, right = width - 6, top = 8, bottom = height - 22;
     const end = this.times.length ? this.times[this.times.length - 1] : Date.now();
-    const most = nice(Math.max(0, ...this.series.flatMap((one) => one.values.filter((v) => v !== null))));
+    const highest = Math.max(0, ...this.series.flatMap((one) => one.values.filter((v) => v !== null)));
+    const most = nice(highest);
     const length = this.times.length ? Math.min(HOUR, Math.max(5 * MINUTE, end - this.times[0])) : HOUR;
     this.x = (time) => right - (end - time) / length * (right - left);
     this.y = (value) => bottom - value / most * (bottom - top);
     const svg = draw("svg", { role: "img", "aria-label": this.text.textContent, viewBox: `0 0 ${width} ${height}` });
-    for (const part of [0, 0.25, 0.5, 0.75, 1]) {
+    for (const part of highest ? [0, 0.25, 0.5, 0.75, 1] : [0]) {
       const y = this.y(most * part);
       svg.append(draw("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }));
       const text = draw("text", { x: left - 7, y: y + 4, "text-anchor": "end" });
@@ -169,6 +171,11 @@ class Chart {
       svg.append(draw("path", { class: `line s${style}`, d: path, "stroke-dasharray": DASHES[style] }));
       if (values.length === 1 && values[0] !== null)
         svg.append(draw("circle", { class: `dot f${style}`, r: 3, cx: this.x(this.times[0]), cy: this.y(values[0]) }));
+    }
+    if (!highest) {
+      const text = draw("text", { class: "nothing", x: (left + right) / 2, y: (top + bottom) / 2, "text-anchor": "middle" });
+      text.textContent = this.times.length ? this.nothing : "Loading";
+      svg.append(text);
     }
     this.mark = draw("line", { class: "mark", y1: top, y2: bottom, visibility: "hidden" });
     svg.append(this.mark);
@@ -198,15 +205,15 @@ class Chart {
   }
 }
 
-const streams = new Rows("streams", [["Stream"], ["Rate", "n"], ["Messages", "n"], ["Size"], ["Oldest", "n"], ["Limits"], ["State"]]);
-const exports_ = new Rows("exports", [["Export"], ["To"], ["Waiting", "n"], ["Behind", "n"], ["Exported", "n"], ["Last try", "n"], ["Last error"]]);
+const streams = new Rows("streams", [["Stream"], ["State"], ["Rate", "n"], ["Messages", "n"], ["Size", "wide"], ["Oldest", "n"], ["Limits", "wide"]]);
+const exports_ = new Rows("exports", [["Export"], ["State"], ["Waiting", "n"], ["Behind", "n"], ["Exported", "n"], ["Last try", "n"]]);
 const drops = new Rows("drops", [["Where"], ["What"], ["Count", "n"]]);
 const clients = new Rows("clients", [["Client id"], ["User"], ["Address"], ["Protocol"]]);
-const backlog = new Chart("backlog", "messages");
-const speed = new Chart("rate", "a second");
+const backlog = new Chart("backlog", "messages", "Nothing is waiting");
+const speed = new Chart("rate", "a second", "No messages yet");
 const tiles = new Map();
 
-function tile(name, value, sub) {
+function tile(name, value, sub, level = "") {
   if (!tiles.has(name)) {
     const box = make("div");
     box.append(make("dt", name), make("dd"), make("dd"));
@@ -216,11 +223,26 @@ function tile(name, value, sub) {
   const [, first, second] = tiles.get(name).children;
   put(first, value);
   put(second, sub);
+  second.className = level;
 }
 
 function told(items) {
-  const list = $("notices"), texts = [...list.children].map((item) => item.textContent);
-  if (JSON.stringify(texts) !== JSON.stringify(items)) list.replaceChildren(...items.map((text) => make("li", text)));
+  const list = $("notices"), wanted = JSON.stringify(items);
+  if (list.shown === wanted) return;
+  list.shown = wanted;
+  list.replaceChildren(...items.map(([what, why]) => {
+    const item = make("li");
+    item.append(make("strong", what), make("span", why));
+    return item;
+  }));
+}
+
+/* Whether a stream has refused messages in the last minute because it is full. */
+const refusals = new Map();
+function refusing(name, count, time) {
+  const before = refusals.get(name) || { count, grew: -MINUTE };
+  refusals.set(name, count > before.count ? { count, grew: time } : before);
+  return time - refusals.get(name).grew < MINUTE;
 }
 
 function showState(level, text) {
@@ -232,48 +254,52 @@ function showState(level, text) {
 function show(now) {
   document.title = `${now.gateway} – streambridge`;
   put($("gateway"), now.gateway);
-  put($("about"), `streambridge ${now.version}, up ${span(now.time - now.started)}`);
+  put($("about"), `MQTT gateway, streambridge ${now.version}, running for ${span(now.time - now.started)}`);
   const notices = [];
-  if (now.storageError) notices.push(`Nothing can be stored: ${now.storageError}`);
-  if (!now.workerRunning && now.phase === "running") notices.push("The export worker does not run; it is being started again.");
-  for (const [name, why] of Object.entries(now.refused)) notices.push(`Messages for stream ${name} are refused: ${why}`);
-  told(notices);
-  if (now.storageError) showState("bad", "Cannot store");
-  else if (now.phase !== "running") showState("unknown", now.phase === "stopping" ? "Stopping" : "Starting");
-  else if (Object.keys(now.refused).length || now.streams.some((s) => s.error)) showState("bad", "Needs attention");
-  else showState("good", "Running");
-
+  if (now.storageError) notices.push(["Nothing can be stored", now.storageError]);
+  if (!now.workerRunning && now.phase === "running") notices.push(["Exports pause", "their worker process ended and is being started again"]);
+  for (const [name, why] of Object.entries(now.refused)) notices.push([`Messages for ${name} are refused`, why]);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
   const active = now.exports.filter((e) => !e.disabled);
   const failing = active.filter((e) => e.error).length;
+  const isFull = (s) => refusing(s.name, s.rejected.full || 0, now.time);
+  const stuck = now.streams.filter((s) => s.error || isFull(s)).length + Object.keys(now.refused).length;
+  told(notices);
+  if (now.storageError) showState("bad", "Cannot store");
+  else if (now.phase !== "running") showState("unknown", now.phase === "stopping" ? "Stopping" : "Starting");
+  else if (stuck) showState("bad", `${many(stuck, "stream")} cannot store`);
+  else if (failing) showState("warn", `Storing; ${many(failing, "export")} held up`);
+  else showState("good", "All is well");
+
   const lost = sum(now.streams.flatMap((s) => Object.entries(s.dropped)).filter(([why]) => why !== "exported" && why !== "purged").map(([, n]) => n));
   const sessions = sum(Object.values(now.counts).map((c) => c.sessions || 0));
-  tile("Devices", whole.format(now.connections), `${whole.format(sessions)} sessions kept`);
+  tile("Devices", whole.format(now.connections), `${many(sessions, "session")} kept`);
   tile("Stored a second", rate(sum(now.streams.map((s) => s.rate || 0))), `${whole.format(sum(now.streams.map((s) => s.newest + 1)))} ever`);
-  tile("Waiting for export", whole.format(sum(active.map((e) => e.lag))), failing ? `${failing} of ${active.length} exports fail` : `${active.length} exports`);
-  tile("Kept", size(sum(now.streams.map((s) => s.size))), `${whole.format(sum(now.streams.map((s) => s.messages)))} messages`);
+  tile("Waiting for export", whole.format(sum(active.map((e) => e.lag))), failing ? `${failing} of ${active.length} exports held up` : many(active.length, "export"), failing ? "warn" : "");
+  tile("Kept", size(sum(now.streams.map((s) => s.size))), many(sum(now.streams.map((s) => s.messages)), "message"));
   tile("Disk free", now.diskSize ? size(now.diskFree) : "–", now.diskSize ? `of ${size(now.diskSize)}` : "");
-  tile("Dropped", whole.format(lost), "by limits or damage");
+  tile("Dropped", whole.format(lost), "by limits or damage", lost ? "warn" : "");
 
   streams.show(now.streams.map((s) => [s.name, [
     { text: s.name, sub: s.persistence === "Memory" ? "in memory" : "" },
+    s.error ? { text: "", pill: "bad", state: "cannot store", sub: s.error }
+      : isFull(s) ? { text: "", pill: "bad", state: "full, refuses messages" } : { text: "", pill: "good", state: "ok" },
     { text: s.rate === null ? "–" : `${rate(s.rate)}/s` },
-    { text: whole.format(s.messages), sub: s.newest < 0 ? "" : `newest is ${whole.format(s.newest)}` },
+    { text: whole.format(s.messages), sub: s.newest < 0 ? "" : `to number ${whole.format(s.newest)}` },
     { text: `${size(s.size)} of ${size(s.maxSize)}`, meter: Math.min(1, s.size / s.maxSize), calm: s.overwrites,
       label: `${s.name}: ${Math.round(100 * s.size / s.maxSize)} % of max_size` },
     { text: s.oldestTime === null ? "–" : span(now.time - s.oldestTime) },
     { text: s.limits[0], sub: s.limits.slice(1).join(", ") },
-    s.error ? { text: s.error, level: "bad" }
-      : !s.overwrites && s.size >= 0.95 * s.maxSize ? { text: "full", level: "bad" } : { text: "ok", level: "good" },
   ]]));
   exports_.show(now.exports.map((e) => [JSON.stringify([e.stream, e.identifier]), [
-    { text: e.identifier, sub: `of ${e.stream}` },
-    e.kind,
+    { text: e.identifier, sub: `${e.stream} to ${e.kind}` },
+    e.disabled ? { text: "", pill: "warn", state: "paused" }
+      : e.error ? { text: "", pill: "warn", state: "held up, tries again", sub: e.error }
+      : !e.lag ? { text: "", pill: "good", state: "up to date" } : { text: "", pill: "good", state: "exporting" },
     { text: whole.format(e.lag) },
     { text: e.lag === 0 ? "0 s" : e.waitingSince === null ? "–" : span(now.time - e.waitingSince) },
     { text: whole.format(e.exportedMessages), sub: size(e.exportedBytes) },
     { text: e.lastExportTime ? `${span(now.time - e.lastExportTime)} ago` : "never" },
-    e.disabled ? { text: "paused", level: "warn" } : e.error ? { text: e.error, level: "bad" } : { text: "none", level: "good" },
   ]]));
   const lines = [];
   for (const s of now.streams) {
@@ -321,11 +347,12 @@ function plot() {
       values: past.times.map((_, at) => rest.reduce((sum, one) => sum + (one.values[at] || 0), 0)) });
   const total = past.times.map((_, at) => all.reduce((sum, one) => sum + (one.values[at] || 0), 0));
   const most = Math.max(0, ...total), last = past.times.length - 1;
-  backlog.show(past.times, series, !all.length ? "No stream is exported."
-    : `The last hour, in messages. Now ${whole.format(total[last])}, at most ${whole.format(most)}${most ? ` at ${clock.format(past.times[total.indexOf(most)])}` : ""}.`);
+  backlog.nothing = all.length ? "Nothing is waiting" : "No stream is exported";
+  backlog.show(past.times, series, !most ? "The last hour, in messages."
+    : `The last hour, in messages. Now ${whole.format(total[last])}, at most ${whole.format(most)} at ${clock.format(past.times[total.indexOf(most)])}.`);
   const top = Math.max(0, ...past.rate);
   speed.show(past.times, [{ name: "all streams", values: past.rate, style: 0 }],
-    `The last hour, all streams together. Now ${rate(last < 0 ? 0 : past.rate[last])}, at most ${rate(top)}.`);
+    `The last hour, all streams together.${top ? ` Now ${rate(past.rate[last])}, at most ${rate(top)}.` : ""}`);
   const legend = $("backlog-legend"), names = series.map((one) => one.name);
   if (JSON.stringify(legend.names) === JSON.stringify(names)) return;
   legend.names = names;

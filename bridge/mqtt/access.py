@@ -74,7 +74,9 @@ def read_users(path: Path) -> dict[str, Password]:
         if not line.strip() or line.startswith("#"):
             continue
         found = _LINE.fullmatch(line.rstrip())
-        problem = "" if found else "not name:$7$iterations$salt$hash; make it with mosquitto_passwd"
+        problem = (
+            "" if found else "not name:$7$iterations$salt$hash; make it with `streambridge hash-password`"
+        )
         if found:
             name, count = found[1], int(found[2])
             if name in users:
@@ -93,7 +95,9 @@ def read_users(path: Path) -> dict[str, Password]:
         if problem:
             raise ConfigError(f"mqtt.users_file {path}, line {number}: {problem}")
     if not users:
-        raise ConfigError(f"mqtt.users_file {path}: no users in it; add one with mosquitto_passwd")
+        raise ConfigError(
+            f"mqtt.users_file {path}: no users in it; add one with `streambridge hash-password`"
+        )
     return users
 
 

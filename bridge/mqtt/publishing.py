@@ -107,7 +107,8 @@ def publish(
     streams = route.streams
     try:
         if route.denied:
-            raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; see [[mqtt.acl]]")
+            why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
+            raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; {why}")
         if route.request:
             requests.take(conn, route.name, payload, properties or {}, qos >> 1)
         elif route.streams:

@@ -38,6 +38,7 @@ class Route:
         "no_local",
         "receivers",
         "request",
+        "reserved",
         "stream",
         "streams",
         "with_client",
@@ -49,7 +50,8 @@ class Route:
         self.receivers: dict[Session, Receiver] = {}
         self.no_local = False  # some receiver does not want its own messages back
         self.request = name.partition("/")[0] == REQUEST_LEVEL
-        self.denied = False  # for this client
+        self.reserved = not self.request and name.startswith(RESERVED)
+        self.denied = self.reserved  # for this client
         self.with_client = False  # some stream keeps who published
         self.append: Callable[[bytes, bytes], int] | None = None
 
@@ -81,9 +83,7 @@ class Router:
         # Below `$` a client may publish, to no avail for wildcards (4.7.2); not where the server would.
         if not is_topic_name(name.removeprefix("$")):
             raise ProtocolError(f"topic name {name[:80]!r}", BAD_TOPIC_NAME)
-        reserved = name.startswith(RESERVED)
-        route = Route(name, () if reserved else self._store.bound(name))
-        route.denied = reserved and not route.request
+        route = Route(name, () if name.startswith(RESERVED) else self._store.bound(name))
         found: dict[Session, list[Subscription]] = {}
         for session, subscription in self._tree.match(name):
             if session.identity.may_read(name):

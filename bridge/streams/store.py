@@ -99,8 +99,8 @@ class Store:
         except OSError:
             os.close(lock)
             raise DataDirectoryBusy(
-                f"{self.data_dir}: another process writes to this data directory; "
-                f"stop it, or use another data_dir"
+                f"{self.data_dir}: another process writes to this data directory, most likely the service; "
+                "stop that first (`systemctl stop streambridge`)"
             ) from None
         return lock
 

@@ -178,7 +178,9 @@ def repair(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked
             mended.setdefault(unquote(directory.name), []).append(problem)
 
     def note(stream: str, what: str) -> None:
-        mended.setdefault(stream, []).append(Problem(str(data_dir), what))
+        path, _, rest = what.partition(": ")  # an event begins with the file that it is about, if any
+        problem = Problem(path, rest) if path.startswith(str(data_dir)) else Problem(str(data_dir), what)
+        mended.setdefault(stream, []).append(problem)
 
     asyncio.run(_mend(data_dir, note, progress))
     after = verify(data_dir)
@@ -193,7 +195,7 @@ async def _mend(data_dir: Path, note: Callable[[str, str], None], progress: Prog
         store = Store(data_dir, link.readlink() if link.is_symlink() else Path(unused), on_event=note)
         try:
             for stream in store.streams.values():
-                bases = list(stream.log.sizes)
+                bases = list(stream.log.sizes)[:-1]  # opening it has seen to the last one
                 for done, base in enumerate(bases, 1):
                     stream.heal(base)
                     progress(stream.name, done, len(bases))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from bridge.cli.common import DEFAULT_CONFIG
-from tests.cli.conftest import CHECKOUT, Fill, streambridge
+from bridge.mqtt.access import read_users
+from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 
 
 def test_help_names_every_command_and_exit_code() -> None:
@@ -21,6 +23,8 @@ def test_help_names_every_command_and_exit_code() -> None:
         "verify",
         "repair",
         "ingest",
+        "exports",
+        "hash-password",
         "install-service",
         "Examples:",
         "78",
@@ -64,6 +68,26 @@ def test_a_data_directory_that_is_missing_is_told_in_one_line(tmp_path: Path) ->
     assert done.returncode == 78
     assert done.stderr.count("\n") == 1
     assert "there is no such data directory; start the service once" in done.stderr
+
+
+def test_a_directory_of_something_else_is_not_taken_for_a_sound_one(tmp_path: Path) -> None:
+    (tmp_path / "hosts").touch()
+    done = streambridge("verify", tmp_path)
+    assert (done.returncode, done.stdout) == (78, "")
+    assert f"{tmp_path}: this is no data directory of streambridge" in done.stderr
+
+
+def test_a_password_becomes_a_line_of_the_users_file_and_is_never_an_argument(tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    password = subprocess.run(
+        [*COMMAND, "hash-password", "pump 7"],
+        env=environment(), input="hunter2\n", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    users.write_text(password.stdout)
+    assert read_users(users)["pump 7"].verify(b"hunter2")
+    assert "hunter2" not in users.read_text()
+    for wrong in ("a:b", ""):
+        assert streambridge("hash-password", wrong).returncode == 2
 
 
 def test_an_unknown_command_is_wrong_usage() -> None:

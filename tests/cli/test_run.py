@@ -155,7 +155,7 @@ def test_systemd_is_told_when_it_is_ready_reloading_and_stopping(
         service = start(NOTIFY_SOCKET=str(tmp_path / "notify"))
         ready = next_state()
         assert ready["READY"] == "1"
-        assert "1 streams" in ready["STATUS"]
+        assert "1 stream, " in ready["STATUS"]
         service.process.send_signal(signal.SIGHUP)
         assert next_state()["RELOADING"] == "1"
         assert next_state()["READY"] == "1"

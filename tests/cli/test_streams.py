@@ -61,7 +61,7 @@ def test_describe_is_readable_and_says_how_far_each_export_is(fill: Fill) -> Non
     assert facts["directory"] == str(data / "streams" / "sensors")
     assert [value for key, value in rows if key == "export"] == [
         "lake: exported to 3, 2 to go; no route to host",
-        "new: exported to -1, 6 to go",
+        "new: nothing exported yet, 6 to go",
     ]
     described = json.loads(
         streambridge("streams", "describe", "sensors", "--data-dir", data, "--json").stdout

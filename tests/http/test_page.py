@@ -37,7 +37,7 @@ def service(start: Callable[..., Service]) -> Service:
 @pytest.fixture
 def page(service: Service, browser: Browser) -> Browser:
     browser.open(f"http://127.0.0.1:{service.port}/")
-    browser.until("document.querySelector('#state').dataset.level === 'good'")
+    browser.until("document.querySelector('#state').dataset.level !== 'unknown'")
     return browser
 
 
@@ -47,7 +47,7 @@ def row(table: str, text: str) -> str:
 
 def test_it_shows_what_is_stored_without_being_loaded_again(service: Service, page: Browser) -> None:
     assert page.text("h1") == "plant-7"
-    messages = f"{row('streams', 'sensors')}.children[2].innerText.split('\\n')[0]"
+    messages = f"{row('streams', 'sensors')}.children[3].innerText.split('\\n')[0]"
     before = int(page.see(messages))
     service.publish(*[("sensors/a", b"21.5")] * 7)
     page.until(f"{messages} === '{before + 7}'")
@@ -57,7 +57,24 @@ def test_it_shows_what_is_stored_without_being_loaded_again(service: Service, pa
 def test_a_failing_export_shows_its_error(service: Service, page: Browser) -> None:
     service.publish(("sensors/a", b"21.5"))
     page.until(f"{row('exports', 'office')}.innerText.includes('Could not connect')")
-    page.until("document.querySelector('#tiles').innerText.includes('1 of 1 exports fail')")
+    page.until("document.querySelector('#tiles').innerText.includes('1 of 1 exports held up')")
+
+
+def test_a_stream_that_refuses_and_a_stream_that_cannot_be_had_are_told_apart_from_the_good(
+    start: Callable[..., Service], browser: Browser
+) -> None:
+    service = start(
+        '[streams.brim]\nmax_size = "4KiB"\nsegment_size = "2KiB"\n[streams.wrong]\ntopics = ["a/#/b"]\n'
+    )
+    browser.open(f"http://127.0.0.1:{service.port}/")
+    browser.until("document.querySelector('#state').innerText === '1 stream cannot store'")
+    assert "Messages for wrong are refused" in browser.text("#notices")
+    browser.until("document.querySelector('#rate .nothing').textContent === 'No messages yet'")
+    with service.device("filler") as client:
+        for _ in range(20):
+            client.publish("streams/brim", bytes(500)).wait_for_publish(10)
+        browser.until(f"{row('streams', 'brim')}.innerText.includes('full, refuses messages')")
+    assert browser.text("#state") == "2 streams cannot store"
 
 
 def test_drops_are_shown_by_stream_and_reason(service: Service, page: Browser) -> None:
@@ -170,14 +187,14 @@ def test_a_disk_that_cannot_be_written_is_seen_at_once(service: Service, page: B
         page.until("document.querySelector('#notices').innerText.includes('cannot be written')")
     finally:
         service.mount("disk")
-    page.until("document.querySelector('#state').innerText === 'Running'")
+    page.until("document.querySelector('#state').innerText !== 'Cannot store'")
     page.until("document.querySelector('#notices').innerText === ''")
 
 
 def test_it_says_when_the_gateway_does_not_answer(start: Callable[..., Service], browser: Browser) -> None:
     service = start("")
     browser.open(f"http://127.0.0.1:{service.port}/")
-    browser.until("document.querySelector('#state').innerText === 'Running'")
+    browser.until("document.querySelector('#state').innerText === 'All is well'")
     assert "No streams yet" in browser.text("#streams")
     assert service.stop() == 0
     browser.until("document.querySelector('#state').innerText.startsWith('No answer since')")

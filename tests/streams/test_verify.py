@@ -48,6 +48,9 @@ def test_a_sound_directory_verifies_with_exit_code_0_and_all_its_counts(house: H
     assert stream["frames"] == 20
     assert stream["totalBytes"] == sum(p.stat().st_size for p in house.directory().glob("*.seg"))
     assert stream["problems"] == []
+    before = contents(house.data_dir)
+    assert command("repair", house.data_dir)[0] == 0
+    assert contents(house.data_dir) == before  # nothing to mend: nothing is made
 
 
 def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_mends_it(house: House) -> None:
@@ -67,6 +70,7 @@ def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_mends_it(
     assert code == 65
     assert f"lost: {first}-{last}" in "".join(p["what"] for p in stream["problems"])
     assert stream["messages"] == 95
+    assert [p["path"] for p in stream["problems"]] == [str(path)]
     code, (stream,) = command("verify", house.data_dir)
     assert (code, stream["messages"], stream["lost"]) == (0, 95, [[first, last]])
     assert len(stream["quarantined"]) == 1
