@@ -194,3 +194,47 @@ def test_the_guides_operations_run_with_the_node_sdk(node: Callable[..., str], s
         """,
         server,
     )
+
+
+def test_the_guides_export_types_and_status_messages_run_with_the_node_sdk(
+    node: Callable[..., str], server: Server
+) -> None:
+    node(
+        """
+        await client.createMessageStream(new MessageStreamDefinition()
+            .withName("status").withStrategyOnFull(StrategyOnFull.OverwriteOldestData));
+        const exports = new ExportDefinition()
+            .withHttp([new HTTPConfig().withIdentifier("h").withUri("http://127.0.0.1:1")
+                .withBatchSize(1).withPriority(10).withExportFormat(ExportFormat.JSON_BATCHED)])
+            .withIotAnalytics([new IoTAnalyticsConfig().withIdentifier("a").withIotChannel("channel")])
+            .withKinesis([new KinesisConfig().withIdentifier("k").withKinesisStreamName("stream")
+                .withBatchSize(500).withBatchIntervalMillis(60000).withStartSequenceNumber(0)])
+            .withIotSitewise([new IoTSiteWiseConfig().withIdentifier("w").withBatchSize(10)])
+            .withS3TaskExecutor([new S3ExportTaskExecutorConfig().withIdentifier("t").withDisabled(true)
+                .withStatusConfig(new StatusConfig()
+                    .withStatusLevel(StatusLevel.INFO).withStatusStreamName("status"))]);
+        await client.createMessageStream(new MessageStreamDefinition()
+            .withName("S").withStrategyOnFull(StrategyOnFull.RejectNewData).withExportDefinition(exports));
+        const info = await client.describeMessageStream("S");
+        const names = info.exportStatuses.map((status) => status.exportConfigIdentifier).sort();
+        assert.deepStrictEqual(names, ["a", "h", "k", "t", "w"]);
+        const found = info.definition.exportDefinition;
+        assert.strictEqual(found.http[0].exportFormat, ExportFormat.JSON_BATCHED);
+        assert.strictEqual(found.kinesis[0].batchIntervalMillis, 60000);
+        assert.strictEqual(found.s3TaskExecutor[0].statusConfig.statusLevel, StatusLevel.INFO);
+        assert.strictEqual(found.IotSitewise[0].identifier, "w");
+        const task = new S3ExportTaskDefinition().withBucket("bucket-name")
+            .withKey("KeyName").withInputUrl("URLToFile").withUserMetadata({a: "b"});
+        const number = await client.appendMessage("S", util.validateAndSerializeToJsonBytes(task));
+        const message = new StatusMessage().withEventType(EventType.S3Task).withStatus(Status.Success)
+            .withStatusLevel(StatusLevel.INFO).withStatusContext(new StatusContext()
+                .withS3ExportTaskDefinition(task).withStreamName("S").withSequenceNumber(number));
+        await client.appendMessage("status", util.validateAndSerializeToJsonBytes(message));
+        const [stored] = await client.readMessages("status", new ReadMessagesOptions()
+            .withMinMessageCount(1).withReadTimeoutMillis(1000));
+        const read = util.deserializeJsonBytesToObj(stored.payload, StatusMessage);
+        assert.strictEqual(read.status, Status.Success);
+        assert.strictEqual(read.statusContext.s3ExportTaskDefinition.inputUrl, "URLToFile");
+        """,
+        server,
+    )
