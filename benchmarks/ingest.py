@@ -1,46 +1,54 @@
 """Ingest side by side: QoS 1 messages per second into each MQTT server that is installed, and into ours.
 
-    python benchmarks/ingest.py [--rounds 5] [--seconds 1] [--out benchmarks/results] [--only NAME ...]
+    python -m benchmarks.ingest [--rounds 5] [--seconds 1] [--only NAME ...] [--dir DIR] [--output DIR]
 
 Each server is started in turn, on an empty directory and its own port, and loaded by the same generator
 in a process of its own: `clients x window` messages are under way at any time, and each PUBACK lets the
 next message go. Measured: acknowledged messages per second, CPU time of the server per message (all its
-processes), its resident memory after the load, the latency from PUBLISH to PUBACK of every 64th
-message. Rounds go over all servers before the next round begins, so that what the machine does meanwhile
-meets all alike; reported are medians. `limit` is what fdatasync allows: messages in flight per fdatasync
-of a file that grows by their bytes, measured in the same rounds.
+processes), the resident memory of its largest process after the load, the latency from PUBLISH to PUBACK
+of every 64th message. Rounds go over all servers before the next round begins, so that what the machine
+does meanwhile meets all alike; reported are medians. `limit` is what fdatasync allows: messages in flight
+per fdatasync of a file that grows by their bytes, measured in the same rounds.
 
-Written: ingest.json, ingest.md (the table), ingest.png. Peers that are not installed are left out:
-mosquitto, nats-server (JetStream over MQTT), rabbitmq-server, amqtt (alone, with its TCP listener).
+Then ours alone, with ever more connections, and with ever more streams: what a message costs and how much
+memory the process has.
+
+Caveats. Generator and server share the machine. Mosquitto, amqtt and NATS acknowledge before anything is
+on the disk; RabbitMQ and the row with fdatasync after. NATS and RabbitMQ store a message only if a session
+waits for it, so one does: it has subscribed to everything, and is away. Mosquitto and amqtt store nothing.
+Peers that are not installed are left out: mosquitto, nats-server, rabbitmq-server, amqtt.
+Writes ingest.json, ingest.md and ingest.png to the output directory, and prints the tables.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import importlib.util
 import json
 import os
 import platform
-import shutil
-import signal
+import resource
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import uvloop
 
+from benchmarks.brokers import SERVERS, Server, installed, ours, serving
+
 SHAPES = ((4, 20), (4, 200), (50, 10), (1, 1))
 SIZES = (128, 1024)
 EVERY = 64  # messages between two latency samples
-START_TIMEOUT = 30.0
+CONNECTIONS = (1, 10, 100, 1000, 5000)  # each with 10 messages in flight, all to one stream
+STREAMS = (1, 10, 100, 1000)  # of 1,000 connections with 10 messages in flight
+MAX_PACKET_ID = 65_535
 
 
 # -- the load, in a process of its own ------------------------------------------------------------
@@ -60,11 +68,11 @@ def publish_packet(topic: bytes, packet_id: int, payload: bytes) -> bytes:
 class Publisher(asyncio.Protocol):
     """One client: a window of messages under way, whole runs of packets written at a time."""
 
-    def __init__(self, number: int, window: int, size: int) -> None:
+    def __init__(self, number: int, topics: int, window: int, size: int) -> None:
         self.window, self.acknowledged, self.latencies = window, 0, []
-        ring = 65_535 // window * window  # packet ids in use never meet
-        topic = b"bench/%d" % number
-        packets = [publish_packet(topic, index + 1, os.urandom(size)) for index in range(min(ring, 20_000))]
+        topic, payload = b"bench/%d/%d" % (number % topics, number), os.urandom(size)
+        ids = range(1, min(max(4 * window, 64), MAX_PACKET_ID // window * window) + 1)
+        packets = [publish_packet(topic, packet_id, payload) for packet_id in ids]
         self._length, self._count = len(packets[0]), len(packets)
         self._ring = b"".join(packets) * 2  # any run of up to `count` packets is one slice
         self._next = 0
@@ -119,13 +127,15 @@ class Publisher(asyncio.Protocol):
             count -= run
 
 
-async def load(port: int, clients: int, window: int, size: int, seconds: float, pid: int) -> dict[str, Any]:
+async def load(
+    port: int, clients: int, window: int, size: int, topics: int, pid: int, seconds: float
+) -> dict[str, Any]:
     """Load the server for some seconds; the first quarter is not counted."""
     loop = asyncio.get_running_loop()
     publishers = []
     for number in range(clients):
         _, publisher = await loop.create_connection(
-            lambda number=number: Publisher(number, window, size), "127.0.0.1", port
+            partial(Publisher, number, topics, window, size), "127.0.0.1", port
         )
         await publisher.connected
         publishers.append(publisher)
@@ -164,148 +174,8 @@ def cpu_of(pid: int) -> float:
 
 
 def memory_of(pid: int) -> int:
-    """Resident bytes of a server's first process, which has the sockets."""
-    return int(psutil.Process(pid).memory_info().rss)
-
-
-# -- the servers ------------------------------------------------------------
-
-
-class Server(NamedTuple):
-    """A server to be measured: how to start it on a port, in a directory."""
-
-    name: str
-    synced: bool  # whether a PUBACK means that the message is on the disk
-    command: Any  # (directory, port) -> list of arguments
-
-
-def mosquitto(directory: Path, port: int) -> list[str]:
-    config = directory / "mosquitto.conf"
-    config.write_text(
-        f"listener {port} 127.0.0.1\nallow_anonymous true\npersistence false\nmax_inflight_messages 0\n"
-    )
-    return [find("mosquitto"), "-c", str(config)]
-
-
-def nats(directory: Path, port: int, *, sync: bool = False) -> list[str]:
-    config = directory / "nats.conf"
-    always = "sync_interval: always\n" if sync else ""  # from 2.10 on
-    config.write_text(
-        f"server_name: bench\nport: {free_port()}\njetstream {{\nstore_dir: {directory}/js\n{always}}}\n"
-        f"mqtt {{ port: {port}, host: 127.0.0.1, max_ack_pending: 65535 }}\n"
-    )
-    return [find("nats-server"), "-c", str(config)]
-
-
-def rabbitmq(directory: Path, port: int) -> list[str]:
-    (directory / "enabled_plugins").write_text("[rabbitmq_mqtt].")
-    (directory / "rabbitmq.conf").write_text(
-        f"listeners.tcp.default = {free_port()}\n"
-        f"mqtt.listeners.tcp.default = {port}\nmqtt.allow_anonymous = true\n"
-    )
-    settings = {
-        "RABBITMQ_MNESIA_BASE": directory,
-        "RABBITMQ_LOG_BASE": directory,
-        "RABBITMQ_NODENAME": f"bench{port}",
-        "RABBITMQ_ENABLED_PLUGINS_FILE": directory / "enabled_plugins",
-        "RABBITMQ_CONFIG_FILE": directory / "rabbitmq",
-    }
-    return ["env", *(f"{name}={value}" for name, value in settings.items()), find("rabbitmq-server")]
-
-
-def amqtt(directory: Path, port: int) -> list[str]:
-    code = (
-        "import asyncio, logging, uvloop; logging.disable(50)\n"
-        "from amqtt.broker import Broker\n"
-        "from amqtt.contexts import BrokerConfig, ListenerConfig\n"
-        "async def main():\n"
-        f"    listeners = {{'default': ListenerConfig(bind='127.0.0.1:{port}')}}\n"
-        "    plugins = {'amqtt.plugins.authentication.AnonymousAuthPlugin': {}}\n"
-        "    broker = Broker(BrokerConfig(listeners=listeners, plugins=plugins))\n"
-        "    await broker.start(); await asyncio.Event().wait()\n"
-        "uvloop.run(main())\n"
-    )
-    return [sys.executable, "-c", code]
-
-
-def ours(directory: Path, port: int, *, sync: bool) -> list[str]:
-    config = directory / "streambridge.toml"
-    config.write_text(
-        f'[gateway]\nid = "bench"\ndata_dir = "data"\n[mqtt]\nlisten = ["tcp://127.0.0.1:{port}"]\n'
-        '[greengrass]\nlisten = ""\n[http]\nlisten = ""\n'
-        f'[streams.bench]\ntopics = ["bench/#"]\nflush_on_write = {str(sync).lower()}\n'
-        'max_size = "512MiB"\nstrategy_on_full = "OverwriteOldestData"\n'
-    )
-    return [sys.executable, "-m", "bridge", "run", "-c", str(config)]
-
-
-SERVERS = [
-    Server("streambridge", False, lambda d, p: ours(d, p, sync=False)),
-    Server("streambridge, fdatasync", True, lambda d, p: ours(d, p, sync=True)),
-    Server("mosquitto, no persistence", False, mosquitto),
-    Server("nats jetstream", False, nats),
-    Server("nats jetstream, sync always", True, lambda d, p: nats(d, p, sync=True)),
-    Server("rabbitmq", True, rabbitmq),
-    Server("amqtt alone", False, amqtt),
-]
-PROGRAMS = {"mosquitto": "mosquitto", "nats": "nats-server", "rabbitmq": "rabbitmq-server"}
-
-
-def find(program: str) -> str:
-    """The path of a program; KeyError if it is not installed."""
-    path = shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
-    if path is None:
-        raise KeyError(program)
-    return path
-
-
-def installed(server: Server) -> bool:
-    """Whether a server can be started on this machine."""
-    program = PROGRAMS.get(server.name.split()[0].rstrip(","))
-    if program is None:
-        return importlib.util.find_spec(
-            server.name.split()[0].replace("streambridge,", "bridge")
-        ) is not None or (server.name.startswith("streambridge"))
-    with contextlib.suppress(KeyError):
-        return bool(find(program))
-    return False
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def serving(server: Server, root: Path) -> Any:
-    """Start a server and wait until it answers; yields its process id and port."""
-    port = free_port()
-    with tempfile.TemporaryDirectory(dir=root, ignore_cleanup_errors=True) as name:
-        directory = Path(name)
-        with (directory / "log").open("wb") as log:
-            process = subprocess.Popen(
-                server.command(directory, port), stdout=log, stderr=log, cwd=Path(__file__).parents[1],
-                start_new_session=True,
-            )  # fmt: skip
-        try:
-            deadline = time.monotonic() + START_TIMEOUT
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                if process.poll() is not None or time.monotonic() > deadline:
-                    said = (directory / "log").read_text()[-500:]
-                    raise RuntimeError(f"{server.name} does not start: {said}")
-                time.sleep(0.05)
-            yield process.pid, port
-        finally:
-            process.terminate()
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    """Resident bytes of a server's largest process: ours that has the sockets."""
+    return max(int(process.memory_info().rss) for process in family(pid))
 
 
 def sync_limit(root: Path, in_flight: int, size: int, seconds: float) -> float:
@@ -332,7 +202,7 @@ def measure(
             try:
                 with serving(server, root) as (pid, port):
                     for (clients, window), size in ((shape, size) for size in SIZES for shape in SHAPES):
-                        result = loaded(port, clients, window, size, seconds, pid)
+                        result = loaded(port, clients, window, size, 1, pid, seconds)
                         found.setdefault(server.name, {}).setdefault(f"{clients}x{window} {size}", []).append(
                             result
                         )
@@ -348,13 +218,28 @@ def measure(
 
 
 def loaded(*arguments: float) -> dict[str, Any]:
-    """Run the load in a process of its own."""
-    command = [sys.executable, __file__, "--load", *map(str, arguments)]
+    """Run the load (see there for the arguments) in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.ingest", "--load", *map(str, arguments)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the load failed: {done.stderr[-500:]}")
     result: dict[str, Any] = json.loads(done.stdout)
     return result
+
+
+def spread(root: Path, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Ours with ever more connections and streams: medians of each."""
+    found = []
+    cases = [(clients, 1) for clients in CONNECTIONS] + [(1000, streams) for streams in STREAMS[1:]]
+    for clients, streams in cases:
+        with serving(Server("streambridge", partial(ours, streams=streams)), root) as (pid, port):
+            runs = [loaded(port, clients, 10, 128, streams, pid, 2 * seconds) for _ in range(rounds)]
+        runs = [run for run in runs if run["cpu_us"] is not None]
+        if runs:
+            row = {key: statistics.median(run[key] for run in runs) for key in ("cpu_us", "rate", "rss_mib")}
+            found.append({"connections": clients, "streams": streams, **row})
+        print(f"{clients} connections, {streams} streams", file=sys.stderr, flush=True)
+    return found
 
 
 def medians(found: dict[str, dict[str, list[Any]]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -398,6 +283,17 @@ def table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def spread_table(rows: list[dict[str, Any]]) -> str:
+    """What a message costs with ever more connections and streams, as Markdown."""
+    lines = ["| connections | streams | CPU us/msg | messages/s | RSS MiB |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row['connections']:,} | {row['streams']:,} | {row['cpu_us']:.2f} | {row['rate']:,.0f} | "
+        f"{row['rss_mib']:.0f} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def draw(summary: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
     """Bars of the rates, one group for each case."""
     import matplotlib as mpl
@@ -422,30 +318,34 @@ def draw(summary: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
 
 def main() -> None:
     """Run the benchmark, or be its load."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     if sys.argv[1:2] == ["--load"]:
-        port, clients, window, size = map(int, sys.argv[2:6])
-        print(json.dumps(uvloop.run(load(port, clients, window, size, float(sys.argv[6]), int(sys.argv[7])))))
+        port, clients, window, size, topics, pid = map(int, sys.argv[2:8])
+        print(json.dumps(uvloop.run(load(port, clients, window, size, topics, pid, float(sys.argv[8])))))
         return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--only", nargs="*", default=[s.name for s in SERVERS], help="names of servers")
     parser.add_argument("--dir", type=Path, default=None, help="where servers keep their data (a real disk)")
-    parser.add_argument("--only", nargs="*", default=None, help="names of servers")
-    arguments = parser.parse_args()
-    servers = [s for s in SERVERS if installed(s) and (arguments.only is None or s.name in arguments.only)]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    root = arguments.dir or arguments.out
-    found = measure(servers, root, arguments.rounds, arguments.seconds)
-    summary = medians(found)
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
+    given = parser.parse_args()
+    servers = [server for server in SERVERS if installed(server) and server.name in given.only]
+    given.output.mkdir(parents=True, exist_ok=True)
+    root = (given.dir or given.output).resolve()
+    found = measure(servers, root, given.rounds, given.seconds)
+    summary, more = medians(found), spread(root, given.rounds, given.seconds)
     machine = {"cpus": os.cpu_count(), "machine": platform.platform(), "python": platform.python_version()}
-    report = {"machine": machine, "seconds": arguments.seconds, "rounds": found, "medians": summary}
-    (arguments.out / "ingest.json").write_text(json.dumps(report, indent=1))
-    (arguments.out / "ingest.md").write_text(table(summary))
-    draw(summary, arguments.out / "ingest.png")
-    print(table(summary))
+    report = {
+        "machine": machine, "seconds": given.seconds, "medians": summary, "spread": more, "rounds": found,
+    }  # fmt: skip
+    (given.output / "ingest.json").write_text(json.dumps(report, indent=1))
+    text = table(summary) + "\n" + spread_table(more)
+    (given.output / "ingest.md").write_text(text)
+    draw(summary, given.output / "ingest.png")
+    print(text)
 
 
 if __name__ == "__main__":

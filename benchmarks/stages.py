@@ -30,7 +30,7 @@ from typing import Any, cast
 
 import uvloop
 
-from benchmarks import ingest
+from benchmarks import brokers, ingest
 
 STAGES = ("sockets", "packets", "append", "write", "fdatasync")
 CLIENTS, WINDOW = 4, 200
@@ -56,7 +56,7 @@ class Floor(asyncio.Protocol):
 
 async def floor(port: int, size: int) -> None:
     """Serve sockets and nothing else."""
-    length = len(ingest.publish_packet(b"bench/0", 1, bytes(size)))
+    length = len(ingest.publish_packet(b"bench/0/0", 1, bytes(size)))
     server = await asyncio.get_running_loop().create_server(lambda: Floor(length), "127.0.0.1", port)
     await server.serve_forever()
 
@@ -78,7 +78,7 @@ def serve(stage: str, directory: Path, port: int, size: int) -> None:
     }
     for owner, name, replacement in patched.get(stage, []):
         setattr(owner, name, replacement)
-    ingest.ours(directory, port, sync=stage == "fdatasync")  # writes the configuration
+    brokers.ours(directory, port, sync=stage == "fdatasync")  # writes the configuration
     app.run(config.load(directory / "streambridge.toml"))
 
 
@@ -97,8 +97,8 @@ def measure(stage: str, root: Path, size: int, seconds: float) -> dict[str, Any]
             str(size),
         ]
 
-    with ingest.serving(ingest.Server(stage, False, command), root) as (pid, port):
-        return ingest.loaded(port, CLIENTS, WINDOW, size, seconds, pid)
+    with brokers.serving(brokers.Server(stage, command), root) as (pid, port):
+        return ingest.loaded(port, CLIENTS, WINDOW, size, 1, pid, seconds)
 
 
 def rows(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, float | str]]:
