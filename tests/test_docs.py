@@ -196,13 +196,10 @@ def test_every_test_that_the_documentation_names_is_there() -> None:
     assert named - there == set()
 
 
-def test_the_dashboard_and_the_alerts_use_metrics_that_there_are() -> None:
-    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    for _, _, text in blocks("yaml"):
-        expressions += re.findall(r"expr: (.*)", text)
+def test_the_alerts_use_metrics_that_there_are() -> None:
+    expressions = [text for _, _, block in blocks("yaml") for text in re.findall(r"expr: (.*)", block)]
     used = set(re.findall(r"streambridge_(\w+)", " ".join(expressions)))
-    assert len(used) > 15
+    assert len(used) > 5
     assert used <= METRICS.keys()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from prometheus_client import Metric
@@ -13,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bridge.metrics import METRICS
 from tests.http.conftest import Service, eventually
 
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 UNITS = re.compile(r"_(bytes|seconds|messages|connections|sessions)(_total)?$")
 
 
@@ -66,6 +69,23 @@ def test_names_follow_the_conventions() -> None:
         assert metric.help.endswith("."), name
         if "bytes" in metric.help.lower() or "size" in metric.help.lower():
             assert UNITS.search(name), name
+
+
+def test_the_dashboard_asks_for_metrics_and_labels_that_a_running_service_has(service: Service) -> None:
+    there = {
+        family.name.removeprefix("streambridge_") + ("_total" if family.type == "counter" else "")
+        for family in scrape(service).values()
+    }
+    asked = 0
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel["targets"]:
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            for name, matchers in re.findall(r"(?:streambridge_)?(\w+){(.*?)}", target["expr"]):
+                known = set(METRICS[name].labels) if name in METRICS else set()
+                assert name in there, panel["title"]
+                assert shown | set(re.findall(r"(\w+)=", matchers)) <= known | {"instance"}, panel["title"]
+                asked += 1
+    assert asked > 20
 
 
 def test_what_is_stored_and_what_waits_is_counted(service: Service) -> None:
