@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import exports, integrity, service, streams, users
+from bridge.cli import exports, integrity, service, streams, trial, users
 from bridge.cli.common import ExitCode
 from bridge.errors import (
     ConfigError,
@@ -58,6 +58,7 @@ integrity.add_to(app)
 app.add_typer(streams.app, name="streams")
 exports.add_to(app)
 users.add_to(app)
+trial.add_to(app)
 app.add_typer(ingest, name="ingest")
 
 

@@ -18,6 +18,8 @@ def test_help_names_every_command_and_exit_code() -> None:
     for word in (
         "run",
         "check",
+        "demo",
+        "bench",
         "streams",
         "plugins",
         "verify",

@@ -164,7 +164,7 @@ def test_a_port_that_is_taken_is_named_at_the_start(service: Service, tmp_path: 
     config.write_text(CONFIG.replace('"127.0.0.1:0"', f'"127.0.0.1:{service.port}"'))
     done = streambridge("run", "-c", config)
     assert done.returncode != 0
-    assert f"http.listen 127.0.0.1:{service.port}" in done.stderr
+    assert f"http.listen: cannot listen at 127.0.0.1:{service.port}: another program" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -1,0 +1,301 @@
+"""`streambridge demo` and `streambridge bench`: a gateway of their own, in a directory that goes away again.
+
+Both start `streambridge run` as a process and talk to it as devices do, over MQTT at QoS 1.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+from typing import IO, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from bridge.cli.common import JsonOption, echo, print_json, print_table
+from bridge.cli.lookup import read_messages
+from bridge.errors import StreamBridgeError
+from bridge.streams.reader import StreamReader
+
+CONFIG = """
+[gateway]
+id = "trial"
+data_dir = "data"
+memory_dir = "memory"
+[mqtt]
+listen = ["tcp://127.0.0.1:0"]
+[mqtt.limits]
+messages_per_second = 0
+[greengrass]
+listen = ""
+[http]
+listen = "127.0.0.1:0"
+[log]
+format = "json"
+[streams.written]
+[streams.flushed]
+flush_on_write = true
+"""
+DEVICES = 4
+TOGETHER = 200  # messages that a device sends before it waits for their acknowledgements
+PATIENCE = 30.0
+PAUSE = 0.01  # seconds between the demo's groups of readings
+
+Tell = Callable[[str, float], None]
+
+
+class Gateway:
+    """A service in a directory; `listen` has its addresses by scheme."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "trial.toml").write_text(CONFIG)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bridge", "run", "-c", directory / "trial.toml"],
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+        )
+        stderr: IO[bytes] = self.process.stderr  # type: ignore[assignment]
+        said = b""
+        for line in stderr:
+            said = line
+            if b'"msg": "ready"' in line:
+                break
+        else:
+            raise StreamBridgeError(f"the gateway did not start: {said.decode(errors='replace').strip()}")
+        addresses = str(json.loads(said)["listen"]).split(",")
+        self.listen = {address.partition(":")[0]: address for address in addresses}
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End it as told."""
+        self.process.send_signal(number)
+        self.process.communicate(timeout=PATIENCE)
+
+    def reader(self, stream: str) -> StreamReader:
+        """Its files."""
+        return StreamReader(self.directory / "data" / "streams" / stream)
+
+
+class Device:
+    """An MQTT client that can publish, and nothing else: it must cost less than what it measures."""
+
+    def __init__(self, gateway: Gateway, name: str) -> None:
+        port = int(gateway.listen["mqtt"].rpartition(":")[2])
+        self._socket = socket.create_connection(("127.0.0.1", port), PATIENCE)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        body = b"\0\4MQTT\4\2\0\0" + len(name).to_bytes(2, "big") + name.encode()
+        self._socket.sendall(bytes((0x10, len(body))) + body)
+        self._receive(4)
+
+    def send(self, topic: str, payloads: list[bytes]) -> None:
+        """Publish at QoS 1, and do not wait."""
+        head = len(topic).to_bytes(2, "big") + topic.encode()
+        self._socket.sendall(
+            b"".join(
+                b"\x32" + _length(len(head) + 2 + len(payload)) + head + number.to_bytes(2, "big") + payload
+                for number, payload in enumerate(payloads, 1)
+            )
+        )
+
+    def acknowledged(self, number: int) -> None:
+        """Wait for so many acknowledgements; raises OSError if they do not come."""
+        self._receive(4 * number)
+
+    def _receive(self, size: int) -> None:
+        while size:
+            got = len(self._socket.recv(size))
+            if not got:
+                raise ConnectionResetError("the gateway is gone")
+            size -= got
+
+    def close(self) -> None:
+        """Leave."""
+        self._socket.close()
+
+
+def _length(size: int) -> bytes:
+    found = bytearray()
+    while size > 127:
+        found.append(size & 127 | 128)
+        size >>= 7
+    return bytes((*found, size))
+
+
+@contextmanager
+def _progress() -> Iterator[Tell]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=1.0)
+        yield lambda what, part: bars.update(task, description=what, completed=part)
+
+
+@contextmanager
+def _directory(parent: Path | None) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="streambridge-trial-", dir=parent) as place:
+        yield Path(place)
+
+
+@contextmanager
+def _gateway(place: Path) -> Iterator[Gateway]:
+    gateway = Gateway(place)
+    try:
+        yield gateway
+    finally:
+        if gateway.process.poll() is None:
+            gateway.stop(signal.SIGKILL)
+
+
+# -- demo ----------------------------------------------------------------------------------------------
+def demo(
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long the device publishes.")] = 6,
+    as_json: JsonOption = False,
+) -> None:
+    """Show that nothing acknowledged is lost: a gateway of its own is killed while a device publishes.
+
+    Takes its own free ports and a directory that it removes. The exit code is 0 only if every reading that
+    was acknowledged is stored.
+    """
+    acknowledged = 0
+
+    def group() -> list[bytes]:
+        return [b"reading %d" % (acknowledged + n) for n in range(50)]
+
+    def say(text: str) -> None:
+        if not as_json:
+            echo(text)
+
+    with _directory(None) as place, ExitStack() as gateways, _progress() as tell:
+        gateway = gateways.enter_context(_gateway(place))
+        say(f"a gateway runs at {gateway.listen['mqtt']}, its status page at {gateway.listen['http']}")
+        device = Device(gateway, "thermometer")
+        for half in (0, 1):
+            began = time.monotonic()
+            while (passed := (time.monotonic() - began) / seconds) < 0.5:
+                tell("a device publishes", half / 2 + passed)
+                device.send("streams/flushed", group())
+                device.acknowledged(50)
+                acknowledged += 50
+                time.sleep(PAUSE)
+            if not half:
+                device.send("streams/flushed", group())  # on their way now; the device sends them again below
+                gateway.stop(signal.SIGKILL)
+                say(f"it is killed, with {acknowledged} readings acknowledged and 50 on their way")
+                device.close()
+                gateway = gateways.enter_context(_gateway(place))
+                device = Device(gateway, "thermometer")
+                say("it was started again, and the device goes on where it had no answer")
+        gateway.stop()
+        with closing(gateway.reader("flushed")) as reader:
+            stored = [message.payload for message in read_messages(reader, *reader.bounds())]
+    missing = {b"reading %d" % n for n in range(acknowledged)} - set(stored)
+    twice = len(stored) - len(set(stored))
+    if as_json:
+        print_json({"acknowledged": acknowledged, "missing": len(missing), "twice": twice})
+    else:
+        echo(f"{acknowledged} readings were acknowledged: {len(missing)} of them are missing")
+        if twice:
+            echo(f"{twice} are there twice: they were stored, but the answer was lost with the gateway")
+    if missing:
+        raise typer.Exit(1)
+
+
+# -- bench ---------------------------------------------------------------------------------------------
+def bench(
+    seconds: Annotated[float, typer.Option("--seconds", min=0.2, help="Time for each of four steps.")] = 3,
+    size: Annotated[int, typer.Option("--size", min=1, max=60_000, help="Bytes of a message.")] = 128,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--directory",
+            metavar="DIRECTORY",
+            help="Where to write: on the disk that is to be measured.",
+            show_default="that of temporary files",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure this machine: messages acknowledged a second, and how long one takes.
+
+    Once with messages written to the file system, and once with `flush_on_write`, on the disk. Uses a gateway
+    of its own, in a directory that it removes.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with _directory(directory) as place, _gateway(place) as gateway, _progress() as tell:
+        for step, stream in enumerate(("written", "flushed")):
+            tell(f"{stream}: many at a time", step / 2)
+            many = _many(gateway, stream, bytes(size), seconds)
+            tell(f"{stream}: one at a time", step / 2 + 0.25)
+            waits = _one(gateway, stream, bytes(size), seconds)
+            found[stream] = {
+                "messagesPerSecond": round(many),
+                "medianMillis": round(median(waits) * 1000, 3),
+                "worstPercentMillis": round(quantiles(waits, n=100)[98] * 1000, 3),
+            }
+        gateway.stop()
+    if as_json:
+        print_json({"size": size, **found})
+        return
+    print_table(
+        ["ACKNOWLEDGED WHEN", "MESSAGES/S", "ONE TAKES, MEDIAN", "99 OF 100 TAKE AT MOST"],
+        [
+            [
+                {"written": "written", "flushed": "on the disk"}[stream],
+                f"{row['messagesPerSecond']:,}",
+                f"{row['medianMillis']} ms",
+                f"{row['worstPercentMillis']} ms",
+            ]
+            for stream, row in found.items()
+        ],
+    )
+    echo(f"{size} bytes a message; {DEVICES} devices with {TOGETHER} on their way each, then one with 1")
+
+
+def _many(gateway: Gateway, stream: str, payload: bytes, seconds: float) -> float:
+    devices = [Device(gateway, f"device-{number}") for number in range(DEVICES)]
+    batch, done, began = [payload] * TOGETHER, 0, time.monotonic()
+    for device in devices:
+        device.send(f"streams/{stream}", batch)
+    while time.monotonic() - began < seconds:
+        for device in devices:
+            device.acknowledged(TOGETHER)
+            device.send(f"streams/{stream}", batch)
+            done += TOGETHER
+    took = time.monotonic() - began
+    for device in devices:
+        device.acknowledged(TOGETHER)
+        device.close()
+    return done / took
+
+
+def _one(gateway: Gateway, stream: str, payload: bytes, seconds: float) -> list[float]:
+    device, waits = Device(gateway, "device"), [0.0]
+    ends = time.monotonic() + seconds
+    while (began := time.monotonic()) < ends or len(waits) < 3:
+        device.send(f"streams/{stream}", [payload])
+        device.acknowledged(1)
+        waits.append(time.monotonic() - began)
+    device.close()
+    return waits[1:]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the commands."""
+    app.command()(demo)
+    app.command(
+        epilog="""\b
+Examples:
+  streambridge bench --directory /var/lib/streambridge
+  streambridge bench --size 1024 --json
+"""
+    )(bench)
