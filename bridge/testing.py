@@ -10,6 +10,7 @@
         @contextmanager
         def unreachable(self): ...          # one method per fault that the destination can have
         faults = ("unreachable",)
+        delays = ()                         # and per way to be slow
 
 pytest finds the inherited tests; nothing here needs pytest itself. The suite calls the exporter as
 the export worker does: one thread, batches in order, what is to be tried again once more.
@@ -77,6 +78,7 @@ class ExporterContract:
 
     exporter: ClassVar[type[Exporter]]
     faults: ClassVar[Sequence[str]] = ()  # names of methods that break the destination while they last
+    delays: ClassVar[Sequence[str]] = ()  # names of methods that slow it down, not beyond time-outs
     poison: ClassVar[bytes | None] = None  # a payload that the destination can never take
     ordered: ClassVar[bool] = True  # whether records arrive in the order of their numbers
 
@@ -165,6 +167,23 @@ class ExporterContract:
             assert set(range(first, first + size)) <= arrived, f"{fault}: only {sorted(arrived)} arrived"
             first += size
 
+    def test_slow_answers_are_waited_for(self) -> None:
+        """A batch that is answered late is not sent twice."""
+        first, size = 0, self.batch_size()
+        for delay in self.delays:
+            exporter = self.make()
+            batch = make_batch(self.payloads(size, first), first)
+            slow: AbstractContextManager[object] = getattr(self, delay)()
+            with slow:
+                outcome = attempt(exporter, batch)
+            check_outcome(outcome, batch)
+            exporter.close()
+            assert not outcome.retry, f"{delay}: {outcome.error}"
+            assert not outcome.rejected, f"{delay}: rejected {outcome.rejected}"
+            arrived = sorted(number for number in self.delivered() if number >= first)
+            assert arrived == list(range(first, first + size)), f"{delay}: {arrived} arrived"
+            first += size
+
     def test_a_record_that_can_never_succeed_is_rejected_alone(self) -> None:
         """The others of its batch arrive."""
         if self.poison is None:
@@ -179,11 +198,11 @@ class ExporterContract:
         assert set(self.delivered()) == set(range(size)) - {bad}
 
     def test_closing_is_always_possible(self) -> None:
-        """Also before the first batch, and after a failed one."""
+        """Also before the first batch, after a failed one, and while the destination is gone."""
         self.make().close()
         for fault in self.faults:
             exporter = self.make()
             breaking: AbstractContextManager[object] = getattr(self, fault)()
             with breaking:
                 attempt(exporter, make_batch(self.payloads(1)))
-            exporter.close()
+                exporter.close()

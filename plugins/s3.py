@@ -142,7 +142,10 @@ class S3Exporter(Exporter):
     def close(self) -> None:
         with _heads_lock:
             if self._head_is_old():
-                self._write_head(self.context.exports())
+                try:
+                    self._write_head(self.context.exports())
+                except Retry as error:  # the next worker writes it
+                    self.context.log.warning("the head object is not up to date: %s", error)
 
     def _head_is_old(self) -> bool:
         return self._settled_at > _written.get(self._place, -math.inf)

@@ -362,7 +362,7 @@ class Task:
                 "topic": record.topic,
                 "payload": record.payload,
                 "export": self.config.identifier,
-                "reason": reason,
+                "reason": _short(reason),
             }
             self._scheduler.append(stream, msgspec.json.encode(letter))
 
@@ -434,8 +434,8 @@ class Task:
 
 
 def _short(reason: str) -> str:
-    """What of an error fits into a cursor, beside a state."""
-    return reason.encode()[:_ERROR_SIZE].decode(errors="ignore")
+    """What of an error fits into a cursor, beside a state, and can be sent."""
+    return reason.encode(errors="backslashreplace")[:_ERROR_SIZE].decode(errors="ignore")
 
 
 def _too_large(batch: Batch, limit: int | None) -> dict[int, str]:

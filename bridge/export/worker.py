@@ -285,7 +285,9 @@ class _Forward(logging.Handler):
             self._second, self._lines = second, 0
         self._lines += 1
         if self._lines <= _LOG_LINES:
-            self._worker.send(wire.Log(record.levelno, record.name, self.format(record)))
+            # Half a surrogate pair, such as of a file's name, cannot be sent.
+            text = self.format(record).encode(errors="backslashreplace").decode()
+            self._worker.send(wire.Log(record.levelno, record.name, text))
 
 
 def _lock(path: Path) -> None:
@@ -321,7 +323,11 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker
     connection = socket.socket(fileno=int(sys.argv[1]))
-    status = Worker(connection).run()
+    try:
+        status = Worker(connection).run()
+    except Exception:
+        log.exception("internal error; the export worker ends")
+        status = 1
     # Threads of hung plugins would keep a normal exit waiting.
     os._exit(status)
 

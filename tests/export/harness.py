@@ -161,6 +161,9 @@ RECORDER = '''
     def blow(batch):
         raise ZeroDivisionError("division by zero")
 
+    def babble(batch):
+        raise RuntimeError(chr(0xdcff) + " is no letter" + chr(0x20ac) * 3000)
+
     def wait(batch):
         raise Retry("the link is down")
 

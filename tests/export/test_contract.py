@@ -6,20 +6,21 @@ import base64
 import gzip
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from bridge import plugins
+from bridge import aws, plugins
 from bridge.testing import ExporterContract
 from tests.export.harness import Bucket
-from tests.fakes.aws import FakeAws, error, partial, reset
+from tests.fakes.aws import Answer, FakeAws, Request, error, partial, reset
 from tests.fakes.door import Door
-from tests.fakes.web import Web
+from tests.fakes.web import Refusing, Web
 
+GIVE_UP = 0.5  # seconds without an answer
 EXPORTERS = plugins.load().exporters
 
 
@@ -30,15 +31,57 @@ def fake() -> Iterator[FakeAws]:
     server.close()
 
 
-class AwsFaults(ExporterContract):
+class LinkFaults(ExporterContract):
+    """The faults of the link, for every destination: it is behind a door."""
+
+    faults: ClassVar = ("link_down", "no_answer", "answers_lost")
+    delays: ClassVar = ("late_answers",)
+    door: Door
+
+    @pytest.fixture
+    def behind(
+        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[Callable[[str], str]]:
+        """Put a door before a URL; gives the door's."""
+        doors = []
+        if "slow" not in request.node.name:  # what does not answer is given up soon
+            monkeypatch.setattr("bridge.aws.READ_TIMEOUT", GIVE_UP)
+
+        def behind(url: str) -> str:
+            self.door = Door(url)
+            doors.append(self.door)
+            return self.door.url
+
+        yield behind
+        for door in doors:
+            door.close()
+
+    def link_down(self) -> Any:
+        return self.door.shut()
+
+    def no_answer(self) -> Any:
+        return self.door.trouble("silent")
+
+    def answers_lost(self) -> Any:
+        return self.door.trouble("deaf")
+
+    def late_answers(self) -> Any:
+        return self.door.trouble("late")
+
+
+class AwsFaults(LinkFaults):
     """The faults that the services of the fake have in common."""
 
     fake: FakeAws
-    faults: ClassVar = ("throttled", "internal", "unavailable", "expired", "denied", "wrong_signature", "cut")
+    url: str
+    faults: ClassVar = (
+        *LinkFaults.faults,
+        *("throttled", "internal", "unavailable", "expired", "denied", "wrong_signature", "cut"),
+    )
 
     @pytest.fixture(autouse=True)
-    def _server(self, fake: FakeAws) -> None:
-        self.fake = fake
+    def _server(self, fake: FakeAws, behind: Callable[[str], str]) -> None:
+        self.fake, self.url = fake, behind(fake.url)
 
     def throttled(self) -> Any:
         return self.fake.broken(error(400, "ProvisionedThroughputExceededException"))
@@ -69,7 +112,7 @@ class TestKinesis(AwsFaults):
     faults: ClassVar = (*AwsFaults.faults, "partly", "missing")
 
     def config(self) -> dict[str, Any]:
-        return {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": self.fake.url}
+        return {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": self.url}
 
     def delivered(self) -> list[int]:
         return [int(record["Data"].split()[1]) for record in self.fake.taken]
@@ -94,7 +137,7 @@ class TestFirehose(AwsFaults):
     faults: ClassVar = (*AwsFaults.faults, "partly")
 
     def config(self) -> dict[str, Any]:
-        return {"identifier": "f", "deliveryStreamName": "s", "endpointUrl": self.fake.url}
+        return {"identifier": "f", "deliveryStreamName": "s", "endpointUrl": self.url}
 
     def delivered(self) -> list[int]:
         lines = b"".join(record["Data"] for record in self.fake.taken).splitlines()
@@ -116,15 +159,16 @@ class TestRedirectedIotAnalytics(TestFirehose):
 
     def config(self) -> dict[str, Any]:
         base = {"identifier": "a", "iotChannel": "c", "deliveryStreamName": "s"}
-        return {**base, "endpointUrl": self.fake.url}
+        return {**base, "endpointUrl": self.url}
 
 
 class TestSitewise(AwsFaults):
     exporter = EXPORTERS["IotSitewise"]
+    faults: ClassVar = (*AwsFaults.faults, "partly")
     poison = b'{"entryId": "no values"}'
 
     def config(self) -> dict[str, Any]:
-        return {"identifier": "w", "endpointUrl": self.fake.url}
+        return {"identifier": "w", "endpointUrl": self.url}
 
     def payload(self, number: int) -> bytes:
         value = {
@@ -138,32 +182,69 @@ class TestSitewise(AwsFaults):
     def delivered(self) -> list[int]:
         return [int(entry["propertyAlias"].split("/")[2]) for entry in self.fake.taken]
 
+    def partly(self) -> Any:
+        """Two of the entries of each request fail."""
 
-class S3Faults(ExporterContract):
-    """A bucket of moto's server behind a link that can be cut."""
+        def fault(request: Request) -> Answer:
+            wrong = [{"errorCode": "InternalFailureException", "errorMessage": "no", "timestamps": []}]
+            entries = request.parameters["entries"]
+            self.fake.taken += entries[2:]
+            return 200, {"errorEntries": [{"entryId": e["entryId"], "errors": wrong} for e in entries[:2]]}
 
-    faults: ClassVar = ("link_down",)
+        return self.fake.broken(fault)
+
+
+class S3Faults(LinkFaults):
+    """A bucket of moto's server; in its place another one answers that refuses everything."""
+
+    faults: ClassVar = (
+        *LinkFaults.faults,
+        *("throttled", "internal", "expired", "denied", "wrong_key", "wrong_signature", "too_slow"),
+    )
     bucket: Bucket
-    door: Door
     path: Path
 
     @pytest.fixture(autouse=True)
-    def _bucket(self, bucket: Bucket, tmp_path: Path) -> Iterator[None]:
-        self.bucket, self.path, self.door = bucket, tmp_path, Door(bucket.url)
+    def _bucket(self, bucket: Bucket, tmp_path: Path, behind: Callable[[str], str]) -> Iterator[None]:
+        self.bucket, self.path, self.url = bucket, tmp_path, behind(bucket.url)
+        self.refusing = Refusing()
         yield
-        self.door.close()
+        self.refusing.close()
 
-    def link_down(self) -> Any:
-        return self.door.shut()
+    def _answering(self, status: int, code: str) -> Any:
+        self.refusing.status = status
+        self.refusing.body = f"<Error><Code>{code}</Code><Message>on demand</Message></Error>".encode()
+        return self.door.leading_to(self.refusing.port)
+
+    def throttled(self) -> Any:
+        return self._answering(503, "SlowDown")
+
+    def internal(self) -> Any:
+        return self._answering(500, "InternalError")
+
+    def expired(self) -> Any:
+        return self._answering(400, "ExpiredToken")
+
+    def denied(self) -> Any:
+        return self._answering(403, "AccessDenied")
+
+    def wrong_key(self) -> Any:
+        return self._answering(403, "InvalidAccessKeyId")
+
+    def wrong_signature(self) -> Any:
+        return self._answering(403, "SignatureDoesNotMatch")
+
+    def too_slow(self) -> Any:
+        return self._answering(400, "RequestTimeout")
 
 
 class TestS3(S3Faults):
     exporter = EXPORTERS["s3"]
 
-    faults: ClassVar = ("link_down", "no_bucket")
+    faults: ClassVar = (*S3Faults.faults, "no_bucket")
 
     def config(self) -> dict[str, Any]:
-        return self.bucket.config(endpointUrl=self.door.url)
+        return self.bucket.config(endpointUrl=self.url)
 
     @contextmanager
     def no_bucket(self) -> Iterator[None]:
@@ -189,7 +270,7 @@ class TestS3Tasks(S3Faults):
     poison = b'{"inputUrl": "file:/nowhere"}'
 
     def config(self) -> dict[str, Any]:
-        return {"identifier": "t", "endpointUrl": self.door.url}
+        return {"identifier": "t", "endpointUrl": self.url}
 
     def payload(self, number: int) -> bytes:
         path = self.path / f"file{number}"
@@ -208,18 +289,18 @@ def web() -> Iterator[Web]:
     server.close()
 
 
-class TestHttpRaw(ExporterContract):
+class TestHttpRaw(LinkFaults):
     exporter = EXPORTERS["http"]
-    faults: ClassVar = ("server_error", "throttled", "unauthorized", "moved")
+    faults: ClassVar = (*LinkFaults.faults, "server_error", "throttled", "unauthorized", "moved")
     poison = b"poison"
     web: Web
 
     @pytest.fixture(autouse=True)
-    def _web(self, web: Web) -> None:
-        self.web = web
+    def _web(self, web: Web, behind: Callable[[str], str]) -> None:
+        self.web, self.uri = web, behind(web.url) + "/in"
 
     def config(self) -> dict[str, Any]:
-        return {"identifier": "h", "uri": self.web.url}
+        return {"identifier": "h", "uri": self.uri, "timeoutMillis": int(aws.READ_TIMEOUT * 1000)}
 
     def delivered(self) -> list[int]:
         return [int(body.split()[1]) for body in self.web.bodies]

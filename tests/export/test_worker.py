@@ -72,6 +72,10 @@ def test_a_plugin_that_raises_is_tried_again(recorder: Path) -> None:
     the_good_one_goes_on(recorder, "blow", "ZeroDivisionError: division by zero")
 
 
+def test_an_error_of_any_length_and_with_any_letters_is_reported(recorder: Path) -> None:
+    the_good_one_goes_on(recorder, "babble", "\\udcff is no letter")
+
+
 def test_a_plugin_that_hangs_is_named_and_the_worker_replaced(recorder: Path) -> None:
     the_good_one_goes_on(recorder, "hang", "the plugin hangs")
 

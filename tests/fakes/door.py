@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
+LATE = 0.1  # seconds
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -25,8 +26,11 @@ class Door:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.open = True
         self.close_at: int | None = None  # it shuts when so many bytes have passed
+        self._trouble = ""
         self._pairs: dict[socket.socket, socket.socket] = {}
+        self._servers: set[socket.socket] = set()
         self._wake, self._waker = socket.socketpair()
+        self._woken = threading.Event()
         self._ended = False
         self._pause = threading.Event()  # never set: a clock to wait by
         self._thread = threading.Thread(target=self._run)
@@ -42,22 +46,40 @@ class Door:
     @contextmanager
     def shut(self) -> Iterator[None]:
         self.open = False
-        self._waker.send(b"x")
+        self._reset()
         try:
             yield
         finally:
             self.open = True
 
     @contextmanager
+    def trouble(self, kind: str) -> Iterator[None]:
+        """`silent`: nothing passes, nothing is reset. `deaf`: requests pass, and answers break the
+        connection. `late`: answers take a while."""
+        self._trouble = kind
+        self._reset()
+        try:
+            yield
+        finally:
+            self._trouble = ""
+            self._reset()
+
+    @contextmanager
     def leading_to(self, port: int) -> Iterator[None]:
         """Forward to another port of this machine instead."""
         before, self._target = self._target, ("127.0.0.1", port)
-        self._waker.send(b"x")
+        self._reset()
         try:
             yield
         finally:
             self._target = before
-            self._waker.send(b"x")
+            self._reset()
+
+    def _reset(self) -> None:
+        """Reset what is on it, and nothing that comes later."""
+        self._woken.clear()
+        self._waker.send(b"x")
+        self._woken.wait(10)
 
     def _run(self) -> None:
         while not self._ended:
@@ -67,6 +89,7 @@ class Door:
                     self._wake.recv(100)
                     for other in list(self._pairs):
                         self._drop(other)
+                    self._woken.set()
                 elif one is self._listener:
                     self._accept()
                 elif one in self._pairs:
@@ -85,10 +108,17 @@ class Door:
         for one in (client, server):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pairs[client], self._pairs[server] = server, client
+        self._servers.add(server)
 
     def _forward(self, one: socket.socket) -> None:
         try:
             data = one.recv(256 * 1024)
+            if data and self._trouble == "silent":
+                return
+            if one in self._servers and self._trouble == "late":
+                self._pause.wait(LATE)
+            if one in self._servers and self._trouble == "deaf":
+                data = b""
             if self.close_at is not None and data:
                 self.close_at -= len(data)
                 if self.close_at < 0:
@@ -103,6 +133,7 @@ class Door:
 
     def _drop(self, one: socket.socket) -> None:
         other = self._pairs.pop(one, None)
+        self._servers -= {one, other}  # type: ignore[arg-type]
         if other is not None:
             self._pairs.pop(other, None)
             for end in (one, other):

@@ -43,3 +43,38 @@ class Web:
         self.server.shutdown()
         self.thread.join()
         self.server.server_close()
+
+
+class Refusing:
+    """A web server that has one answer to everything."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 500, b""
+        refusing = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def log_message(self, *args: object) -> None:
+                """Nothing."""
+
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.send_response(refusing.status)
+                self.send_header("Content-Length", str(len(refusing.body)))
+                self.end_headers()
+                self.wfile.write(refusing.body)
+
+            do_GET = do_PUT = do_POST = do_DELETE = answer  # noqa: N815
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.thread = Thread(target=self.server.serve_forever, args=(0.02,))
+        self.thread.start()
+        self.port = self.server.server_port
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
