@@ -156,7 +156,7 @@ def _session(settings: AwsSettings) -> Any:
         core: Any = botocore.session.Session(profile=settings.profile)
         fetch = _provider(settings) if _provider else None
         if fetch is None and settings.credentials is not None:
-            fetch = iot_credentials(settings.credentials.iot)
+            fetch = iot_credentials(settings.credentials.iot, settings.proxies)
         if fetch is not None:
             core._credentials = _refreshable(fetch)
         _sessions[key] = boto3.Session(botocore_session=core)
@@ -178,20 +178,26 @@ def _refreshable(fetch: Callable[[], Credentials]) -> Any:
     return DeferredRefreshableCredentials(metadata, "streambridge")
 
 
-def iot_credentials(settings: IotCredentials) -> Callable[[], Credentials]:
-    """A function that fetches credentials from the IoT Core credentials provider."""
+def iot_credentials(settings: IotCredentials, proxies: dict[str, str]) -> Callable[[], Credentials]:
+    """A function that fetches credentials from the IoT Core credentials provider.
+
+    It goes through `proxies`, or else those of the environment.
+    """
 
     def fetch() -> Credentials:
-        # botocore's own HTTP session: it brings TLS settings, proxies from the environment, and no
-        # further dependency.
+        # botocore's own HTTP session: it brings TLS and proxies, and no further dependency.
         from botocore.awsrequest import AWSRequest
         from botocore.httpsession import URLLib3Session
+        from botocore.utils import get_environ_proxies
 
         url = settings.endpoint if "://" in settings.endpoint else f"https://{settings.endpoint}"
         # Made anew each time, so that a certificate that was rotated on disk is taken up.
         verify: Any = str(settings.ca) if settings.ca else True
         session = URLLib3Session(
-            verify=verify, client_cert=(str(settings.cert), str(settings.key)), timeout=int(CONNECT_TIMEOUT)
+            verify=verify,
+            proxies=proxies or get_environ_proxies(url),
+            client_cert=(str(settings.cert), str(settings.key)),
+            timeout=int(CONNECT_TIMEOUT),
         )
         headers = {"x-amzn-iot-thingname": settings.thing} if settings.thing else {}
         request = AWSRequest("GET", f"{url}/role-aliases/{settings.role_alias}/credentials", headers=headers)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bridge import Context, Exporter, Retry, aws, plugins
@@ -20,6 +21,8 @@ from bridge.export.api import convert_config
 from bridge.testing import deliver, make_batch
 from tests.export.harness import certificate, drop_in, running, until
 from tests.fakes.aws import FakeAws, error
+from tests.fakes.proxy import Proxy
+from tests.fakes.web import Web
 
 EXPORTERS = plugins.load().exporters
 
@@ -117,6 +120,46 @@ def test_requests_go_through_the_configured_proxy(fake: FakeAws) -> None:
     settings = AwsSettings(proxies={"http": fake.url})
     deliver(kinesis(settings, endpointUrl="http://kinesis.example.invalid"), make_batch([b"x"]))
     assert len(fake.taken) == 1
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    server = Proxy()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_the_credentials_provider_is_asked_through_the_proxy(
+    fake: FakeAws, settings: AwsSettings, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, configured: bool
+) -> None:
+    if configured:
+        settings = msgspec.structs.replace(settings, proxies={"https": proxy.url})
+    else:
+        monkeypatch.setenv("https_proxy", proxy.url)
+    deliver(kinesis(settings), make_batch([b"x"]))
+    assert fake.keys == ["ASIAGATEWAY1"]
+    assert proxy.asked == [fake.provider.server.server_port]
+
+
+def test_the_http_exporter_goes_through_the_proxy_of_the_environment(
+    tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, cert = certificate(tmp_path, "127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    web = Web()
+    web.server.socket = context.wrap_socket(web.server.socket, server_side=True)
+    monkeypatch.setenv("https_proxy", proxy.url)
+    config = {"identifier": "h", "uri": web.url.replace("http:", "https:"), "caFile": str(cert)}
+    try:
+        exporter = EXPORTERS["http"](convert_config(EXPORTERS["http"], config), Context())
+        deliver(exporter, make_batch([b"x"]))
+        exporter.close()
+    finally:
+        web.close()
+    assert web.bodies == [b"x"]
+    assert proxy.asked == [web.server.server_port]
 
 
 def test_an_export_may_have_its_own_endpoint_and_region(fake: FakeAws) -> None:
