@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak test test-slow bench lint format docs audit venv deb clean
+.PHONY: help demo soak test test-slow bench lint format docs fuzz audit venv deb clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -44,6 +44,9 @@ format: venv ## put the formatting right
 docs: venv ## the documentation, in build/docs; what is made from the code is made anew
 	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build --strict
+
+fuzz: venv ## hostile input with ever new seeds, MINUTES=10
+	.ci/fuzz $(BIN)/python $(or $(MINUTES),10)
 
 audit: venv ## known vulnerabilities, and dist/streambridge.cdx.json: what an installation consists of
 	.ci/audit $(BIN)/python
