@@ -291,7 +291,7 @@ def web() -> Iterator[Web]:
 
 class TestHttpRaw(LinkFaults):
     exporter = EXPORTERS["http"]
-    faults: ClassVar = (*LinkFaults.faults, "server_error", "throttled", "unauthorized", "moved")
+    faults: ClassVar = (*LinkFaults.faults, "server_error", "throttled", "unauthorized", "moved", "partly")
     poison = b"poison"
     web: Web
 
@@ -318,6 +318,12 @@ class TestHttpRaw(LinkFaults):
         return self._answering(302)
 
     @contextmanager
+    def partly(self) -> Iterator[None]:
+        self.web.room = 3
+        yield
+        self.web.room = None
+
+    @contextmanager
     def _answering(self, status: int) -> Iterator[None]:
         self.web.status = status
         yield
@@ -325,6 +331,8 @@ class TestHttpRaw(LinkFaults):
 
 
 class TestHttpBatched(TestHttpRaw):
+    faults: ClassVar = TestHttpRaw.faults[:-1]  # a batch is one request
+
     def config(self) -> dict[str, Any]:
         return {**super().config(), "exportFormat": 1}
 

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import boto3
+
 from bridge import plugins
 from tests.export.harness import drop_in, running
 
@@ -42,3 +44,27 @@ def test_the_single_file_of_the_docs_works_as_it_stands(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert (tmp_path / "out").read_bytes() == b"one\ntwo\n"
+
+
+def test_the_exporter_to_another_service_in_the_docs_works_as_it_stands(tmp_path: Path, moto: str) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Sns" in text)
+    drop_in(tmp_path, "sns", source)
+    queues, topics = boto3.client("sqs", endpoint_url=moto), boto3.client("sns", endpoint_url=moto)
+    queue = queues.create_queue(QueueName="plant")["QueueUrl"]
+    topic = topics.create_topic(Name="plant")["TopicArn"]
+    where = queues.get_queue_attributes(QueueUrl=queue, AttributeNames=["QueueArn"])["Attributes"]["QueueArn"]
+    topics.subscribe(
+        TopicArn=topic, Protocol="sqs", Endpoint=where, Attributes={"RawMessageDelivery": "true"}
+    )
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            config = {"identifier": "s", "topicArn": topic, "endpointUrl": moto, "region": "eu-central-1"}
+            gateway.create("a", {"sns": [config]})
+            await gateway.append("a", b"one", b"two")
+            await gateway.exported("a", 1)
+
+    asyncio.run(scenario())
+    found = queues.receive_message(QueueUrl=queue, MaxNumberOfMessages=10)["Messages"]
+    assert sorted(message["Body"] for message in found) == ["one", "two"]

@@ -13,6 +13,7 @@ class Web:
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.status = 204
+        self.room: int | None = None  # it takes so many more requests
         web = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -25,6 +26,9 @@ class Web:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 status = 422 if b"poison" in body or b"cG9pc29u" in body else web.status
+                if status == 204 and web.room is not None:
+                    web.room -= 1
+                    status = 204 if web.room >= 0 else 503
                 if status == 204:
                     web.bodies.append(body)
                     web.headers.append({name.lower(): value for name, value in self.headers.items()})
