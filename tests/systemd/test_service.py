@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bridge.ingest.store import Place
+from tests.fakes.certificates import Authority
 from tests.ingest.gateway import Gateway, head_of
-from tests.mqtt.certificates import Authority
 from tests.systemd.machine import Machine, until
 
 pytestmark = pytest.mark.slow
