@@ -1,22 +1,27 @@
-"""What an operation costs through each door of the running service; beside NATS JetStream and Redis Streams.
+"""Operations side by side: appends and reads through each door, NATS JetStream and Redis Streams.
 
-    python benchmarks/operations.py [--rounds 3] [--messages 20000] [--output DIR]
+    python -m benchmarks.operations [--rounds 3] [--messages 20000] [--output DIR]
 
 Doors: requests over MQTT (CBOR), the Stream Manager protocol, PUBLISH at QoS 1. Appends are sent one
 after the other (`window` 1: each waits for its acknowledgement) and with many under way; reads fetch
-1,000 messages at a time. Every setting runs in turn for each system, `--rounds` times, in one run on one
-machine; medians are kept. Then the real AWS SDK appends in a loop, and is profiled by CPU time: its
-own, and the service's. Writes operations.json to the output directory and prints the tables.
+1,000 messages at a time, and go over what is stored again and again. Every setting runs in turn for each
+system, `--rounds` times, in one run on one machine; medians are kept.
+
+Then the real AWS SDK appends in a loop, to the service and to a server that takes its frames, stores
+nothing and answers at once: that is the SDK's own limit. A profile tells where its time goes.
 
 Caveats. All clients are this one process in Python, with one connection each; for every system it sends
-raw bytes and takes the replies apart, so that no client library is measured. Servers share the machine
-with it. Nobody syncs before acknowledging (NATS 2.9 cannot). MQTT requests append `window` messages in
-one request; the others send as many requests.
+raw bytes and takes the replies apart, so that no client library is measured: of NATS each message's
+payload, of ours a map with number, time, topic and payload. Servers share the machine with it. Nobody
+syncs before acknowledging (NATS 2.9 cannot). MQTT requests append `window` messages in one request; the
+others send as many requests.
+Writes operations.json, operations.md and operations.png to the output directory, and prints the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -33,12 +38,15 @@ from pathlib import Path
 from typing import Any
 
 import cbor2
-import peers
+import uvloop
+
+from benchmarks import brokers, peers
 
 CHECKOUT = Path(__file__).parents[1]
 WINDOWS = (1, 100, 1000)
 SIZES = (128, 1024)
 BATCH = 1000
+READING = 0.5  # seconds, at least
 CONFIG = """
 [gateway]
 data_dir = "data"
@@ -71,11 +79,6 @@ class Service:
                 self.sdk, self.mqtt = (int(port) for port in ports)
                 return
         raise SystemExit("the service does not start")
-
-    def cpu(self) -> float:
-        """CPU seconds of the service's own process so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def stop(self) -> None:
         self.process.terminate()
@@ -230,66 +233,135 @@ def measure(directory: Path, service: Service, size: int, number: int, mark: str
         for name, (_, read) in found.items():
             if read is None:
                 continue
-            began = time.perf_counter()
-            got = sum(read(start, BATCH) for start in range(0, number // BATCH * BATCH, BATCH))
-            rates[name]["read"] = got / (time.perf_counter() - began)
+            began, got = time.perf_counter(), 0
+            while (took := time.perf_counter() - began) < READING:
+                got += sum(read(start, BATCH) for start in range(0, number // BATCH * BATCH, BATCH))
+            rates[name]["read"] = got / took
     return rates
 
 
 SDK_LOOP = """
-import json, sys, time, threading
+import cProfile, json, sys, time, threading
 from stream_manager import *
 client = StreamManagerClient(port=int(sys.argv[1]))
 threads, number = int(sys.argv[2]), int(sys.argv[3])
 try:
     client.create_message_stream(MessageStreamDefinition(
-        name=sys.argv[4], strategy_on_full=StrategyOnFull.OverwriteOldestData))
+        name="real", strategy_on_full=StrategyOnFull.OverwriteOldestData))
 except InvalidRequestException:
     pass
-def work():
-    for _ in range(number // threads):
-        client.append_message(sys.argv[4], b"x" * 128)
+def work(number):
+    for _ in range(number):
+        client.append_message("real", b"x" * 128)
+def run(number):
+    workers = [threading.Thread(target=work, args=(number // threads,)) for _ in range(threads)]
+    for worker in workers: worker.start()
+    for worker in workers: worker.join()
+work(200)
 began, cpu = time.perf_counter(), time.process_time()
-workers = [threading.Thread(target=work) for _ in range(threads)]
-for worker in workers: worker.start()
-for worker in workers: worker.join()
-print(json.dumps({"seconds": time.perf_counter() - began, "cpu": time.process_time() - cpu}))
+run(number)
+seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+if threads > 1:
+    print(json.dumps({"seconds": seconds, "cpu": cpu}))
+    sys.exit()
+# A profile of the caller's thread and of the thread with the SDK's event loop.
+loop = client._StreamManagerClient__loop
+profiles = [cProfile.Profile(), cProfile.Profile()]
+loop.call_soon_threadsafe(profiles[0].enable)
+profiles[1].enable()
+work(1000)
+profiles[1].disable()
+off = threading.Event()
+loop.call_soon_threadsafe(lambda: (profiles[0].disable(), off.set()))
+off.wait()
+names = ("waiting", "sockets", "CBOR", "the SDK's code", "asyncio and threads", "the rest")
+stages = dict.fromkeys(names, 0.0)
+for profile in profiles:
+    for entry in profile.getstats():
+        where = entry.code if isinstance(entry.code, str) else entry.code.co_filename
+        stage = (
+            "waiting" if "'poll'" in where or "'acquire'" in where
+            else "sockets" if "socket" in where
+            else "CBOR" if "cbor" in where
+            else "the SDK's code" if "stream_manager" in where
+            else "asyncio and threads" if any(part in where for part in (
+                "asyncio", "concurrent", "threading", "selectors", "_thread", "Context"))
+            else "the rest")
+        stages[stage] += entry.inlinetime
+print(json.dumps({"seconds": seconds, "cpu": cpu, "stages": stages}))
 """
 
 
-def real_sdk(service: Service, number: int) -> list[dict[str, Any]] | None:
-    """The AWS SDK (as tests/greengrass install it): its rate, and whose CPU time an append takes."""
+class Nothing(asyncio.Protocol):
+    """The least that the SDK takes for a Stream Manager: every request succeeds, with the next number."""
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport, self.buffer, self.number = transport, b"", 0
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        if not self.number and self.buffer:
+            self.number, self.buffer = 1, self.buffer[1:]
+            self.transport.write(b"\x01")
+        while len(self.buffer) >= 5:
+            length, op = struct.unpack(">ib", self.buffer[:5])
+            if len(self.buffer) < 4 + length:
+                return
+            request = cbor2.loads(self.buffer[5 : 4 + length])
+            self.buffer = self.buffer[4 + length :]
+            answer = {"requestId": request["requestId"], "status": 0, "sequenceNumber": self.number}
+            self.number += 1
+            self.transport.write(Sdk.frame({1: 6, 2: 7, 4: 9}[op], answer | {"protocolVersion": "1.1.0"}))
+
+
+async def answer_at_once(port: int) -> None:
+    """Serve the SDK, and store nothing."""
+    server = await asyncio.get_running_loop().create_server(Nothing, "127.0.0.1", port)
+    await server.serve_forever()
+
+
+def real_sdk(service: Service, number: int, rounds: int) -> list[dict[str, Any]] | None:
+    """The AWS SDK (as tests/greengrass install it): appends to the service, and to nothing."""
     homes = sorted((CHECKOUT / ".sdks").glob("stream-manager-*"))
     if not homes:
         return None
-    rows = []
-    for threads in (1, 16):
-        before = service.cpu()
-        done = subprocess.run(
-            [sys.executable, "-c", SDK_LOOP, str(service.sdk), str(threads), str(number), f"real{threads}"],
-            env={"PYTHONPATH": str(homes[0])},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        own = json.loads(done.stdout)
-        rows.append(
-            {
-                "threads": threads,
-                "per_second": number / own["seconds"],
-                "sdk_cpu_us": own["cpu"] / number * 1e6,
-                "service_cpu_us": (service.cpu() - before) / number * 1e6,
-            }
-        )
+    port, rows = brokers.free_port(), []
+    floor = [sys.executable, "-m", "benchmarks.operations", "--answer-at-once", str(port)]
+    with peers.server(floor, port):
+        for threads in (1, 16):
+            runs: dict[str, list[dict[str, Any]]] = {"streambridge": [], "nothing": []}
+            for _ in range(rounds):
+                for name, to in (("streambridge", service.sdk), ("nothing", port)):
+                    done = subprocess.run(
+                        [sys.executable, "-c", SDK_LOOP, str(to), str(threads), str(number)],
+                        env={"PYTHONPATH": str(homes[0])},
+                        capture_output=True,
+                        text=True,
+                        check=True,
+                    )
+                    runs[name].append(json.loads(done.stdout))
+            best = {name: min(runs[name], key=lambda run: run["seconds"]) for name in runs}
+            rows.append(
+                {
+                    "threads": threads,
+                    "per_second": number / best["streambridge"]["seconds"],
+                    "limit_per_second": number / best["nothing"]["seconds"],
+                    "sdk_cpu_us": best["streambridge"]["cpu"] / number * 1e6,
+                    "stages": best["streambridge"].get("stages"),
+                }
+            )
     return rows
 
 
 def main() -> None:
-    """Run all of it."""
+    """Run all of it, or be the server that does nothing."""
+    if sys.argv[1:2] == ["--answer-at-once"]:
+        uvloop.run(answer_at_once(int(sys.argv[2])))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--output", type=Path, default=Path())
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"machine": platform.platform(), "cpus": os.cpu_count(), "rates": {}}
@@ -314,27 +386,61 @@ def main() -> None:
                     }
                     for name in rounds[0]
                 }
-            result["aws_sdk"] = real_sdk(service, 5_000)
+            result["aws_sdk"] = real_sdk(service, 4_000, given.rounds)
         finally:
             service.stop()
     (given.output / "operations.json").write_text(json.dumps(result, indent=1))
-    print_tables(result)
+    (given.output / "operations.md").write_text(tables(result))
+    draw(result["rates"], given.output / "operations.png")
+    print(tables(result))
 
 
-def print_tables(result: dict[str, Any]) -> None:
-    """What was measured, in thousands of messages per second."""
+def tables(result: dict[str, Any]) -> str:
+    """What was measured, as Markdown."""
+    lines = []
     for size, rates in result["rates"].items():
-        heads = "".join(f"{'append ' + str(window):>14}" for window in WINDOWS)
-        print(f"\n{size} bytes, 1000 msg/s{heads}{'read ' + str(BATCH):>14}")
+        heads = [*(f"append, {window} at a time" for window in WINDOWS), f"read, {BATCH} at a time"]
+        lines += [f"{size} bytes, messages per second:", "", f"| door | {' | '.join(heads)} |"]
+        lines += ["|---" * (len(heads) + 1) + "|"]
         for name, row in rates.items():
             cells = [row["append"][window] for window in WINDOWS] + [row["read"]]
-            shown = "".join(f"{cell / 1000:14.1f}" if cell else f"{'-':>14}" for cell in cells)
-            print(f"{name:28}{shown}")
-    for row in result["aws_sdk"] or []:
-        print(
-            f"\nAWS SDK, {row['threads']} threads: {row['per_second']:.0f} appends/s; CPU per append: "
-            f"SDK {row['sdk_cpu_us']:.0f} us, service {row['service_cpu_us']:.0f} us"
-        )
+            lines.append(f"| {name} | {' | '.join(f'{cell:,.0f}' if cell else '-' for cell in cells)} |")
+        lines.append("")
+    if result["aws_sdk"]:
+        lines += ["Appends of 128 bytes through the AWS SDK for Python, and its limit:", ""]
+        lines += ["| threads | appends/s | with a server that does nothing | ratio | CPU us of the SDK |"]
+        lines += ["|---|---|---|---|---|"]
+        lines += [
+            f"| {row['threads']} | {row['per_second']:,.0f} | {row['limit_per_second']:,.0f} | "
+            f"{row['per_second'] / row['limit_per_second']:.2f} | {row['sdk_cpu_us']:.0f} |"
+            for row in result["aws_sdk"]
+        ]
+        stages = {k: v for k, v in result["aws_sdk"][0]["stages"].items() if k != "waiting"}
+        busy = sum(stages.values())
+        shares = [f"{name} {seconds / busy:.0%}" for name, seconds in stages.items()]
+        lines += ["", f"The SDK's time at work, by its profile: {', '.join(shares)}.", ""]
+    return "\n".join(lines)
+
+
+def draw(rates: dict[int, Any], path: Path) -> None:
+    """Bars of reads and of appends, 1,000 at a time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for place, (title, pick) in enumerate(
+        (("append", lambda row: row["append"][BATCH]), ("read", lambda row: row["read"]))
+    ):
+        for offset, (size, rows) in enumerate(rates.items()):
+            shown = {name: pick(row) for name, row in rows.items() if pick(row)}
+            at = [number + 0.4 * offset for number in range(len(shown))]
+            axes[place].barh(at, list(shown.values()), 0.38, label=f"{size} bytes")
+            axes[place].set_yticks([number + 0.2 for number in range(len(shown))], list(shown))
+        axes[place].set_xlabel(f"{title}, {BATCH} at a time: messages per second")
+        axes[place].legend()
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -123,6 +123,8 @@ class Redis(Wire):
 class Nats(Wire):
     """JetStream: publish with an acknowledgement each, in a pipeline; a pull consumer to read."""
 
+    consumer = 0
+
     def __init__(self, port: int) -> None:
         super().__init__(port)
         self.line()
@@ -155,11 +157,14 @@ class Nats(Wire):
 
     def read(self, start: int, count: int) -> int:
         if start == 0:
-            consumer = {"durable_name": "C", "ack_policy": "none", "deliver_policy": "all"}
-            self._ask("$JS.API.CONSUMER.DURABLE.CREATE.M.C", {"stream_name": "M", "config": consumer})
+            self.consumer += 1  # each begins at the first message
+            config = {"durable_name": f"C{self.consumer}", "ack_policy": "none", "deliver_policy": "all"}
+            subject = f"$JS.API.CONSUMER.DURABLE.CREATE.M.C{self.consumer}"
+            self._ask(subject, {"stream_name": "M", "config": config})
         request = json.dumps({"batch": count}).encode()
         self.socket.sendall(
-            b"PUB $JS.API.CONSUMER.MSG.NEXT.M.C in.next %d\r\n%s\r\n" % (len(request), request)
+            b"PUB $JS.API.CONSUMER.MSG.NEXT.M.C%d in.next %d\r\n%s\r\n"
+            % (self.consumer, len(request), request)
         )
         for _ in range(count):
             self._message()

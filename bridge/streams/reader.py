@@ -133,7 +133,7 @@ class StreamReader:
         self._log = DropLog(self._files, directory) if drops is None else None
         self._drops: Drops = self._log or drops or Drops()
         self._open: _Segment | None = None
-        self._part: tuple[object, list[Any]] | None = None
+        self._part: tuple[object, tuple[list[Any], list[int]]] | None = None
 
     def close(self) -> None:
         """Close the files."""
@@ -208,28 +208,34 @@ class StreamReader:
         for data, frame in self.frames(start, end):
             base, after = frame.base, frame.next
             whole = base >= start and after <= end and not self._drops.count(base, after - 1)
-            if whole and frame.data_bytes <= room and len(found) + frame.number <= max_messages:
+            size = frame.data_bytes
+            if whole and size <= room and len(found) + frame.number <= max_messages:
                 found += decode(data, frame)
-                room -= frame.data_bytes
+                room -= size
             else:
-                rows, fits = self._decoded(decode, data, frame), frame.data_bytes <= room
+                rows, ends = self._decoded(decode, data, frame)
                 for a, b in self._drops.live(max(start, base), min(end, after) - 1):
                     first, stop = a - base, min(b + 1 - base, a - base + max_messages - len(found))
-                    if not fits:
-                        ends = accumulate(segment.sizes_of(data, frame)[first:stop])
-                        last = first + bisect_right(list(ends), room)
-                        return found + rows[first : min(stop, max(last, first + (not found)))]
+                    fit = bisect_right(ends, ends[first] + room) - 1
+                    if fit < stop:
+                        return found + rows[first : max(fit, first + (not found))]
                     found += rows[first:stop]
-                room -= frame.data_bytes
+                    room -= ends[stop] - ends[first]
             if len(found) >= max_messages:
                 break
         return found
 
-    def _decoded(self, decode: Callable[[bytes, Frame], list[Row]], data: bytes, frame: Frame) -> list[Row]:
-        """A frame of which only a part is wanted: whoever reads on wants the rest of it next."""
+    def _decoded(
+        self, decode: Callable[[bytes, Frame], list[Row]], data: bytes, frame: Frame
+    ) -> tuple[list[Row], list[int]]:
+        """A frame of which only a part is wanted, and where in it each message ends by size.
+
+        It is kept, since whoever reads on wants the rest of it next.
+        """
         key = (decode, frame.base, data[frame.start : frame.start + FRAME.size])
         if self._part is None or self._part[0] != key:
-            self._part = key, decode(data, frame)
+            ends = list(accumulate(segment.sizes_of(data, frame), initial=0))
+            self._part = key, (decode(data, frame), ends)
         return self._part[1]
 
     def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
