@@ -24,7 +24,7 @@ from bridge.cli.common import (
     print_json,
 )
 from bridge.cli.operate import Place, operate, place
-from bridge.config import load, stream_definition
+from bridge.config import in_toml, load, stream_definition
 from bridge.errors import StreamBridgeError
 from bridge.model import MessageStreamDefinition
 
@@ -48,7 +48,7 @@ def create(
 ) -> None:
     """Create a stream."""
     definition = stream_definition(name, _table(settings or []))
-    operate(place(config, data_dir), "createMessageStream", definition=msgspec.to_builtins(definition))
+    _define(place(config, data_dir), "createMessageStream", definition)
     echo(f"created {name}")
 
 
@@ -84,7 +84,7 @@ def update(
         changes["export_definition"] = old.export_definition | changes["export_definition"]
     changes |= {fields[key]: getattr(default, fields[key]) for key in reset or []}
     definition = msgspec.structs.replace(old, **changes)
-    operate(where, "updateMessageStream", definition=msgspec.to_builtins(definition))
+    _define(where, "updateMessageStream", definition)
     echo(f"updated {name}")
     if data_dir is None and name in load(config).streams:
         typer.echo(f"note: {config} declares {name}; its next start or reload sets that again", err=True)
@@ -212,6 +212,13 @@ def _table(settings: list[str]) -> dict[str, Any]:
                 raise typer.BadParameter(f"{setting!r}: {word} has a value already")
         at[last] = parsed
     return table
+
+
+def _define(where: Place, operation: str, definition: MessageStreamDefinition) -> None:
+    try:
+        operate(where, operation, definition=msgspec.to_builtins(definition))
+    except StreamBridgeError as error:
+        raise type(error)(in_toml(str(error), definition.name)) from None
 
 
 def _definition(where: Place, name: str) -> MessageStreamDefinition:

@@ -98,6 +98,9 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
 def test_mistakes_are_named_with_a_remedy_and_change_nothing(on: Command) -> None:
     assert "exists already" in on("streams", "create", "declared", code=1)
     assert "did you mean `max_size`?" in on("streams", "create", "x", "max_siz=1GiB", code=78)
+    assert "streams.x.topics[0]: 'a/#/b' cannot be bound" in on(
+        "streams", "create", "x", "topics=['a/#/b']", code=1
+    )
     assert "is not KEY=VALUE" in on("streams", "create", "x", "max_size", code=2)
     assert "there is no exporter of kind 'kinesi'; did you mean 'kinesis'?" in on(
         "streams", "create", "x", "export.kinesi=[{identifier = 'k'}]", code=1
