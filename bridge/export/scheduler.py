@@ -71,6 +71,7 @@ class Scheduler:
         self._inside: dict[tuple[str, str], int] = {}  # how large when a plugin was called
         self._running: dict[int, tuple[Task, float]] = {}  # thread -> its task, when it counts as hung
         self._hung: set[int] = set()
+        self.failures = 0  # attempts so far that ended with an error
         self._stopping = False
         self._allowed_at = 0.0  # when the bandwidth ceiling lets the next batch go
 

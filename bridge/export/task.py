@@ -380,6 +380,7 @@ class Task:
             self._dirty = False
 
     def _failed(self, reason: str, after: float | None) -> None:
+        self._scheduler.failures += 1
         tuning = self._scheduler.tuning
         wait = min(tuning.first_backoff * 2**self._attempts, tuning.max_backoff) * random.uniform(0.5, 1.0)
         self._attempts = min(self._attempts + 1, 30)

@@ -137,7 +137,7 @@ class Worker:
         return data
 
     def _loop(self) -> int:
-        beat_at = 0.0
+        beat_at, failures = 0.0, 0
         for message in self._early:
             self._take(message)
         while True:
@@ -148,6 +148,10 @@ class Worker:
             self._send_statuses()
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + self._hello.tuning.beat
+                if failures != self._scheduler.failures:
+                    # The errors of boto3 hold their request in a cycle: megabytes each, in few objects.
+                    failures = self._scheduler.failures
+                    gc.collect()
                 self.send(wire.Beat(memory_used()))
                 self._watch()
             if self._ending is not None:

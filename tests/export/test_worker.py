@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
+import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -88,6 +91,38 @@ def test_a_plugin_that_holds_the_interpreter_is_killed(recorder: Path) -> None:
 def test_a_plugin_that_leaks_has_the_worker_replaced_before_the_machine_suffers(recorder: Path) -> None:
     small = Tuning(beat=0.1, first_backoff=0.4, max_backoff=3.0, drain=2.0, max_memory=120 << 20)
     the_good_one_goes_on(recorder, "leak", "the export worker grew to", tuning=small)
+
+
+def test_a_destination_that_is_away_does_not_cost_memory_at_every_attempt(recorder: Path) -> None:
+    attempts: list[socket.socket] = []
+    fast = Tuning(beat=0.1, first_backoff=0.02, max_backoff=0.05)
+
+    async def scenario(url: str) -> None:
+        async with running(recorder, tuning=fast) as gateway:
+            config = {"identifier": "up", "bucket": "away", "endpointUrl": url, "timeHintMillis": 1}
+            gateway.create("a", {"s3": [config]})
+            await gateway.append("a", *(os.urandom(2000) for _ in range(1000)))
+            await until(lambda: len(attempts) >= 3, 60)
+            early = gateway.exports.memory
+            await until(lambda: len(attempts) >= 15, 60)
+            assert gateway.exports.restarts == 0
+            assert gateway.exports.memory - early < 25 << 20
+
+    def hang_up(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                attempts.append(connection)
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=hang_up, args=(listener,))
+        thread.start()
+        try:
+            asyncio.run(scenario(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def test_with_all_threads_hung_other_exports_still_run(recorder: Path) -> None:
