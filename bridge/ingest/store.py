@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ from bridge.ingest.errors import BadOption, IngestError, Vanished
 
 S3_SCHEMES = ("s3", "s3a", "s3n")
 LISTERS = 16  # prefixes listed at the same time: a LIST call is a round trip per 1000 keys
+READS = 4  # of an object whose connection breaks, before its whole task is tried again
+RETRY_INTERVAL = 0.5
 SPOOL = 32 << 20  # what a writer to S3 holds in memory before it goes to a local temporary file
 
 
@@ -170,11 +173,22 @@ class S3Store:
             yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
 
     def get(self, key: str) -> bytes:
-        try:
-            data: bytes = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key)["Body"].read()
-        except self.client.exceptions.NoSuchKey as error:
-            raise Vanished(f"{key}: no such object") from error
-        return data
+        from botocore.exceptions import HTTPClientError, IncompleteReadError
+
+        left = READS
+        while True:
+            left -= 1
+            try:
+                found = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key)
+                data: bytes = found["Body"].read()
+            except self.client.exceptions.NoSuchKey as error:
+                raise Vanished(f"{key}: no such object") from error
+            except (HTTPClientError, IncompleteReadError):  # boto3 tries a request again, but not its body
+                if not left:
+                    raise
+                time.sleep(RETRY_INTERVAL)
+            else:
+                return data
 
     def put(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)
