@@ -29,6 +29,7 @@ class Door:
         self._trouble = ""
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._servers: set[socket.socket] = set()
+        self._mute: set[socket.socket] = set()  # that have said all, and still listen
         self._wake, self._waker = socket.socketpair()
         self._woken = threading.Event()
         self._ended = False
@@ -83,7 +84,8 @@ class Door:
 
     def _run(self) -> None:
         while not self._ended:
-            ready, _, _ = select.select([self._listener, self._wake, *self._pairs], [], [])
+            speaking = self._pairs.keys() - self._mute
+            ready, _, _ = select.select([self._listener, self._wake, *speaking], [], [])
             for one in ready:
                 if one is self._wake:
                     self._wake.recv(100)
@@ -111,32 +113,40 @@ class Door:
         self._servers.add(server)
 
     def _forward(self, one: socket.socket) -> None:
+        other = self._pairs[one]
+        answers = one in self._servers
         try:
             data = one.recv(256 * 1024)
             if data and self._trouble == "silent":
                 return
-            if one in self._servers and self._trouble == "late":
+            if answers and self._trouble == "late":
                 self._pause.wait(LATE)
-            if one in self._servers and self._trouble == "deaf":
-                data = b""
+            if answers and self._trouble == "deaf":
+                raise ConnectionError("answers break the connection")
             if self.close_at is not None and data:
                 self.close_at -= len(data)
                 if self.close_at < 0:
-                    self.close_at, self.open, data = None, False, b""
+                    self.close_at, self.open = None, False
+                    raise ConnectionError("shut")
             if data:
                 self._pause.wait(len(data) * self._seconds)
-                self._pairs[one].sendall(data)
-                return
+                other.sendall(data)
+            elif other in self._mute:
+                self._drop(one, reset=False)
+            else:  # a reset would take away what the other has not read yet
+                self._mute.add(one)
+                other.shutdown(socket.SHUT_WR)
         except OSError:
-            data = b""
-        self._drop(one)
+            self._drop(one)
 
-    def _drop(self, one: socket.socket) -> None:
+    def _drop(self, one: socket.socket, reset: bool = True) -> None:
         other = self._pairs.pop(one, None)
-        self._servers -= {one, other}  # type: ignore[arg-type]
         if other is not None:
             self._pairs.pop(other, None)
             for end in (one, other):
-                with suppress(OSError):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                self._servers.discard(end)
+                self._mute.discard(end)
+                if reset:
+                    with suppress(OSError):
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 end.close()
