@@ -18,6 +18,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -45,6 +46,7 @@ log = logging.getLogger("bridge")
 LARGEST_REPLY = 64 * 1024 * 1024  # bytes, to the command line
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
+DESCRIPTORS = 65_536  # as in the systemd unit
 YOUNG = 10_000  # objects made between two looks for cyclic garbage; a read of 1,000 messages is no reason
 TWICE = 1.0  # a second signal sooner than this is the same one, sent to the process and to its group
 
@@ -70,7 +72,16 @@ def notify(state: str) -> None:
 def run(config: Config) -> None:
     """Run the service until it is told to stop; raises StreamBridgeError or OSError if it cannot start."""
     logs.setup(config.log.level, config.log.format)
+    _raise_descriptors()
     uvloop.run(Service(config).run())
+
+
+def _raise_descriptors() -> None:
+    """A device takes a descriptor; a shell allows 1,024, and more to who asks for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Service:

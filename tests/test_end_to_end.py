@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -191,6 +193,22 @@ def test_a_declared_stream_that_cannot_be_had_has_its_messages_refused_and_not_a
     assert reasons[0] >= 0x80
     assert reasons[1] == 0
     assert service.payloads() == ["x"]
+
+
+def test_more_devices_than_a_shell_allows_descriptors_are_served(service: Service) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, limits[1]))  # the service has it from us
+    try:
+        service.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with contextlib.ExitStack() as stack:
+        devices = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(500)]
+        for number, device in enumerate(devices):
+            stack.enter_context(device)
+            device.settimeout(30)
+            device.sendall(b"\x10\x10\0\x04MQTT\x04\x02\0\0\0\x04%04d" % number)
+        assert {device.recv(4) for device in devices} == {b"\x20\2\0\0"}
 
 
 def test_sigterm_under_load_loses_nothing_that_was_acknowledged(service: Service) -> None:
