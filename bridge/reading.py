@@ -1,8 +1,8 @@
 """readMessages: finding what is asked for, waiting for what is not there yet.
 
 * A read returns at least its minimum, or fails. Beyond the minimum it returns what one step gives
-  (`STEP` bytes), so that a large maximum costs neither much memory nor other clients' time; between
-  steps the event loop has its turn.
+  (`STEP` bytes or `MANY` messages), so that a large maximum costs neither much memory nor other
+  clients' time; between steps the event loop has its turn.
 * A read that waits is woken by the commit that completes its minimum (see waiting.py), and answered
   strictly inside its time.
 * Per stream one reader is kept open, since to open one costs more than a small read. One that was not
@@ -26,6 +26,7 @@ from bridge.waiting import Waiting
 
 MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
 STEP = 16 * 1024 * 1024
+MANY = 10_000  # some ten milliseconds in which nobody else has a turn
 
 
 class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True):
@@ -88,7 +89,7 @@ class Reads:
         most = options.max_message_count or least
         size = sum(len(row.payload) + len(row.topic) for row in found)
         while len(found) < most and position < stream.next_sequence:
-            rows = self._rows(stream, position, most - len(found), min(STEP, max_bytes))
+            rows = self._rows(stream, position, min(most - len(found), MANY), min(STEP, max_bytes))
             if not rows:
                 return stream.next_sequence
             after = rows[-1].sequence_number + 1

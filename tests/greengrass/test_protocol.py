@@ -169,6 +169,20 @@ def test_a_minimum_that_no_reply_can_hold_is_an_error_and_a_large_maximum_is_cut
         assert reply["status"] == 7
 
 
+def test_a_large_maximum_gives_what_takes_no_long_turn_and_a_large_minimum_all_of_it(server: Server) -> None:
+    server.stream()
+    server.append(*[b"x"] * 25_000)
+    with Raw(server) as raw:
+        most = {"minMessageCount": 1, "maxMessageCount": 1_000_000}
+        numbers = [
+            m["sequenceNumber"] for m in raw.ask(5, streamName="s", readMessagesOptions=most)["messages"]
+        ]
+        assert numbers == list(range(10_000))
+        least = {"minMessageCount": 24_000, "desiredStartSequenceNumber": 500}
+        found = raw.ask(5, streamName="s", readMessagesOptions=least)["messages"]
+        assert [message["sequenceNumber"] for message in found] == list(range(500, 24_500))
+
+
 def test_thousands_of_waiting_reads_are_woken_by_what_they_need_alone(server: Server) -> None:
     server.stream()
     with many(20, lambda: Raw(server)) as clients:
