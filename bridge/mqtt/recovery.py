@@ -110,19 +110,23 @@ async def find_stored_ids(lane: Lane) -> None:
         if name not in lane.manager.definitions:
             del lane.journal.marks[name]
             continue
-        start = max(upto, lane.manager.stream(name).next_sequence - LAST_MESSAGES)
-        options = ReadMessagesOptions(desired_start_sequence_number=start, max_message_count=LAST_MESSAGES)
-        try:
-            messages = await lane.manager.read(name, options)
-        except NotEnoughMessages:
-            continue  # the usual case: nothing behind the mark
-        for message in messages:
-            if message.sequence_number < upto or not message.headers:
-                continue
-            kept = headers.decode(message.headers)
-            session = lane.sessions.get(kept.client)
-            if session is not None and kept.id:
-                found.setdefault((session, kept.id, message.topic), set()).add(name)
+        position = max(upto, lane.manager.stream(name).next_sequence - LAST_MESSAGES)
+        while position < lane.manager.stream(name).next_sequence:
+            options = ReadMessagesOptions(
+                desired_start_sequence_number=position, max_message_count=LAST_MESSAGES
+            )
+            try:
+                messages = await lane.manager.read(name, options)
+            except NotEnoughMessages:
+                break
+            for message in messages:
+                if not message.headers:
+                    continue
+                kept = headers.decode(message.headers)
+                session = lane.sessions.get(kept.client)
+                if session is not None and kept.id:
+                    found.setdefault((session, kept.id, message.topic), set()).add(name)
+            position = messages[-1].sequence_number + 1
         lane.journal.marks[name] = lane.manager.stream(name).next_sequence
     for (session, packet_id, topic), names in found.items():
         if all(stream.name in names for stream in lane.manager.bound(text(topic))):

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from bridge.mqtt import journal as journal_module
+from bridge.mqtt.recovery import find_stored_ids
 
 from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until
 
@@ -167,6 +168,25 @@ async def test_qos_2_is_stored_once_also_while_its_id_cannot_be_written_to_the_j
     client = await bridge.connect("c", clean=False)
     assert await client.exchange(publish("in/a", b"x", 2, 6, dup=True)) == Packet(0x50, b"\0\6")
     assert await bridge.payloads() == [b"x"]
+
+
+@bridge_test
+async def test_qos_2_ids_that_the_journal_has_lost_are_found_behind_any_number_of_bytes(
+    bridge: Bridge,
+) -> None:
+    client = await bridge.connect("c", clean=False)
+    for number in range(1, 30):
+        assert (await client.exchange(publish("in/a", bytes(1000), 1, number))).head == 0x40
+    assert await client.exchange(publish("in/a", b"x", 2, 40)) == Packet(0x50, b"\0\x28")
+    session = bridge.lane.sessions.get("c")
+    assert session is not None
+    session.incoming.clear()  # as after a start with a journal that ends before them
+    bridge.lane.journal.marks["s"] = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bridge.reading.STEP", 4_000)
+        await find_stored_ids(bridge.lane)
+    assert await client.exchange(publish("in/a", b"x", 2, 40, dup=True)) == Packet(0x50, b"\0\x28")
+    assert (await bridge.payloads()).count(b"x") == 1
 
 
 async def refused_by(bridge: Bridge, name: str, client: Client, *packets: bytes) -> Client:
