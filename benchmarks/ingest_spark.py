@@ -304,6 +304,7 @@ def draw(found: dict[str, dict[str, float]], path: Path) -> None:
     colours = ["0.6" if name.endswith("native") else "C0" for name in names]
     bars = axes.barh(names, [found[name]["cpu_us_per_row"] for name in names], color=colours)
     axes.bar_label(bars, padding=3)
+    axes.margins(x=0.1)
     axes.set_xlabel("CPU time per row, us (driver, JVM and Python workers)")
     figure.savefig(path, dpi=120)
 

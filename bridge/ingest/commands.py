@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -20,12 +21,15 @@ from bridge.ingest.console import (
     EXIT_MISSING,
     EXIT_NOTHING,
     EXIT_QUARANTINED,
+    Stopped,
     document,
+    outside,
     result,
     say,
     stop,
     usage,
 )
+from bridge.ingest.errors import Moved
 from bridge.ingest.options import Json, Source, Spark, spark, table, takes
 from bridge.ingest.planner import Limits
 from bridge.ingest.session import PACKAGES, require, require_java
@@ -45,7 +49,8 @@ _NOTHING = (
 app = typer.Typer(
     help="Bring exported objects from S3 into a table, exactly once, and report what is missing.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
-    "4 numbers only in quarantined objects, 5 other runs were always first, 6 nothing found.",
+    "4 numbers only in quarantined objects, 5 other runs were always first, 6 nothing found, "
+    "143 stopped by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode=None,  # it would take a default in [] for markup
     pretty_exceptions_enable=False,
@@ -97,21 +102,19 @@ def ingest(
                 opened.callback(made.stop)
                 return made
 
-            told = False
-            while True:
-                began = time.monotonic()
+            def once() -> Report:
                 summary = run(session, place, sink, limits, tell)
                 if as_json:
                     document(summary.to_json(), out)
                 elif summary.rounds or (summary.report.streams and every is None):
                     say(summary_line(summary))
-                if every is None:
-                    break
-                if not summary.report.streams and not told:
-                    say(f"streambridge ingest: nothing found under {source} yet: {_NOTHING}")
-                    told = True
-                time.sleep(max(0.0, every - (time.monotonic() - began)))
-        _finish(summary.report, source, None if as_json else out)
+                return summary.report
+
+            if every is not None:
+                _again_and_again(once, every, source)
+                return
+            report = once()
+        _finish(report, source, None if as_json else out)
 
 
 @app.command()
@@ -266,6 +269,25 @@ def package(
 
     for path in write_package(folder):
         typer.echo(path)
+
+
+def _again_and_again(once: Callable[[], Report], every: float, source: str) -> None:
+    """Until SIGTERM; an S3 or a catalog that fails for a while is no reason to end."""
+    told = False
+    with suppress(Stopped):
+        while True:
+            began = time.monotonic()
+            try:
+                report = once()
+                if not report.streams and not told:
+                    say(f"streambridge ingest: nothing found under {source} yet: {_NOTHING}")
+                    told = True
+            except Exception as error:
+                reason = str(error) if isinstance(error, Moved) else outside(error)
+                if reason is None:
+                    raise
+                say(f"streambridge ingest: {reason}; next try in {every:g} s")
+            time.sleep(max(0.0, every - (time.monotonic() - began)))
 
 
 def _landing(source: str, endpoint: str | None) -> Place:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.errors import IngestError
 from bridge.ingest.files import DataFile
+from bridge.ingest.session import watched
 from bridge.ingest.sinks.base import Compacted, LiveFile
 from bridge.ingest.worker import STATUS, Target
 
@@ -34,7 +35,8 @@ def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
         return Compacted()
     parts = [[file.path for file in group] for group in bins]
     frame = spark.range(0, len(parts), 1, len(parts))
-    rows = frame.mapInArrow(_task(parts, sink.target()), STATUS).collect()
+    work: Any = frame.mapInArrow(_task(parts, sink.target()), STATUS)
+    rows = watched(spark, "compact", work.collect)
     written = [DataFile(**json.loads(row.body)) for row in rows]
     done = Compacted(len(removed), len(written), sum(file.rows for file in written))
     if done.rows != sum(file.rows for file in removed):

@@ -8,12 +8,14 @@ Exit codes:
   4  nothing is missing, but quarantined objects hold numbers that are not in the table
   5  other runs were always first; nothing was added twice
   6  nothing was found: no object of any gateway under --source, and none in the table
+  143  SIGTERM stopped it before it was done; a run with --every ends with 0
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,17 +25,17 @@ import typer
 
 from bridge.ingest.errors import BadOption, IngestError, Moved, NotInstalled
 
-EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MISSING = 3
 EXIT_QUARANTINED = 4
 EXIT_MOVED = 5
 EXIT_NOTHING = 6
+EXIT_STOPPED = 143
 
 
 class Stopped(BaseException):
-    """Raised by SIGTERM: an ordinary end, for a round that is not committed leaves nothing."""
+    """Raised by SIGTERM: a round that is not committed leaves nothing."""
 
 
 def stop(number: int, frame: object) -> None:
@@ -69,7 +71,8 @@ def result() -> Iterator[TextIO]:
             yield sys.stdout
         return
     kept = os.dup(descriptor)
-    out = os.fdopen(kept, "w", encoding=sys.stdout.encoding or "utf-8")
+    # names of objects may be any bytes
+    out = os.fdopen(kept, "w", encoding=sys.stdout.encoding or "utf-8", errors="backslashreplace")
     os.dup2(2, descriptor)
     try:
         with errors():
@@ -78,6 +81,17 @@ def result() -> Iterator[TextIO]:
         out.flush()
         os.dup2(kept, descriptor)
         out.close()
+
+
+def outside(error: Exception) -> str | None:
+    """What an S3 or a catalog that fails or refuses says of it, for that needs no stack trace; else None."""
+    package = type(error).__module__.split(".")[0]
+    if package in ("botocore", "pyiceberg", "requests", "sqlalchemy"):
+        return f"{type(error).__name__}: {error}"
+    if package in ("pyspark", "py4j"):  # in a task
+        found = re.search(r"botocore\.exceptions\.(\w+: .*)", str(error))
+        return found[1] if found else None
+    return None
 
 
 @contextmanager
@@ -93,10 +107,11 @@ def errors() -> Iterator[None]:
         say(f"streambridge ingest: {error}")
         raise typer.Exit(EXIT_FAILED) from None
     except Stopped:
-        raise typer.Exit(EXIT_OK) from None
+        say("streambridge ingest: stopped by SIGTERM; nothing of a round that was not told is in the table")
+        raise typer.Exit(EXIT_STOPPED) from None
     except Exception as error:
-        # an S3 that cannot be reached or refuses needs no stack trace; anything else does
-        if not type(error).__module__.startswith("botocore"):
+        reason = outside(error)
+        if reason is None:
             raise
-        say(f"streambridge ingest: {type(error).__name__}: {error}")
+        say(f"streambridge ingest: {reason}")
         raise typer.Exit(EXIT_FAILED) from None

@@ -46,6 +46,8 @@ MAX_UNPACKED = (
 )  # an object that unpacks to more is refused: one task must not take the executor down
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}\Z")
 
+YEARS = (0, 253_402_300_800_000_000)  # us of 1970 and of 10000: no calendar has what is outside
+
 Extras = Mapping[str, pa.DataType]
 
 
@@ -94,6 +96,9 @@ def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey) -> None:
     steps = pc.all(pc.equal(pc.subtract(numbers[1:], numbers[:-1]), 1)).as_py() if promised > 1 else True
     if numbers[0].as_py() != key.first or not steps:
         raise BadObject(f"sequence numbers are not {key.first}..{key.last} in order")
+    ends = pc.min_max(columns["ingest_time"].cast(pa.int64())).as_py()
+    if ends["min"] < YEARS[0] or ends["max"] >= YEARS[1]:
+        raise BadObject("ingest_time is not between the years 1970 and 9999")
     for name, expected in (("gateway", key.gateway), ("stream", key.stream), ("epoch", str(key.epoch))):
         values = pc.unique(columns[name]).to_pylist()
         if values != [expected]:

@@ -23,6 +23,7 @@ from bridge.ingest.store import Place
 GROUP_ROWS = 200_000
 GROUP_BYTES = 64 << 20
 BUFFERED = 128 << 20
+OPEN = 64  # files at a time, for an object may hold a message a day of many years
 STATISTICS = ["gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic"]
 
 
@@ -44,13 +45,14 @@ class DataFile:
 class _Day:
     """One open file and the rows that wait for it."""
 
-    def __init__(self, stack: ExitStack, place: Place, schema: pa.Schema, day: str, folder: str) -> None:
+    def __init__(self, place: Place, schema: pa.Schema, day: str, folder: str) -> None:
         self.file = DataFile(f"{folder}={day}/{uuid4()}.parquet", day)
         self.schema = schema
         self.waiting: list[pa.Table] = []
         self.rows = self.bytes = 0
-        self.sink = stack.enter_context(place.open().writer(self.file.path))
-        self.writer = stack.enter_context(
+        self.stack = ExitStack()
+        self.sink = self.stack.enter_context(place.open().writer(self.file.path))
+        self.writer = self.stack.enter_context(
             pq.ParquetWriter(
                 self.sink,
                 schema,
@@ -74,6 +76,13 @@ class _Day:
             self.file.rows += self.rows
             self.rows = self.bytes = 0
 
+    def finish(self) -> DataFile:
+        with self.stack:
+            self.flush()
+            self.writer.close()
+            self.file.size = self.sink.tell()
+        return self.file
+
 
 class DayFiles:
     """The files of one task; use it as a context: they are complete when the block ends.
@@ -85,23 +94,20 @@ class DayFiles:
     def __init__(self, place: Place, schema: pa.Schema, folder: str) -> None:
         self.place, self.schema, self.folder = place, schema, folder
         self._days: dict[str, _Day] = {}
-        self._stack = ExitStack()
         self.written: list[DataFile] = []
 
     def __enter__(self) -> DayFiles:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        # one exit for all files: after an error none of them appears
+        opened = ExitStack()  # one end for all: after an error none of them appears
+        for day in self._days.values():
+            opened.push(day.stack)
         if raised[0] is not None:
-            self._stack.__exit__(*raised)
+            opened.__exit__(*raised)
             return
-        with self._stack:
-            for day in self._days.values():
-                day.flush()
-                day.writer.close()
-                day.file.size = day.sink.tell()
-                self.written.append(day.file)
+        with opened:
+            self.written += [day.finish() for day in self._days.values()]
 
     def add(self, table: pa.Table) -> None:
         """Write the rows; missing columns are null."""
@@ -121,7 +127,9 @@ class DayFiles:
     def _add(self, name: str, part: pa.Table) -> None:
         day = self._days.get(name)
         if day is None:
-            day = self._days[name] = _Day(self._stack, self.place, self.schema, name, self.folder)
+            if len(self._days) == OPEN:
+                self.written.append(self._days.pop(next(iter(self._days))).finish())
+            day = self._days[name] = _Day(self.place, self.schema, name, self.folder)
         for column in ("gateway", "stream", "epoch", "sequence_number"):
             ends = pc.min_max(part[column]).as_py()
             day.file.widen(column, ends["min"], ends["max"])

@@ -19,7 +19,9 @@ from typing import Any
 from bridge.ingest.errors import Vanished
 from bridge.ingest.planner import StreamId
 from bridge.ingest.store import Store
-from bridge.objectkeys import HEADS
+from bridge.objectkeys import HEADS, MAX_SEQUENCE
+
+YEAR_10000 = 253_402_300_800_000  # in ms
 
 READERS = 16  # heads read at the same time: each is a round trip, and there is one for every gateway
 
@@ -46,8 +48,15 @@ class Head:
     @classmethod
     def from_json(cls, data: dict[str, Any], updated: int) -> Head:
         dropped = tuple((int(low), int(high), str(why)) for low, high, why in data.get("dropped") or ())
-        newest = int(data["newest"])
-        return cls(updated, int(data.get("oldest", 0)), newest, int(data.get("exported", -1)), dropped)
+        oldest, newest, exported = (
+            int(data.get("oldest", 0)),
+            int(data["newest"]),
+            int(data.get("exported", -1)),
+        )
+        numbers = (oldest, newest, exported, *(number for drop in dropped for number in drop[:2]))
+        if not (0 <= updated < YEAR_10000 and -1 <= min(numbers) <= max(numbers) <= MAX_SEQUENCE):
+            raise ValueError("its numbers or its time cannot be")
+        return cls(updated, oldest, newest, exported, dropped)
 
 
 @dataclass(slots=True)
@@ -73,7 +82,8 @@ def read_heads(store: Store) -> Heads:
             for stream in document["streams"]:
                 name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
                 found.streams[name] = Head.from_json(stream, updated)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # what others can write must stop nothing, and a hostile document can raise nearly anything
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             found.problems.append(f"{key}: not a head object ({type(error).__name__}: {error})")
     return found
 

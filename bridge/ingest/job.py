@@ -157,8 +157,7 @@ def _one(
     parts = split(todo, _slots(spark))
     frame: Any = spark.range(0, len(parts), 1, len(parts))
     frame = frame.mapInArrow(task([pack(part) for part in parts], source, target), STATUS)
-    with watched(spark, f"round {done.number}"):
-        rows = frame.collect()
+    rows = watched(spark, f"round {done.number}", frame.collect)
     outcomes = {body["key"]: body for body in _bodies(rows, "object")}
     files = [DataFile(**body) for body in _bodies(rows, "file")]
     done.tasks = len(parts)

@@ -25,6 +25,7 @@ from bridge.ingest.payloads import KEYS, column_names, infer
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
+from bridge.ingest.session import watched
 from bridge.ingest.sinks.base import LiveFile, Sink
 from bridge.ingest.state import State, StateStore
 from bridge.ingest.worker import STATUS
@@ -154,7 +155,8 @@ class Step:
         parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
         frame = _typed(self._read(spark, parts, fresh), ddl, self.form)
         targets = {kind: sink.target() for kind, sink in sinks.items()}
-        rows = frame.mapInArrow(writing(targets, names), STATUS).collect()
+        work: Any = frame.mapInArrow(writing(targets, names), STATUS)
+        rows = watched(spark, f"round {self.done.rounds + 1}", work.collect)
         seen: Fresh = {}
         for row in rows:
             if row.kind == "seen":

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.ingest.errors import NotInstalled
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+T = TypeVar("T")
 PACKAGES = ("pyspark", "pyarrow", "pandas")
 MASTER = "local[*,4]"  # all cores, and a task may fail three times, as on a cluster
 LOCAL = {
@@ -137,26 +139,27 @@ def _without_greeting() -> Iterator[None]:
         os.dup2(kept, 2)
 
 
-@contextmanager
-def watched(spark: SparkSession, what: str, every: float = 5.0) -> Iterator[None]:
-    """Say on standard error how far the tasks are while something long runs in the block."""
+def watched(spark: SparkSession, what: str, work: Callable[[], T], every: float = 5.0) -> T:
+    """Do the work of a Spark job, and say on standard error how far its tasks are when it takes long.
+
+    It is done in a thread of its own: one that has asked the JVM for something is deaf to signals until the
+    answer is there. A signal's exception cancels the job.
+    """
     try:
-        tracker = spark.sparkContext.statusTracker()
+        tracker: Any = spark.sparkContext.statusTracker()
     except Exception:  # Spark Connect has none, and each version says so in another way
-        yield
-        return
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(every):
-            infos = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-            for info in filter(None, infos):
-                sys.stderr.write(f"{what}: {info.numCompletedTasks} of {info.numTasks} tasks\n")
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        watcher.join()
+        tracker = None
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work)
+        try:
+            while not wait([working], every).done:
+                stages = map(tracker.getStageInfo, tracker.getActiveStageIds()) if tracker else ()
+                for info in filter(None, stages):
+                    sys.stderr.write(f"{what}: {info.numCompletedTasks} of {info.numTasks} tasks\n")
+        except BaseException:
+            if tracker:
+                spark.sparkContext.cancelAllJobs()
+            else:
+                spark.interruptAll()
+            raise
+        return working.result()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import boto3
 import pytest
 
 from bridge.ingest.store import Place
@@ -86,6 +87,64 @@ def test_a_continuous_run_takes_what_comes_and_ends_at_sigterm(landing: Place, t
         running.terminate()
         assert running.wait(timeout=30) == 0
     assert read(TableOptions(warehouse=str(tmp_path))).num_rows == 30
+
+
+@pytest.mark.spark
+def test_a_continuous_run_outlives_an_s3_that_fails_for_a_while(
+    bucket: Place, s3_endpoint: str, tmp_path: Path
+) -> None:
+    need_java()
+    late = Place(f"{bucket.url.partition('/site')[0]}-late/x", s3_endpoint)
+    where = ("--source", late.url, "--endpoint-url", s3_endpoint, "--warehouse", str(tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-m", "bridge.ingest.main", *where, "--every", "1", "--master", "local[2]"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stderr is not None
+        lines = iter(running.stderr)
+        failure = next(line for line in lines if "next try in 1 s" in line)
+        assert "NoSuchBucket" in failure
+        boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket=f"{late.url.split('/')[2]}")
+        assert "nothing found under s3://" in next(line for line in lines if "NoSuchBucket" not in line)
+        Gateway(late).export(0, 9)
+        assert "10 rows" in next(line for line in lines if line.startswith("round 1: 1 objects"))
+        running.terminate()
+        assert running.wait(timeout=30) == 0
+
+
+@pytest.mark.spark
+def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(landing: Place, tmp_path: Path) -> None:
+    need_java()
+    held = Path(landing.url) / Gateway(landing).export(0, 9)
+    held.unlink()
+    os.mkfifo(held)  # the task hangs here
+    with (
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "bridge.ingest.main",
+                "--source",
+                landing.url,
+                "--warehouse",
+                str(tmp_path / "lake"),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as running,
+        held.open("wb"),
+    ):  # waits for the task
+        running.terminate()
+        out, errors = running.communicate(timeout=60)
+    assert running.returncode == 143
+    assert "stopped by SIGTERM" in errors
+    assert "Traceback" not in errors
+    assert out == ""
 
 
 def test_an_s3_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path) -> None:

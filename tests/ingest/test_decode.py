@@ -74,6 +74,7 @@ def swap(row: list[dict[str, Any]]) -> None:
         (lambda r: r[0].update(stream="s1"), "stream is 's1' in the rows and 's0' in the name"),
         (lambda r: r[9].update(epoch="7"), "epoch is"),
         (lambda r: r[2].update(topic=None), "null in column topic"),
+        (lambda r: r[7].update(ingest_time=-1), "ingest_time is not between the years 1970 and 9999"),
     ],
 )
 def test_rows_that_are_not_those_of_the_name_are_refused(
@@ -83,6 +84,14 @@ def test_rows_that_are_not_those_of_the_name_are_refused(
     change(wrong)
     with pytest.raises(BadObject, match=reason):
         decode(FORMS[form](wrong), key(form), {})
+
+
+def test_a_time_that_no_calendar_has_is_refused() -> None:
+    """A day of it would be the name of a folder."""
+    for far in (253_402_300_800_000, 2**63 // 1000 - 1):
+        data = parquet(rows("gw-a", "s0", [0], step_ms=0) + rows("gw-a", "s0", [1], step_ms=far - EPOCH))
+        with pytest.raises(BadObject, match="ingest_time is not between the years 1970 and 9999"):
+            decode(data, key("parquet", 0, 1), {})
 
 
 @pytest.mark.parametrize("form", FORMS)

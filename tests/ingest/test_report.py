@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bridge.ingest.heads import Head, Heads
+from bridge.ingest.heads import Head, Heads, read_heads
 from bridge.ingest.planner import Inventory, StreamId
 from bridge.ingest.render import show
 from bridge.ingest.report import Report, build
 from bridge.ingest.state import Piece, Quarantined, State
-from bridge.ingest.store import Entry
+from bridge.ingest.store import Entry, Place
 from bridge.objectkeys import data_key
 
 EPOCH = 1_795_000_000_000
@@ -78,6 +79,28 @@ def test_a_gateway_without_a_head_is_named_for_its_tail_could_be_lost(
     heads: dict[str, Any], note: str
 ) -> None:
     assert note in printed(report(**heads), 160)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"[" * 100_000,
+        b"[]",
+        b'{"gateway":"gw-a","updated":1e999,"streams":[]}',
+        b'{"gateway":"gw-a","updated":1,"streams":[{"stream":"s","epoch":1,"newest":null}]}',
+        b'{"gateway":"gw-a","updated":1000000000000000000,"streams":[{"stream":"s","epoch":1,"newest":1}]}',
+        b'{"gateway":"gw-a","updated":1,"streams":[{"stream":"s","epoch":1,"newest":99999999999999999999}]}',
+        b'{"gateway":"gw-a","updated":1,"streams":[{"stream":"s","epoch":1,"newest":1,"dropped":[1]}]}',
+    ],
+)
+def test_a_head_object_that_cannot_be_is_a_note_and_stops_nothing(tmp_path: Path, document: bytes) -> None:
+    (tmp_path / "_gateway").mkdir()
+    (tmp_path / "_gateway" / "gw-a.json").write_bytes(document)
+    heads = read_heads(Place(str(tmp_path)).open())
+    found = build(State(), Inventory([]), heads, "lake.messages", 0)
+    assert found.streams == []
+    assert found.problems[0].startswith("_gateway/gw-a.json: not a head object")
 
 
 def test_where_nothing_is_known_nothing_is_complete() -> None:

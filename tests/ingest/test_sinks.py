@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,35 @@ from bridge.ingest.store import Place
 from bridge.ingest.table import TableOptions, open_sink
 from bridge.objectkeys import parse_key
 from tests.ingest.gateway import Gateway
+from tests.ingest.rest_catalog import serving
 
 Open = Callable[[], Any]
 KINDS = [
     "iceberg",
     "iceberg in s3",
+    "iceberg by rest",
     pytest.param("iceberg in glue", marks=pytest.mark.slow),  # each new client takes a second
     "delta",
     "delta in s3",
 ]
 
 
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
 @pytest.fixture(params=KINDS)
-def table(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+def table(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> Open:
     """Open the same table anew, as another run would."""
     kind = request.param
     if kind.startswith("delta"):
         request.getfixturevalue("delta")
-    place: Place = request.getfixturevalue("bucket") if kind != "iceberg" and kind != "delta" else Place("")
+    place: Place = request.getfixturevalue("bucket") if " in " in kind else Place("")
+    rest = {"type": "rest"}
+    if kind.endswith("rest"):
+        rest["uri"] = stack.enter_context(serving(tmp_path))
     sql = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
     glue = {"type": "glue", "glue.endpoint": place.endpoint or "", "glue.region": "us-east-1"}
     # Glue knows one namespace of a name; its tests must not meet
@@ -42,6 +54,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     options = {
         "iceberg": TableOptions(warehouse=str(tmp_path)),
         "iceberg in s3": TableOptions(warehouse=place.url, catalog=sql, endpoint=place.endpoint),
+        "iceberg by rest": TableOptions(catalog=rest, state=str(tmp_path / "state")),
         "iceberg in glue": TableOptions(name, place.url, glue, endpoint=place.endpoint),
         "delta": TableOptions(delta=str(tmp_path / "messages")),
         "delta in s3": TableOptions(delta=f"{place.url}/messages", endpoint=place.endpoint),

@@ -1,0 +1,46 @@
+"""The data files that one task writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bridge.ingest import files
+from bridge.ingest.columns import BASE, TIME
+from bridge.ingest.files import DayFiles
+from bridge.ingest.store import Place
+from tests.ingest.gateway import rows
+
+DAY = 86_400_000
+
+
+def messages(first: int, last: int) -> pa.Table:
+    """One message a day."""
+    table = pa.Table.from_pylist(rows("gw-a", "s0", range(first, last + 1), step_ms=DAY))
+    at = table.column_names.index("ingest_time")
+    return table.set_column(
+        at, "ingest_time", table["ingest_time"].cast(pa.timestamp("ms", "UTC")).cast(TIME)
+    )
+
+
+def test_an_object_of_many_days_never_has_many_files_open(tmp_path: Path) -> None:
+    with DayFiles(Place(str(tmp_path)), BASE, "day") as writing:
+        writing.add(messages(0, 149))
+        assert len(list(tmp_path.rglob("*.tmp"))) == files.OPEN
+        writing.add(messages(0, 9))  # of days whose files are complete by now
+    assert sum(file.rows for file in writing.written) == 160
+    for file in writing.written:
+        assert (tmp_path / file.path).stat().st_size == file.size
+        assert pq.read_metadata(tmp_path / file.path).num_rows == file.rows
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_after_an_error_no_open_file_appears(tmp_path: Path) -> None:
+    writing = DayFiles(Place(str(tmp_path)), BASE, "day")
+    with pytest.raises(ZeroDivisionError), writing:
+        writing.add(messages(0, 9))
+        raise ZeroDivisionError
+    assert (writing.written, [path for path in tmp_path.rglob("*") if path.is_file()]) == ([], [])
