@@ -162,7 +162,10 @@ class Reader:
         def replacement(found: re.Match[str]) -> str:
             value = os.environ.get(found[1])
             if value is None:
-                raise ValueError(f"the environment variable {found[1]} is not set; set it for this process")
+                raise ValueError(
+                    f"the environment variable {found[1]} is not set; set it for this process (systemd sets "
+                    "it for the service alone)"
+                )
             return value
 
         return _VARIABLE.sub(replacement, text)

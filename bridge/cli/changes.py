@@ -21,10 +21,11 @@ from bridge.cli.common import (
     JsonOption,
     count,
     echo,
+    known_config,
     print_json,
 )
 from bridge.cli.operate import Place, operate, place
-from bridge.config import in_toml, load, stream_definition
+from bridge.config import in_toml, stream_definition
 from bridge.errors import StreamBridgeError
 from bridge.model import MessageStreamDefinition
 
@@ -86,7 +87,7 @@ def update(
     definition = msgspec.structs.replace(old, **changes)
     _define(where, "updateMessageStream", definition)
     echo(f"updated {name}")
-    if data_dir is None and name in load(config).streams:
+    if data_dir is None and name in known_config(config).streams:
         typer.echo(f"note: {config} declares {name}; its next start or reload sets that again", err=True)
 
 

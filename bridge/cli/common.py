@@ -14,10 +14,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from bridge.config import Config, load
+from bridge import tomlfile
+from bridge.config import Config, load, understand
 from bridge.errors import ConfigError
 from bridge.plugins import shipped
 from bridge.streams.layout import STREAMS
+from bridge.tomlfile import Keys
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
 
@@ -62,9 +64,25 @@ def load_config(path: Path) -> Config:
     return load(path)
 
 
+def known_config(path: Path, *needed: Keys) -> Config:
+    """A configuration of which only some keys must be right.
+
+    To look into the streams, nobody needs the service's secrets, nor to have mended the rest.
+    """
+    if path == DEFAULT_CONFIG and not path.exists():
+        return load_config(path)  # says how to begin
+    settings, reader = understand(tomlfile.read(path))
+    wrong = {keys[:depth] for keys in needed for depth in range(1, len(keys) + 1)} & reader.broken
+    if reader.document.problems or wrong:
+        raise ConfigError("\n".join(reader.problems))
+    return settings
+
+
 def data_directory(config: Path, data_dir: Path | None) -> Path:
     """The data directory that a command works on."""
-    directory = load_config(config).gateway.data_dir if data_dir is None else data_dir
+    directory = (
+        known_config(config, ("gateway", "data_dir")).gateway.data_dir if data_dir is None else data_dir
+    )
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: there is no such data directory; start the service once, or name another one "

@@ -19,7 +19,7 @@ import cbor2
 import msgspec
 
 from bridge import cbor, errors, plugins
-from bridge.cli.common import data_directory, load_config, note
+from bridge.cli.common import data_directory, known_config, note
 from bridge.errors import StreamBridgeError
 from bridge.export.cursor import highest_exported, stream_directory
 from bridge.export.settings import ExportSettings
@@ -45,7 +45,7 @@ def place(config: Path, data_dir: Path | None) -> Place:
     """What the options --config and --data-dir stand for; raises ConfigError."""
     directory = data_directory(config, data_dir)
     if data_dir is None:
-        return Place(directory, load_config(config).export.plugin_dirs)
+        return Place(directory, known_config(config, ("export", "plugin_dirs")).export.plugin_dirs)
     return Place(directory, ExportSettings().plugin_dirs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from bridge.cli.common import (
@@ -55,6 +57,7 @@ def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     app.run(settings)
 
 
+_CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
 _CHECK = """\b
 Examples:
   streambridge check -c config/streambridge.toml
@@ -70,6 +73,9 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
     """
     from bridge.preflight import examine
 
+    if "CREDENTIALS_DIRECTORY" not in os.environ:  # the unit has it; here, look where its content comes from
+        there = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises
+        os.environ["CREDENTIALS_DIRECTORY"] = there
     settings, findings = examine(config)
     failed = any(finding.level == "error" for finding in findings)
     if as_json:

@@ -72,6 +72,24 @@ def test_a_data_directory_that_is_missing_is_told_in_one_line(tmp_path: Path) ->
     assert "there is no such data directory; start the service once" in done.stderr
 
 
+def test_who_looks_into_the_streams_needs_neither_the_secrets_nor_a_perfect_configuration(
+    fill: Fill, tmp_path: Path
+) -> None:
+    fill([("a", b"1")])
+    config = tmp_path / "x.toml"
+    config.write_text(
+        '[gateway]\ndata_dir = "data"\n[greengrass]\ntoken_file = "${CREDENTIALS_DIRECTORY}/token"\n'
+        '[aws]\nproxies = { https = "http://me:${STREAMBRIDGE_PASSWORD}@proxy" }\n[mqtt]\nmode = 5\n'
+    )
+    done = streambridge("streams", "read", "sensors", "-c", config)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = streambridge("check", "-c", config)
+    assert "CREDENTIALS_DIRECTORY" not in done.stdout
+    assert "STREAMBRIDGE_PASSWORD is not set" in done.stdout
+    config.write_text("[gateway]\ndata_dir = 5\n")
+    assert streambridge("streams", "list", "-c", config).returncode == 78
+
+
 def test_a_directory_of_something_else_is_not_taken_for_a_sound_one(tmp_path: Path) -> None:
     (tmp_path / "hosts").touch()
     done = streambridge("verify", tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from tests.systemd.machine import Machine, why_not
 
 CHECKOUT = Path(__file__).parents[2]
+BUILD = 800.0  # seconds; a minute, unless the machine is busy
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +24,17 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if reason is not None:
         pytest.skip(reason)
     directory = tmp_path_factory.mktemp("package")
-    built = subprocess.run([CHECKOUT / ".ci/deb", directory], capture_output=True, text=True, timeout=280)
-    assert built.returncode == 0, built.stderr
+    log = directory / "build.log"
+    with log.open("wb") as output:
+        build = subprocess.Popen(
+            [CHECKOUT / ".ci/deb", directory], stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            assert build.wait(BUILD) == 0, log.read_text()
+        finally:
+            if build.poll() is None:
+                os.killpg(build.pid, signal.SIGKILL)
+                build.wait()
     (found,) = directory.glob("*.deb")
     return found
 

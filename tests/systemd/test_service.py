@@ -16,7 +16,7 @@ from tests.fakes.certificates import Authority
 from tests.ingest.gateway import Gateway, head_of
 from tests.systemd.machine import Machine, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
 PUBLISH = """
 import sys, paho.mqtt.publish
