@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 from bridge.streams.drops import Reason
 from bridge.streams.log import Segment, Staged
@@ -36,6 +37,7 @@ class Committer:
         self._waiting: dict[Stream, int] = {}
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
+        self._burying: set[Stream] = set()
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
 
@@ -109,7 +111,10 @@ class Committer:
         """Bring the sum of waiting bytes up to date, and tell of pressure."""
         waiting = stream.pending_bytes
         self._total += waiting - self._waiting.get(stream, 0)
-        self._waiting[stream] = waiting
+        if stream.closed:
+            self._waiting.pop(stream, None)
+        else:
+            self._waiting[stream] = waiting
         pressure = self._total > (LOW if self.under_pressure else HIGH)
         if pressure is not self.under_pressure:
             self.under_pressure = pressure
@@ -180,6 +185,26 @@ class Committer:
             self._on_event(stream.name, what)
         self._sync_over(stream)
 
+    # -- removal ---------------------------------------------------------------------------------
+    def bury(self, stream: Stream) -> None:
+        """Have the files of segments without a live message removed in a worker thread, if there are any."""
+        log = stream.log
+        if log.doomed and stream not in self._burying and stream.drops.saved:
+            self._burying.add(stream)
+            doomed, log.doomed = log.doomed, []
+            self._workers.submit(partial(log.bury, doomed), partial(self._buried, stream, doomed))
+
+    def _buried(self, stream: Stream, doomed: list[Path], error: BaseException | None) -> None:
+        self._burying.discard(stream)
+        if stream.closed:
+            return
+        stream.log.doomed = doomed + stream.log.doomed  # `maintain` tries again
+        if error is not None:
+            stream.count("delete_failed")
+            self._on_event(stream.name, f"{stream.directory}: cannot delete what was dropped: {error}")
+        else:
+            self.bury(stream)
+
     def maintain(self, streams: Iterable[Stream]) -> None:
         """Apply limits that depend on time."""
         now = now_ms()
@@ -195,10 +220,6 @@ class Committer:
             for stream in list(self._waiting):
                 await stream.idle()
             await asyncio.sleep(0.001)
-
-    def forget(self, stream: Stream) -> None:
-        """A stream is gone."""
-        self._total -= self._waiting.pop(stream, 0)
 
     def close(self) -> None:
         """End the worker threads."""

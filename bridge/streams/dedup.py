@@ -66,7 +66,7 @@ class Window:
         """Fill the window from the stream's own files, newest segments only."""
         start = stream.next_sequence
         for base in reversed(stream.log.sizes):
-            if stream.log.summary(base).last_time + self.length < now:
+            if stream.summary(base).last_time + self.length < now:
                 break
             start = base
         position, healed = start, set[int]()

@@ -6,7 +6,11 @@ Records are appended before the data they name goes away, so that a drop is neve
 record that fails its check is passed over. The file is a record of facts that the segments cannot
 tell by themselves: numbers dropped inside a segment (exact limits, purge by topic) and reasons.
 When it has grown, it is replaced by its compact form, in which neighbours with the same reason are
-one, and of what lies below the oldest message all but the newest `KEPT` ranges are joined.
+one, and of what lies below the oldest message all but the newest `KEPT` ranges are joined, real losses
+kept apart. It begins with 32 random bytes, no record, by which readers tell a new file from the old.
+
+A record is on the disk before the files are removed that it explains; otherwise only those are synced
+at once that no limit would find again.
 """
 
 from __future__ import annotations
@@ -120,8 +124,13 @@ class Drops:
         """Join all but the newest `KEPT` of the ranges that lie below `oldest` to one."""
         many = bisect_left(self.ranges, (oldest, 0, 0, 0)) - KEPT
         if many > 0:
-            newest = self.ranges[many]
-            self.ranges[: many + 1] = [newest._replace(first=self.ranges[0].first)]
+            joined: list[Drop] = []
+            for drop in self.ranges[: many + 1]:
+                if joined and drop.reason not in ILLEGAL and joined[-1].reason not in ILLEGAL:
+                    joined[-1] = drop._replace(first=joined[-1].first)
+                else:
+                    joined.append(drop)
+            self.ranges[: many + 1] = joined
 
 
 class DropLog(Drops):
@@ -131,7 +140,8 @@ class DropLog(Drops):
         super().__init__()
         self._files, self._path = files, directory / NAME
         self._size = 0
-        self._inode = 0
+        self._start = b""  # of the file: tells one from the other, as inode numbers are given out again
+        self._named = False  # the file's name is known to be on the disk
         self._unsaved: list[Drop] = []
         self.refresh()
 
@@ -140,14 +150,15 @@ class DropLog(Drops):
         try:
             fd = self._files.open(self._path, os.O_RDONLY)
         except FileNotFoundError:
+            self.ranges, self._size, self._start = [], 0, b""
             return
         try:
-            status = os.fstat(fd)
-            if status.st_ino != self._inode or status.st_size < self._size:
-                self.ranges, self._size, self._inode = [], 0, status.st_ino
-            if status.st_size == self._size:
+            size, start = os.fstat(fd).st_size, self._files.read(fd, _RECORD.size, 0)
+            if start != self._start or size < self._size:
+                self.ranges, self._size, self._start = [], 0, start
+            if size == self._size:
                 return
-            data = self._files.read(fd, status.st_size - self._size, self._size)
+            data = self._files.read(fd, size - self._size, self._size)
         finally:
             os.close(fd)
         whole = len(data) - len(data) % _RECORD.size
@@ -163,10 +174,14 @@ class DropLog(Drops):
         """
         fresh = [new for a, b in ranges if a <= b for new in self.add(Drop(a, b, time, int(reason)))]
         self._unsaved += fresh
+        self.save()
+        return fresh
+
+    def save(self) -> None:
+        """Write what is not in the file yet, if the disk lets us."""
         if self._unsaved:
             with contextlib.suppress(OSError):
-                self._save(sync=reason not in _FOUND_AGAIN)
-        return fresh
+                self._save(sync=any(drop.reason not in _FOUND_AGAIN for drop in self._unsaved))
 
     def _save(self, *, sync: bool) -> None:
         fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
@@ -174,22 +189,37 @@ class DropLog(Drops):
             self._files.write(fd, [b"".join(map(_encode, self._unsaved))], self._size)
             if sync:
                 self._files.sync(fd)
-                if not self._size:
+                if not self._named:
                     self._files.sync_directory(self._path.parent)
-            self._inode = os.fstat(fd).st_ino
+                    self._named = True
         finally:
             os.close(fd)
         self._size += len(self._unsaved) * _RECORD.size
         self._unsaved = []
+
+    @property
+    def saved(self) -> bool:
+        """Whether everything is in the file."""
+        return not self._unsaved
+
+    def sync(self) -> None:
+        """Bring the file to the disk; raises OSError. May run in a thread."""
+        fd = self._files.open(self._path, os.O_RDONLY)
+        try:
+            self._files.sync(fd)
+        finally:
+            os.close(fd)
+        self._files.sync_directory(self._path.parent)
 
     def compact_file(self, oldest: int) -> None:
         """Replace the file by its compact form if it has grown large and the disk lets us."""
         if self._size < max(COMPACT_AT, 2 * _RECORD.size * len(self.ranges)):
             return
         self.compact(oldest)
-        content = b"".join(map(_encode, self.ranges))
+        # It begins with a record that is none, and that no other file begins with.
+        content = os.urandom(_RECORD.size) + b"".join(map(_encode, self.ranges))
         try:
-            self._files.replace(self._path, content, sync=False)
+            self._files.replace(self._path, content)
         except OSError:
             return
-        self._size, self._inode, self._unsaved = len(content), self._path.stat().st_ino, []
+        self._size, self._unsaved = len(content), []

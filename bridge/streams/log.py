@@ -24,15 +24,15 @@ import contextlib
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from errno import ESTALE
+from dataclasses import dataclass
+from errno import EIO, ESTALE
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from threading import Lock
 
 from bridge.streams import layout, recovery, segment
-from bridge.streams.drops import Drops
+from bridge.streams.drops import DropLog
+from bridge.streams.group import Group
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta
 from bridge.streams.recovery import Damage
@@ -59,24 +59,6 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Group:
-    """Messages that are committed together: topics and payloads in turn, the rest by position."""
-
-    parts: list[bytes] = field(default_factory=list)
-    headers: dict[int, bytes] = field(default_factory=dict)
-    ids: dict[int, bytes] = field(default_factory=dict)
-    size: int = 0
-
-    def part(self, low: int, high: int) -> Group:
-        """The messages at the positions low..high-1."""
-        if low == 0 and high * 2 == len(self.parts):
-            return self
-        headers = {i - low: h for i, h in self.headers.items() if low <= i < high}
-        ids = {i - low: h for i, h in self.ids.items() if low <= i < high}
-        return Group(self.parts[2 * low : 2 * high], headers, ids)
-
-
-@dataclass(slots=True)
 class Staged:
     """A group on its way to the files."""
 
@@ -89,7 +71,7 @@ class Staged:
 class SegmentLog:
     """Appends commit groups to a stream's segments, and removes segments from its front."""
 
-    def __init__(self, files: Files, directory: Path, meta: Meta, drops: Drops) -> None:
+    def __init__(self, files: Files, directory: Path, meta: Meta, drops: DropLog) -> None:
         self._drops = drops
         self.files, self.directory, self._meta = files, directory, meta
         self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
@@ -97,6 +79,8 @@ class SegmentLog:
         self.closing: list[Segment] = []
         self.damage: list[Damage] = []
         self._tainted = False  # a failed write has left something in the active file that is no data
+        self._suspect = False  # a sync failed that may have been the only one to hear of lost writes
+        self.doomed: list[Path] = []  # segments without a live message, whose files are still there
         self._leftovers: set[Path] = set()  # files of a failed group that could not be removed
         self._pins = 0  # worker threads that use our descriptors
         self._retired: list[int] = []
@@ -156,6 +140,10 @@ class SegmentLog:
         """
         self._pins += 1
 
+    def is_syncing(self, base: int) -> bool:
+        """Whether a worker thread may be waiting for a segment to be on the disk."""
+        return self._pins > 0 and base in [item.index.base for item in [*self.closing, self.active]]
+
     def unpin(self) -> None:
         """A worker thread has done its work."""
         self._pins -= 1
@@ -191,7 +179,7 @@ class SegmentLog:
         if offset + group.size + FRAME.size <= segment_size:
             self._stage(staged, target, offset, group, now, end_of_room)
             return staged
-        ends = list(accumulate(_record_sizes(group), initial=0))
+        ends = list(accumulate(group.record_sizes(), initial=0))
         while low < number:
             room = segment_size - offset - FRAME.size
             high = bisect_right(ends, ends[low] + room) - 1
@@ -231,7 +219,7 @@ class SegmentLog:
         for target, buffers, room, frame in staged.writes:
             if target.fd < 0:
                 if sync and written is not None:
-                    self.files.sync(written.fd)
+                    self._sync(written)
                 self._make(target)
             try:
                 self.files.write(target.fd, [*buffers, room] if room else buffers, frame.start)
@@ -241,9 +229,16 @@ class SegmentLog:
                 self.files.write(target.fd, buffers, frame.start)  # alone, it may fit yet
             written = target
         if sync and written is not None:
-            self.files.sync(written.fd)
+            self._sync(written)
             if any(target.synced < HEADER.size for target, _, _, _ in staged.writes):
                 self.files.sync_directory(self.directory)
+
+    def _sync(self, item: Segment) -> None:
+        try:
+            self.files.sync(item.fd)
+        except OSError:
+            self._suspect = True
+            raise
 
     def _cut(self, item: Segment) -> None:
         """Cut off the room that is left; raises OSError."""
@@ -288,7 +283,9 @@ class SegmentLog:
         """Remove a file that was made for a group that failed; if that fails too, before the next group."""
         try:
             self.files.truncate(item.fd, 0)
-            self.files.unlink(item.path)
+            with self.gate:
+                if not self.gone:  # else the name may be a new stream's by now
+                    self.files.unlink(item.path)
         except OSError:
             self._leftovers.add(item.path)
         self.retire(item.fd)
@@ -356,6 +353,8 @@ class SegmentLog:
         """Wait until these are on the disk; raises OSError. May run in a thread."""
         for item, _ in work:
             self.files.sync(item.fd)
+        if self._suspect:  # the kernel tells of an error once: who asks again hears that all is well
+            raise OSError(EIO, "an earlier sync failed")
         if any(item.synced < HEADER.size for item, _ in work):
             self.files.sync_directory(self.directory)
 
@@ -411,6 +410,7 @@ class SegmentLog:
                 item.index, item.size = kept, end
                 self._resize(kept.base, end)
         self.files.sync_directory(self.directory)
+        self._suspect = False
         for item in work:
             item.synced = item.size
         return lost
@@ -438,10 +438,7 @@ class SegmentLog:
             if item.index.base == base:
                 return item.index.summary(item.size)
         found = recovery.read_index(self.directory, base, self.sizes[base])
-        if found is None:
-            self.mend(base)
-            found = recovery.read_index(self.directory, base, self.sizes[base])
-        return found or Indexer(base).summary(self.sizes[base])
+        return found or self._examine(base).summary
 
     def mend(self, base: int) -> list[Damage]:
         """Check every frame of a segment and set damage aside; returns what was found. Raises OSError.
@@ -451,43 +448,46 @@ class SegmentLog:
         if base == self.active.index.base and self.active.size > HEADER.size:
             self.replace_active()
         for item in [item for item in self.closing if item.index.base == base]:
-            self.files.sync(item.fd)  # its index will say that it is on the disk
+            self._sync(item)  # its index will say that it is on the disk
             self.closing.remove(item)
             self.retire(item.fd)
         if base == self.active.index.base:
             return []
+        return self._examine(base).damage
+
+    def _examine(self, base: int) -> recovery.Examined:
         examined = recovery.examine(
             self.files, self.directory, base, self._meta, self.following(base), self._drops
         )
         self._resize(base, examined.summary.size)
         self._write_index(layout.segment_path(self.directory, base), examined.summary)
         self.damage += examined.damage
-        return examined.damage
+        return examined
 
     def remove_first(self) -> None:
-        """Delete the oldest segment, which must not be the active one; raises OSError."""
+        """Let go of the oldest segment, which must not be the active one; `bury` removes its files."""
         base = self.first
-        path = layout.segment_path(self.directory, base)
-        self.files.unlink(path.with_suffix(layout.INDEX))
-        self.files.unlink(path)
+        self.doomed.append(layout.segment_path(self.directory, base))
         self._resize(base, None)
         for item in [item for item in self.closing if item.index.base == base]:
             self.closing.remove(item)
             self.retire(item.fd)
+
+    def bury(self, doomed: list[Path]) -> None:
+        """Remove files from the disk and from the list; raises OSError. May run in a thread.
+
+        Only when the disk knows why: otherwise a power cut could leave a legal drop that looks like loss.
+        """
+        self._drops.sync()
+        while doomed:
+            with self.gate:
+                self._check_there()
+                self.files.unlink(doomed[0].with_suffix(layout.INDEX))
+                self.files.unlink(doomed[0])
+            del doomed[0]
 
     def _write_index(self, path: Path, summary: Summary) -> None:
         try:
             self.files.replace(path.with_suffix(layout.INDEX), segment.encode_index(summary), sync=False)
         except OSError:  # a hint: without it the next start reads the segment
             return
-
-
-def _record_sizes(group: Group) -> Sequence[int]:
-    sizes = [
-        len(topic) + len(payload) + segment.RECORD_OVERHEAD
-        for topic, payload in zip(group.parts[::2], group.parts[1::2], strict=True)
-    ]
-    for column in (group.headers, group.ids):
-        if column:
-            sizes = [size + 4 + len(column.get(i, b"")) for i, size in enumerate(sizes)]
-    return sizes

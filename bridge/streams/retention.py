@@ -60,7 +60,7 @@ class Exact:
                 if stream.drops.count(base, last):
                     self._live_bytes += sum(size for _, size, _ in self._rows(base, last + 1))
                 else:
-                    self._live_bytes += stream.log.summary(base).data_bytes
+                    self._live_bytes += stream.summary(base).data_bytes
         self.stale = False
 
     def _rows(self, start: int, end: int) -> list[tuple[int, int, bytes]]:
@@ -154,7 +154,14 @@ class Exact:
         self._admitted_topics = {}
 
     def enforce(self, now: int) -> None:
-        """Drop the oldest messages until every limit holds; raises OSError."""
+        """Drop the oldest messages until every limit holds; raises OSError, and then looks anew next time."""
+        try:
+            self._enforce(now)
+        except OSError:
+            self.stale = True
+            raise
+
+    def _enforce(self, now: int) -> None:
         self._synchronise()
         limits, stream = self._limits, self._stream
         target = stream.oldest
@@ -200,8 +207,9 @@ class Exact:
                     self._head.extend(rows)
                 if self._head:
                     return True
-        except CorruptData:
+        except CorruptData as error:
             stream.count("corrupt_reads")
+            stream.heal(error.segment)  # marks us stale: the next look begins anew
         finally:
             reader.close()
         return False

@@ -166,6 +166,7 @@ class Store:
             known,
             schedule=self.committer.schedule,
             weigh=self.committer.weigh,
+            bury=self.committer.bury,
             on_event=self._on_event,
             floor=floor,
         )
@@ -208,8 +209,8 @@ class Store:
         except OSError as error:  # gone from here on; a power cut now might bring it back
             self._on_event(name, f"{self._root}: cannot be synced after the stream was deleted: {error}")
         del self.streams[name]
-        self.committer.forget(stream)
         stream.close()
+        self.committer.weigh(stream)
         if stream.directory != stream.home:
             shutil.rmtree(stream.directory, ignore_errors=True)
         shutil.rmtree(gone, ignore_errors=True)
@@ -233,6 +234,7 @@ class Store:
         await self.committer.drain()
         await self.committer.sync(list(self.streams.values()))
         for stream in self.streams.values():
+            stream.drops.save()
             if stream.settings.memory:  # a clean stop: the next number is known exactly
                 with contextlib.suppress(OSError):  # else the reserved ones are skipped
                     self._reserve(stream.home, stream.meta, stream.next_sequence, 0)

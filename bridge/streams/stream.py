@@ -25,13 +25,14 @@ from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFul
 from bridge.streams import meta as metadata
 from bridge.streams.dedup import Window
 from bridge.streams.drops import DropLog, Reason
+from bridge.streams.group import Group
 from bridge.streams.layout import Files
-from bridge.streams.log import Group, SegmentLog, Staged
+from bridge.streams.log import SegmentLog, Staged
 from bridge.streams.meta import Meta, Settings
 from bridge.streams.reader import StreamReader
 from bridge.streams.recovery import Damage
 from bridge.streams.retention import Exact
-from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD
+from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD, Summary
 
 Waiter = Callable[[StreamError | None], None]
 WEIGH_EVERY = 256 * 1024  # bytes that the pending group grows by between two looks at back-pressure
@@ -55,6 +56,7 @@ class Stream:
         *,
         schedule: Callable[[Stream], None],
         weigh: Callable[[Stream], None],
+        bury: Callable[[Stream], None],
         on_event: Callable[[str, str], None],
         floor: int = 0,
     ) -> None:
@@ -74,24 +76,24 @@ class Stream:
         self._on_event = on_event
         self.exact: Exact | None = None
         self._report(self.log.damage)
+        memory = meta.settings.memory
         if floor > self.log.next:
-            reason = Reason.MEMORY if meta.settings.memory else Reason.SKIPPED
-            self.drops.record([(self.log.next, floor - 1)], now, reason)
+            self.drops.record([(self.log.next, floor - 1)], now, Reason.MEMORY if memory else Reason.SKIPPED)
             self.log.replace_active(floor)
-        unknown = Reason.MEMORY if meta.settings.memory else Reason.UNKNOWN
-        self.drops.record([(0, self.log.first - 1)], now, unknown)
-        self.oldest = self.drops.first_live(self.log.first)
+        self.drops.record([(0, self.log.first - 1)], now, Reason.MEMORY if memory else Reason.UNKNOWN)
         self.error: StreamError | None = None
         self.on_commit: list[Callable[[], None]] = []
         self.busy = self.closed = False
-        self._schedule, self._scheduled, self._weigh = schedule, False, weigh
+        self._schedule, self._scheduled, self._weigh, self._bury = schedule, False, weigh, bury
         self._group, self._waiters = Group(), list[Waiter]()
-        self._flight_waiters: list[Waiter] = []
-        self._flight_size = 0
+        self._flight_waiters, self._flight_size = list[Waiter](), 0
         self._resting: list[asyncio.Event] = []
         self._maintain_late = False
         self._next = self.log.next
+        self._remove_dead()
         self.window: Window | None = None
+        if meta.settings.dedup_window is not None:
+            self.deduplicate()
         self._apply()
         with contextlib.suppress(OSError):  # tried again with every commit and every second
             self.maintain(now)
@@ -132,11 +134,6 @@ class Stream:
         """Whether messages wait for their group to be staged."""
         return bool(self._group.parts)
 
-    @property
-    def damage(self) -> list[Damage]:
-        """What was found broken since the start."""
-        return self.log.damage
-
     def live_messages(self) -> int:
         """How many messages can be read."""
         number = self.log.next - self.oldest
@@ -151,27 +148,29 @@ class Stream:
         fresh = msgspec.structs.replace(
             self.meta, settings=settings, definition=definition, generation=self.meta.generation + 1
         )
+        window = self._loaded(settings.dedup_window) if settings.dedup_window is not None else self.window
         metadata.save(self.files, self.home, fresh)
-        self.meta = fresh
+        self.meta, self.window = fresh, window
         self._apply()
         with contextlib.suppress(OSError):  # tried again with every commit and every second
             self.maintain(now_ms())
 
     def _apply(self) -> None:
-        settings = self.settings
         if self.window is not None:
-            self.window.configure(settings.dedup_window)
-        elif settings.dedup_window is not None:
-            self.deduplicate()
-        self.exact = Exact(self) if settings.limits != metadata.ExactLimits() else None
+            self.window.configure(self.settings.dedup_window)
+        self.exact = Exact(self) if self.settings.limits != metadata.ExactLimits() else None
         self._set_room()
 
     def deduplicate(self) -> None:
         """Have message ids count from now on, also if the settings do not say for how long."""
-        if self.window is None:
-            window = Window(self.settings.dedup_window)
-            window.load(self, now_ms())
-            self.window = window
+        self.window = self._loaded(self.settings.dedup_window)
+
+    def _loaded(self, length: int | None) -> Window:
+        if self.window is not None:
+            return self.window
+        window = Window(length)
+        window.load(self, now_ms())
+        return window
 
     async def idle(self) -> None:
         """Wait until no group is in flight."""
@@ -408,9 +407,9 @@ class Stream:
         return self.drop([(self.oldest, min(number, self.log.next) - 1)], reason)
 
     def _remove_dead(self) -> None:
-        """Delete the segments from the front that hold no live message; the active one stays.
+        """Let go of the segments at the front that hold no live message; the active one stays.
 
-        What the disk refuses to delete is dropped all the same, and deleted another time.
+        Their files are removed in a worker thread; what the disk refuses to remove, another time.
         """
         log = self.log
         if log.frozen:
@@ -419,12 +418,12 @@ class Stream:
         try:
             if self.oldest >= log.next > log.active.index.base and not self.busy:
                 log.replace_active()
-            while log.first < log.active.index.base and log.following(log.first) <= self.oldest:
-                log.remove_first()
         except OSError as error:
-            self.count("delete_failed")
-            self._on_event(self.name, f"{self.directory}: cannot delete what was dropped: {error.strerror}")
+            self._on_event(self.name, f"{self.directory}: cannot begin a new segment: {error.strerror}")
+        while log.first < log.active.index.base and log.following(log.first) <= self.oldest:
+            log.remove_first()
         self.drops.compact_file(self.oldest)
+        self._bury(self)
 
     def _drop_segment(self, reason: Reason) -> bool:
         """Drop the oldest segment; False if it is the active one, which holds nothing to drop."""
@@ -457,16 +456,18 @@ class Stream:
     # -- damage ----------------------------------------------------------------------------------
     def heal(self, base: int) -> bool:
         """Check a segment and set what is damaged aside; False if that must wait. Raises OSError."""
-        if self.busy or base not in self.log.sizes:
+        if self.busy or base not in self.log.sizes or self.log.is_syncing(base):
             return False
         self._report(self.log.mend(base))
         self._remove_dead()
         return True
 
-    def check(self) -> None:
-        """Check every frame of every segment, setting damage aside. Raises OSError."""
-        for base in list(self.log.sizes):
-            self.heal(base)
+    def summary(self, base: int) -> Summary:
+        """What a segment holds; damage that is found on the way is set aside. Raises OSError."""
+        known = len(self.log.damage)
+        found = self.log.summary(base)
+        self._report(self.log.damage[known:])
+        return found
 
     def _report(self, found: list[Damage]) -> None:
         for damage in found:
@@ -480,12 +481,14 @@ class Stream:
     # -- time ------------------------------------------------------------------------------------
     def maintain(self, now: int) -> None:
         """Apply what depends on time and on changed settings. Called now and then; raises OSError."""
+        self.drops.save()
+        self._bury(self)
         self._maintain_late = self.busy
         if self.busy:
             return
         ttl = self.settings.ttl
         while ttl is not None and self.log.next > self.log.first:
-            summary = self.log.summary(self.log.first)
+            summary = self.summary(self.log.first)
             if summary.last_time + ttl > now or not self._drop_segment(Reason.EXPIRED):
                 break
         if self.settings.overwrite:

@@ -14,7 +14,7 @@ from bridge.streams.drops import Reason
 from bridge.streams.reader import StreamReader
 from bridge.streams.verify import verify
 
-from .conftest import House, everything, payloads, put, run
+from .conftest import House, check, everything, payloads, put, run
 
 CONTENT = [b"%03d-" % n + bytes([n]) * (n % 40) for n in range(60)]
 
@@ -76,7 +76,7 @@ def test_the_room_behind_the_last_frame_is_no_damage_after_a_crash(house: House)
         async with house.stream() as stream:
             assert payloads(stream) == [b"first", b"last"]
             assert await put(stream, b"new") == [2]
-            assert stream.damage == []
+            assert stream.log.damage == []
         assert path.stat().st_size < 1000
         assert not (house.directory() / "quarantine").exists()
 
@@ -163,7 +163,7 @@ async def _check(house: House, true: dict[int, bytes], what: object) -> None:
         reader.close()
     async with house.store() as store:
         stream = store.streams["s"]
-        stream.check()
+        check(stream)
         rows = everything(stream)
         for message in rows:
             assert message.payload == true[message.sequence_number], what
@@ -189,7 +189,7 @@ def test_a_damaged_sealed_segment_is_set_aside_its_sound_frames_kept_and_the_los
         async with house.stream() as stream:
             with pytest.raises(CorruptData, match="is damaged; it was not returned"):
                 everything(stream)
-            stream.check()
+            check(stream)
             rows = everything(stream)
             missing = sorted(set(range(60)) - {m.sequence_number for m in rows})
             assert len(missing) == 4
@@ -217,7 +217,7 @@ def test_a_lost_index_is_rebuilt_and_a_lost_segment_is_a_reported_hole(house: Ho
         gone = sorted(house.directory().glob("*.seg"))[1]
         gone.unlink()
         async with house.stream() as stream:
-            stream.check()
+            check(stream)
             rows = everything(stream)
             assert 0 < len(rows) < 60
             assert [m.payload for m in rows] == [CONTENT[m.sequence_number] for m in rows]

@@ -89,7 +89,7 @@ def test_a_full_disk_refuses_clearly_reads_go_on_and_room_heals_it(
             assert stream.error is None
         async with house.stream() as stream:
             assert payloads(stream) == [b"a", b"b", b"c"]
-            assert stream.damage == []
+            assert stream.log.damage == []
 
     run(work())
 
@@ -115,7 +115,7 @@ def test_a_disk_that_has_room_for_a_message_but_not_for_more_takes_the_message(h
         assert path.stat().st_size < 2000
         async with house.stream() as stream:
             assert len(payloads(stream)) == 20
-            assert stream.damage == []
+            assert stream.log.damage == []
 
     run(work())
 
@@ -210,7 +210,7 @@ def test_after_a_failed_background_sync_what_was_not_on_the_disk_is_written_agai
             await store.committer.sync([stream])
         async with house.stream() as stream:
             assert [m.sequence_number for m in everything(stream)] == list(range(201))
-            assert stream.damage == []
+            assert stream.log.damage == []
 
     run(work())
 

@@ -1,0 +1,227 @@
+"""The record of what was dropped: it outlives errors of the disk, power cuts and compaction."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bridge.streams.drops import Reason
+from bridge.streams.layout import Files
+from bridge.streams.meta import ExactLimits, Settings
+from bridge.streams.reader import StreamReader
+
+from .conftest import House, everything, payloads, put, run
+from .test_commit import until
+
+
+def path_of(fd: int) -> Path:
+    return Path(f"/proc/self/fd/{fd}").readlink()
+
+
+class Selective(Files):
+    """Refuses to open, sync or replace files whose names end so."""
+
+    def __init__(self) -> None:
+        self.refused: tuple[str, ...] = ()
+
+    def check(self, name: str) -> None:
+        if self.refused and name.endswith(self.refused):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def open(self, path: Path, flags: int) -> int:
+        self.check(path.name)
+        return super().open(path, flags)
+
+    def sync(self, fd: int) -> None:
+        self.check(path_of(fd).name)
+        super().sync(fd)
+
+    def replace(self, path: Path, content: bytes, *, sync: bool = True) -> None:
+        self.check(path.name)
+        super().replace(path, content, sync=sync)
+
+
+class Volatile(Files):
+    """A disk that keeps of `drops.log` only what was synced; names and all else are kept at once."""
+
+    def __init__(self) -> None:
+        self.durable: dict[int, bytes] = {}
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        path = path_of(fd)
+        if path.name.startswith("drops.log"):
+            self.durable[os.fstat(fd).st_ino] = path.read_bytes()
+
+    def power_cut(self, house: House) -> House:
+        """The data directory as it would be found again."""
+        found = House(house.data_dir.parent)
+        found.data_dir = house.data_dir.with_name("found")
+        shutil.copytree(house.data_dir, found.data_dir, symlinks=True)
+        log = house.directory() / "drops.log"
+        if log.exists():
+            (found.directory() / "drops.log").write_bytes(self.durable.get(log.stat().st_ino, b""))
+        return found
+
+
+def test_overwritten_messages_are_not_taken_for_lost_after_a_power_cut(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = Volatile()
+        async with house.stream(segment_size=1024, max_size=10_240, overwrite=True, flush=True) as stream:
+            for n in range(60):
+                await put(stream, b"%03d" % n * 200)
+            found = disk.power_cut(house)
+        async with found.stream() as stream:
+            with closing(StreamReader(stream.directory)) as reader:
+                assert reader.lost() == []
+            assert payloads(stream)[-1] == b"059" * 200
+
+    run(work())
+
+
+def test_a_purge_whose_record_could_not_be_synced_is_synced_with_the_next_one(house: House) -> None:
+    async def work() -> None:
+        refusing = Selective()
+
+        class Disk(Volatile):
+            def sync(self, fd: int) -> None:
+                refusing.check(path_of(fd).name)
+                super().sync(fd)
+
+        house.files = disk = Disk()
+        async with house.stream(limits=ExactLimits(max_messages=8), flush=True) as stream:
+            await put(stream, *(b"%d" % n for n in range(8)))
+            refusing.refused = ("drops.log",)
+            stream.drop([(3, 4)], Reason.PURGED)
+            refusing.refused = ()
+            await put(stream, b"x", b"y", b"z", b"w")  # two more than the limit: its record is not synced
+            found = disk.power_cut(house)
+        async with found.stream() as stream:
+            assert not {3, 4} & {message.sequence_number for message in everything(stream)}
+
+    run(work())
+
+
+def test_a_purge_whose_record_could_not_be_written_is_written_at_the_stop(house: House) -> None:
+    async def work() -> None:
+        house.files = files = Selective()
+        async with house.stream() as stream:
+            await put(stream, *(b"%d" % n for n in range(5)))
+            files.refused = ("drops.log",)
+            stream.drop([(2, 3)], Reason.PURGED)
+            files.refused = ()
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"0", b"1", b"4"]
+
+    run(work())
+
+
+def test_compaction_of_a_long_record_keeps_real_losses_apart_from_legal_drops(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(segment_size=4096) as stream:
+            for start in range(0, 4000, 10):
+                await put(stream, *(b"%05d" % n for n in range(start, start + 10)))
+            stream.drop([(n, n) for n in range(0, 4000, 2) if n != 2000], Reason.LIMITS)
+            stream.drop([(1001, 1001)], Reason.DAMAGED)
+            stream.drop([(n, n) for n in range(1, 2000, 2)], Reason.PURGED)
+            for n in range(2001, 3900):  # many small records, until the file is compacted
+                stream.drop([(n, n)], Reason.PURGED)
+            stream.drop([(2000, 2000)], Reason.LIMITS)
+            with closing(StreamReader(stream.directory)) as reader:
+                assert reader.lost() == [(1001, 1001)]
+
+    run(work())
+
+
+def test_a_reader_that_slept_through_compactions_sees_no_dropped_message(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(limits=ExactLimits(max_messages_per_topic=1)) as stream:
+            for n in range(10):
+                await put(stream, b"v", topic=b"t%d" % (n % 3))
+            with closing(StreamReader(house.directory())) as reader:
+                reader.oldest()
+                log = house.directory() / "drops.log"
+                before, compacted, size = log.stat().st_ino, 0, 0
+                number = 0
+                while compacted < 2:
+                    number += 1
+                    await put(stream, b"v", topic=b"t%d" % (number % 3))
+                    if number % 50 == 0:
+                        await put(stream, b"k", topic=b"keep-%d" % number)
+                    compacted += log.stat().st_size < size
+                    size = log.stat().st_size
+                live = [message.sequence_number for message in everything(stream)]
+                rows = reader.read(0, end=stream.next_sequence, max_messages=10**6, max_bytes=1 << 30)
+                assert [row.sequence_number for row in rows] == live, before
+
+    run(work())
+
+
+def test_with_no_room_for_an_index_a_time_to_live_deletes_nothing_early(house: House) -> None:
+    async def work() -> None:
+        house.files = files = Selective()
+        async with house.store() as store:
+            stream = store.create("s", Settings(segment_size=1024, ttl=3_600_000), b"{}")
+            files.refused = (".idx",)
+            for n in range(10):
+                await put(stream, b"%03d" % n * 200)
+            await store.committer.sync([stream])
+            store.committer.maintain([stream])
+            assert stream.live_messages() == 10
+        async with house.stream() as stream:
+            assert stream.live_messages() == 10
+
+    run(work())
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file, in place."""
+    with path.open("r+b") as file:
+        middle = path.stat().st_size // 2
+        file.seek(middle)
+        (byte,) = file.read(1)
+        file.seek(middle)
+        file.write(bytes((byte ^ 1,)))
+
+
+def test_damage_that_a_time_to_live_meets_is_told_and_recorded(house: House) -> None:
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", Settings(segment_size=1024, ttl=3_600_000), b"{}")
+            for n in range(12):
+                await put(stream, b"%02d" % n * 100)
+            await store.committer.sync([stream])
+            first = min(house.directory().glob("*.seg"))
+            flip(first)
+            first.with_suffix(".idx").unlink()
+            store.committer.maintain([stream])
+            assert "it is damaged" in house.events[0]
+            assert "lost" in house.events[0]
+            assert any(drop.reason == Reason.DAMAGED for drop in stream.drops.ranges)
+
+    run(work())
+
+
+@pytest.mark.parametrize("limits", [ExactLimits(max_age=50), ExactLimits(max_bytes=1000)])
+def test_a_damaged_frame_at_the_front_does_not_stop_the_limits(house: House, limits: ExactLimits) -> None:
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", Settings(segment_size=1024), b"{}")
+            for n in range(20):
+                await put(stream, b"%02d" % n * 100)
+            await store.committer.sync([stream])
+            flip(min(house.directory().glob("*.seg")))
+            stream.configure(Settings(segment_size=1024, limits=limits), b"{}")
+
+            def within() -> bool:
+                store.committer.maintain([stream])
+                return stream.live_messages() == (0 if limits.max_age else 4)
+
+            await until(within)
+
+    run(work())
