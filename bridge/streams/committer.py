@@ -74,7 +74,7 @@ class Committer:
         try:
             stream.log.write(staged, sync=False)
         except OSError as caught:
-            error = caught
+            error = caught.with_traceback(None)  # which holds this frame, and so would keep the group
         stream.finish(staged, error)
 
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
@@ -89,7 +89,7 @@ class Committer:
             try:
                 staged = stream.restage(staged)
             except OSError as caught:
-                error = caught
+                error = caught.with_traceback(None)
             else:
                 why = error.strerror or error
                 self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")

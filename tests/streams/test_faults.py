@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import gc
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -307,6 +310,31 @@ def test_a_really_full_disk_is_survived_and_works_again_once_there_is_room(
             assert payloads(stream) == [*stored, b"again"]
 
     run(work())
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_what_a_full_disk_refuses_is_not_kept_in_memory(house: House, files: Faulty, flush: bool) -> None:
+    """Not even until the collector looks for cycles, which it does seldom: by then it may be gigabytes."""
+
+    async def work() -> None:
+        async with house.stream(flush=flush, max_size=1 << 30) as stream:
+            files.fails = lambda call: errno.ENOSPC if call == "write" else 0
+            for turn in range(21):
+                refused = asyncio.Event()  # and no exception, whose frames would keep the message
+                stream.append(b"t", os.urandom(1 << 20))
+                stream.after_commit(lambda error, refused=refused: refused.set() if error else None)  # type: ignore[misc]
+                await asyncio.wait_for(refused.wait(), 10)
+                if turn == 0:
+                    tracemalloc.start()
+                    before = tracemalloc.get_traced_memory()[0]
+            assert tracemalloc.get_traced_memory()[0] - before < 4 << 20
+
+    gc.disable()
+    try:
+        run(work())
+    finally:
+        gc.enable()
+        tracemalloc.stop()
 
 
 def test_an_overwriting_stream_drops_also_when_the_drop_cannot_be_recorded_at_once(
