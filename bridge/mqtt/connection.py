@@ -93,7 +93,10 @@ class Batch:
 
     def done(self, error: StreamError | None) -> None:
         """One of the streams is committed, or failed to."""
-        self.error = self.error or error
+        if error is not None:
+            self.error = self.error or error
+            # It ends, as soon as what came before is answered: nothing behind it may be stored before it.
+            self.connection.hold("failed")
         self.waiting -= 1
         if self.waiting:
             return

@@ -225,6 +225,37 @@ def test_qos_2_is_stored_once_in_each_stream_also_when_one_of_them_failed(
 
 
 @bridge_test
+async def test_behind_a_message_that_failed_nothing_is_stored_also_while_an_earlier_one_waits(
+    bridge: Bridge,
+) -> None:
+    client = await bridge.connect("c", clean=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "RETRY_INTERVAL", 0.2)
+
+        def full(*_: Any, **_options: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(journal_module, "_write_all", full)
+        other = await bridge.connect("other", clean=False)  # finds that the journal is full
+        bridge.lane.journal.ended(bridge.lane.sessions.get("other"))  # type: ignore[arg-type]
+        await until(lambda: bridge.lane.journal._failed)
+        client.send(publish("in/a", b"1", 2, 1))
+        await until(lambda: bridge.store.streams["s"].next_sequence == 1)
+        with pytest.MonkeyPatch.context() as disk:
+            disk.setattr(bridge.store.streams["s"].log, "write", full)
+            client.send(publish("in/a", b"2", 2, 2))
+            await until(lambda: bridge.store.streams["s"].error is not None)
+        client.send(publish("in/a", b"3", 2, 3))
+        assert await client.closed()
+        other.abort()
+    client = await bridge.connect("c", clean=False)
+    for number in (1, 2, 3):
+        client.send(publish("in/a", b"%d" % number, 2, number, dup=True))
+        assert await client.receive() == Packet(0x50, bytes((0, number)))
+    assert await bridge.payloads() == [b"1", b"2", b"3"]
+
+
+@bridge_test
 async def test_a_message_that_one_of_its_streams_refuses_is_in_none_of_them(bridge: Bridge) -> None:
     bridge.stream("small", "in/both", max_size=4096, stream_segment_size=1024)
     for qos in (1, 2):
