@@ -330,6 +330,7 @@ def main() -> None:
                 {
                     "service": kind,
                     "wait_ms": wait,
+                    "messages": len(rows),
                     "bare_per_s": round(len(rows) / limit),
                     "one_thread_per_s": round(len(rows) / one),
                     "two_threads_per_s": round(len(rows) / two),
