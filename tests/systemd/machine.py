@@ -149,9 +149,9 @@ def comm(pid: str) -> str:
         return ""
 
 
-def until(what: str, condition: Callable[[], Any]) -> Any:
+def until(what: str, condition: Callable[[], Any], seconds: float = DEADLINE) -> Any:
     """Wait for something; returns it."""
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"in vain: {what}"
         time.sleep(0.05)

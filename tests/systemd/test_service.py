@@ -162,6 +162,8 @@ def test_a_secret_that_only_root_can_read_reaches_the_service_as_a_credential(
          "import ssl; print(ssl.get_server_certificate(('127.0.0.1', 8883)))"],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
+    machine.run("streambridge", "streams", "list")  # needs no secret
+    assert ": ok (" in machine.run("streambridge", "check")  # finds it where the service has it
     assert ssl.PEM_cert_to_DER_cert(shown) == ssl.PEM_cert_to_DER_cert(pair.cert.read_text())
 
 
@@ -186,7 +188,8 @@ def test_the_timer_runs_the_ingest_job_in_its_sandbox(machine: Machine, tmp_path
     )
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "start", "streambridge-ingest.timer")
-    until("the job ran", lambda: machine.state("ExecMainExitTimestampMonotonic", unit) not in ("", "0"))
+    ended = "ExecMainExitTimestampMonotonic"
+    until("the job ran", lambda: machine.state(ended, unit) not in ("", "0"), seconds=400)
     machine.run("systemctl", "stop", "streambridge-ingest.timer")
     assert (machine.state("ExecMainStatus", unit), machine.state("Result", unit)) == ("0", "success")
     places = ("--source", "/srv/landing", "--warehouse", "/var/lib/streambridge-ingest")
