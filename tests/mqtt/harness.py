@@ -107,8 +107,13 @@ class Bridge:
         """All messages of a stream."""
         if not self.manager.describe(name).storage_status.newest_sequence_number + 1:
             return []
-        options = ReadMessagesOptions(min_message_count=1, max_message_count=1_000_000)
-        return await self.manager.read(name, options)
+        found: list[Message] = []
+        end = self.manager.describe(name).storage_status.newest_sequence_number
+        while not found or found[-1].sequence_number < end:
+            start = found[-1].sequence_number + 1 if found else 0
+            options = ReadMessagesOptions(desired_start_sequence_number=start, max_message_count=1_000_000)
+            found += await self.manager.read(name, options)
+        return found
 
     async def payloads(self, name: str = "s") -> list[bytes]:
         return [message.payload for message in await self.stored(name)]
