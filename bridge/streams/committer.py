@@ -33,6 +33,7 @@ class Committer:
         self._on_event = on_event
         self._dirty: list[Stream] = []
         self._flights = 0  # groups that a worker thread has
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = Workers(THREADS, "commit")
         self._waiting: dict[Stream, int] = {}
         self._total = 0
@@ -45,7 +46,9 @@ class Committer:
     def schedule(self, stream: Stream) -> None:
         """Have a stream's pending group committed in this turn of the event loop."""
         if not self._dirty:
-            asyncio.get_running_loop().call_soon(self._run)
+            if self._loop is None:  # to ask for it costs a system call
+                self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(self._run)
         self._dirty.append(stream)
 
     def _run(self) -> None:
