@@ -461,6 +461,8 @@ class Connection(asyncio.Protocol):
             stored = {one.name for one in streams if one not in batch.failed} if batch.failed else set()
             if stored:
                 session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
+                if session.persistent:
+                    self.lane.journal.held(session, packet_id)
 
     def _throttle(self, seconds: float) -> None:
         """Read no further for as long as what was read should have taken, beyond the last second's worth."""

@@ -128,7 +128,27 @@ class Marked(Record, frozen=True, tag=10):
     upto: int
 
 
-Any_ = Opened | Ended | Subscribed | Unsubscribed | Queued | Settled | Retained | Received | Released | Marked
+class Held(Record, frozen=True, tag=11):
+    """Some streams have the message of a QoS 2 id, and others of its streams have failed to store it."""
+
+    client: str
+    id: int
+    streams: list[str]
+
+
+Any_ = (
+    Opened
+    | Ended
+    | Subscribed
+    | Unsubscribed
+    | Queued
+    | Settled
+    | Retained
+    | Received
+    | Released
+    | Marked
+    | Held
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
 
@@ -185,6 +205,10 @@ class Journal:
     def received(self, session: Session, packet_id: int) -> None:
         """A persistent session uses a QoS 2 packet id."""
         self._add(Received(session.client_id, packet_id))
+
+    def held(self, session: Session, packet_id: int) -> None:
+        """Only some streams have the message of a QoS 2 id."""
+        self._add(Held(session.client_id, packet_id, sorted(session.partial[packet_id])))
 
     def marked(self, stream: str, upto: int) -> None:
         """The ids of QoS 2 messages that a stream holds below a number have been given to the journal."""

@@ -9,6 +9,7 @@ from bridge.errors import NotEnoughMessages
 from bridge.mqtt import headers
 from bridge.mqtt.journal import (
     Ended,
+    Held,
     Marked,
     Opened,
     Queued,
@@ -45,6 +46,7 @@ class _Saved:
         self.subscriptions: dict[str, Subscription] = {}
         self.queue: dict[int, Outgoing] = {}
         self.incoming: set[int] = set()
+        self.partial: dict[int, frozenset[str]] = {}
 
 
 def recover(records: Iterable[Record], lane: Lane) -> None:
@@ -81,8 +83,12 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
                 lane.journal.marks[stream] = upto
             case Received(client, packet_id) if client in saved:
                 saved[client].incoming.add(packet_id)
+                saved[client].partial.pop(packet_id, None)
             case Released(client, packet_id) if client in saved:
                 saved[client].incoming.discard(packet_id)
+                saved[client].partial.pop(packet_id, None)
+            case Held(client, packet_id, streams) if client in saved:
+                saved[client].partial[packet_id] = frozenset(streams)
             case _:
                 pass  # about a session that had ended by then
     lane.journal.resume_numbers(numbers)
@@ -90,7 +96,7 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
         identity = lane.access.identify(client, past.opened.user)
         session = lane.sessions.create(client, identity)
         session.expiry, session.incoming = past.opened.expiry, past.incoming
-        session.restored = frozenset(past.incoming)
+        session.restored, session.partial = frozenset(past.incoming), past.partial
         session.left = past.opened.left or time.time()
         for subscription in past.subscriptions.values():
             lane.router.subscribe(session, subscription)
@@ -129,6 +135,7 @@ async def find_stored_ids(lane: Lane) -> None:
             position = messages[-1].sequence_number + 1
         lane.journal.marks[name] = lane.manager.stream(name).next_sequence
     for (session, packet_id, topic), names in found.items():
+        names |= session.partial.get(packet_id, frozenset())
         if all(stream.name in names for stream in lane.manager.bound(text(topic))):
             session.incoming.add(packet_id)
             session.restored |= {packet_id}
@@ -148,6 +155,8 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         unstored = session.last.unstored_ids if session.last is not None else set()
         for packet_id in session.incoming - unstored:
             yield Received(session.client_id, packet_id)
+        for packet_id, streams in session.partial.items():
+            yield Held(session.client_id, packet_id, sorted(streams))
         for out in session.outbox.pending():
             if out.number:
                 waiting.setdefault(out.number, (out.message, []))[1].append((session, out))
