@@ -1,4 +1,4 @@
-"""How fast a backlog drains, and what that costs ingest: `python benchmarks/export.py [--json FILE]`.
+"""How fast a backlog drains, and what that costs ingest: `python -m benchmarks.export [--output DIR]`.
 
 Part 1, drain. A stream of `--messages` messages of `--size` bytes is drained by a real worker process
 to local fakes of Kinesis and S3, each in a process of its own. The limit is a bare boto3 loop that
@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each latency round")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
     options = parser.parse_args()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         os.environ.setdefault(name, "benchmark")
@@ -352,8 +352,55 @@ def main() -> None:
     ratio = found["while_draining"]["p99_ms"] / found["without_exports"]["p99_ms"]
     results.append({"publish_to_puback": found, "p99_ratio": round(ratio, 2)})
     print(json.dumps(results[-1]))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "export.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.output / "export.md").write_text(tables(results[:-1], found, ratio))
+    draw(results[:-1], options.output / "export.png")
+
+
+def tables(drains: list[dict[str, Any]], latency: dict[str, dict[str, float]], ratio: float) -> str:
+    """What was measured, as Markdown."""
+    lines = [
+        "Messages per second, and one thread's rate and CPU time beside the bare loop's:\n",
+        "| service, answering after | bare loop | one thread | of the loop | its CPU / ours | two threads |"
+        " two / one | worker, MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['service']}, {row['wait_ms']} ms | {row['bare_per_s']:,} | {row['one_thread_per_s']:,} | "
+        f"{row['of_the_bare_loop']:.2f} | {row['bare_cpu_over_ours']:.2f} | {row['two_threads_per_s']:,} | "
+        f"{row['two_over_one']:.2f} | {row['worker_rss_mib']} |"
+        for row in drains
+    ]
+    lines += ["", f"PUBLISH to PUBACK beside a draining backlog (p99: {ratio:.2f} times as long):", ""]
+    columns = list(next(iter(latency.values())))
+    lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in latency.items():
+        lines.append(
+            f"| {name.replace('_', ' ')} | " + " | ".join(f"{row[key]:,.6g}" for key in columns) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(drains: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the rates."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    for place, key in enumerate(("bare_per_s", "one_thread_per_s", "two_threads_per_s")):
+        heights = [row[key] for row in drains]
+        axes.bar(
+            [n + place * 0.27 for n in range(len(drains))], heights, 0.25, label=key[:-6].replace("_", " ")
+        )
+    axes.set_xticks(
+        [n + 0.27 for n in range(len(drains))], [f"{row['service']}, {row['wait_ms']} ms" for row in drains]
+    )
+    axes.set_ylabel("messages per second")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 def measure(

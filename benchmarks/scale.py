@@ -1,4 +1,4 @@
-"""How far one gateway goes in devices: `python -m benchmarks.scale [--devices 1000,5000] [--json FILE]`.
+"""How far one gateway goes in devices: `python -m benchmarks.scale [--devices 1000,5000] [--output DIR]`.
 
 For each number of devices a gateway is started on an empty directory, and a load process of its own connects
 them, with one persistent stream behind. Measured:
@@ -231,14 +231,27 @@ def main() -> None:
     parser.add_argument("--devices", default="100,1000,2000,5000")
     parser.add_argument("--rate", type=float, default=5000, help="messages a second, of all devices [5000]")
     parser.add_argument("--tls", action="store_true", help="devices connect by TLS")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
     options = parser.parse_args()
     results = []
     for number in options.devices.split(","):
         results.append(measure(int(number), options.rate, options.tls))
         print(json.dumps(results[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "scale.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.output / "scale.md").write_text(table(results))
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """What was measured, as Markdown: a column for each number of devices."""
+    lines = ["| " + " | ".join(["", *(f"{row['devices']:,} devices" for row in results)]) + " |"]
+    lines.append("|---" * (len(results) + 1) + "|")
+    lines += [
+        f"| {key.replace('_', ' ')} | " + " | ".join(f"{row[key]}" for row in results) + " |"
+        for key in results[0]
+        if key != "devices"
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=4, help="of each gateway [4]")
     parser.add_argument("--wait", type=float, default=20, help="ms that a request to S3 takes [20]")
     parser.add_argument("--scratch", type=Path, help="directory for the objects [the temporary one]")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
     options = parser.parse_args()
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
     results = {}
@@ -173,8 +173,8 @@ def main() -> None:
         found["driver_peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         results[gateways] = found
         print(json.dumps({gateways: found}), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(results, indent=1) + "\n")
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "scale_ingest.json").write_text(json.dumps(results, indent=1) + "\n")
     spark.stop()
 
 
