@@ -25,7 +25,7 @@ test-slow: venv ## the tests that take minutes
 	@.ci/tools java mosquitto strace systemd nspawn
 	$(BIN)/python -m pytest -m slow
 
-bench: venv ## every benchmark beside its peers, and docs/results.md from them (an hour)
+bench: venv ## every benchmark beside its peers, and docs/results.md from them (half an hour)
 	$(BIN)/python -m benchmarks
 
 test-spark: venv ## the Spark job on every version that is promised, by spark-submit and Spark Connect

@@ -25,12 +25,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 # What is run, with the options that differ from the defaults.
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "streams": ("--backlogs", "1,100,1000,10000"),
-    "ingest": (),
-    "stages": (),
+    "streams": ("--seconds", "0.3", "--backlogs", "1,100,1000,10000"),
+    "ingest": ("--rounds", "3", "--seconds", "0.5"),
+    "stages": ("--rounds", "3"),
     "operations": (),
-    "export": (),
-    "ingest_spark": (),
+    "export": ("--rounds", "1"),
+    "ingest_spark": ("--rows", "1000000", "--rounds", "2"),
     "scale": (),
 }
 LIBRARIES = ("uvloop", "amqtt", "boto3", "pyspark", "pyarrow", "pyiceberg", "moto")
