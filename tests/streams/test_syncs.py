@@ -1,0 +1,309 @@
+"""Syncs that fail or overlap, and threads that outlive their stream: no error is lost, no file mixed up."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bridge.streams.layout import Files
+from bridge.streams.meta import Settings
+from bridge.streams.reader import StreamReader
+from bridge.streams.verify import verify
+
+from .conftest import House, payloads, put, run
+from .test_commit import until
+from .test_faults import Faulty
+from .test_threads import FewDescriptors
+
+
+class HeldSync(Files):
+    """A disk that holds the next sync back and then, if told so, fails it; it notes the files made."""
+
+    def __init__(self) -> None:
+        self.hold = self.fail = False
+        self.reached, self.gate = threading.Event(), threading.Event()
+        self.made: list[str] = []
+
+    def sync(self, fd: int) -> None:
+        if self.hold:
+            self.hold = False
+            self.reached.set()
+            self.gate.wait(30)
+            if self.fail:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(fd)
+
+    def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT:
+            self.made.append(path.name)
+        return super().open(path, flags)
+
+
+def test_a_group_that_is_synced_waits_for_a_background_sync_so_that_neither_hides_the_others_error(
+    house: House,
+) -> None:
+    async def work() -> None:
+        house.files = disk = HeldSync()
+        async with house.store() as store:
+            stream = store.create("s", Settings(), b"{}")
+            await put(stream, b"a", b"b")  # written, and not on the disk yet
+            stream.configure(Settings(flush=True), b"{}")
+            disk.hold = disk.fail = True
+            syncing = asyncio.create_task(store.committer.sync([stream]))
+            await until(disk.reached.is_set)
+            appending = asyncio.create_task(put(stream, b"c"))
+            await asyncio.sleep(0.01)
+            assert not appending.done()
+            disk.made.clear()
+            disk.gate.set()
+            await asyncio.wait_for(asyncio.gather(syncing, appending), 20)
+            assert any(name.endswith(".seg.tmp") for name in disk.made), "what was lost is written again"
+            assert payloads(stream) == [b"a", b"b", b"c"]
+
+    run(work())
+
+
+def test_a_stream_made_again_under_its_name_is_not_touched_by_the_threads_of_the_old_one(
+    house: House,
+) -> None:
+    async def work() -> None:
+        house.files = disk = HeldSync()
+        settings = Settings(flush=True, segment_size=1024)
+        async with house.store() as store:
+            old = store.create("s", settings, b"{}")
+            disk.hold = True
+            old.append(b"t", b"x" * 700)
+            old.append(b"t", b"y" * 700)  # a second segment: made after the first is on the disk
+            await until(disk.reached.is_set)
+            store.delete("s")
+            new = store.create("s", settings, b"{}")
+            assert await put(new, b"1" * 700) + await put(new, b"2" * 700) == [0, 1]
+            disk.gate.set()
+            await store.committer.drain()
+            assert payloads(new) == [b"1" * 700, b"2" * 700]
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"1" * 700, b"2" * 700]
+            assert stream.log.damage == []
+
+    run(work())
+
+
+@pytest.mark.parametrize("call", ["truncate", "unlink"])
+def test_what_a_failed_group_left_under_the_next_segments_name_is_not_removed_later(
+    house: House, call: str
+) -> None:
+    async def work() -> None:
+        house.files = files = Faulty()
+        async with house.stream(flush=True, segment_size=1024) as stream:
+            await put(stream, b"a" * 900)
+            failed: list[str] = []
+
+            def fails(now: str) -> int:
+                if (now == "sync" and not failed) or (now == call and failed == ["sync"]):
+                    failed.append(now)
+                    return errno.EIO
+                return 0
+
+            files.fails = fails
+            assert await put(stream, b"b" * 900) == [1]
+            assert failed == ["sync", call]
+            assert await put(stream, b"c") == [2]
+            assert payloads(stream) == [b"a" * 900, b"b" * 900, b"c"]
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"a" * 900, b"b" * 900, b"c"]
+
+    run(work())
+
+
+def test_room_that_could_not_be_cut_off_is_by_the_next_start(house: House) -> None:
+    async def work() -> None:
+        house.files = files = Faulty()
+        async with house.stream(flush=True) as stream:
+            await put(stream, b"a")
+            files.fails = lambda call: errno.EIO if call == "truncate" else 0
+            stream.log.replace_active()
+            await put(stream, b"b")
+            files.fails = lambda call: 0
+            told = stream.total_bytes
+        async with house.stream() as stream:
+            assert stream.total_bytes == told
+            assert sum(path.stat().st_size for path in house.directory().glob("*.seg")) == told
+            assert verify(house.data_dir)[0].problems == []
+
+    run(work())
+
+
+def test_the_writer_readers_and_verify_tell_one_size_while_there_is_room(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(flush=True) as stream:
+            await put(stream, b"a")
+            await put(stream, b"b" * 3000)
+            with closing(StreamReader(house.directory())) as reader:
+                assert reader.total_bytes() == stream.total_bytes < 4000
+            assert verify(house.data_dir)[0].total_bytes == stream.total_bytes
+
+    run(work())
+
+
+def test_with_too_few_threads_streams_are_committed_by_those_there_are(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with house.store() as store:
+            streams = [store.create(f"s{n}", Settings(flush=True), b"{}") for n in range(4)]
+
+            def no_more(thread: threading.Thread) -> None:
+                raise RuntimeError("can't start new thread")
+
+            monkeypatch.setattr(threading.Thread, "start", no_more)
+            assert await asyncio.gather(*(put(stream, b"a") for stream in streams)) == [[0]] * 4
+            await store.committer.sync(streams)
+
+    run(work())
+
+
+def test_deleting_a_stream_that_caused_back_pressure_releases_it(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = HeldSync()
+        async with house.store() as store:
+            stream = store.create("s", Settings(), b"{}")
+            told: list[bool] = []
+            store.committer.on_pressure.append(told.append)
+            await put(stream, b"a")
+            disk.hold = True
+            syncing = asyncio.create_task(store.committer.sync([stream]))
+            await until(disk.reached.is_set)
+            stream.configure(Settings(flush=True), b"{}")
+            for _ in range(12):
+                stream.append(b"t", bytes(1_000_000))
+            await until(lambda: told == [True])
+            store.delete("s")
+            assert told == [True, False]
+            disk.gate.set()
+            await syncing
+
+    run(work())
+
+
+class Forgetful(Files):
+    """A disk that tells of a failed sync once, and has then lost what was written before it."""
+
+    def __init__(self) -> None:
+        self.fail_next = False
+        self._dirty: dict[int, list[tuple[int, bytes]]] = {}
+        self._durable: dict[int, bytearray] = {}
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        if flags & os.O_TRUNC:
+            self._dirty.pop(os.fstat(fd).st_ino, None)
+            self._durable.pop(os.fstat(fd).st_ino, None)
+        return fd
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        super().write(fd, parts, offset)
+        self._dirty.setdefault(os.fstat(fd).st_ino, []).append((offset, b"".join(parts)))
+
+    def sync(self, fd: int) -> None:
+        writes = self._dirty.pop(os.fstat(fd).st_ino, [])
+        if self.fail_next:
+            self.fail_next = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        content = self._durable.setdefault(os.fstat(fd).st_ino, bytearray())
+        for offset, data in writes:
+            content.extend(bytes(max(0, offset + len(data) - len(content))))
+            content[offset : offset + len(data)] = data
+
+    def power_cut(self, house: House) -> House:
+        """The data directory as it would be found again."""
+        found = House(house.data_dir.parent)
+        found.data_dir = house.data_dir.with_name("found")
+        shutil.copytree(house.data_dir, found.data_dir, symlinks=True)
+        for path in house.directory().glob("*.seg"):
+            durable = self._durable.get(path.stat().st_ino, b"")
+            (found.directory() / path.name).write_bytes(durable)
+        return found
+
+
+def test_what_an_earlier_group_left_to_the_background_is_saved_when_a_later_groups_sync_fails(
+    house: House,
+) -> None:
+    async def work() -> None:
+        house.files = disk = Forgetful()
+        async with house.store() as store:
+            stream = store.create("s", Settings(), b"{}")
+            await put(stream, b"a" * 3000, b"b" * 3000)
+            stream.configure(Settings(flush=True), b"{}")
+            disk.fail_next = True
+            assert await put(stream, b"c") == [2]
+            await store.committer.sync([stream])
+            assert stream.log.unsynced() == []
+            found = disk.power_cut(house)
+        async with found.stream() as stream:
+            assert payloads(stream) == [b"a" * 3000, b"b" * 3000, b"c"]
+
+    run(work())
+
+
+class HeldHeader(Files):
+    """A disk that holds the header of a segment back, if a thread writes it, and then has no room."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        if self.hold and offset == 0 and threading.current_thread() is not threading.main_thread():
+            self.hold = False
+            self.reached.set()
+            self.gate.wait(30)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(fd, parts, offset)
+
+
+def test_a_deleted_streams_thread_that_fails_removes_no_file_of_the_stream_that_has_its_name_now(
+    house: House,
+) -> None:
+    async def work() -> None:
+        house.files = disk = HeldHeader()
+        settings = Settings(flush=True, segment_size=1024)
+        async with house.store() as store:
+            old = store.create("s", settings, b"{}")
+            disk.hold = True
+            old.append(b"t", b"x" * 700)
+            old.append(b"t", b"y" * 700)
+            await until(disk.reached.is_set)
+            store.delete("s")
+            new = store.create("s", settings, b"{}")
+            assert await put(new, b"1" * 700) + await put(new, b"2" * 700) == [0, 1]
+            disk.gate.set()
+            await store.committer.drain()
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"1" * 700, b"2" * 700]
+
+    run(work())
+
+
+def test_settings_that_cannot_be_applied_are_not_saved(house: House) -> None:
+    async def work() -> None:
+        house.files = files = FewDescriptors()
+        async with house.store() as store:
+            stream = store.create("s", Settings(), b"{}")
+            await put(stream, b"a", b"b")
+            files.failing = True
+            with pytest.raises(OSError, match="Too many open files"):
+                stream.configure(Settings(dedup_window=60_000), b"{new}")
+            files.failing = False
+            assert stream.settings == Settings()
+            stream.configure(Settings(dedup_window=60_000), b"{new}")
+            assert await put(stream, b"c", ids=True) == await put(stream, b"c", ids=True) == [2]
+
+    run(work())
