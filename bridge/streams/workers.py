@@ -13,15 +13,16 @@ from queue import SimpleQueue
 from threading import Thread
 
 Done = Callable[[BaseException | None], None]
-_Job = tuple[Callable[[], object], asyncio.AbstractEventLoop, Done]
+_Job = tuple[Callable[[], object], Done]
 
 
 class Workers:
-    """One thread, and up to `number` when they are needed. Use from one event loop's thread."""
+    """One thread, and up to `number` when they are needed. For the running event loop's thread."""
 
     def __init__(self, number: int, name: str) -> None:
         """Raises RuntimeError if the system has no thread to give; later it does with those it has."""
         self._number, self._name = number, name
+        self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._unfinished = 0
@@ -33,7 +34,7 @@ class Workers:
         if len(self._threads) < min(self._unfinished, self._number):
             with contextlib.suppress(RuntimeError):
                 self._grow()
-        self._jobs.put((work, asyncio.get_running_loop(), done))
+        self._jobs.put((work, done))
 
     def _grow(self) -> None:
         # Daemons: a process that ends without `close` must not hang on a disk that does.
@@ -43,14 +44,14 @@ class Workers:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            work, loop, done = job
+            work, done = job
             error: BaseException | None = None
             try:
                 work()
             except BaseException as caught:  # handed to the one who asked
                 error = caught
             try:
-                loop.call_soon_threadsafe(self._finished, done, error)
+                self._loop.call_soon_threadsafe(self._finished, done, error)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 return
             del job, work, done, error  # not kept alive until the next one comes

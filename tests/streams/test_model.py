@@ -80,9 +80,12 @@ class Against(RuleBasedStateMachine):
         )
 
     def _open(self) -> None:
-        self.store = Store(
-            self.root / "data", self.root / "memory", on_event=lambda *what: None, files=self.files
-        )
+        async def work() -> Store:
+            return Store(
+                self.root / "data", self.root / "memory", on_event=lambda *what: None, files=self.files
+            )
+
+        self.store = self.loop.run_until_complete(work())
         self.stream = self.store.streams.get("s")  # type: ignore[assignment]
 
     async def _append(self, rows: list[tuple[bytes, bytes]]) -> None:
@@ -182,6 +185,7 @@ class Against(RuleBasedStateMachine):
         self.store.committer.close()
         for stream in self.store.streams.values():
             stream.log.close()
+            stream.closed = True  # what its threads have still told the loop concerns nobody
         self._open()
 
     @invariant()
