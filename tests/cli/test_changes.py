@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,14 +133,15 @@ def test_a_change_of_a_declared_stream_says_that_the_declaration_wins(tmp_path: 
 
 def test_a_directory_that_another_process_has_open_is_left_alone(fill: Fill, tmp_path: Path) -> None:
     data = fill([])
-    store: list[Store] = []
 
-    async def hold() -> None:
-        store.append(Store(data, tmp_path / "memory", on_event=lambda *_: None))
+    async def beside_another() -> subprocess.CompletedProcess[str]:
+        store = Store(data, tmp_path / "memory", on_event=lambda *_: None)
+        try:
+            return streambridge("streams", "append", "sensors", "x", "--data-dir", data)
+        finally:
+            await store.close()
 
-    asyncio.run(hold())
-    done = streambridge("streams", "append", "sensors", "x", "--data-dir", data)
-    asyncio.run(store[0].close())
+    done = asyncio.run(beside_another())
     assert done.returncode == 75
     assert streambridge("streams", "append", "sensors", "x", "--data-dir", data).returncode == 0
 
