@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -51,21 +52,28 @@ class Volatile(Files):
 
     def __init__(self) -> None:
         self.durable: dict[int, bytes] = {}
+        self._instant = threading.Lock()  # a power cut is between two calls of any thread
 
     def sync(self, fd: int) -> None:
-        super().sync(fd)
-        path = path_of(fd)
-        if path.name.startswith("drops.log"):
-            self.durable[os.fstat(fd).st_ino] = path.read_bytes()
+        with self._instant:
+            super().sync(fd)
+            path = path_of(fd)
+            if path.name.startswith("drops.log"):
+                self.durable[os.fstat(fd).st_ino] = path.read_bytes()
+
+    def unlink(self, path: Path) -> None:
+        with self._instant:
+            super().unlink(path)
 
     def power_cut(self, house: House) -> House:
         """The data directory as it would be found again."""
         found = House(house.data_dir.parent)
         found.data_dir = house.data_dir.with_name("found")
-        shutil.copytree(house.data_dir, found.data_dir, symlinks=True)
-        log = house.directory() / "drops.log"
-        if log.exists():
-            (found.directory() / "drops.log").write_bytes(self.durable.get(log.stat().st_ino, b""))
+        with self._instant:
+            shutil.copytree(house.data_dir, found.data_dir, symlinks=True)
+            log = house.directory() / "drops.log"
+            if log.exists():
+                (found.directory() / "drops.log").write_bytes(self.durable.get(log.stat().st_ino, b""))
         return found
 
 
