@@ -33,7 +33,7 @@ class Committer:
         self._on_event = on_event
         self._dirty: list[Stream] = []
         self._flights = 0  # groups that a worker thread has
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = asyncio.get_running_loop()  # to ask for it at each commit costs a system call
         self._workers = Workers(THREADS, "commit")
         self._waiting: dict[Stream, int] = {}
         self._total = 0
@@ -46,8 +46,6 @@ class Committer:
     def schedule(self, stream: Stream) -> None:
         """Have a stream's pending group committed in this turn of the event loop."""
         if not self._dirty:
-            if self._loop is None:  # to ask for it costs a system call
-                self._loop = asyncio.get_running_loop()
             self._loop.call_soon(self._run)
         self._dirty.append(stream)
 
@@ -127,10 +125,9 @@ class Committer:
     # -- background syncs ------------------------------------------------------------------------
     async def sync(self, streams: Iterable[Stream]) -> None:
         """Bring everything that is committed in these streams to the disk, in parallel."""
-        loop = asyncio.get_running_loop()
         for stream in streams:
             if stream not in self._syncing:
-                self._syncing[stream] = loop.create_future()
+                self._syncing[stream] = self._loop.create_future()
                 if not stream.busy:  # else the end of its group begins the sync
                     self._sync(stream)
         # Cancelled or not, the threads go on to their end.
