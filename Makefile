@@ -19,7 +19,7 @@ soak: venv ## everything at once with everything going wrong, MINUTES=20; the re
 
 test: venv lint ## what must hold before every commit
 	@.ci/tools java mosquitto strace systemd chromium node
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 test-slow: venv ## the tests that take minutes
 	@.ci/tools java mosquitto strace systemd nspawn

@@ -4,15 +4,18 @@
 
 Doors: requests over MQTT (CBOR), the Stream Manager protocol, PUBLISH at QoS 1. Appends are sent one
 after the other (`window` 1: each waits for its acknowledgement) and with many under way; reads fetch
-1,000 messages at a time, and go over what is stored again and again. Every setting runs in turn for each
-system, `--rounds` times, in one run on one machine; medians are kept.
+1,000 messages at a time, and go over what is stored again and again: one request after the other, and
+with the next one asked for before the last one's messages are taken apart, as a reader does that wants
+to get through a backlog. Every setting runs in turn for each system, `--rounds` times, in one run on one
+machine; medians are kept.
 
 Then the real AWS SDK appends in a loop, to the service and to a server that takes its frames, stores
 nothing and answers at once: that is the SDK's own limit. A profile tells where its time goes.
 
 Caveats. All clients are this one process in Python, with one connection each; for every system it sends
 raw bytes and takes the replies apart, so that no client library is measured: of NATS each message's
-payload, of ours a map with number, time, topic and payload. Servers share the machine with it. Nobody
+payload, of ours a map with number, time, topic and payload. NATS's consumer acknowledges nothing. Redis
+is asked for what follows the last id, and so cannot be asked ahead. Servers share the machine. Nobody
 syncs before acknowledging (NATS 2.9 cannot). MQTT requests append `window` messages in one request; the
 others send as many requests.
 Writes operations.json, operations.md and operations.png to the output directory, and prints the tables.
@@ -46,6 +49,7 @@ CHECKOUT = Path(__file__).parents[1]
 WINDOWS = (1, 100, 1000)
 SIZES = (128, 1024)
 BATCH = 1000
+AHEAD = (1, 2)
 READING = 0.5  # seconds, at least
 CONFIG = """
 [gateway]
@@ -120,10 +124,12 @@ class Sdk(peers.Wire):
         for _ in payloads:
             self.reply()
 
-    def read(self, start: int, count: int) -> int:
+    def ask(self, start: int, count: int) -> None:
         options = {"desiredStartSequenceNumber": start, "minMessageCount": count}
         body = {"requestId": "r", "streamName": self.stream, "readMessagesOptions": options}
         self.socket.sendall(self.frame(5, body))
+
+    def take(self, count: int) -> int:
         return len(self.reply()["messages"])
 
 
@@ -139,7 +145,8 @@ class Mqtt(peers.Wire):
         assert self.file.read(4) == b" \2\0\0"
         definition = {"name": stream, "strategyOnFull": 1, "maxSize": 1 << 40}
         self.topic = f"streambridge/bench-{stream}/".encode()
-        self.ask(b"createMessageStream", {"definition": definition})
+        self.request(b"createMessageStream", {"definition": definition})
+        self.reply()
 
     @staticmethod
     def packet(head: int, body: bytes) -> bytes:
@@ -150,10 +157,12 @@ class Mqtt(peers.Wire):
             if not length:
                 return bytes((head,)) + size + body
 
-    def ask(self, operation: bytes, body: dict[str, Any]) -> dict[str, Any]:
+    def request(self, operation: bytes, body: dict[str, Any]) -> None:
         topic = self.topic + operation
         head = struct.pack(">H", len(topic)) + topic
         self.socket.sendall(self.packet(0x30, head + cbor2.dumps({"requestId": "r", **body})))
+
+    def reply(self) -> dict[str, Any]:
         assert self.file.read(1) == b"0"
         length = shift = 0
         while True:
@@ -169,7 +178,8 @@ class Mqtt(peers.Wire):
         return reply
 
     def append(self, payloads: list[bytes]) -> None:
-        self.ask(b"appendMessages", {"name": self.stream, "payloads": payloads})
+        self.request(b"appendMessages", {"name": self.stream, "payloads": payloads})
+        self.reply()
 
     def publish(self, payloads: list[bytes]) -> None:
         topic = f"streams/{self.stream}".encode()
@@ -182,19 +192,21 @@ class Mqtt(peers.Wire):
         )
         assert self.file.read(4 * len(payloads))[-2:] == struct.pack(">H", len(payloads))
 
-    def read(self, start: int, count: int) -> int:
+    def ask(self, start: int, count: int) -> None:
         options = {"desiredStartSequenceNumber": start, "minMessageCount": count}
-        return len(
-            self.ask(b"readMessages", {"streamName": self.stream, "readMessagesOptions": options})["messages"]
-        )
+        self.request(b"readMessages", {"streamName": self.stream, "readMessagesOptions": options})
+
+    def take(self, count: int) -> int:
+        return len(self.reply()["messages"])
 
 
 Append = Callable[[list[bytes]], None]
-Read = Callable[[int, int], int]
 
 
 @contextmanager
-def systems(directory: Path, service: Service, mark: str) -> Iterator[dict[str, tuple[Append, Read | None]]]:
+def systems(
+    directory: Path, service: Service, mark: str
+) -> Iterator[dict[str, tuple[Append, peers.Wire | None]]]:
     """Each system's append and read, on fresh streams."""
     with ExitStack() as stack:
         sdk = Sdk(service.sdk, f"sdk{mark}")
@@ -202,9 +214,9 @@ def systems(directory: Path, service: Service, mark: str) -> Iterator[dict[str, 
         for door in (sdk, mqtt, lane):
             stack.callback(door.socket.close)
             stack.callback(door.file.close)
-        found: dict[str, tuple[Append, Read | None]] = {
-            "streambridge SDK protocol": (sdk.append, sdk.read),
-            "streambridge MQTT request": (mqtt.append, mqtt.read),
+        found: dict[str, tuple[Append, peers.Wire | None]] = {
+            "streambridge SDK protocol": (sdk.append, sdk),
+            "streambridge MQTT request": (mqtt.append, mqtt),
             "streambridge MQTT PUBLISH": (lane.publish, None),
         }
         for name, make in (("nats", peers.nats), ("redis", peers.redis)):
@@ -212,17 +224,30 @@ def systems(directory: Path, service: Service, mark: str) -> Iterator[dict[str, 
                 home = directory / f"{name}{mark}"
                 home.mkdir()
                 peer = stack.enter_context(make(home, False))
-                found[{"nats": "NATS JetStream", "redis": "Redis Streams"}[name]] = (peer.append, peer.read)
+                found[{"nats": "NATS JetStream", "redis": "Redis Streams"}[name]] = (peer.append, peer)
         yield found
 
 
+def reads(door: peers.Wire, number: int, ahead: int) -> float:
+    """Messages read per second, `ahead` requests under way, over the first `number` again and again."""
+    began, got = time.perf_counter(), 0
+    while (took := time.perf_counter() - began) < READING:
+        for begun, start in enumerate(range(0, number // BATCH * BATCH, BATCH)):
+            door.ask(start, BATCH)
+            if begun >= ahead - 1:
+                got += door.take(BATCH)
+        for _ in range(ahead - 1):
+            got += door.take(BATCH)
+    return got / took
+
+
 def measure(directory: Path, service: Service, size: int, number: int, mark: str) -> dict[str, Any]:
-    """Messages per second: {system: {"append": {window: rate}, "read": rate}}."""
+    """Messages per second: {system: {"append": {window: rate}, "read": {requests under way: rate}}}."""
     payload = os.urandom(size)
     rates: dict[str, Any] = {}
     with systems(directory, service, mark) as found:
         for name in found:
-            rates[name] = {"append": {}}
+            rates[name] = {"append": {}, "read": {}}
         for window in WINDOWS:
             total = max(window, min(number, 2000 if window == 1 else number))
             for name, (append, _) in found.items():
@@ -230,13 +255,10 @@ def measure(directory: Path, service: Service, size: int, number: int, mark: str
                 for _ in range(0, total, window):
                     append([payload] * window)
                 rates[name]["append"][window] = total / (time.perf_counter() - began)
-        for name, (_, read) in found.items():
-            if read is None:
-                continue
-            began, got = time.perf_counter(), 0
-            while (took := time.perf_counter() - began) < READING:
-                got += sum(read(start, BATCH) for start in range(0, number // BATCH * BATCH, BATCH))
-            rates[name]["read"] = got / took
+        for ahead in AHEAD:
+            for name, (_, door) in found.items():
+                if door is not None and (ahead == 1 or not isinstance(door, peers.Redis)):
+                    rates[name]["read"][ahead] = reads(door, number, ahead)
     return rates
 
 
@@ -376,13 +398,11 @@ def main() -> None:
                 ]
                 result["rates"][size] = {
                     name: {
-                        "append": {
-                            window: statistics.median(r[name]["append"][window] for r in rounds)
-                            for window in WINDOWS
-                        },
-                        "read": statistics.median(r[name]["read"] for r in rounds)
-                        if "read" in rounds[0][name]
-                        else None,
+                        what: {
+                            key: statistics.median(r[name][what][key] for r in rounds)
+                            for key in rounds[0][name][what]
+                        }
+                        for what in ("append", "read")
                     }
                     for name in rounds[0]
                 }
@@ -399,11 +419,12 @@ def tables(result: dict[str, Any]) -> str:
     """What was measured, as Markdown."""
     lines = []
     for size, rates in result["rates"].items():
-        heads = [*(f"append, {window} at a time" for window in WINDOWS), f"read, {BATCH} at a time"]
+        heads = [f"append, {window} at a time" for window in WINDOWS]
+        heads += [f"read {BATCH} at a time, {ahead} under way" for ahead in AHEAD]
         lines += [f"{size} bytes, messages per second:", "", f"| door | {' | '.join(heads)} |"]
         lines += ["|---" * (len(heads) + 1) + "|"]
         for name, row in rates.items():
-            cells = [row["append"][window] for window in WINDOWS] + [row["read"]]
+            cells = [row["append"][window] for window in WINDOWS] + [row["read"].get(n) for n in AHEAD]
             lines.append(f"| {name} | {' | '.join(f'{cell:,.0f}' if cell else '-' for cell in cells)} |")
         lines.append("")
     if result["aws_sdk"]:
@@ -431,7 +452,10 @@ def draw(rates: dict[int, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for place, (title, pick) in enumerate(
-        (("append", lambda row: row["append"][BATCH]), ("read", lambda row: row["read"]))
+        (
+            ("append", lambda row: row["append"][BATCH]),
+            ("read", lambda row: max(row["read"].values(), default=None)),
+        )
     ):
         for offset, (size, rows) in enumerate(rates.items()):
             shown = {name: pick(row) for name, row in rows.items() if pick(row)}

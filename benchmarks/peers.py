@@ -85,6 +85,18 @@ class Wire:
     def line(self) -> bytes:
         return self.file.readline()
 
+    def ask(self, start: int, count: int) -> None:
+        """Ask for `count` messages from position `start` on, without waiting for them."""
+        raise NotImplementedError
+
+    def take(self, count: int) -> int:
+        """Wait for what was asked for first; return how many came."""
+        raise NotImplementedError
+
+    def read(self, start: int, count: int) -> int:
+        self.ask(start, count)
+        return self.take(count)
+
 
 class Redis(Wire):
     """XADD in a pipeline; XRANGE to read."""
@@ -105,9 +117,11 @@ class Redis(Wire):
             assert size[:1] == b"$", size
             self.line()
 
-    def read(self, start: int, count: int) -> int:
+    def ask(self, start: int, count: int) -> None:
         begin = b"-" if start == 0 else b"(" + self.last
         self.socket.sendall(self.command(b"XRANGE", b"m", begin, b"+", b"COUNT", b"%d" % count))
+
+    def take(self, count: int) -> int:
         number = int(self.line()[1:])
         for _ in range(number):
             self.line()
@@ -132,9 +146,9 @@ class Nats(Wire):
         while self.line() != b"PONG\r\n":
             pass
         config = {"name": "M", "subjects": ["m.>"], "storage": "file", "retention": "limits"}
-        self._ask("$JS.API.STREAM.CREATE.M", config)
+        self._request("$JS.API.STREAM.CREATE.M", config)
 
-    def _ask(self, subject: str, body: object) -> bytes:
+    def _request(self, subject: str, body: object) -> bytes:
         data = json.dumps(body).encode()
         self.socket.sendall(b"PUB %s in.api %d\r\n%s\r\n" % (subject.encode(), len(data), data))
         answer = self._message()
@@ -155,17 +169,19 @@ class Nats(Wire):
         for _ in payloads:
             self._message()
 
-    def read(self, start: int, count: int) -> int:
+    def ask(self, start: int, count: int) -> None:
         if start == 0:
             self.consumer += 1  # each begins at the first message
             config = {"durable_name": f"C{self.consumer}", "ack_policy": "none", "deliver_policy": "all"}
             subject = f"$JS.API.CONSUMER.DURABLE.CREATE.M.C{self.consumer}"
-            self._ask(subject, {"stream_name": "M", "config": config})
+            self._request(subject, {"stream_name": "M", "config": config})
         request = json.dumps({"batch": count}).encode()
         self.socket.sendall(
             b"PUB $JS.API.CONSUMER.MSG.NEXT.M.C%d in.next %d\r\n%s\r\n"
             % (self.consumer, len(request), request)
         )
+
+    def take(self, count: int) -> int:
         for _ in range(count):
             self._message()
         return count

@@ -1,10 +1,11 @@
-"""Where the CPU time of one message goes, from the socket to the disk: QoS 1, 4 clients, 200 in flight each.
+"""Where the time of one message goes, from the socket to the disk, at QoS 1.
 
     python -m benchmarks.stages [--rounds 5] [--seconds 1] [--size 128] [--output DIR]
 
 The service is started with its later stages taken out, one more left in each time, and loaded by the
-generator of `ingest.py`; the CPU time of the server per message is measured. Two rows' difference is what
-a stage costs.
+generator of `ingest.py`: by 4 clients with 200 messages in flight each, where the CPU time of the server
+per message counts, and by one client that waits for each acknowledgement, where the time of one turn
+does. Two rows' difference is what a stage costs.
 
     sockets    a protocol on the same event loop that only counts bytes and writes as many PUBACKs: the floor
     packets    the real listener: framing, checks, the topic's route, the queue of acknowledgements;
@@ -33,7 +34,7 @@ import uvloop
 from benchmarks import brokers, ingest
 
 STAGES = ("sockets", "packets", "append", "write", "fdatasync")
-CLIENTS, WINDOW = 4, 200
+LOADS = {"4 clients, 200 in flight each": (4, 200), "1 client, 1 in flight": (1, 1)}
 
 
 class Floor(asyncio.Protocol):
@@ -82,7 +83,7 @@ def serve(stage: str, directory: Path, port: int, size: int) -> None:
     app.run(config.load(directory / "streambridge.toml"))
 
 
-def measure(stage: str, root: Path, size: int, seconds: float) -> dict[str, Any]:
+def measure(stage: str, root: Path, load: tuple[int, int], size: int, seconds: float) -> dict[str, Any]:
     """Messages per second and CPU time per message with the stages up to this one."""
 
     def command(directory: Path, port: int) -> list[str]:
@@ -98,29 +99,46 @@ def measure(stage: str, root: Path, size: int, seconds: float) -> dict[str, Any]
         ]
 
     with brokers.serving(brokers.Server(stage, command), root) as (pid, port):
-        return ingest.loaded(port, CLIENTS, WINDOW, size, 1, pid, seconds)
+        return ingest.loaded(port, *load, size, 1, pid, seconds)
 
 
 def rows(found: dict[str, list[dict[str, Any]]]) -> list[dict[str, float | str]]:
-    """Per stage: the median CPU time of a message up to it, what it adds, and the rate."""
+    """Per stage: a message's median CPU time up to it, what it adds, the rate, and the time of one turn."""
     result: list[dict[str, float | str]] = []
     before = 0.0
     for stage, runs in found.items():
         cpu = statistics.median(run["cpu_us"] for run in runs)
         rate = statistics.median(run["rate"] for run in runs)
-        result.append({"stage": stage, "cpu_us": cpu, "adds_us": cpu - before, "per_second": rate})
+        result.append(
+            {
+                "stage": stage,
+                "cpu_us": cpu,
+                "adds_us": cpu - before,
+                "per_second": rate,
+                "turn_us": 1e6 / rate,
+            }
+        )
         before = cpu
     return result
 
 
-def table(table_rows: list[dict[str, float | str]]) -> str:
-    """The rows as Markdown."""
-    lines = ["| up to | CPU µs per message | the stage adds | messages/s |", "|---|---|---|---|"]
-    lines += [
-        f"| {row['stage']} | {row['cpu_us']:.2f} | {row['adds_us']:.2f} | {row['per_second']:,.0f} |"
-        for row in table_rows
-    ]
-    return "\n".join(lines) + "\n"
+def tables(found: dict[str, list[dict[str, float | str]]]) -> str:
+    """The rows of each load as Markdown."""
+    lines = []
+    for load, table_rows in found.items():
+        alone = LOADS[load] == (1, 1)
+        lines += [f"{load}:", ""]
+        lines += [
+            f"| up to | CPU µs per message | the stage adds | {'one turn, µs' if alone else 'messages/s'} |"
+        ]
+        lines += ["|---|---|---|---|"]
+        lines += [
+            f"| {row['stage']} | {row['cpu_us']:.2f} | {row['adds_us']:.2f} | "
+            + (f"{row['turn_us']:.1f} |" if alone else f"{row['per_second']:,.0f} |")
+            for row in table_rows
+        ]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def draw(table_rows: list[dict[str, float | str]], path: Path) -> None:
@@ -155,18 +173,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmark-output"))
     given = parser.parse_args()
     given.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[dict[str, Any]]] = {}
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {load: {} for load in LOADS}
     with tempfile.TemporaryDirectory(dir=given.output.resolve()) as root:
         for _ in range(given.rounds):
-            for stage in STAGES:
-                result = measure(stage, Path(root), given.size, given.seconds)
-                found.setdefault(stage, []).append(result)
-    shown = rows(found)
+            for name, load in LOADS.items():
+                for stage in STAGES:
+                    result = measure(stage, Path(root), load, given.size, given.seconds)
+                    found[name].setdefault(stage, []).append(result)
+    shown = {name: rows(runs) for name, runs in found.items()}
     machine = f"{platform.machine()}, Python {platform.python_version()}"
     (given.output / "stages.json").write_text(json.dumps({"machine": machine, "rows": shown, "runs": found}))
-    (given.output / "stages.md").write_text(table(shown))
-    draw(shown, given.output / "stages.png")
-    print(table(shown))
+    (given.output / "stages.md").write_text(tables(shown))
+    draw(next(iter(shown.values())), given.output / "stages.png")
+    print(tables(shown))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks import peers
+from bridge.errors import StreamError
 from bridge.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
@@ -66,11 +67,28 @@ class Ours:
         await committed(self.stream)
 
     async def many(self, payloads: list[bytes], until: float) -> int:
-        """Append groups one after the other on the loop itself, as a front end does."""
+        """Append group after group, each when a callback tells of the last, as a front end does."""
+        append, topic, stream = self.stream.append, self.topic, self.stream
+        done = self.loop.create_future()
         groups = 0
-        while time.perf_counter() < until:
-            await self._append(payloads)
+
+        def put() -> None:
+            for payload in payloads:
+                append(topic, payload)
+            stream.after_commit(stored)
+
+        def stored(error: StreamError | None) -> None:
+            nonlocal groups
             groups += 1
+            if error is not None:
+                done.set_exception(error)
+            elif time.perf_counter() < until:
+                put()
+            else:
+                done.set_result(None)
+
+        put()
+        await done
         return groups
 
     def read(self, start: int, count: int) -> int:

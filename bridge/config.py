@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge import tomlfile
+from bridge.addresses import host_and_port
 from bridge.aws import AwsSettings
 from bridge.errors import ConfigError
 from bridge.export.settings import ExportSettings
@@ -86,14 +87,6 @@ class Http(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_listen(self.listen, "127.0.0.1:9464")
-
-
-def host_and_port(listen: str) -> tuple[str, int]:
-    """Take "127.0.0.1:8088" or "[::1]:8088" apart; raises ValueError."""
-    host, _, port = listen.removeprefix("tcp://").rpartition(":")
-    if not (host and port.isascii() and port.isdecimal() and int(port) < 65_536):
-        raise ValueError(f"{listen!r} is no address and port")
-    return host.strip("[]"), int(port)
 
 
 def _check_listen(listen: str, example: str) -> None:

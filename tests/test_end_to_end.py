@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -59,9 +58,12 @@ class Service:
         self.config.write_text(CONFIG.format(port=self.port, flush=str(flush).lower()))
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def start(self, descriptors: int | None = None) -> None:
+        command = [sys.executable, "-m", "bridge", "run", "-c", str(self.config)]
+        if descriptors is not None:
+            command = ["sh", "-c", f'ulimit -Sn {descriptors}; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bridge", "run", "-c", str(self.config)],
+            command,
             stderr=subprocess.DEVNULL,
             cwd=ROOT,
         )
@@ -196,12 +198,7 @@ def test_a_declared_stream_that_cannot_be_had_has_its_messages_refused_and_not_a
 
 
 def test_more_devices_than_a_shell_allows_descriptors_are_served(service: Service) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (400, limits[1]))  # the service has it from us
-    try:
-        service.start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    service.start(descriptors=400)
     with contextlib.ExitStack() as stack:
         devices = [socket.create_connection(("127.0.0.1", service.port)) for _ in range(500)]
         for number, device in enumerate(devices):

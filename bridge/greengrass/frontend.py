@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bridge.addresses import host_and_port
 from bridge.errors import ConfigError
 from bridge.greengrass.connection import Connection
 
@@ -71,7 +72,7 @@ class GreengrassFrontEnd:
         loop = asyncio.get_running_loop()
         urls = []
         if self._config.listen:
-            host, port = _address(self._config.listen)
+            host, port = host_and_port(self._config.listen)
             try:
                 server = await loop.create_server(
                     partial(Connection, self, trusted=False), host, port, backlog=BACKLOG
@@ -174,11 +175,3 @@ class GreengrassFrontEnd:
             waiting, self._waiting = self._waiting, []
             for connection in waiting:
                 connection.release("pressure")
-
-
-def _address(listen: str) -> tuple[str, int]:
-    """Split host:port; raises ConfigError."""
-    host, colon, port = listen.removeprefix("tcp://").rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65_535:
-        raise ConfigError(f"greengrass.listen: {listen!r} is not host:port, for instance 127.0.0.1:8088")
-    return host.strip("[]") or "127.0.0.1", int(port)

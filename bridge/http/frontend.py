@@ -15,9 +15,9 @@ from urllib.parse import parse_qs
 import msgspec
 
 from bridge import metrics
+from bridge.addresses import host_and_port, is_loopback
 from bridge.http.observer import SHARE, Observer
 from bridge.http.server import Answer, Server
-from bridge.mqtt.settings import is_loopback
 
 log = logging.getLogger("bridge.http")
 PAGE = Path(__file__).parent
@@ -29,13 +29,13 @@ class HttpFrontEnd:
     """The status page and what stands beside it."""
 
     def __init__(self, listen: str, observer: Observer) -> None:
-        """Raises ConfigError if `listen` is no address."""
+        """Raises ValueError if `listen` is no address."""
         self._observer = observer
         self._page = _page()
         self._metrics: asyncio.Task[bytes] | None = None
         self._metrics_until = 0.0
         self._watch: asyncio.Task[None] | None = None
-        self._loopback = is_loopback(listen.rpartition(":")[0].strip("[]"))
+        self._loopback = is_loopback(host_and_port(listen)[0])
         self._server = Server(
             listen,
             {

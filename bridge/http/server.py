@@ -21,6 +21,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 
+from bridge.addresses import host_and_port
 from bridge.errors import ConfigError
 
 HEAD_LIMIT = 8 * 1024
@@ -67,7 +68,7 @@ class Server:
     """Serves `routes` by their path."""
 
     def __init__(self, listen: str, routes: dict[str, Route]) -> None:
-        self._host, self._port = _address(listen)
+        self._host, self._port = host_and_port(listen)
         self._routes = routes
         self._names = _names(self._host)
         self._server: asyncio.Server | None = None
@@ -197,13 +198,6 @@ def _head(answer: Answer, goes_on: bool) -> bytes:
         *(f"{k}: {v}" for k, v in fields.items()),
     ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
-
-
-def _address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
-        raise ConfigError(f'http.listen: {listen!r} is not like 127.0.0.1:9464; "" turns it off')
-    return host.strip("[]"), int(port)
 
 
 def _names(host: str) -> set[str]:

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
+from bridge.addresses import is_loopback
 from bridge.model import KIB, MIB
 from bridge.topics import is_topic_filter
 
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
-_LOOPBACK = ("localhost", "::1")
 
 
 class Address(NamedTuple):
@@ -37,11 +37,6 @@ class Address(NamedTuple):
     def secure(self) -> bool:
         """Whether it needs a certificate."""
         return self.scheme in ("tls", "wss")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name means this machine."""
-    return host in _LOOPBACK or host.startswith("127.")
 
 
 def parse_address(url: str) -> Address:

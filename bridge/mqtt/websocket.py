@@ -17,7 +17,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from bridge.mqtt.settings import is_loopback
+from bridge.addresses import is_loopback
 
 if TYPE_CHECKING:
     from bridge.mqtt.connection import Connection

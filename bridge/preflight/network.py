@@ -6,8 +6,8 @@ import errno
 import socket
 from collections.abc import Iterator
 
-from bridge.config import host_and_port
-from bridge.mqtt.settings import is_loopback, parse_address
+from bridge.addresses import host_and_port, is_loopback
+from bridge.mqtt.settings import parse_address
 from bridge.preflight.look import Finding, Look
 from bridge.streams.store import is_running
 from bridge.tomlfile import Keys

@@ -51,6 +51,7 @@ FRAME = struct.Struct("<IIIHHIQQ")
 COVERED = struct.Struct("<IHHIQQ")  # what of a frame's header its crc covers
 INDEX = struct.Struct("<8sQQQQQQII")
 ENTRY = struct.Struct("<QQ")
+PAIR = struct.Struct("<II")
 HEADERS, IDS = 1, 2
 RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
@@ -90,7 +91,7 @@ class Frame(NamedTuple):
     @property
     def width(self) -> int:
         """How many sizes the body has per message."""
-        return 2 + (self.columns & HEADERS) + ((self.columns & IDS) >> 1)
+        return _WIDTHS[self.columns]
 
     @property
     def data_bytes(self) -> int:
@@ -127,6 +128,8 @@ def decode_header(data: bytes) -> tuple[int, int, int] | None:
 
 
 def _sizes(parts: Sequence[bytes]) -> bytes:
+    if len(parts) == 2:  # a message alone: whoever waits for each acknowledgement makes many of them
+        return PAIR.pack(len(parts[0]), len(parts[1]))
     sizes = array("I", map(len, parts))
     if _SWAP:
         sizes.byteswap()
@@ -326,14 +329,16 @@ class Indexer:
 
     def add(self, frame: Frame, offset: int) -> None:
         """Take note of one frame, which begins at `offset` of its file."""
+        base, number, time, columns, start, end = frame
         if not self.entries:
-            self.first_time = frame.time
+            self.first_time = time
         if offset - self._last_entry >= INDEX_STEP:
-            self.entries.append((frame.base, offset))
+            self.entries.append((base, offset))
             self._last_entry = offset
-        self.next = frame.next
-        self.last_time = max(self.last_time, frame.time)
-        self.data_bytes += frame.data_bytes
+        self.next = base + number
+        if time > self.last_time:
+            self.last_time = time
+        self.data_bytes += end - start - FRAME.size - 4 * _WIDTHS[columns] * number
 
     def summary(self, size: int) -> Summary:
         """The summary of the segment, now `size` bytes long."""

@@ -348,6 +348,9 @@ class Stream:
                 self.exact.stale = True
                 self._on_event(self.name, f"cannot apply its limits now: {trouble}")
         self._set_room()
+        if self._group.parts:  # it may have been scheduled while we were busy, and passed over
+            self._scheduled = True
+            self._schedule(self)
         for waiter in waiters:
             waiter(None)
         for told in self.on_commit:
@@ -355,9 +358,6 @@ class Stream:
         if self._maintain_late:
             with contextlib.suppress(OSError):
                 self.maintain(now_ms())
-        if self._group.parts:  # it may have been scheduled while we were busy, and passed over
-            self._scheduled = True
-            self._schedule(self)
 
     def fail(self, error: OSError) -> None:
         """Nothing pending is stored: all of it fails together, and the numbers are free again."""
