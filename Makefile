@@ -12,10 +12,9 @@ demo: venv ## the whole way on real input: devices, streams, S3, Spark table
 	@.ci/tools java
 	$(BIN)/python examples/demo/run.py
 
-MINUTES := 20
 soak: venv ## everything at once with everything going wrong, MINUTES=20; the report is build/soak/soak.md
 	@.ci/tools java mosquitto
-	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),20)
 
 test: venv lint ## what must hold before every commit
 	@.ci/tools java mosquitto strace systemd chromium node

@@ -33,8 +33,10 @@ from bridge.export.settings import ExportSettings
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
 from bridge.mqtt.settings import MqttConfig
 from bridge.tomlfile import Document, Keys
-from bridge.tomlstruct import Reader, dotted
+from bridge.tomlstruct import Reader, dotted, keys_of
 
+# The keys of a stream that are not named as the SDK's field is.
+RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # What a running service takes over on SIGHUP, besides [streams]; the rest needs a restart.
 RELOADED = {"mqtt.tls", "mqtt.users_file", "mqtt.acl", "log.level"}
 
@@ -167,11 +169,9 @@ _SECTIONS = {
 
 def in_toml(message: str, name: str) -> str:
     """Say what the StreamManager says of a declared stream in the words of the file."""
-    words = {field.encode_name: field.name for field in msgspec.structs.fields(MessageStreamDefinition)}
-    words |= {field.encode_name: field.name for field in msgspec.structs.fields(Limits)}
-    words |= {"streamSegmentSize": "segment_size", "exportDefinition": "export"}
-    for wire, key in words.items():
-        message = re.sub(rf"\b{wire}\b", key.removesuffix("_millis"), message)
+    for struct in (MessageStreamDefinition, Limits):
+        for key, field in keys_of(struct, RENAMED).items():
+            message = re.sub(rf"\b{field.encode_name}\b", key, message)
     return message.replace("definition.", f"{dotted(('streams', name))}.")
 
 
@@ -211,9 +211,7 @@ def _stream(reader: Reader, name: str, table: object, keys: Keys) -> MessageStre
     # Two defaults that a client's request has not: a full stream refuses rather than forgets, and
     # a small stream gets small segments.
     table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
-    definition = reader.struct(
-        MessageStreamDefinition, table, keys, renamed={"stream_segment_size": "segment_size"}, fixed=fixed
-    )
+    definition = reader.struct(MessageStreamDefinition, table, keys, renamed=RENAMED, fixed=fixed)
     if definition is not None and definition.stream_segment_size > definition.max_size:
         if "segment_size" in table and (*keys, "max_size") not in reader.broken:
             reader.problem((*keys, "segment_size"), "is larger than max_size; make it at most that")

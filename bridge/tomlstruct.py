@@ -36,6 +36,14 @@ _VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
 S = TypeVar("S", bound=Struct)
 
 
+def keys_of(cls: type[Struct], renamed: Mapping[str, str] = {}) -> dict[str, msgspec.structs.FieldInfo]:
+    """The fields of a struct by the key that stands for each in TOML; `renamed`: those with another one."""
+    return {
+        renamed.get(field.name, field.name.removesuffix("_millis")): field
+        for field in msgspec.structs.fields(cls)
+    }
+
+
 class Reader:
     """Builds structs from one document and collects what is wrong with it in `problems`.
 
@@ -86,11 +94,7 @@ class Reader:
         """
         if not self.is_table(table, keys):
             return None
-        fields = {
-            renamed.get(field.name, field.name.removesuffix("_millis")): field
-            for field in msgspec.structs.fields(cls)
-            if field.name not in fixed
-        }
+        fields = {key: field for key, field in keys_of(cls, renamed).items() if field.name not in fixed}
         values = dict(fixed)
         for key, raw in table.items():
             field = fields.get(key)

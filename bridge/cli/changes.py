@@ -25,9 +25,10 @@ from bridge.cli.common import (
     print_json,
 )
 from bridge.cli.operate import Place, operate, place
-from bridge.config import in_toml, stream_definition
+from bridge.config import RENAMED, in_toml, stream_definition
 from bridge.errors import StreamBridgeError
 from bridge.model import MessageStreamDefinition
+from bridge.tomlstruct import keys_of
 
 TOGETHER = 1000  # messages that `append` sends in one request
 
@@ -68,11 +69,8 @@ def update(
     A table (limits, export.KIND) is replaced as a whole.
     """
     table, where = _table(settings or []), place(config, data_dir)
-    fields = {
-        field.name.removesuffix("_millis"): field.name
-        for field in msgspec.structs.fields(MessageStreamDefinition)
-        if field.name not in ("name", "export_definition", "stream_segment_size")
-    } | {"segment_size": "stream_segment_size", "export": "export_definition"}
+    keys = keys_of(MessageStreamDefinition, RENAMED)
+    fields = {key: field.name for key, field in keys.items() if key != "name"}
     unknown = [key for key in reset or [] if key not in fields]
     if unknown:
         raise typer.BadParameter(f"--reset {unknown[0]}: no such setting; there are: {', '.join(fields)}")
