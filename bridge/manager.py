@@ -14,6 +14,7 @@ documents nothing, these decisions hold:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -52,6 +53,8 @@ STREAM_TOPICS = "streams/"
 RESERVED_TOPICS = "streambridge"  # first level of the request topics
 PURGE_STEP = 10_000  # messages that are looked at before others have their turn
 TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
+
+log = logging.getLogger(__name__)
 
 
 class Exports(Protocol):
@@ -123,6 +126,16 @@ class Refusal:
         done(None)
 
 
+def _stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
+    """A stored definition; the default one, under whatever name, if it is lost or cannot be read."""
+    try:
+        return msgspec.json.decode(definition or b"", type=MessageStreamDefinition)
+    except msgspec.DecodeError as error:
+        if definition is not None:
+            log.error("its definition cannot be read (%s); update it", error, extra={"stream": name})
+        return MessageStreamDefinition(name=name, strategy_on_full=StrategyOnFull.RejectNewData)
+
+
 class StreamManager:
     """The operations. Use from the event loop's thread."""
 
@@ -136,8 +149,7 @@ class StreamManager:
         self._changed: set[Stream] = set()
         self._reads = Reads()
         for stream in store.streams.values():
-            definition = msgspec.json.decode(stream.meta.definition, type=MessageStreamDefinition)
-            self._adopt(stream, definition)
+            self._adopt(stream, _stored(stream.name, stream.meta.definition))
         self._refuse_unopened()
 
     @property
@@ -195,8 +207,7 @@ class StreamManager:
         """A stream that is there and not opened is refused too, on the topics that are known."""
         for name, unopened in self.store.unopened.items():
             if name not in self._refusals:
-                raw = unopened.definition or msgspec.json.encode({"name": name, "strategyOnFull": 0})
-                self.refuse(msgspec.json.decode(raw, type=MessageStreamDefinition), unopened.why)
+                self.refuse(_stored(name, unopened.definition), unopened.why)
 
     def _filters(self, definition: MessageStreamDefinition) -> list[str]:
         return [*definition.topics, f"{STREAM_TOPICS}{definition.name}/#"]

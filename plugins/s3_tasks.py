@@ -8,8 +8,9 @@ are the same upload.
 
 Each task ends with one status message: Success; Failure for what can never succeed (no such file, no
 such bucket, a bad definition), and then the next task is taken; Canceled when the export is deleted, or
-when the task is gone from the stream before it was done: expired, overwritten or purged. The message of a
-task that is gone has its number and no definition.
+when the task is gone from the stream before it was done: expired, overwritten or purged. When an export is
+deleted, at most the first 1,000 of its waiting tasks are told of. The message of a task that is gone has
+its number and no definition.
 Network, throttling, rights and credentials are waited out, and the task stays InProgress. A status
 stream that is missing or full costs the message, never the task.
 """

@@ -14,6 +14,8 @@ from bridge import plugins
 from bridge.errors import InvalidRequest, StorageFailed, StreamFull, StreamNotFound, UpdateNotAllowed
 from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.streams import verify
+from bridge.streams.meta import Settings
 from bridge.streams.store import Store
 
 REGISTRY = plugins.load()
@@ -260,6 +262,38 @@ def test_a_stream_that_cannot_be_opened_is_refused_by_every_door_and_never_denie
             assert manager.bound("t/1") == ()
             with pytest.raises(StorageFailed):
                 manager.bound("streams/s")[0].append(b"streams/s", b"x")
+
+    run(work())
+
+
+def test_a_directory_that_is_no_streams_keeps_neither_the_service_nor_a_repair_from_starting(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition())
+        (tmp_path / "data/streams/lost+found").mkdir()
+        async with opened(tmp_path) as manager:
+            assert (list(manager.refused), manager.names()) == (["lost+found"], ["s"])
+
+    run(work())
+    verify.repair(tmp_path / "data")
+
+    async def repaired() -> None:
+        async with opened(tmp_path) as manager:
+            assert (manager.refused, sorted(manager.names())) == ({}, ["lost-found", "s"])
+            manager.delete("lost-found")
+
+    run(repaired())
+
+
+def test_a_stored_definition_that_cannot_be_read_gives_way_to_the_default(tmp_path: Path) -> None:
+    async def work() -> None:
+        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *what: None)
+        store.create("s", Settings(), b'{"name": "s", "strategyOnFull": 7}')
+        await store.close()
+        async with opened(tmp_path) as manager:
+            assert manager.describe("s").definition.strategy_on_full == 0
 
     run(work())
 

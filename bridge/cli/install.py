@@ -49,6 +49,7 @@ def install_service(
         typer.echo(f"kept {target}")
     else:
         _write(target, service_config())
+    _link(root / "usr/local/bin/streambridge", command)
     if alone:
         return
     _run("systemd-sysusers", "/etc/sysusers.d/streambridge.conf")
@@ -88,6 +89,19 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o644)
     typer.echo(f"wrote {path}")
+
+
+def _link(link: Path, command: Path) -> None:
+    """Have the command found without its whole path, also by sudo."""
+    if link == command:
+        return
+    if link.exists() and not link.is_symlink():
+        typer.echo(f"kept {link}, which is another one; the service's is {command}")
+        return
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(command)
+    typer.echo(f"linked {link} to {command}")
 
 
 def _run(*command: str) -> None:

@@ -180,8 +180,7 @@ class Committer:
             else:
                 what = f"sync failed ({error}); what was not on the disk was written to a new file"
                 stream.log.synced([])
-                if lost:
-                    stream.drop(lost, Reason.DAMAGED)
+                stream.drop(lost, Reason.DAMAGED)  # also with none: what was dropped meanwhile is let go of
             self._on_event(stream.name, what)
         self._sync_over(stream)
 

@@ -66,7 +66,8 @@ class Window:
         """Fill the window from the stream's own files, newest segments only."""
         start = stream.next_sequence
         for base in reversed(stream.log.sizes):
-            if stream.summary(base).last_time + self.length < now:
+            summary = stream.summary(base)
+            if summary.entries and summary.last_time + self.length < now:  # an empty one says nothing
                 break
             start = base
         position, healed = start, set[int]()

@@ -72,15 +72,14 @@ class Stream:
             floor = max(floor, self.drops.ranges[-1].last + 1)
         self.log = SegmentLog(files, data, meta, self.drops)
         self.log.open(floor)
-        now = now_ms()
         self._on_event = on_event
         self.exact: Exact | None = None
         self._report(self.log.damage)
         memory = meta.settings.memory
         if floor > self.log.next:
-            self.drops.record([(self.log.next, floor - 1)], now, Reason.MEMORY if memory else Reason.SKIPPED)
+            self._gone([(self.log.next, floor - 1)], Reason.MEMORY if memory else Reason.SKIPPED)
             self.log.replace_active(floor)
-        self.drops.record([(0, self.log.first - 1)], now, Reason.MEMORY if memory else Reason.UNKNOWN)
+        self._gone([(0, self.log.first - 1)], Reason.MEMORY if memory else Reason.UNKNOWN)
         self.error: StreamError | None = None
         self.on_commit: list[Callable[[], None]] = []
         self.busy = self.closed = False
@@ -95,8 +94,6 @@ class Stream:
         if meta.settings.dedup_window is not None:
             self.deduplicate()
         self._apply()
-        with contextlib.suppress(OSError):  # tried again with every commit and every second
-            self.maintain(now)
 
     # -- what it is ------------------------------------------------------------------------------
     @property
@@ -152,14 +149,14 @@ class Stream:
         metadata.save(self.files, self.home, fresh)
         self.meta, self.window = fresh, window
         self._apply()
-        with contextlib.suppress(OSError):  # tried again with every commit and every second
-            self.maintain(now_ms())
 
     def _apply(self) -> None:
         if self.window is not None:
             self.window.configure(self.settings.dedup_window)
         self.exact = Exact(self) if self.settings.limits != metadata.ExactLimits() else None
         self._set_room()
+        with contextlib.suppress(OSError):  # tried again with every commit and every second
+            self.maintain(now_ms())
 
     def deduplicate(self) -> None:
         """Have message ids count from now on, also if the settings do not say for how long."""
@@ -287,7 +284,8 @@ class Stream:
         settings = self.settings
         needed = self._group.size + size + self._flight_size + FRAMING
         if self.log.total_bytes + needed > settings.max_size and settings.free_exported:
-            self._free(needed, Reason.EXPORTED)
+            with contextlib.suppress(OSError):  # then it is full
+                self._free(needed, Reason.EXPORTED)
             self._set_room()
         if self.log.total_bytes + needed > settings.max_size:
             self.count("full")
@@ -393,13 +391,16 @@ class Stream:
 
         Segments at the front that hold no live message any more are deleted.
         """
-        fresh = self.drops.record(ranges, now_ms(), reason)
-        number = sum(drop.last - drop.first + 1 for drop in fresh)
+        number = self._gone(ranges, reason)
+        if number and self.exact is not None and reason is not Reason.LIMITS:
+            self.exact.stale = True
+        self._remove_dead()
+        return number
+
+    def _gone(self, ranges: list[tuple[int, int]], reason: Reason) -> int:
+        number = sum(drop.last - drop.first + 1 for drop in self.drops.record(ranges, now_ms(), reason))
         if number:
             self.count(reason.name.lower(), number)
-            if self.exact is not None and reason is not Reason.LIMITS:
-                self.exact.stale = True
-        self._remove_dead()
         return number
 
     def drop_upto(self, number: int, reason: Reason) -> int:
@@ -471,10 +472,9 @@ class Stream:
 
     def _report(self, found: list[Damage]) -> None:
         for damage in found:
-            self.drops.record(damage.lost, now_ms(), Reason.DAMAGED)
+            self._gone(damage.lost, Reason.DAMAGED)
             lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
             self._on_event(self.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
-            self.count("damaged", sum(last - first + 1 for first, last in damage.lost))
             if self.exact is not None:
                 self.exact.stale = True
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -215,7 +216,7 @@ def _rebuild_definition(directory: Path) -> Problem | None:
         if header is not None:
             _, epoch, salt = header
             break
-    name = unquote(directory.name)
+    name = re.sub(r"[^\w ,.\-]", "-", unquote(directory.name))  # what is no name's directory gets a legal one
     definition = msgspec.json.encode({"name": name, "strategyOnFull": 0})
     meta.save(Files(), directory, Meta(name, epoch, salt, Settings(), definition))
     return Problem(str(directory), "the definition was lost; written again with default settings")

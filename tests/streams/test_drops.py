@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.errors import StreamFull
 from bridge.streams.drops import Reason
 from bridge.streams.layout import Files
 from bridge.streams.meta import ExactLimits, Settings
@@ -231,5 +232,22 @@ def test_a_damaged_frame_at_the_front_does_not_stop_the_limits(house: House, lim
                 return stream.live_messages() == (0 if limits.max_age else 4)
 
             await until(within)
+
+    run(work())
+
+
+def test_a_full_stream_whose_room_the_disk_refuses_to_free_says_that_it_is_full(house: House) -> None:
+    async def work() -> None:
+        house.files = files = Selective()
+        async with house.stream(max_size=4096, overwrite=False, free_exported=True) as stream:
+            with pytest.raises(StreamFull):
+                while True:
+                    await put(stream, b"x" * 100)
+            stream.exported_upto = stream.next_sequence
+            files.refused = (".seg",)  # no new segment, behind which the old one could go
+            with pytest.raises(StreamFull):
+                stream.append(b"t", b"x" * 100)
+            files.refused = ()
+            assert await put(stream, b"y") == [stream.exported_upto]
 
     run(work())

@@ -322,3 +322,15 @@ def test_a_repeated_message_id_inside_the_window_is_stored_once_also_after_a_res
             assert stream.counters["deduplicated"] == 1
 
     run(work())
+
+
+def test_a_repeated_message_id_is_known_also_behind_numbers_that_were_skipped(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(dedup_window=60_000) as stream:
+            assert await put(stream, b"a", b"b", ids=True) == [0, 1]
+        house.floors["s"] = 10  # an export is further than the disk, after a power cut
+        async with house.stream() as stream:
+            assert stream.counters == {"skipped": 8}
+            assert await put(stream, b"a", b"c", ids=True) == [0, 10]
+
+    run(work())

@@ -230,3 +230,32 @@ def test_damage_inside_the_deduplication_window_keeps_neither_the_service_down_n
             assert house.events
 
     run(work())
+
+
+def test_what_is_dropped_during_a_rescue_is_let_go_of_after_it(house: House) -> None:
+    async def work() -> None:
+        disk: SlowDisk = slow(house)
+        async with house.store() as store:
+            stream = store.create("s", Settings(segment_size=1024), b"{}")
+            for number in range(4):
+                await put(stream, bytes((number,)) * 700)
+            real, failed = disk.sync, [0]
+
+            def sync(fd: int) -> None:
+                failed[0] += 1
+                if failed[0] == 1:
+                    disk.gate.clear()
+                    raise OSError(errno.EIO, "Input/output error")
+                real(fd)
+
+            disk.sync = sync  # type: ignore[method-assign]
+            syncing = asyncio.create_task(store.committer.sync([stream]))
+            await until(lambda: stream.busy and disk.waiting)
+            assert stream.drop_upto(2, Reason.PURGED) == 2
+            disk.gate.set()
+            await asyncio.wait_for(syncing, 20)
+            await until(lambda: not stream.busy)
+            assert stream.oldest == 2
+            await until(lambda: len(list(house.directory().glob("*.seg"))) == 2)
+
+    run(work())

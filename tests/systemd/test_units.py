@@ -66,6 +66,17 @@ def test_every_unit_starts_this_installation(root: Path) -> None:
         assert "/opt/" not in text
 
 
+def test_the_command_is_found_without_its_path_and_another_one_is_left_alone(root: Path) -> None:
+    link = root / "usr/local/bin/streambridge"
+    assert link.readlink() == Path(sys.prefix) / "bin/streambridge"
+    link.unlink()
+    link.write_text("mine")
+    assert f"kept {link}, which is another one; the service's is {sys.prefix}/bin/streambridge" in install(
+        root
+    )
+    assert link.read_text() == "mine"
+
+
 def test_the_configuration_of_the_service_keeps_data_where_the_unit_allows_it(root: Path) -> None:
     done = subprocess.run(
         [
