@@ -198,7 +198,7 @@ class Planner:
             for drop in self._drops.ranges
             if drop.first <= last and drop.last >= first
         ]
-        # Reasons of old drops are forgotten some day; that the numbers are gone is still sure.
+        # The drop log keeps a reason of every drop: what is gone without one is lost.
         parts += [(a, b, "unknown") for a, b in self._drops.live(first, last)]
         return sorted(parts)
 

@@ -7,7 +7,7 @@ in this order of precedence:
 * trimmed      the gateway declared that it dropped them (overwritten, expired, purged)
 * quarantined  an object that should hold them was refused
 * waiting      the gateway has not uploaded them yet
-* missing      none of these: lost
+* missing      none of these, or the gateway says that they were damaged or are gone unexplained: lost
 
 A stream starts at 0 where its gateway's head is known, else at the first number that is in the table; it
 ends at the newest that anybody knows of. Without a head a lost tail is not seen, so that is said.
@@ -29,7 +29,7 @@ from bridge.objectkeys import HEADS, parse_key
 
 KINDS = ("trimmed", "quarantined", "waiting", "missing")
 SHOWN = 5  # gateways named in one line
-ILLEGAL = ("damaged",)  # reasons of a gateway that are losses: stored bytes failed their check
+ILLEGAL = ("damaged", "unknown")  # reasons of a gateway that are losses, as in its head object
 
 
 @dataclass(frozen=True, slots=True)

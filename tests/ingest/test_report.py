@@ -105,3 +105,15 @@ def test_a_head_object_that_cannot_be_is_a_note_and_stops_nothing(tmp_path: Path
 
 def test_where_nothing_is_known_nothing_is_complete() -> None:
     assert not build(State(), Inventory([]), Heads(), "lake.messages", 0).complete
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [("expired", "trimmed"), ("damaged", "missing"), ("unknown", "missing")]
+)
+def test_what_the_gateway_cannot_explain_is_lost_and_not_trimmed(reason: str, kind: str) -> None:
+    stream, state = StreamId("gw-a", "s0", EPOCH), State()
+    state.of(stream).take([Piece(10, 99, EPOCH, EPOCH)], known_last=-1)
+    heads = Heads({stream: Head(EPOCH, 10, 99, 99, ((0, 9, reason),))})
+    found = build(state, Inventory([]), heads, "lake.messages", state.rows())
+    assert found.total(kind) == 10
+    assert found.complete == (kind == "trimmed")
