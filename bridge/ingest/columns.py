@@ -18,6 +18,7 @@ BASE = pa.schema(
 )
 MESSAGES = BASE.append(pa.field("object_key", pa.string()))
 VARIANT = pa.struct([pa.field("value", pa.binary(), False), pa.field("metadata", pa.binary(), False)])
+PARTITIONS = ("ingest_date", "ingest_day")  # the sinks' own columns and partitions: no column has such a name
 MAX_EXTRAS = 100  # columns that objects may add to the table, all together
 
 

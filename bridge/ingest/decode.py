@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, TIME
+from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
 from bridge.ingest.errors import BadObject
 from bridge.objectkeys import ObjectKey
 
@@ -121,6 +121,8 @@ def _plain(table: pa.Table, name: str) -> pa.DataType:
     """The type that a new column gets in the table."""
     if not PLAIN_NAME.match(name) or name in MESSAGES.names:
         raise BadObject(f"column {name!r} cannot be added to the table: not a plain name")
+    if name in PARTITIONS:
+        raise BadObject(f"column {name!r} cannot be added to the table: its partition has that name")
     found = table[name].type
     if pa.types.is_dictionary(found):
         found = found.value_type

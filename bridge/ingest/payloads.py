@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from datetime import date, datetime
 from typing import Any
 
+from bridge.ingest.columns import PARTITIONS
+
 FORMATS = ("json", "cbor")
 KEYS = ("gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic")
 
@@ -119,7 +121,7 @@ def _ddl(shape: Any) -> str:
 
 
 def column_names(
-    fields: Iterable[str], taken: Iterable[str] = (*KEYS, "payload", "reason")
+    fields: Iterable[str], taken: Iterable[str] = (*KEYS, *PARTITIONS, "payload", "reason")
 ) -> dict[str, str]:
     """A column for each field of the payload: lower case and plain, for Athena, and no name twice."""
     used = set(taken)

@@ -201,6 +201,19 @@ def test_columns_that_objects_add_later_are_added_to_the_table(
     assert summary.report.refused[0]["reason"].startswith("column qos does not fit int64")
 
 
+def test_an_object_with_a_column_that_a_table_keeps_for_itself_is_quarantined(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 9)
+    reserved = [gateway.export(10, 19, ingest_date="2026-01-01"), gateway.export(20, 29, ingest_day=1)]
+    summary = run(spark, landing, sink())
+    assert numbers(sink()) == list(range(10))
+    reasons = {document["key"]: document["reason"] for document in summary.report.refused}
+    assert set(reasons) == set(reserved)
+    assert all("its partition has that name" in reason for reason in reasons.values())
+
+
 def test_messages_of_many_days_land_in_a_file_for_each_day(spark: Any, landing: Place, iceberg: Sink) -> None:
     Gateway(landing).export(0, 9, step_ms=12 * 3_600_000)
     summary = run(spark, landing, iceberg())

@@ -262,11 +262,13 @@ def test_a_schema_is_inferred_that_fits_all_samples() -> None:
 
 
 def test_columns_get_plain_names_that_never_collide() -> None:
-    assert column_names(["Temp", "temp", "topic", "a-b"]) == {
+    assert column_names(["Temp", "temp", "topic", "a-b", "ingest_date", "ingest_day"]) == {
         "Temp": "temp",
         "temp": "temp_2",
         "topic": "payload_topic",
         "a-b": "a_b",
+        "ingest_date": "payload_ingest_date",  # partitions of the tables
+        "ingest_day": "payload_ingest_day",
     }
 
 

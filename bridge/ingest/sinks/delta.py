@@ -19,7 +19,7 @@ from deltalake import CommitProperties, DeltaTable, Field, Schema, TableFeatures
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
-from bridge.ingest.columns import MESSAGES, VARIANT, is_variant
+from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
 from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
 from bridge.ingest.sinks.base import Compacted, LiveFile
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 APPLICATION = "streambridge-ingest"
-PARTITION = "ingest_date"
+PARTITION = PARTITIONS[0]
 ATTEMPTS = 6
 
 

@@ -29,7 +29,7 @@ from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
-from bridge.ingest.columns import MESSAGES, has_variant
+from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, LiveFile
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pyiceberg.types import PrimitiveType
     from pyspark.sql import SparkSession
 
+PARTITION = PARTITIONS[1]
 POINTER = "streambridge.state"
 STATE_AT = "streambridge.state-location"
 ATTEMPTS = 6
@@ -83,7 +84,7 @@ class IcebergSink:
         return self.catalog.create_table_if_not_exists(
             self.identifier,
             fields,
-            partition_spec=PartitionSpec(PartitionField(day, 1000, DayTransform(), "ingest_day")),
+            partition_spec=PartitionSpec(PartitionField(day, 1000, DayTransform(), PARTITION)),
             properties={**PROPERTIES, **({STATE_AT: self._state_at} if self._state_at else {})},
         )
 
@@ -105,7 +106,10 @@ class IcebergSink:
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
         return Target(
-            Place(table.location(), self.endpoint), "data/ingest_day", schema.serialize().to_pybytes(), extras
+            Place(table.location(), self.endpoint),
+            f"data/{PARTITION}",
+            schema.serialize().to_pybytes(),
+            extras,
         )
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
