@@ -25,12 +25,13 @@ from typing import Any, Literal, TextIO
 WINDOW = 10.0
 MOST_KEPT = 1000  # different lines remembered; beyond that, lines pass uncounted
 MOST_ALIKE = 20
+TEMPLATE = "template"  # in `extra=`, no key of the line: what lines that differ in values only have in common
 
 # Third parties that would tell each connection or each AWS call.
 _QUIET = ("amqtt", "transitions", "boto", "boto3", "botocore", "s3transfer", "urllib3", "asyncio")
 
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", TEMPLATE}
 
 
 class LineFormatter(logging.Formatter):
@@ -99,7 +100,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             return
         self._tell(now)
         if record.levelno > logging.DEBUG:
-            kind = (record.levelno, record.name, str(record.msg))
+            kind = (record.levelno, record.name, str(getattr(record, TEMPLATE, record.msg)))
             started, count, _ = self._alike.get(kind, (now, 0, record))
             self._alike[kind] = (started, count + 1, record)
             if count >= MOST_ALIKE:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from bridge import logs
 from bridge.aws import AwsSettings
 from bridge.export import wire
 from bridge.export.cursor import forget_stream, highest_exported, stored_status
@@ -344,8 +345,8 @@ class ExportSupervisor:
                 task = asyncio.ensure_future(self._append(number, name, payload))
                 self._appends.add(task)
                 task.add_done_callback(self._appends.discard)
-            case wire.Log(level, name, text):
-                logging.getLogger(name).log(level, "%s", text)
+            case wire.Log(level, name, text, template):
+                logging.getLogger(name).log(level, "%s", text, extra={logs.TEMPLATE: template})
             case wire.Damaged(name, detail):
                 if self._damaged is not None:
                     self._damaged(name, detail)

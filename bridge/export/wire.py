@@ -138,11 +138,12 @@ class Append(Message, frozen=True, array_like=True, tag=True):
 
 
 class Log(Message, frozen=True, array_like=True, tag=True):
-    """From the worker: a log record."""
+    """From the worker: a log record. Lines of one `template` differ in their values only."""
 
     level: int
     name: str
     text: str
+    template: str
 
 
 class Damaged(Message, frozen=True, array_like=True, tag=True):

@@ -289,9 +289,13 @@ class _Forward(logging.Handler):
             self._second, self._lines = second, 0
         self._lines += 1
         if self._lines <= _LOG_LINES:
-            # Half a surrogate pair, such as of a file's name, cannot be sent.
-            text = self.format(record).encode(errors="backslashreplace").decode()
-            self._worker.send(wire.Log(record.levelno, record.name, text))
+            text, template = _sendable(self.format(record)), _sendable(str(record.msg))
+            self._worker.send(wire.Log(record.levelno, record.name, text, template))
+
+
+def _sendable(text: str) -> str:
+    """Half a surrogate pair, such as of a file's name, cannot be sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _lock(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from bridge import logs
 from bridge.export.wire import Tuning
-from tests.export.harness import FAST, numbers, recorded, running, until
+from tests.export.harness import FAST, drop_in, numbers, recorded, running, until
 
 
 def good(root: Path, **more: Any) -> dict[str, Any]:
@@ -241,3 +243,45 @@ def test_ingest_does_not_notice_a_worker_that_cannot_start(
             await gateway.exported("a", 0)
 
     asyncio.run(scenario())
+
+
+TALKER = """
+    import logging
+    from bridge import ACCEPTED, BatchedConfig, Exporter, hookimpl
+
+    class Talker(Exporter):
+        kind = "talker"
+        Config = BatchedConfig
+
+        def export(self, batch):
+            for number in range(50):
+                logging.getLogger("talker").warning("pump %s is slow", number)
+            logging.getLogger("talker").warning("valve %s is stuck", 7)
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Talker)
+"""
+
+
+def test_a_flood_of_one_line_of_a_worker_hides_no_other_line_of_it(tmp_path: Path) -> None:
+    drop_in(tmp_path, "talker", TALKER)
+    output = io.StringIO()
+    handler = logs.CountingHandler(output, logs.LineFormatter(), window=3600)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("a", {"talker": [{"identifier": "x"}]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+
+    logging.getLogger("talker").addHandler(handler)
+    try:
+        asyncio.run(scenario())
+    finally:
+        logging.getLogger("talker").removeHandler(handler)
+        handler.close()
+    lines = [line.partition("talker ")[2] for line in output.getvalue().splitlines()]
+    pumps = [f'msg="pump {number} is slow"' for number in range(20)]
+    assert lines == [*pumps, 'msg="valve 7 is stuck"', 'msg="pump 49 is slow" alike=30']
