@@ -153,7 +153,7 @@ class CursorFile:
         slot = head + crc32(body, crc32(head)).to_bytes(4, "big") + body
         if len(slot) > SLOT:
             raise ValueError(f"a cursor of {len(slot)} bytes does not fit its slot")
-        os.pwrite(self._fd, slot.ljust(SLOT, b"\0"), generation % 2 * SLOT)
+        Files().write(self._fd, [slot.ljust(SLOT, b"\0")], generation % 2 * SLOT)
         os.fdatasync(self._fd)
         self._generation = generation
 
@@ -184,15 +184,13 @@ class Skipped:
         self._path = path
         self._is_new = not path.exists()
         self.ranges: list[tuple[int, int, str]] = []
-        good = 0
+        self._size = 0  # of the lines that count; what a failed write left behind them is written over
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             fields = line.decode("ascii", "replace").split()
             if not line.endswith(b"\n") or len(fields) != 4 or fields[3] != _check(*fields[:3]):
                 break
             self._join(int(fields[0]), int(fields[1]), fields[2])
-            good += len(line)
-        if path.exists() and path.stat().st_size > good:
-            os.truncate(path, good)
+            self._size += len(line)
 
     @property
     def last(self) -> int:
@@ -200,22 +198,28 @@ class Skipped:
         return self.ranges[-1][1] if self.ranges else -1
 
     def add(self, ranges: list[tuple[int, int, str]]) -> int:
-        """Append ranges durably; those that are in it already are passed over. Returns how many numbers."""
+        """Append ranges durably; those that are in it already are passed over. Returns how many numbers.
+
+        Raises OSError; what was written of them until then is written over by the next call.
+        """
         fresh = [
             (max(first, self.last + 1), last, reason) for first, last, reason in ranges if last > self.last
         ]
         if not fresh:
             return 0
         lines = [f"{first} {last} {reason} {_check(first, last, reason)}\n" for first, last, reason in fresh]
-        fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        data = "".join(lines).encode("ascii")
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, "".join(lines).encode("ascii"))
+            os.ftruncate(fd, self._size)
+            Files().write(fd, [data], self._size)
             os.fdatasync(fd)
         finally:
             os.close(fd)
         if self._is_new:
             Files().sync_directory(self._path.parent)
             self._is_new = False
+        self._size += len(data)
         for entry in fresh:
             self._join(*entry)
         return sum(last - first + 1 for first, last, _ in fresh)

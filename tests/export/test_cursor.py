@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,46 @@ def test_the_log_of_skipped_ranges_survives_a_torn_line_and_repeats(tmp_path: Pa
     assert again.ranges == [(0, 5, "expired"), (9, 9, "purged")]
     assert again.add([(4, 5, "expired"), (9, 12, "purged")]) == 3  # told again after a crash
     assert Skipped(path).ranges == [(0, 5, "expired"), (9, 12, "purged")]
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """Files take no more than so many bytes: the last write that fits in part is short, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_half_a_line_that_a_full_disk_took_is_an_error_and_cuts_off_no_later_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.skipped"
+    skipped = Skipped(path)
+    skipped.add([(0, 3, "expired")])
+    with room(path.stat().st_size + 5), pytest.raises(OSError, match="large"):
+        skipped.add([(9, 9, "purged"), (20, 29, "expired")])
+    assert skipped.add([(9, 9, "purged")]) == 1
+    assert skipped.add([(40, 49, "limits")]) == 10
+    assert Skipped(path).ranges == [(0, 3, "expired"), (9, 9, "purged"), (40, 49, "limits")]
+
+
+def test_half_a_cursor_that_a_full_disk_took_is_an_error_and_costs_no_other_step(tmp_path: Path) -> None:
+    path = tmp_path / "c.cursor"
+    written(path, 1, 2)
+    file = CursorFile(path)
+    with room(SLOT + 30):  # the third one goes to the second slot
+        for _ in range(2):
+            with pytest.raises(OSError, match="large"):
+                file.write(Cursor(epoch=7, kind="k", position=3))
+    found = CursorFile.peek(path)
+    assert found is not None
+    assert found.position == 2
+    file.write(Cursor(epoch=7, kind="k", position=3))
+    found = CursorFile.peek(path)
+    assert found is not None
+    assert found.position == 3
+    file.close()
 
 
 def test_numbering_continues_after_what_was_planned(tmp_path: Path) -> None:
