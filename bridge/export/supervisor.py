@@ -342,7 +342,7 @@ class ExportSupervisor:
                             stream.statuses[status.export_config_identifier] = status
                     stream.positions.update(positions)
             case wire.Append(number, name, payload):
-                task = asyncio.ensure_future(self._append(number, name, payload))
+                task = asyncio.ensure_future(self._append(self._writer, number, name, payload))
                 self._appends.add(task)
                 task.add_done_callback(self._appends.discard)
             case wire.Log(level, name, text, template):
@@ -353,7 +353,10 @@ class ExportSupervisor:
             case wire.Culprit(name, identifier, reason, alone):
                 self._suspect((name, identifier), reason, alone=alone)
 
-    async def _append(self, number: int, name: str, payload: bytes) -> None:
+    async def _append(
+        self, asked: asyncio.StreamWriter | None, number: int, name: str, payload: bytes
+    ) -> None:
+        """Append, and answer the worker that asked: each one counts from 1."""
         error = ""
         try:
             done = self._append_status(name, payload)
@@ -361,7 +364,8 @@ class ExportSupervisor:
                 await done
         except Exception as refused:
             error = str(refused) or type(refused).__name__
-        self._send(wire.Appended(number, error))
+        if self._writer is asked:
+            self._send(wire.Appended(number, error))
 
     # --- who did it
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,35 @@ PICKY = """
     def register_exporters(register):
         register(Picky)
 """
+
+
+def test_a_dead_letter_of_a_worker_that_is_gone_confirms_none_of_the_next_one(tmp_path: Path) -> None:
+    drop_in(tmp_path, "picky", PICKY)
+    asked: list[asyncio.Future[None]] = []
+
+    async def append_status(name: str, payload: bytes) -> None:
+        asked.append(asyncio.get_running_loop().create_future())
+        await asked[-1]
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.append_status = append_status  # type: ignore[method-assign]
+            gateway.create("dead", {})
+            gateway.create("a", {"picky": [{"identifier": "p", "deadLetterStream": "dead"}]})
+            await gateway.append("a", b"bad")
+            await until(lambda: len(asked) == 1)
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGKILL)
+            await until(lambda: len(asked) == 2)
+            asked[0].set_result(None)
+            asked[1].set_exception(OSError("dead is full"))
+            await until(lambda: "dead is full" in (gateway.status("a").error_message or ""))
+            assert gateway.status("a").last_exported_sequence_number == -1
+            await until(lambda: len(asked) == 3)
+            asked[2].set_result(None)
+            await gateway.exported("a", 0)
+
+    asyncio.run(scenario())
 
 
 def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_passed(tmp_path: Path) -> None:
