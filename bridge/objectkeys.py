@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import quote, unquote
 
-FORMATS = ("ndjson.gz", "parquet")
 HEADS = "_gateway/"
 MAX_SEQUENCE = 2**63 - 1
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import tempfile
 from pathlib import Path
@@ -21,7 +20,7 @@ import msgspec
 from bridge import cbor, errors, plugins
 from bridge.cli.common import data_directory, known_config, note
 from bridge.errors import StreamBridgeError
-from bridge.export.cursor import highest_exported, stream_directory
+from bridge.export.cursor import forget_stream, highest_exported
 from bridge.export.settings import ExportSettings
 from bridge.greengrass import wire
 from bridge.greengrass.frontend import SOCKET
@@ -139,7 +138,7 @@ class _Stopped:
 
     def forget(self, name: str) -> None:
         """The cursors of a deleted stream go too."""
-        shutil.rmtree(stream_directory(self._data_dir, name), ignore_errors=True)
+        forget_stream(self._data_dir, name)
 
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:
         """Nobody exports now."""

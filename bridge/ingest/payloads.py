@@ -19,7 +19,6 @@ from typing import Any
 
 from bridge.ingest.columns import PARTITIONS
 
-FORMATS = ("json", "cbor")
 KEYS = ("gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic")
 
 Shape = str | dict[str, Any] | list[Any]  # a DDL type, a struct, or [shape of the elements]
