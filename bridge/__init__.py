@@ -1,7 +1,8 @@
 """streambridge: durable streams on an MQTT gateway, exported by plugins, proven complete in the table.
 
-What a plugin imports stands here; see docs/plugins.md. It is imported at its first use: the workers of a
-Spark cluster need `bridge.ingest`, and not what a gateway's plugins are made with.
+What every plugin imports stands here, and what some need besides in the modules of `FOR_PLUGINS`; see
+docs/plugins.md. It is imported at its first use: the workers of a Spark cluster need `bridge.ingest`, and not
+what a gateway's plugins are made with.
 """
 
 from __future__ import annotations
@@ -50,6 +51,17 @@ __all__ = [
     "hookimpl",
     "send_split",
 ]
+
+FOR_PLUGINS = (
+    "bridge.aws",
+    "bridge.export.firehose",
+    "bridge.export.heads",
+    "bridge.export.keys",
+    "bridge.export.uploads",
+    "bridge.model",
+    "bridge.objectkeys",
+    "bridge.testing",
+)
 
 if not TYPE_CHECKING:
 
