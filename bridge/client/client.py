@@ -205,7 +205,8 @@ class StreamManagerClient:
     ) -> int:
         """Drop all messages, those below number `upto`, or those on a topic filter; returns how many."""
         body = {"name": stream_name, "upto": upto, "topic": topic}
-        reply = self._ask("purgeMessageStream", {k: v for k, v in body.items() if v is not None})
+        given = {k: v for k, v in body.items() if v is not None}
+        reply = self._ask("purgeMessageStream", given, repeatable=False)
         number: int = reply["purgedMessages"]
         return number
 

@@ -181,6 +181,20 @@ def test_what_may_not_be_repeated_says_that_its_outcome_is_unknown(broker: Broke
         assert client.list_streams() == ["s"]
 
 
+def test_a_purge_whose_reply_is_lost_drops_nothing_that_is_appended_after_it(
+    broker: Broker, connect: Connect
+) -> None:
+    broker.stream("s")
+    with Line(broker.port) as line:
+        client = connect(port=line.port)
+        client.append_message("s", b"old")
+        line.lose_replies = True
+        with pytest.raises(ConnectionError, match="was purgeMessageStream carried out"):
+            client.purge_message_stream("s")
+        client.append_message("s", b"new")
+        assert [message.payload for message in client.read_messages("s")] == [b"new"]
+
+
 def test_calls_end_when_their_time_is_over(broker: Broker, connect: Connect) -> None:
     broker.stream("s")
     with Line(broker.port) as line:
