@@ -2,8 +2,9 @@
 
 What it promises (MQTT 3.1.1 sections 4.3 to 4.6): a QoS 1 or 2 message stays here until the subscriber
 has acknowledged it, however slowly; when the subscriber comes back, what it had not acknowledged is
-sent again in the first order, with DUP, before anything new. At most `in_flight` messages are under
-way; beyond them `queued_messages` and `queued_bytes` wait, then the oldest is dropped and counted.
+sent again in the first order, with DUP, before anything new. At most `in_flight` messages are under way,
+and no more than the subscriber takes at a time; beyond them `queued_messages` and `queued_bytes` wait,
+then the oldest is dropped and counted.
 A QoS 0 message waits here only while the subscriber reads too slowly, and is forgotten when it goes.
 Across a restart of the bridge QoS 2 is at least once too: packet ids given out are not kept on disk.
 """
@@ -55,12 +56,15 @@ class Outgoing:
 class Outbox:
     """The outgoing half of a session. `settled` is told the number of a message that needs no keeping."""
 
-    __slots__ = ("_bytes", "_counts", "_inflight", "_limits", "_line", "_next_id", "_queue", "settled")
+    __slots__ = (
+        "_again", "_bytes", "_counts", "_inflight", "_limits", "_line", "_next_id", "_queue", "settled",
+    )  # fmt: skip
 
     def __init__(self, limits: Limits, counts: Counter[str], settled: Callable[[Outgoing], None]) -> None:
         self._limits, self._counts, self.settled = limits, counts, settled
         self._queue: deque[Outgoing] = deque()
         self._inflight: dict[int, Outgoing] = {}
+        self._again: dict[int, Outgoing] = {}  # those of them that this connection has not been sent yet
         self._bytes = self._next_id = 0
         self._line: Line | None = None
 
@@ -74,7 +78,7 @@ class Outbox:
         if line is None:
             if not out.qos:
                 return
-        elif line.writable and not self._queue and (not out.qos or self._room(line)):
+        elif line.writable and not self._queue and not self._again and (not out.qos or self._room(line)):
             self._send(line, out)
             return
         self._queue.append(out)
@@ -86,11 +90,10 @@ class Outbox:
     def attach(self, line: Line) -> None:
         """The session has a connection: send again what it had not acknowledged, then what waits."""
         self._line = line
-        for packet_id, out in list(self._inflight.items()):
+        self._again = {packet_id: out for packet_id, out in self._inflight.items() if not out.released}
+        for packet_id, out in self._inflight.items():
             if out.released:
                 line.send(bytes((PUBREL, 2)) + packet_id.to_bytes(2, "big"))
-            else:
-                self._write(line, out, packet_id, dup=True)
         self.pump()
 
     def detach(self) -> None:
@@ -103,6 +106,11 @@ class Outbox:
     def pump(self) -> None:
         """Send what may go now."""
         line = self._line
+        while line is not None and self._again and line.writable:
+            if not self._room(line):
+                return
+            packet_id = next(iter(self._again))
+            self._write(line, self._again.pop(packet_id), packet_id, dup=True)
         while line is not None and self._queue and line.writable:
             if self._queue[0].qos and not self._room(line):
                 return
@@ -112,6 +120,7 @@ class Outbox:
         """PUBACK or PUBCOMP: the subscriber has the message (an unknown id is ignored, as 4.3.2 allows)."""
         out = self._inflight.pop(packet_id, None)
         if out is not None:
+            self._again.pop(packet_id, None)
             self.settled(out)
             self.pump()
 
@@ -123,6 +132,7 @@ class Outbox:
         elif line is not None:
             if out is not None:
                 out.released = True
+                self._again.pop(packet_id, None)
             code = SUCCESS if out is not None else PACKET_ID_NOT_FOUND
             body = packet_id.to_bytes(2, "big") + (bytes((code,)) if line.level == V5 and code else b"")
             line.send(bytes((PUBREL, len(body))) + body)
@@ -137,10 +147,11 @@ class Outbox:
             self.settled(out)
         self._queue.clear()
         self._inflight.clear()
+        self._again.clear()
         self._bytes = 0
 
     def _room(self, line: Line) -> bool:
-        return len(self._inflight) < min(self._limits.in_flight, line.receive_maximum)
+        return len(self._inflight) - len(self._again) < min(self._limits.in_flight, line.receive_maximum)
 
     def _pop(self) -> Outgoing:
         out = self._queue.popleft()
@@ -156,11 +167,7 @@ class Outbox:
         if out.qos:
             packet_id = self._next_id = self._free_id()
             self._inflight[packet_id] = out
-        if not self._write(line, out, packet_id, dup=False):
-            # The subscriber cannot take packets of this size (MQTT 5 section 3.1.2.11.4).
-            self._counts["dropped_too_large"] += 1
-            self._inflight.pop(packet_id, None)
-            self.settled(out)
+        self._write(line, out, packet_id, dup=False)
 
     def _free_id(self) -> int:
         packet_id = self._next_id
@@ -169,7 +176,7 @@ class Outbox:
             if packet_id not in self._inflight:
                 return packet_id
 
-    def _write(self, line: Line, out: Outgoing, packet_id: int, *, dup: bool) -> bool:
+    def _write(self, line: Line, out: Outgoing, packet_id: int, *, dup: bool) -> None:
         pieces = out.message.packet(
             line.level,
             out.qos,
@@ -179,8 +186,11 @@ class Outbox:
             identifiers=out.identifiers,
         )
         if sum(map(len, pieces)) > line.max_packet_out:
-            return False
+            # The subscriber cannot take packets of this size (MQTT 5 section 3.1.2.11.4).
+            self._counts["dropped_too_large"] += 1
+            self._inflight.pop(packet_id, None)
+            self.settled(out)
+            return
         for piece in pieces:
             line.send(piece)
         self._counts["delivered"] += 1
-        return True

@@ -155,6 +155,32 @@ async def test_messages_larger_than_the_client_takes_are_not_sent(bridge: Bridge
 
 
 @bridge_test
+async def test_a_client_that_returns_taking_less_is_sent_again_what_it_takes(bridge: Bridge) -> None:
+    kept = {p.SESSION_EXPIRY: 60}
+    subscriber = await v5(bridge, "s", properties=kept)
+    await subscriber.subscribe(("plain", 1))
+    publisher = await v5(bridge, "p")
+    for number, payload in enumerate((b"x" * 500, b"1", b"2", b"3"), 1):
+        send(publisher, "plain", payload, 1, number)
+        await publisher.receive()
+        await subscriber.receive()
+    subscriber.abort()
+    await until(lambda: bridge.stat("connections") == 1)
+    less = kept | {p.MAXIMUM_PACKET_SIZE: 100, p.RECEIVE_MAXIMUM: 2}
+    subscriber = await v5(bridge, "s", clean=False, properties=less)
+    send(publisher, "plain", b"4", 1, 5)
+    got = [subscriber.parse(*await subscriber.receive()) for _ in range(2)]
+    assert await subscriber.silent(), "two are under way"
+    subscriber.send(*(ack(0x40, one.packet_id) for one in got))
+    got += [await subscriber.message() for _ in range(2)]
+    assert [(one.payload, one.dup) for one in got] == [
+        (b"1", True), (b"2", True), (b"3", True), (b"4", False),
+    ]  # fmt: skip
+    assert await subscriber.silent()
+    assert bridge.stat("dropped_too_large") == 1
+
+
+@bridge_test
 async def test_no_local_retain_as_published_and_retain_handling(bridge: Bridge) -> None:
     client, other = await v5(bridge, "c"), await v5(bridge, "o")
     await client.subscribe(("t/#", 1 | 4))
