@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_LOOPBACK = ("localhost", "::1")
+import ipaddress
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
@@ -14,5 +14,8 @@ def host_and_port(listen: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name means this machine."""
-    return host in _LOOPBACK or host.startswith("127.")
+    """Whether a host means this machine; an IPv6 address comes without its brackets."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"  # 127.evil.com may be anybody's

@@ -94,6 +94,7 @@ async def test_what_is_not_a_websocket_for_mqtt_is_refused(bridge: Bridge) -> No
         (http(Sec_WebSocket_Version="8"), b"426"),
         (http(Sec_WebSocket_Key=None), b"426"),
         (http(Origin="https://evil.example"), b"403"),
+        (http(Origin="https://127.evil.example"), b"403"),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 3000, b"431"),
     ):
         client = await bridge.open()
@@ -112,6 +113,14 @@ async def test_what_is_not_a_websocket_for_mqtt_is_refused(bridge: Bridge) -> No
         client = await upgraded(bridge)
         client.send(bad)
         assert await client.closed(), bad
+
+
+@bridge_test(**WS)
+async def test_a_page_of_this_machine_may_come_in(bridge: Bridge) -> None:
+    for origin in ("http://localhost:3000", "http://127.0.0.2", "http://[::1]:3000"):
+        client = await bridge.open()
+        client.send(http(Origin=origin))
+        assert (await client.reader.readline()).split()[1] == b"101", origin
 
 
 @bridge_test(connect_timeout=200, **WS)
