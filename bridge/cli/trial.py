@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from bridge.cli.common import JsonOption, echo, print_json, print_table
 from bridge.cli.lookup import read_messages
 from bridge.errors import StreamBridgeError
+from bridge.mqtt.properties import varint
 from bridge.streams.reader import StreamReader
 
 CONFIG = """
@@ -102,7 +103,7 @@ class Device:
         head = len(topic).to_bytes(2, "big") + topic.encode()
         self._socket.sendall(
             b"".join(
-                b"\x32" + _length(len(head) + 2 + len(payload)) + head + number.to_bytes(2, "big") + payload
+                b"\x32" + varint(len(head) + 2 + len(payload)) + head + number.to_bytes(2, "big") + payload
                 for number, payload in enumerate(payloads, 1)
             )
         )
@@ -121,14 +122,6 @@ class Device:
     def close(self) -> None:
         """Leave."""
         self._socket.close()
-
-
-def _length(size: int) -> bytes:
-    found = bytearray()
-    while size > 127:
-        found.append(size & 127 | 128)
-        size >>= 7
-    return bytes((*found, size))
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.mqtt import properties as p
-from bridge.mqtt.packets import PUBLISH, V5, string, varint
+from bridge.mqtt.packets import PUBLISH, V5, string
+from bridge.mqtt.properties import varint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

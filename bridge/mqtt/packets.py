@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from bridge.errors import StreamBridgeError
-from bridge.mqtt.properties import Properties, PropertyError, read_properties
+from bridge.mqtt.properties import Properties, PropertyError, read_properties, varint
 
 V311: Final = 4
 V5: Final = 5
@@ -43,7 +43,6 @@ MAX_CONNECT: Final = 64 * 1024
 
 # MQTT 5 reason codes that the lane uses (section 2.4)
 SUCCESS: Final = 0x00
-NO_MATCHING_SUBSCRIBERS: Final = 0x10
 NO_SUBSCRIPTION_EXISTED: Final = 0x11
 UNSPECIFIED: Final = 0x80
 MALFORMED: Final = 0x81
@@ -65,7 +64,6 @@ RECEIVE_MAXIMUM_EXCEEDED: Final = 0x93
 BAD_TOPIC_ALIAS: Final = 0x94
 PACKET_TOO_LARGE: Final = 0x95
 QUOTA_EXCEEDED: Final = 0x97
-BAD_PAYLOAD_FORMAT: Final = 0x99
 NO_SHARED_SUBSCRIPTIONS: Final = 0x9E
 
 
@@ -108,18 +106,6 @@ class TopicRequest(NamedTuple):
 
     filter: str
     options: int
-
-
-def varint(value: int) -> bytes:
-    """Encode a variable byte integer (section 2.2.3 of 3.1.1, 1.5.5 of MQTT 5)."""
-    if value < 0x80:
-        return bytes((value,))
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def string(value: bytes) -> bytes:

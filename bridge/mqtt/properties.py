@@ -82,6 +82,18 @@ class PropertyError(ValueError):
         self.reason = reason
 
 
+def varint(value: int) -> bytes:
+    """Encode a variable byte integer (section 2.2.3 of 3.1.1, 1.5.5 of MQTT 5)."""
+    if value < 0x80:
+        return bytes((value,))
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
 def read_varint(data: bytes, pos: int, end: int) -> tuple[int, int]:
     """Read a variable byte integer of at most four bytes (section 1.5.5)."""
     value = shift = 0
@@ -174,17 +186,8 @@ def write_properties(properties: Properties) -> bytes:
         elif kind == SUBSCRIPTION_ID:
             for number in value if isinstance(value, list) else (value,):
                 out.append(kind)
-                out += _varint(number)
+                out += varint(number)
         elif kind in _STRINGS or kind in _BINARIES:
             out.append(kind)
             out += len(value).to_bytes(2, "big") + value
-    return _varint(len(out)) + bytes(out)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return varint(len(out)) + bytes(out)

@@ -37,7 +37,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge import cbor
-from bridge.errors import InvalidRequest, StreamBridgeError, Unauthorized
+from bridge.errors import InvalidRequest, ResponseTooLarge, StreamBridgeError, Unauthorized
 from bridge.mqtt import headers
 from bridge.mqtt import properties as p
 from bridge.mqtt.access import REQUEST_LEVEL
@@ -57,13 +57,6 @@ log = logging.getLogger(__name__)
 AT_A_TIME = 16  # requests of one client that are being answered; more wait in the socket
 ENVELOPE = 4 * 1024  # bytes of a reply beside the messages
 PER_MESSAGE = 128  # bytes of a message in a reply, beside its payload, names and headers
-
-
-class ReplyTooLarge(StreamBridgeError):  # noqa: N818  (named for what happened)
-    """Raised when a reply would not fit into a packet."""
-
-    status = 7
-    status_name = "ResponsePayloadTooLarge"
 
 
 class UnknownOperation(StreamBridgeError):  # noqa: N818
@@ -170,7 +163,7 @@ async def answer(
             {"requestId": request.request_id, "status": 0, "statusName": "Success", **result}, in_cbor
         )
         if len(reply) > limit:
-            raise ReplyTooLarge(
+            raise ResponseTooLarge(
                 f"the reply has {len(reply)} bytes, and a packet has room for {limit}; ask for less"
             )
     except StreamBridgeError as error:

@@ -11,7 +11,8 @@ import pytest
 
 from bridge.errors import ConfigError
 from bridge.mqtt import MqttFrontEnd
-from bridge.mqtt.packets import packet, string, varint
+from bridge.mqtt.packets import packet, string
+from bridge.mqtt.properties import varint
 
 from .harness import PING, Bridge, Packet, ack, bridge_test, connect, publish, subscribe, unsubscribe, until
 

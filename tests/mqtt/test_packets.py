@@ -38,7 +38,7 @@ def test_any_bytes_are_read_or_are_a_protocol_error(raw: bytes, level: int) -> N
 
 @given(st.integers(0, 268_435_455), st.integers(0, 5))
 def test_a_frame_is_found_or_says_how_much_is_missing(length: int, cut: int) -> None:
-    head = b"\x30" + packets.varint(length)
+    head = b"\x30" + p.varint(length)
     assert packets.frame(head, 0, 1 << 28) == (len(head), len(head) + length)
     piece = head[: max(1, len(head) - 1 - cut)]
     assert packets.frame(piece, 0, 1 << 28) == (0, len(piece) + 1)
