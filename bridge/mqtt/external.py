@@ -11,7 +11,8 @@ session is checked: if it is gone without our doing, messages may be lost, which
 Flow: paho's thread puts messages into `_inbox` and waits while it is full, so that the broker's own flow
 control takes over; the event loop appends them, and acknowledges them batch by batch. A message for a
 stream that is full is tried again until there is room, and nothing behind it is acknowledged before it;
-one that can never be stored is dropped and counted.
+one that can never be stored is dropped and counted. One that an old subscription of the session brings,
+for a stream that is gone, also ends that subscription.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties as PahoProperties
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from bridge.errors import ConfigError, MessageTooLarge, StreamError
+from bridge.errors import ConfigError, MessageTooLarge, NoStream, StreamError
 from bridge.mqtt import headers, requests
 from bridge.mqtt import properties as p
 from bridge.mqtt.access import REQUEST_LEVEL
@@ -89,6 +90,7 @@ class ExternalBroker:
         self._batches: deque[_Batch] = deque()
         self._routes: dict[str, tuple[Stream, ...]] = {}
         self._subscribed: set[str] = set()
+        self._former: set[str] = set()  # subscriptions of former streams, ended on this connection
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._idle: asyncio.Future[None] | None = None
@@ -192,6 +194,7 @@ class ExternalBroker:
                     self._settings.url,
                 )
             self._subscribed.clear()
+        self._former.clear()
         self._subscribe()
 
     def _disconnected(self, reason: str) -> None:
@@ -214,20 +217,25 @@ class ExternalBroker:
         for name, definition in self._manager.definitions.items():
             wanted |= {*definition.topics, f"streams/{name}/#"}
         wanted = {one for one in wanted if not any(one != other and covers(other, one) for other in wanted)}
-        group = self._settings.share_group
-        named = {f"$share/{group}/{one}" if group and one != REQUESTS else one for one in wanted}
+        named = {one if one == REQUESTS else self._shared(one) for one in wanted}
         for old in self._subscribed - named:
             self._client.unsubscribe(old)
         for new in sorted(named - self._subscribed):
             if self._v5:
                 # 1: retained messages only with a new subscription, not at every reconnect.
                 handling = (
-                    SubscribeOptions.RETAIN_DO_NOT_SEND if group else SubscribeOptions.RETAIN_SEND_IF_NEW_SUB
+                    SubscribeOptions.RETAIN_DO_NOT_SEND
+                    if self._settings.share_group
+                    else SubscribeOptions.RETAIN_SEND_IF_NEW_SUB
                 )
                 self._client.subscribe(new, options=SubscribeOptions(qos=1, retainHandling=handling))
             else:
                 self._client.subscribe(new, 1)
         self._subscribed = named
+
+    def _shared(self, topic_filter: str) -> str:
+        group = self._settings.share_group
+        return f"$share/{group}/{topic_filter}" if group else topic_filter
 
     def _take(self) -> None:
         """Append what has arrived; what a full stream refuses stays at the head of the inbox."""
@@ -275,6 +283,9 @@ class ExternalBroker:
                     stream.ensure_admits(raw, payload, kept)
                 except MessageTooLarge as error:
                     self._dropped("too_large", error)
+                except NoStream as error:
+                    self._dropped("unbound", error)
+                    self._leave(stream.name)
                 except StreamError as error:
                     if message.qos:  # to none of them: it comes to all when it is tried again
                         self._hold(error)
@@ -292,6 +303,13 @@ class ExternalBroker:
         if message.qos:
             batch.acks.append((message.mid, message.qos))
         return True
+
+    def _leave(self, name: str) -> None:
+        """End the subscription of a former stream, which an earlier run has left in our session."""
+        former = self._shared(f"streams/{name}/#")
+        if former not in self._former:
+            self._former.add(former)
+            self._client.unsubscribe(former)
 
     def settle(self) -> None:
         """Acknowledge all leading batches that are committed."""

@@ -137,6 +137,39 @@ def test_nothing_is_acknowledged_before_it_is_committed(tmp_path: Path) -> None:
         run_async(main())
 
 
+def test_a_message_for_a_stream_that_is_gone_holds_nothing_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        # The same session at the broker, first with the stream and then without it.
+        async with asyncio.timeout(60), running(tmp_path / "old", **external(broker.port)) as bridge:
+            bridge.stream("gone")
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port)
+            await asyncio.to_thread(device.publish, "streams/gone/a", b"x")
+            await until(lambda: bridge.stat("received") == 1)
+        await asyncio.to_thread(device.publish, "streams/gone/a", b"dropped")
+        await asyncio.to_thread(device.publish, "in/a", b"kept")
+        async with asyncio.timeout(60), running(tmp_path / "new", **external(broker.port)) as bridge:
+            assert await stored(bridge, 1) == [b"kept"]
+            assert bridge.stat("dropped_unbound") == 1
+            assert bridge.stat("held") == 0
+            device.client.subscribe("streambridge/dev/+/reply", 1)
+            await asyncio.to_thread(device.publish, "streambridge/dev/listStreams", b"{}")
+            await until(lambda: device.got)  # what the bridge has sent before it, the broker has
+            await asyncio.to_thread(device.publish, "streams/gone/a", b"nobody's")
+            await asyncio.to_thread(device.publish, "in/a", b"also")
+            assert await stored(bridge, 2) == [b"kept", b"also"]
+            assert bridge.stat("dropped_unbound") == 1, "the subscription has ended"
+        async with asyncio.timeout(60), running(tmp_path / "new2", **external(broker.port)) as bridge:
+            await asyncio.to_thread(device.publish, "in/a", b"last")
+            assert await stored(bridge, 1) == [b"last"], "the rest was acknowledged"
+        device.close()
+
+    for name in ("old", "new", "new2"):
+        (tmp_path / name).mkdir()
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())
+
+
 def test_the_bridge_reconnects_and_notices_that_its_session_is_gone(tmp_path: Path) -> None:
     async def main() -> None:
         async with asyncio.timeout(60), running(tmp_path, **external(broker.port)) as bridge:
