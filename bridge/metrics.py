@@ -96,6 +96,8 @@ sessions gauge front_end
     Sessions, of connected clients and of those away.
 retained_messages gauge front_end
     Retained messages kept.
+waiting_messages gauge front_end
+    Messages from an external broker that are not yet taken over.
 accepted_connections_total counter front_end
     Connections that were accepted.
 received_messages_total counter front_end
@@ -119,7 +121,12 @@ events_total counter front_end event
 _HEADS = re.findall(r"^(\w+) (gauge|counter) ?(.*)\n    (.*)$", _TABLE, re.MULTILINE)
 METRICS = {name: Described(name, kind, tuple(labels.split()), text) for name, kind, labels, text in _HEADS}
 
-_GAUGES = {"connections": "connections", "sessions": "sessions", "retained": "retained_messages"}
+_GAUGES = {
+    "connections": "connections",
+    "sessions": "sessions",
+    "retained": "retained_messages",
+    "waiting": "waiting_messages",
+}
 _COUNTERS = {
     "accepted": "accepted_connections_total",
     "received": "received_messages_total",

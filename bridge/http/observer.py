@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from bridge.errors import CorruptData
-from bridge.http.state import DROPS, Client, ExportState, State, StreamState, limits_of
+from bridge.http.state import DROPS, REFUSALS, Client, ExportState, State, StreamState, limits_of
 from bridge.manager import StreamManager
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
@@ -253,8 +253,7 @@ class Observer:
 
     def _stream(self, name: str, now: int, before: tuple[int, dict[str, int]]) -> StreamState:
         stream, definition = self._manager.store.streams[name], self._manager.definitions[name]
-        counters = dict(stream.counters)
-        deduplicated = counters.pop("deduplicated", 0)
+        counters = stream.counters
         rate = None
         then, numbers = before
         if name in numbers:
@@ -273,8 +272,8 @@ class Observer:
             rate=rate,
             limits=limits_of(definition),
             dropped={reason: number for reason, number in counters.items() if reason in DROPS},
-            rejected={reason: number for reason, number in counters.items() if reason not in DROPS},
-            deduplicated=deduplicated,
+            rejected={reason: number for reason, number in counters.items() if reason in REFUSALS},
+            deduplicated=counters.get("deduplicated", 0),
             error=None if stream.error is None else str(stream.error),
         )
 

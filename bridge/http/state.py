@@ -12,10 +12,11 @@ from bridge.streams.drops import Reason
 from bridge.units import format_duration, format_size
 
 DROPS = {reason.name.lower() for reason in Reason}
+REFUSALS = {"full", "too_large", "failed"}
 
 
 class StreamState(Struct, rename="camel", kw_only=True):
-    """One stream. `dropped` and `rejected` count messages by reason since the start."""
+    """One stream. `dropped` and `rejected` (refused) count messages by reason since the start."""
 
     name: str
     persistence: str

@@ -128,7 +128,7 @@ class ExternalBroker:
         await asyncio.to_thread(self._client.loop_stop)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start."""
+        """Counters since the start; connections and messages that wait now."""
         return {**self.counts, "connections": int(self._connected), "waiting": len(self._inbox)}
 
     def _make_client(self) -> paho.Client:

@@ -3,7 +3,7 @@
 A session lives as long as its connection, and then for its expiry interval: 0 for a clean session of
 3.1.1, no end for the others there, what the client asked for in MQTT 5; never longer than
 `limits.session_expiry_interval`. At most `limits.sessions` are kept for clients that are away: the one
-that has been away for longest goes first, and is counted.
+that has been away for longest goes first, and is counted (`ended_sessions`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Sessions:
         self._away[session.client_id] = session
         session.timer = self._loop.call_later(seconds, self.end, session)
         if len(self._away) > self._limits.sessions:
-            self._counts["dropped_sessions"] += 1
+            self._counts["ended_sessions"] += 1
             self.end(next(iter(self._away.values())))
 
     def end(self, session: Session) -> None:

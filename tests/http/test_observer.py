@@ -1,4 +1,4 @@
-"""What the observer does when the disk hangs: it says so, and holds nobody up."""
+"""What the observer counts as what, and when the disk hangs: it says so, and holds nobody up."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from bridge import metrics
 from bridge.http import observer
 from bridge.http.observer import Observer
 from bridge.manager import StreamManager
+from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.plugins import Registry
 from bridge.streams.store import Store
 from tests.mqtt.harness import NoExports
@@ -52,5 +54,35 @@ def test_a_disk_that_hangs_is_reported_in_time_and_only_asked_once(
             monkeypatch.undo()
             watching.close()
             await store.close()
+
+    asyncio.run(look())
+
+
+class Door:
+    """A front end that only has numbers."""
+
+    def stats(self) -> dict[str, int]:
+        return {"ended_sessions": 1, "waiting": 3}
+
+
+def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path: Path) -> None:
+    async def look() -> None:
+        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
+        manager = StreamManager(store, Registry(), NoExports())
+        manager.create(MessageStreamDefinition(name="s", strategy_on_full=StrategyOnFull.RejectNewData))
+        for what in ("overwritten", "full", "too_large", "failed", "delete_failed", "corrupt_reads"):
+            manager.stream("s").count(what)
+        watching = Observer("plant-7", tmp_path / "data", manager, Worker(), {"mqtt": Door()})
+        try:
+            state = watching.state()
+        finally:
+            watching.close()
+            await store.close()
+        assert state.streams[0].dropped == {"overwritten": 1}
+        assert state.streams[0].rejected == {"full": 1, "too_large": 1, "failed": 1}
+        told = metrics.render(state).decode()
+        assert 'streambridge_waiting_messages{front_end="mqtt"} 3.0' in told
+        assert 'streambridge_events_total{event="ended_sessions",front_end="mqtt"} 1.0' in told
+        assert "streambridge_dropped_messages_total{" not in told
 
     asyncio.run(look())

@@ -265,7 +265,7 @@ async def test_of_too_many_sessions_the_one_left_first_goes(bridge: Bridge) -> N
     for name, present in (("a", 0), ("b", 1), ("c", 1)):
         client = await bridge.open()
         assert (await client.connect(name, clean=False)).body[0] == present, name
-    assert bridge.stat("dropped_sessions") == 1
+    assert bridge.stat("ended_sessions") == 1
 
 
 @bridge_test
