@@ -8,7 +8,8 @@ Stop (SIGTERM, SIGINT): stop reading from sockets, commit and acknowledge what w
 in flight finish, sync everything, give the lock back. A second signal ends at once; what was
 acknowledged is stored in either case.
 
-Reload (SIGHUP): read the configuration again; a mistake is reported and changes nothing.
+Reload (SIGHUP): read the configuration again; a mistake is reported and changes nothing. What differs from
+the start and needs a restart is named at each reload.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Service:
     """One running service."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self._config = config  # of the start, after a reload too: what needs a restart is as it says
         self._stop = asyncio.Event()
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
@@ -238,7 +239,6 @@ class Service:
             except (ConfigError, OSError) as error:
                 log.error("reload of [mqtt] refused, the old users, rules and certificates stay: %s", error)
             logs.set_level(config.log.level)
-            self._config = config
             self._reconcile(config)
             log.info("reloaded")
         notify("READY=1")

@@ -38,7 +38,7 @@ from bridge.tomlstruct import Reader, dotted, keys_of
 # The keys of a stream that are not named as the SDK's field is.
 RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # What a running service takes over on SIGHUP, besides [streams]; the rest needs a restart.
-RELOADED = {"mqtt.tls", "mqtt.users_file", "mqtt.acl", "log.level"}
+RELOADED = {"mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "log.level"}
 
 
 class Gateway(Struct, frozen=True, kw_only=True):
@@ -175,14 +175,14 @@ def in_toml(message: str, name: str) -> str:
     return message.replace("definition.", f"{dotted(('streams', name))}.")
 
 
-def needs_restart(running: Config, new: Config) -> list[str]:
-    """The changed keys that a running service cannot take over without a restart."""
+def needs_restart(started: Config, new: Config) -> list[str]:
+    """The keys that differ from those of the start and that a reload cannot take over."""
     return [
         key
         for section, struct in _SECTIONS.items()
         for field in struct.__struct_fields__
         if (key := f"{section}.{field}") not in RELOADED
-        and getattr(getattr(running, section), field) != getattr(getattr(new, section), field)
+        and getattr(getattr(started, section), field) != getattr(getattr(new, section), field)
     ]
 
 

@@ -136,7 +136,13 @@ class Lane:
                 conn.transport.abort()
 
     def reload(self, config: MqttConfig) -> None:
-        """Take over users, rules and certificates, or raise a ConfigError and leave all as it was."""
+        """Take over users, rules and certificates, or raise a ConfigError and leave all as it was.
+
+        Where names come from is fixed when a listener opens; users and rules that are meant for another way
+        could open a door, so that nothing is taken over then.
+        """
+        if _asks_for(config.tls) != _asks_for(self.config.tls):
+            raise ConfigError("[mqtt.tls] or its client_ca was added or removed; that needs a restart")
         context = tls_context(config.tls) if config.tls is not None else None
         self.access.load(config)
         if context is not None and self._tls is not None:
@@ -321,6 +327,11 @@ class Lane:
 
 
 _URL_SCHEMES = {"tcp": "mqtt", "tls": "mqtts", "ws": "ws", "wss": "wss"}
+
+
+def _asks_for(tls: TlsSettings | None) -> tuple[bool, bool]:
+    """Whether there are certificates, and whether clients must have one."""
+    return tls is not None, tls is not None and tls.client_ca is not None
 
 
 def tls_context(tls: TlsSettings) -> ssl.SSLContext:

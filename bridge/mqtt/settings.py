@@ -54,6 +54,8 @@ def parse_address(url: str) -> Address:
 class TlsSettings(Struct, frozen=True, kw_only=True):
     """[mqtt.tls]: the certificate of the tls and wss listeners, read again on reload.
 
+    To add or remove this section or `client_ca` needs a restart.
+
     With `client_ca` every client must present a certificate signed by it, and the certificate's common
     name is its user name: no password is asked for.
     """

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ import paho.mqtt.client as paho
 import pytest
 
 from tests.cli.conftest import CHECKOUT, COMMAND, environment, streambridge
+from tests.fakes.certificates import Authority, Pair
+from tests.mqtt.harness import connect
 
 ANY_PORT = """
 [gateway]
@@ -121,6 +125,59 @@ def test_a_reload_takes_over_streams_and_keeps_the_old_after_a_mistake(
     service.wait_for("reloaded")
     service.publish(port, "alarms/1", b"hot")
     assert streambridge("streams", "read", "alarms", "-c", config).stdout.split()[-1] == "hot"
+    assert service.stop() == 0
+
+
+def test_what_waits_for_a_restart_is_named_until_it_is_as_at_the_start(
+    service: Service, config: Path
+) -> None:
+    more = config.parent / "conf.d" / "more.toml"
+    service.wait_for("ready")
+
+    def named_at_a_reload(text: str) -> list[str]:
+        more.write_text(text)
+        del service.log[:]
+        service.process.send_signal(signal.SIGHUP)
+        service.wait_for("reloaded")
+        return re.findall(r"needs a restart: ([\w.]+)", "".join(service.log))
+
+    assert named_at_a_reload('[gateway]\nid = "other"\n') == ["gateway.id"]
+    assert named_at_a_reload('[gateway]\nid = "other"\n[mqtt]\nallow_anonymous = true\n') == ["gateway.id"]
+    assert named_at_a_reload("") == []
+    assert service.stop() == 0
+
+
+def test_after_client_ca_is_removed_a_reload_still_refuses_who_has_no_certificate(
+    start: Callable[..., Service], config: Path, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    server, device = authority.issue("server"), authority.issue("device")
+
+    def answer(pair: Pair | None) -> bytes:
+        context = ssl.create_default_context(cafile=authority.cert)
+        if pair is not None:
+            context.load_cert_chain(pair.cert, pair.key)
+        with (
+            contextlib.suppress(ssl.SSLError, ConnectionError),
+            socket.create_connection(address, 30) as raw,
+            context.wrap_socket(raw, server_hostname="localhost") as client,
+        ):
+            client.sendall(connect("c"))
+            return client.recv(4)
+        return b""
+
+    ports = config.parent / "conf.d" / "ports.toml"
+    tls = f'\n[mqtt.tls]\ncert = "{server.cert}"\nkey = "{server.key}"\n'
+    without = ANY_PORT.replace("tcp://", "tls://") + tls
+    ports.write_text(without + f'client_ca = "{authority.cert}"\n')
+    service = start()
+    address = "127.0.0.1", int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
+    ports.write_text(without)
+    service.process.send_signal(signal.SIGHUP)
+    service.wait_for(r"client_ca.* needs a restart")
+    service.wait_for("reloaded")
+    assert answer(None) == b""
+    assert answer(device) == b"\x20\2\0\0"
     assert service.stop() == 0
 
 

@@ -299,6 +299,7 @@ def test_what_a_reload_cannot_take_over_is_named(path: Path) -> None:
         id = "other"
         [mqtt]
         users_file = "users"
+        allow_anonymous = false
         listen = ["tcp://127.0.0.1:1884"]
         [log]
         level = "debug"

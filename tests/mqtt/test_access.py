@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bridge.errors import ConfigError
@@ -312,6 +313,36 @@ def test_the_name_in_a_client_certificate_is_the_user(tmp_path: Path) -> None:
 
     rules = [AccessRule(publish=["by/%u"])]
     with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls, acl=rules)
+
+
+def test_a_reload_neither_asks_for_client_certificates_nor_stops_asking(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    server, device = authority.issue("server"), authority.issue("dev-1")
+    plain = TlsSettings(cert=server.cert, key=server.key)
+    named = msgspec.structs.replace(plain, client_ca=authority.cert)
+
+    def reload(bridge: Bridge, tls: TlsSettings | None, **settings: Any) -> None:
+        with pytest.raises(ConfigError, match="restart"):
+            bridge.front.reload(msgspec.structs.replace(bridge.config, tls=tls, **settings))
+
+    async def asking(bridge: Bridge) -> None:
+        reload(bridge, plain, allow_anonymous=True)
+        reload(bridge, None, listen=["tcp://127.0.0.1:0"])
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await (await open_tls(bridge, authority)).connect("c")
+        await (await open_tls(bridge, authority, device)).connect("c")
+
+    async def not_asking(bridge: Bridge) -> None:
+        reload(bridge, named, allow_anonymous=True)
+        await (await open_tls(bridge, authority)).connect("c", expect=5)
+
+    listen = {"listen": ["tls://127.0.0.1:0"]}
+    for name, test, settings in (
+        ("asking", asking, {"tls": named}),
+        ("not", not_asking, {"tls": plain, "allow_anonymous": False}),
+    ):
+        (tmp_path / name).mkdir()
+        with_bridge(tmp_path / name, test, **listen, **settings)
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
