@@ -128,8 +128,8 @@ class WebSocket(asyncio.Protocol):
             return self._refuse("426 Upgrade Required", "Sec-WebSocket-Version: 13\r\n")
         if "mqtt" not in offered:
             return self._refuse("400 Bad Request")  # MQTT-6.0.0-3
-        origin = urlsplit(fields.get("origin", "")).hostname
-        if origin is not None and self._inner.listener.address.loopback and not is_loopback(origin):
+        origin = fields.get("origin")
+        if origin is not None and self._inner.listener.address.loopback and not _is_ours(origin):
             # A page of a stranger, in a browser on this machine, is not a client of this machine.
             return self._refuse("403 Forbidden")
         accept = base64.b64encode(hashlib.sha1(key.encode() + _GUID, usedforsecurity=False).digest()).decode()
@@ -213,3 +213,11 @@ def _unmask(data: bytes, mask: bytes) -> bytes:
     size = len(data)
     key = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
     return (int.from_bytes(data, "big") ^ key).to_bytes(size, "big")
+
+
+def _is_ours(origin: str) -> bool:
+    """Whether a page comes from this machine; one that hides where it comes from (`null`) does not."""
+    try:
+        return is_loopback(urlsplit(origin).hostname or "")
+    except ValueError:
+        return False

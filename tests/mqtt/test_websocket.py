@@ -95,6 +95,8 @@ async def test_what_is_not_a_websocket_for_mqtt_is_refused(bridge: Bridge) -> No
         (http(Sec_WebSocket_Key=None), b"426"),
         (http(Origin="https://evil.example"), b"403"),
         (http(Origin="https://127.evil.example"), b"403"),
+        (http(Origin="null"), b"403"),
+        (http(Origin="http://["), b"403"),
         (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 3000, b"431"),
     ):
         client = await bridge.open()
