@@ -29,7 +29,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "ingest": ("--rounds", "3", "--seconds", "0.5"),
     "stages": ("--rounds", "3"),
     "operations": (),
-    "export": ("--rounds", "1"),
+    "export": ("--rounds", "1", "--seconds", "15"),
     "ingest_spark": ("--rows", "1000000", "--rounds", "2"),
     "scale": (),
 }

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import uvloop
 
 from bridge import config as configuration
-from bridge import logs, plugins
+from bridge import cpu, logs, plugins
 from bridge.config import Config
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.export.cursor import highest_exported
@@ -74,6 +74,7 @@ def run(config: Config) -> None:
     """Run the service until it is told to stop; raises StreamBridgeError or OSError if it cannot start."""
     logs.setup(config.log.level, config.log.format)
     _raise_descriptors()
+    cpu.prompt()
     uvloop.run(Service(config).run())
 
 

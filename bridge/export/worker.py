@@ -26,7 +26,7 @@ import threading
 import time
 from pathlib import Path
 
-from bridge import aws, plugins
+from bridge import aws, cpu, plugins
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
 from bridge.export.api import ExportConfig, Retry
@@ -327,7 +327,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
     gc.set_threshold(50_000, 20, 50)  # batches are many objects and no cycles: looking costs a third
-    os.nice(5)  # ingest comes first on a small machine
+    cpu.polite()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker
     connection = socket.socket(fileno=int(sys.argv[1]))

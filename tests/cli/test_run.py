@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -241,3 +243,28 @@ def test_the_watchdog_hears_from_a_running_loop_and_nothing_from_one_that_is_stu
         systemd.settimeout(60)
         assert systemd.recv(4096) == b"WATCHDOG=1"
         assert service.stop() == 0
+
+
+def test_the_service_runs_soon_after_it_is_woken_and_the_export_worker_comes_after_it(
+    service: Service,
+) -> None:
+    if (usual := slice_of("self")) is None:
+        pytest.skip("this kernel has no slices, or does not show them")
+    service.wait_for("ready")
+    pid = service.process.pid
+    assert slice_of(pid) == 100_000
+    (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    deadline = time.monotonic() + 30
+    while slice_of(worker) != usual:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert os.getpriority(os.PRIO_PROCESS, int(worker)) == os.getpriority(os.PRIO_PROCESS, pid) + 5
+
+
+def slice_of(pid: int | str) -> int | None:
+    """How many ns the kernel lets a thread run at a time."""
+    try:
+        found = re.search(r"^se\.slice\s*:\s*(\d+)$", Path(f"/proc/{pid}/sched").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
