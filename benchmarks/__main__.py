@@ -30,7 +30,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "stages": ("--rounds", "3"),
     "operations": (),
     "export": ("--rounds", "1", "--seconds", "15"),
-    "ingest_spark": ("--rows", "1000000", "--rounds", "2"),
+    "ingest_spark": ("--rows", "3000000", "--rounds", "1"),
     "scale": (),
 }
 LIBRARIES = ("uvloop", "amqtt", "boto3", "pyspark", "pyarrow", "pyiceberg", "moto")
