@@ -19,6 +19,7 @@ each start. After a failed write nothing is confirmed until a snapshot has been 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import struct
@@ -247,10 +248,20 @@ class Journal:
         return records
 
     def open(self) -> None:
-        """Begin to write, with a snapshot; raises OSError if the file cannot be written."""
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._write_snapshot()
-        self._syncer = asyncio.get_running_loop().create_task(self._sync_for_ever())
+        """Begin to write, with a snapshot; raises OSError if the file cannot be written.
+
+        A full disk is waited for, as later on: who keeps exports from starting keeps it full.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._write_snapshot()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._cannot_write(error)
+            self._write_handle = loop.call_later(RETRY_INTERVAL, self._write)
+        self._syncer = loop.create_task(self._sync_for_ever())
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Call `done` once all records so far are in the file."""
@@ -261,14 +272,16 @@ class Journal:
 
     async def close(self) -> None:
         """Write and sync everything, and close the file."""
-        if self._fd < 0:
+        if self._syncer is None:
             return
-        if self._syncer is not None:
-            self._syncer.cancel()
-            await asyncio.gather(self._syncer, return_exceptions=True)
+        self._syncer.cancel()
+        await asyncio.gather(self._syncer, return_exceptions=True)
+        self._syncer = None
         self._write()
         if self._write_handle is not None:
             self._write_handle.cancel()
+        if self._fd < 0:
+            return
         try:
             os.fdatasync(self._fd)
         except OSError as error:
@@ -279,7 +292,7 @@ class Journal:
         self._fd = -1
 
     def _add(self, record: Record) -> None:
-        if self._fd < 0:
+        if self._syncer is None:
             return
         body = _encoder.encode(record)
         self._buffer += (_FRAME.pack(len(body), crc32(body)), body)
@@ -299,19 +312,22 @@ class Journal:
                 self._unsynced = True
             self._failed = False
         except OSError as problem:
-            if not self._failed:
-                log.error(
-                    "%s: %s; persistent sessions are not acknowledged until it can be written",
-                    self._path,
-                    problem,
-                )
-            self._failed = True
+            self._cannot_write(problem)
             error = StorageFailed(f"{self._path}: {problem}")
             self._write_handle = asyncio.get_running_loop().call_later(RETRY_INTERVAL, self._write)
         self._buffer = []
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             done(error)
+
+    def _cannot_write(self, problem: OSError) -> None:
+        if not self._failed:
+            log.error(
+                "%s: %s; persistent sessions are not acknowledged until it can be written",
+                self._path,
+                problem,
+            )
+        self._failed = True
 
     def _write_snapshot(self) -> None:
         frames: list[bytes] = []
@@ -332,6 +348,7 @@ class Journal:
                 os.close(directory)
         except OSError:
             os.close(fd)
+            new.unlink(missing_ok=True)  # it takes room
             raise
         if self._fd >= 0:
             os.close(self._fd)

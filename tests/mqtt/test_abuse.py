@@ -270,6 +270,35 @@ async def test_a_message_that_one_of_its_streams_refuses_is_in_none_of_them(brid
 
 
 @bridge_test
+async def test_a_start_on_a_full_disk_serves_streams_and_gets_its_sessions_back_with_the_room(
+    bridge: Bridge,
+) -> None:
+    subscriber = await bridge.connect("s", clean=False)
+    await subscriber.subscribe(("plain", 1))
+    subscriber.abort()
+    publisher = await bridge.connect("p")
+    assert await publisher.exchange(publish("plain", b"kept", 1, 1)) == Packet(0x40, b"\0\1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
+
+        def full(fd: int, data: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(journal_module, "_write_all", full)
+        await bridge.restart()
+        publisher = await bridge.connect("p")
+        assert await publisher.exchange(publish("in/a", b"stored", 1, 1)) == Packet(0x40, b"\0\1")
+        publisher.send(publish("plain", b"refused", 1, 2))
+        assert await publisher.closed()
+        await bridge.restart()  # what is on the disk stays as it was
+    publisher = await bridge.connect("p")
+    assert await publisher.exchange(publish("plain", b"again", 1, 2)) == Packet(0x40, b"\0\2")
+    await bridge.restart()
+    subscriber = await bridge.connect("s", clean=False)
+    assert [(await subscriber.message()).payload for _ in range(2)] == [b"kept", b"again"]
+
+
+@bridge_test
 async def test_a_full_disk_is_no_acknowledgement_and_no_end(bridge: Bridge) -> None:
     subscriber = await bridge.connect("s", clean=False)
     await subscriber.subscribe(("plain", 1))
