@@ -179,6 +179,20 @@ def test_a_file_of_a_refused_group_that_cannot_be_removed_is_removed_before_the_
     run(work())
 
 
+def fail_once_and_hold(disk: SlowDisk) -> None:
+    """The next sync fails, and what the disk is asked for after that waits at the gate."""
+    real, failed = disk.sync, [0]
+
+    def sync(fd: int) -> None:
+        failed[0] += 1
+        if failed[0] == 1:
+            disk.gate.clear()
+            raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    disk.sync = sync  # type: ignore[method-assign]
+
+
 def test_a_stop_during_a_rescue_waits_for_it_and_keeps_what_is_acknowledged(house: House) -> None:
     async def work() -> None:
         disk: SlowDisk = slow(house)
@@ -186,16 +200,7 @@ def test_a_stop_during_a_rescue_waits_for_it_and_keeps_what_is_acknowledged(hous
             stream = store.create("s", Settings(), b"{}")
             await put(stream, b"a")
             keeping = asyncio.create_task(store.keep(0.001))
-            real, failed = disk.sync, [0]
-
-            def sync(fd: int) -> None:
-                failed[0] += 1
-                if failed[0] == 1:
-                    disk.gate.clear()
-                    raise OSError(errno.EIO, "Input/output error")
-                real(fd)
-
-            disk.sync = sync  # type: ignore[method-assign]
+            fail_once_and_hold(disk)
             await until(lambda: stream.busy and disk.waiting)
             keeping.cancel()
             stream.append(b"t", b"b")
@@ -239,16 +244,7 @@ def test_what_is_dropped_during_a_rescue_is_let_go_of_after_it(house: House) -> 
             stream = store.create("s", Settings(segment_size=1024), b"{}")
             for number in range(4):
                 await put(stream, bytes((number,)) * 700)
-            real, failed = disk.sync, [0]
-
-            def sync(fd: int) -> None:
-                failed[0] += 1
-                if failed[0] == 1:
-                    disk.gate.clear()
-                    raise OSError(errno.EIO, "Input/output error")
-                real(fd)
-
-            disk.sync = sync  # type: ignore[method-assign]
+            fail_once_and_hold(disk)
             syncing = asyncio.create_task(store.committer.sync([stream]))
             await until(lambda: stream.busy and disk.waiting)
             assert stream.drop_upto(2, Reason.PURGED) == 2
