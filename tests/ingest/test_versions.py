@@ -4,8 +4,8 @@
 
 A version other than the one that the tests run with gets an environment of its own in `.sdks/`, from the
 package registry, once. The Connect server of Spark 3.5 is not in the pyspark package: Spark fetches it from
-Maven Central, and where that cannot be reached the test is skipped. The client of 3.5 is tried in any case,
-against a server of 4.1.
+Maven Central, or takes the jar that STREAMBRIDGE_SPARK_CONNECT_JAR names; where it has neither the test is
+skipped. The client of 3.5 is tried in any case, against a server of 4.1.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ NEEDS = {
     "4.3.0": (*JOB, "pyspark[connect]==4.3.0", "pyarrow>=19"),
 }
 CONNECT_SERVER = "org.apache.spark:spark-connect_2.12:3.5.6"
+CONNECT_JAR = "STREAMBRIDGE_SPARK_CONNECT_JAR"
 
 
 @pytest.fixture(scope="session")
@@ -134,12 +135,14 @@ def test_spark_submit_needs_nothing_of_this_repository_but_the_package(
 @contextmanager
 def server(version: str, python: Path, log: Path) -> Iterator[str]:
     """A Connect server of its own; its workers find this checkout, as where the package is installed."""
+    named = os.environ.get(CONNECT_JAR)
+    jar = ("--jars", str(Path(named).absolute())) if named else ("--packages", CONNECT_SERVER)
     line = [
         *(python.with_name("spark-submit"), "--master", "local[2]"),
         *("--class", "org.apache.spark.sql.connect.service.SparkConnectServer"),
         *("--conf", "spark.ui.enabled=false", "--conf", "spark.connect.grpc.binding.port=0"),
         *("--conf", "spark.connect.grpc.binding.address=127.0.0.1"),
-        *(("--packages", CONNECT_SERVER) if version.startswith("3") else ()),
+        *(jar if version.startswith("3") else ()),
         "spark-internal",
     ]
     with (
@@ -158,10 +161,11 @@ def server(version: str, python: Path, log: Path) -> Iterator[str]:
             until = time.monotonic() + 120
             while True:
                 ended, said = running.poll() is not None, log.read_text()
-                if port := re.search(r"SparkConnectService' on port (\d+)", said):
+                if port := re.search(r"Spark Connect server started at: \S+:(\d+)\s", said):
                     break
                 if "UNRESOLVED DEPENDENCIES" in said:
-                    pytest.skip(f"{CONNECT_SERVER} is not to be had: Maven Central cannot be reached")
+                    why = f"Maven Central cannot be reached, and {CONNECT_JAR} names no jar of it"
+                    pytest.skip(f"{CONNECT_SERVER} is not to be had: {why}")
                 assert not ended, said[-3000:]
                 assert time.monotonic() < until, said[-3000:]
                 time.sleep(0.2)
