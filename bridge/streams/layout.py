@@ -34,14 +34,19 @@ def directory_name(name: str) -> str:
     return f"{escaped[:150]}~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
+def file_name(base: int, ending: str = SEGMENT) -> str:
+    """The name of the segment whose first sequence number is `base`, or of its index."""
+    return f"{base:0{DIGITS}d}{ending}"
+
+
 def segment_path(directory: Path, base: int) -> Path:
     """The segment file whose first sequence number is `base`."""
-    return directory / f"{base:0{DIGITS}d}{SEGMENT}"
+    return directory / file_name(base)
 
 
-def base_of(file_name: str) -> int | None:
+def base_of(name: str) -> int | None:
     """The first sequence number that a segment's file name says; None for any other file."""
-    stem, dot, end = file_name.rpartition(".")
+    stem, dot, end = name.rpartition(".")
     return int(stem) if dot + end == SEGMENT and len(stem) == DIGITS and stem.isdecimal() else None
 
 

@@ -95,14 +95,17 @@ class SegmentLog:
 
         A directory without segments starts with number `first`. Raises OSError.
         """
-        for leftover in self.directory.glob("*" + layout.TEMPORARY):
-            self.files.unlink(leftover)
-        bases = layout.segment_bases(self.directory)
+        with os.scandir(self.directory) as entries:
+            found = {entry.name: entry for entry in entries}
+        for name in found:
+            if name.endswith(layout.TEMPORARY):
+                self.files.unlink(self.directory / name)
+        bases = sorted(base for name in found if (base := layout.base_of(name)) is not None)
         for base, following in zip_longest(bases, bases[1:]):
-            path = layout.segment_path(self.directory, base)
-            if following is not None and path.with_suffix(layout.INDEX).exists():
-                self._resize(base, path.stat().st_size)
+            if following is not None and layout.file_name(base, layout.INDEX) in found:
+                self._resize(base, found[layout.file_name(base)].stat().st_size)
                 continue
+            path = layout.segment_path(self.directory, base)
             examined = recovery.examine(
                 self.files, self.directory, base, self._meta, following, drops=self._drops
             )
