@@ -364,15 +364,17 @@ async def running(root: Path, **settings: Any) -> AsyncIterator[Bridge]:
     assert not left, f"tasks left behind by the bridge: {left}"
 
 
-def bridge_test(test: Callable[[Bridge], Awaitable[None]] | None = None, **settings: Any) -> Any:
-    """Make a test of a coroutine that takes a running bridge."""
+def bridge_test(
+    test: Callable[[Bridge], Awaitable[None]] | None = None, *, seconds: float = 60, **settings: Any
+) -> Any:
+    """Make a test of a coroutine that takes a running bridge, and ends in time."""
     if test is None:
-        return functools.partial(bridge_test, **settings)
+        return functools.partial(bridge_test, seconds=seconds, **settings)
 
     # Not functools.wraps: pytest would take the coroutine's argument for a fixture.
     def run(tmp_path: Path) -> None:
         async def main() -> None:
-            async with asyncio.timeout(60), running(tmp_path, **settings) as bridge:
+            async with asyncio.timeout(seconds), running(tmp_path, **settings) as bridge:
                 await test(bridge)
 
         run_async(main())

@@ -110,7 +110,7 @@ def test_mutated_sessions_never_disturb_anybody(tmp_path: Path, caplog: pytest.L
     caplog.set_level(logging.WARNING)
     rng = random.Random(SEED)
 
-    @bridge_test
+    @bridge_test(seconds=SECONDS + 60)
     async def run(bridge: Bridge) -> None:
         loop, done, memory = asyncio.get_running_loop(), 0, []
         end = loop.time() + SECONDS
