@@ -41,7 +41,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import accumulate, count, pairwise, repeat
 from typing import NamedTuple
-from zlib import crc32
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # for processors that it is not made for
+    from zlib import crc32
 
 SEGMENT_MAGIC = b"SBSEG\0\0\1"
 INDEX_MAGIC = b"SBIDX\0\0\1"
