@@ -4,7 +4,8 @@
   turn of the loop; every `sync_interval` their files are synced in a worker thread.
 * Streams that flush on write are written and synced in a worker thread each, several streams at the
   same time; the loop goes on reading sockets meanwhile. Never two syncs of one stream at a time: the
-  kernel tells only one of them of an error.
+  kernel tells only one of them of an error. On a slow disk the next group waits for those who have
+  just been told (see `pace`).
 * Back-pressure: when more than `HIGH` bytes wait in all streams together, `on_pressure` is told, and
   told again when less than `LOW` wait. The front ends stop and start reading.
 """
@@ -12,12 +13,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from bridge.streams.drops import Reason
 from bridge.streams.log import Segment, Staged
+from bridge.streams.pace import SLOW, Pace
 from bridge.streams.stream import Stream, now_ms
 from bridge.streams.workers import Workers
 
@@ -39,6 +42,8 @@ class Committer:
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
         self._burying: set[Stream] = set()
+        self._paces: dict[Stream, Pace] = {}  # of those on a slow disk
+        self._held: dict[Stream, asyncio.TimerHandle] = {}  # those whose next group waits for more
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
 
@@ -54,6 +59,8 @@ class Committer:
         for stream in dirty:
             # Else the end of its present work starts the next group.
             if not stream.busy and not (stream.settings.flush and stream in self._syncing):
+                if stream in self._paces and self._hold(stream):
+                    continue
                 try:
                     self._start(stream)
                 except Exception as error:  # one stream's trouble is not the others'
@@ -62,6 +69,22 @@ class Committer:
         for stream in dirty:
             self.weigh(stream)
 
+    def _hold(self, stream: Stream) -> bool:
+        """Whether the stream's next group waits for more; the next message asks again, or a timer does."""
+        pace, now = self._paces[stream], time.monotonic()
+        if not self.under_pressure and pace.wants_more(now, stream.waiting):
+            stream.postpone()
+            if stream not in self._held:
+                self._held[stream] = self._loop.call_later(pace.until - now, self._release, stream)
+            return True
+        if stream in self._held:
+            self._held.pop(stream).cancel()
+        return False
+
+    def _release(self, stream: Stream) -> None:
+        del self._held[stream]
+        self.schedule(stream)
+
     def _start(self, stream: Stream) -> None:
         staged = stream.begin()
         if staged is None:
@@ -69,7 +92,7 @@ class Committer:
         if stream.settings.flush:
             self._flights += 1
             stream.log.pin()
-            self._submit(stream, staged, first=True)
+            self._submit(stream, staged, time.monotonic(), first=True)
             return
         error: OSError | None = None
         try:
@@ -78,13 +101,15 @@ class Committer:
             error = caught.with_traceback(None)  # which holds this frame, and so would keep the group
         stream.finish(staged, error)
 
-    def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
+    def _submit(self, stream: Stream, staged: Staged, began: float, *, first: bool) -> None:
         """Write and sync in a worker thread; a callback, since a task would cost more."""
         self._workers.submit(
-            partial(stream.log.write, staged, sync=True), partial(self._written, stream, staged, first)
+            partial(stream.log.write, staged, sync=True), partial(self._written, stream, staged, began, first)
         )
 
-    def _written(self, stream: Stream, staged: Staged, first: bool, error: BaseException | None) -> None:
+    def _written(
+        self, stream: Stream, staged: Staged, began: float, first: bool, error: BaseException | None
+    ) -> None:
         if isinstance(error, OSError) and first and not stream.closed:
             # The file's tail is not trusted any more: once more, in a new segment.
             try:
@@ -94,7 +119,7 @@ class Committer:
             else:
                 why = error.strerror or error
                 self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
-                self._submit(stream, staged, first=False)
+                self._submit(stream, staged, began, first=False)
                 return
         self._flights -= 1
         if stream.closed:
@@ -102,6 +127,10 @@ class Committer:
         else:
             if error is not None and not isinstance(error, OSError):
                 error = OSError(0, repr(error))
+            now = time.monotonic()
+            if now - began >= SLOW or stream in self._paces:
+                under_way = len(staged.group.parts) // 2 + stream.waiting
+                self._paces.setdefault(stream, Pace()).synced(now, now - began, under_way)
             stream.finish(staged, error)
         stream.log.unpin()
         self.weigh(stream)
@@ -114,6 +143,7 @@ class Committer:
         self._total += waiting - self._waiting.get(stream, 0)
         if stream.closed:
             self._waiting.pop(stream, None)
+            self._paces.pop(stream, None)
         else:
             self._waiting[stream] = waiting
         pressure = self._total > (LOW if self.under_pressure else HIGH)
@@ -152,7 +182,7 @@ class Committer:
 
     def _sync_over(self, stream: Stream) -> None:
         self._syncing.pop(stream).set_result(None)
-        if stream.waits:
+        if stream.waiting:
             self.schedule(stream)
 
     def _rescue(self, stream: Stream, error: BaseException) -> None:
@@ -215,7 +245,7 @@ class Committer:
 
     async def drain(self) -> None:
         """Wait until nothing is pending or in flight in any of the streams that were scheduled."""
-        while self._dirty or self._flights or self._syncing:
+        while self._dirty or self._held or self._flights or self._syncing:
             for stream in list(self._waiting):
                 await stream.idle()
             await asyncio.sleep(0.001)

@@ -82,12 +82,11 @@ class Stream:
         self._gone([(0, self.log.first - 1)], Reason.MEMORY if memory else Reason.UNKNOWN)
         self.error: StreamError | None = None
         self.on_commit: list[Callable[[], None]] = []
-        self.busy = self.closed = False
+        self.busy = self.closed = self._maintain_late = False
         self._schedule, self._scheduled, self._weigh, self._bury = schedule, False, weigh, bury
         self._group, self._waiters = Group(), list[Waiter]()
         self._flight_waiters, self._flight_size = list[Waiter](), 0
-        self._resting: list[asyncio.Event] = []
-        self._maintain_late = False
+        self._rested = asyncio.Event()  # set for an instant
         self._next = self.log.next
         self._remove_dead()
         self.window: Window | None = None
@@ -127,9 +126,9 @@ class Stream:
         return self._group.size + self._flight_size
 
     @property
-    def waits(self) -> bool:
-        """Whether messages wait for their group to be staged."""
-        return bool(self._group.parts)
+    def waiting(self) -> int:
+        """How many messages wait for their group to be staged."""
+        return len(self._group.parts) // 2
 
     def live_messages(self) -> int:
         """How many messages can be read."""
@@ -172,16 +171,13 @@ class Stream:
     async def idle(self) -> None:
         """Wait until no group is in flight."""
         while self.busy:
-            event = asyncio.Event()
-            self._resting.append(event)
-            await event.wait()
+            await self._rested.wait()
 
     def rest(self) -> None:
         """Nothing is in flight any more: tell those who wait for that."""
         self.busy = False
-        events, self._resting = self._resting, []
-        for event in events:
-            event.set()
+        self._rested.set()
+        self._rested.clear()
 
     def close(self) -> None:
         """Close the files, as soon as no thread uses them. What is pending fails."""
@@ -313,6 +309,10 @@ class Stream:
         self.busy = True
         self._set_room()
         return staged
+
+    def postpone(self) -> None:
+        """Begin no group now: the next message asks for it again."""
+        self._scheduled = False
 
     def restage(self, staged: Staged) -> Staged:
         """After a failed sync of a staged group: the same group for a new segment; raises OSError.

@@ -12,6 +12,7 @@ from bridge.manager import committed
 from bridge.streams.committer import HIGH, LOW
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
+from bridge.streams.pace import SHARE, SLOW, Pace
 
 from .conftest import House, everything, payloads, put, run
 
@@ -180,3 +181,73 @@ def test_a_stream_deleted_while_a_group_is_in_flight_disturbs_nobody(house: Hous
             assert store.create("s", Settings(), b"{}").next_sequence == 0
 
     run(work())
+
+
+class Flash(Files):
+    """A disk like an SD card: each sync of a segment takes a while; counts them."""
+
+    def __init__(self) -> None:
+        self.syncs = 0
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        if threading.current_thread() is not threading.main_thread():
+            self.syncs += 1
+            time.sleep(2 * SLOW)
+
+
+def test_on_a_slow_disk_a_sync_covers_what_all_senders_have_under_way(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = Flash()
+        senders, rounds = 20, 20
+        async with house.stream(flush=True) as stream:
+
+            async def sender(number: int) -> None:
+                for _ in range(rounds):
+                    stream.append(b"t", b"x")
+                    await committed(stream)
+                    if number % 2:
+                        await asyncio.sleep(0)  # a turn of the loop later than the others
+
+            await asyncio.gather(*(sender(number) for number in range(senders)))
+            # If each group began as soon as the disk is free, half of them would take turns with the others.
+            assert disk.syncs < 1.5 * rounds
+            assert len(everything(stream)) == senders * rounds
+
+    run(work())
+
+
+def test_what_waits_for_more_is_stored_when_nothing_comes_and_when_the_store_closes(house: House) -> None:
+    async def work() -> None:
+        house.files = Flash()
+        async with house.stream(flush=True) as stream:
+            for _ in range(3):
+                for _ in range(10):
+                    stream.append(b"t", b"x")
+                await committed(stream)
+                stream.append(b"t", b"alone")  # of the ten senders, nine are silent now
+                await committed(stream)
+            for _ in range(10):
+                stream.append(b"t", b"x")
+            await committed(stream)
+            stream.append(b"t", b"last")
+        async with house.stream(flush=True) as stream:
+            assert len(everything(stream)) == 44
+
+    run(work())
+
+
+def test_senders_that_keep_a_time_of_their_own_are_waited_for_ever_more_seldom() -> None:
+    pace, now, waited = Pace(), 100.0, 0
+    for _ in range(200):
+        pace.synced(now, took=1.0, under_way=10)
+        waited += pace.wants_more(now + 0.1, waiting=5)
+        assert not pace.wants_more(now + 1.0 / SHARE, waiting=6)
+        now += 10
+    assert waited == 8  # after 0, 1, 3, 7, 15, 31, 63 and 63 groups that began at once
+    pace = Pace()
+    pace.synced(now, took=1.0, under_way=10)
+    assert pace.wants_more(now, waiting=9)
+    assert not pace.wants_more(now, waiting=10)
+    pace.synced(now, took=SLOW / 2, under_way=10)
+    assert not pace.wants_more(now, waiting=1)

@@ -1,0 +1,48 @@
+"""When the next group of a stream begins, if the disk is slow.
+
+Who has been told that a message is stored sends the next one at once. If each group began as soon as the
+disk is free, those who wait for it and those who have just been told would take turns for ever: the disk
+would store half of what is under way with each sync, and every message would wait for one and a half.
+
+So after a sync that took `SLOW` or longer the next group waits until as many messages have come as are
+known to be under way, those just stored and those that wait already, but no longer than a `SHARE` of what
+the sync took. Where that was in vain, senders keep a time of their own: the following groups begin at
+once, one at first, then 3, 7 and so on up to 63, until it is tried again. On a faster disk two groups in
+turn are better: one is received while the other is synced.
+"""
+
+from __future__ import annotations
+
+SLOW = 0.003  # seconds of a sync
+SHARE = 4
+MAX_FAILURES = 6
+
+
+class Pace:
+    """The rhythm of one stream. Times in seconds of any steady clock."""
+
+    __slots__ = ("_at_once", "_expected", "_failures", "until")
+
+    def __init__(self) -> None:
+        self.until = 0.0  # the time when the next group begins at the latest; 0: at once
+        self._expected = self._failures = self._at_once = 0
+
+    def synced(self, now: float, took: float, under_way: int) -> None:
+        """A group is on the disk after `took`; so many messages were in it or wait for the next."""
+        self.until = 0.0
+        if self._at_once:
+            self._at_once -= 1
+        elif took >= SLOW:
+            self.until, self._expected = now + took / SHARE, under_way
+
+    def wants_more(self, now: float, waiting: int) -> bool:
+        """Whether the next group waits for more than these messages."""
+        if waiting >= self._expected:
+            if self.until:
+                self.until, self._failures = 0.0, 0
+        elif now < self.until:
+            return True
+        elif self.until:
+            self.until, self._failures = 0.0, min(self._failures + 1, MAX_FAILURES)
+            self._at_once = 2**self._failures - 1
+        return False
