@@ -19,6 +19,8 @@ from typing import NamedTuple
 START_TIMEOUT = 60.0
 
 
+FLASH = 0.005  # seconds: about what the flash of a gateway takes longer than a server's disk to sync
+FLASH_NAME = f"fdatasync of {FLASH * 1e3:.0f} ms"
 RABBITMQ = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
 
@@ -101,9 +103,16 @@ def ours(directory: Path, port: int, *, sync: bool = False, streams: int = 1) ->
     return [sys.executable, "-m", "bridge", "run", "-c", str(config)]
 
 
+def on_flash(directory: Path, port: int) -> list[str]:
+    """The service with fdatasync, on a disk that takes `FLASH` longer for each."""
+    *_, config = ours(directory, port, sync=True)
+    return [sys.executable, "-m", "benchmarks.brokers", config]
+
+
 SERVERS = [
     Server("streambridge", ours),
     Server("streambridge, fdatasync", lambda d, p: ours(d, p, sync=True)),
+    Server(f"streambridge, {FLASH_NAME}", on_flash),
     Server("mosquitto, no persistence", mosquitto, "mosquitto"),
     Server("nats jetstream", nats, "nats-server", keeper=True),
     Server("rabbitmq", rabbitmq, RABBITMQ, keeper=True),  # syncs before it acknowledges
@@ -170,3 +179,20 @@ def keep(port: int) -> None:
         client.sendall(b"\x82\x0c\0\1\0\7bench/#\1")
         assert client.recv(5) == b"\x90\3\0\1\1"
         client.sendall(b"\xe0\0")
+
+
+def serve_on_flash(path: Path) -> None:
+    """Be the service on the slow disk, until killed."""
+    from bridge import app, config
+    from bridge.streams.layout import Files
+
+    def sync(_: Files, fd: int) -> None:
+        os.fdatasync(fd)
+        time.sleep(FLASH)
+
+    Files.sync = sync  # type: ignore[method-assign]
+    app.run(config.load(path))
+
+
+if __name__ == "__main__":
+    serve_on_flash(Path(sys.argv[1]))

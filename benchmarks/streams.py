@@ -7,8 +7,9 @@ Writes streams.json, streams.md and streams.png to the output directory and prin
 are not installed are left out (apt-get install redis-server nats-server).
 
 Caveats. Redis and NATS are servers: a socket lies between them and this process, as it would in use;
-streambridge and SQLite run in this process. SQLite blocks its caller while it writes and syncs, as an
-event loop must not; "sqlite in a thread" is the same for a service that goes on meanwhile, as ours does.
+streambridge and SQLite run in this process. "streambridge" is the service's way: the caller goes on, a
+thread waits for the disk, a callback tells of it; "sqlite in a thread" is the same for SQLite. The two
+"in line" rows block their caller until the disk is done, as an event loop must not, and save two wake-ups.
 Without sync, each system acknowledges after write() (Redis: everysec; NATS: its default). NATS 2.9 cannot
 sync before it acknowledges.
 """
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -100,10 +102,23 @@ class Ours:
         self.loop.close()
 
 
+class InLine(Ours):
+    """The same store without its threads: each group is written and synced by the caller."""
+
+    def append(self, payloads: list[bytes]) -> None:
+        append, topic, stream = self.stream.append, self.topic, self.stream
+        for payload in payloads:
+            append(topic, payload)
+        staged = stream.begin()
+        assert staged is not None
+        stream.log.write(staged, sync=stream.settings.flush)
+        stream.finish(staged, None)
+
+
 @contextmanager
-def ours(directory: Path, sync: bool) -> Iterator[Ours]:
+def ours(directory: Path, sync: bool, kind: type[Ours] = Ours) -> Iterator[Ours]:
     """Our own store in a new directory."""
-    store = Ours(directory, sync)
+    store = kind(directory, sync)
     try:
         yield store
     finally:
@@ -125,7 +140,7 @@ def appends(peer: peers.Peer, group: int, size: int, seconds: float) -> float:
     payloads = [b"x" * size] * group
     peer.append(payloads)
     began = time.perf_counter()
-    if isinstance(peer, Ours | peers.SqliteAside):
+    if isinstance(peer, Ours | peers.SqliteAside) and not isinstance(peer, InLine):
         done = peer.loop.run_until_complete(peer.many(payloads, began + seconds))
     else:
         done = 0
@@ -149,7 +164,8 @@ def reads(peer: peers.Peer, number: int) -> float:
 def compare(rounds: int, seconds: float) -> list[dict[str, object]]:
     """Append and read rates of every system at every setting: medians over the rounds."""
     systems: dict[str, tuple[Callable[..., object], tuple[bool, ...]]] = {
-        "streambridge": (ours, (False, True))
+        "streambridge": (ours, (False, True)),
+        "streambridge in line": (partial(ours, kind=InLine), (False, True)),
     }
     systems |= peers.installed()
     found: dict[tuple[object, ...], list[float]] = {}
@@ -298,13 +314,13 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
         names = list(dict.fromkeys(str(r["system"]) for r in mine))
         for place_, name in enumerate(names):
             rates = [r["per_second"] for r in mine if r["system"] == name]
-            axes.bar([g + place_ * 0.16 for g in range(len(rates))], rates, 0.15, label=name)
+            axes.bar([g + place_ * 0.14 for g in range(len(rates))], rates, 0.13, label=name)
         axes.set(
             yscale="log",
             title="synced before acknowledged" if sync else "written",
             xlabel="messages per group",
         )
-        axes.set_xticks([g + 0.32 for g in range(len(GROUPS))], [str(g) for g in GROUPS])
+        axes.set_xticks([g + 0.35 for g in range(len(GROUPS))], [str(g) for g in GROUPS])
         axes.legend(frameon=False)
     both[0].set_ylabel("messages per second (128 B)")
     figure.savefig(path, dpi=110)
