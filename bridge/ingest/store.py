@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 from urllib.parse import unquote, urlparse
@@ -128,26 +129,32 @@ class LocalStore:
             (self.root / key).unlink(missing_ok=True)
 
 
+@lru_cache
+def _client(endpoint: str | None) -> Any:
+    """A client of S3, one for all tasks of a process: to make one costs as much as 100,000 rows."""
+    import boto3
+    import botocore.session
+    from botocore.config import Config
+
+    inner = botocore.session.get_session()
+    # times stay text: parsing them is most of what a listing of a million objects costs
+    inner.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+    session = boto3.session.Session(botocore_session=inner)
+    return session.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=session.region_name or "us-east-1",
+        config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 5, "mode": "standard"}),
+    )
+
+
 class S3Store:
     """Objects below a prefix of a bucket, by boto3's own chain of credentials."""
 
     def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
-        import boto3
-        import botocore.session
-        from botocore.config import Config
-
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
-        inner = botocore.session.get_session()
-        # times stay text: parsing them is most of what a listing of a million objects costs
-        inner.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-        session = boto3.session.Session(botocore_session=inner)
-        self.client = session.client(
-            "s3",
-            endpoint_url=endpoint,
-            region_name=session.region_name or "us-east-1",
-            config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 5, "mode": "standard"}),
-        )
+        self.client = _client(endpoint)
 
     def list(self) -> Iterator[Entry]:
         """List everything, the gateways at the same time."""
