@@ -26,11 +26,11 @@ HERE = Path(__file__).parent
 # What is run, with the options that differ from the defaults.
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "streams": ("--seconds", "0.3", "--backlogs", "1,100,1000,10000"),
-    "ingest": ("--rounds", "3", "--seconds", "0.5"),
+    "ingest": ("--rounds", "5", "--seconds", "0.5"),
     "stages": ("--rounds", "3"),
     "operations": (),
     "export": ("--rounds", "1", "--seconds", "15"),
-    "ingest_spark": ("--rows", "3000000", "--rounds", "1"),
+    "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
     "scale": (),
 }
 LIBRARIES = ("uvloop", "amqtt", "boto3", "pyspark", "pyarrow", "pyiceberg", "moto")
