@@ -35,7 +35,6 @@ from bridge.mqtt.packets import (
     KEEP_ALIVE_TIMEOUT,
     MALFORMED,
     MAX_CONNECT,
-    PUBACK,
     PUBLISH,
     V5,
     V311,
@@ -181,6 +180,8 @@ class Connection(asyncio.Protocol):
         self.end("", "")
         self._timer.cancel()
         self.lane.gone(self)
+        if not self._batches:
+            self._rest()
 
     def pause_writing(self) -> None:
         self.writable = False
@@ -444,11 +445,18 @@ class Connection(asyncio.Protocol):
                 self.fail("rejected_storage", f"not acknowledged: {failed.error}", why)
             elif failed.close is not None:
                 self.fail(*failed.close)
-        if not batches and self._drained is not None:
-            self._drained.set_result(None)
-            self._drained = None
+        if not batches:
+            self._rest()
         if "commits" in self._holds and len(batches) <= UNSENT_BATCHES // 2:
             self.release("commits")
+
+    def _rest(self) -> None:
+        """Nothing awaits its commit any more: a session that is away holds no connection, nor its buffers."""
+        if self._drained is not None:
+            self._drained.set_result(None)
+            self._drained = None
+        if self.state is State.CLOSED and self.session is not None and self.session.last is self:
+            self.session.last = None
 
     def _forget_ids(self, batch: Batch) -> None:
         # The client will send these again, and then they must not pass for duplicates: but where they are
@@ -489,6 +497,3 @@ class Connection(asyncio.Protocol):
         else:
             self.fail("keep_alive_timeouts", "keep-alive expired", KEEP_ALIVE_TIMEOUT)
             self.transport.abort()
-
-
-assert PUBACK == 0x40

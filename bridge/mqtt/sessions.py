@@ -44,7 +44,7 @@ class Session:
         # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
         self.partial: dict[int, frozenset[str]] = {}
         self.connection: Connection | None = None
-        self.last: Connection | None = None  # the newest connection, even if it is closed
+        self.last: Connection | None = None  # the newest connection, until all that it published is settled
         self.left = 0.0  # Unix time at which the connection was lost
         self.seen: object = None  # the newest live message that it got
         self.timer: TimerHandle | None = None

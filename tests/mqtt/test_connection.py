@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import struct
 import time
+from pathlib import Path
 
 import pytest
 
 from bridge.errors import ConfigError
 from bridge.mqtt import MqttFrontEnd
+from bridge.mqtt.connection import Connection
 from bridge.mqtt.packets import packet, string
 from bridge.mqtt.properties import varint
 
@@ -261,3 +264,26 @@ async def test_a_connection_above_its_rate_is_read_more_slowly(bridge: Bridge) -
     assert 1.2 < time.monotonic() - began < 4
     assert await client.exchange(unsubscribe(1, "x")) == Packet(0xB0, b"\0\1")
     assert await client.exchange(ack(0x62, 1)) == Packet(0x70, b"\0\1")
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_connection_that_has_ended_is_held_by_nothing(tmp_path: Path, clean: bool) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        def connections() -> int:
+            return sum(type(one) is Connection for one in gc.get_objects())
+
+        gc.collect()
+        gc.disable()  # a session that is away would hold it for ever, and the collector looks seldom
+        try:
+            before = connections()
+            for number in range(20):
+                client = await bridge.connect(f"c{number}", clean=clean)
+                await client.exchange(publish("in/a", b"x", 1, 1))
+                client.send(*(publish("in/a", b"x", 2, number) for number in range(1, 50)))
+                client.abort() if number % 2 else client.disconnect()
+            await until(lambda: bridge.stat("connections") == 0 and connections() == before)
+        finally:
+            gc.enable()
+
+    run(tmp_path)
