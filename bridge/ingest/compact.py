@@ -69,10 +69,11 @@ def _task(parts: list[list[str]], target: Target) -> Callable[[Iterable[Any]], I
         import pyarrow.parquet as pq
 
         from bridge.ingest.files import DayFiles
+        from bridge.ingest.store import shared
 
         pa.set_cpu_count(1)
         schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-        store = target.place.open()
+        store = shared(target.place)
         for batch in batches:
             for part in batch.column(0).to_pylist():
                 tables = [

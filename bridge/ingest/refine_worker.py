@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.ingest.payloads import KEYS, texts
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
-from bridge.ingest.store import Place
+from bridge.ingest.store import Place, shared
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def reading(parts: list[list[str]], place: Place, packed: bytes, form: str) -> F
             (gateway, stream, str(epoch)): Ranges(pairs)
             for gateway, stream, epoch, pairs in json.loads(zlib.decompress(packed))
         }
-        store = place.open()
+        store = shared(place)
         for batch in batches:
             for part in batch.column(0).to_pylist():
                 for path in parts[part]:

@@ -22,7 +22,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from bridge.ingest.errors import BadObject, BadOption, Vanished
 from bridge.ingest.planner import Inventory, Limits, plan
-from bridge.ingest.store import Place
+from bridge.ingest.store import Place, shared
 from bridge.objectkeys import parse_key
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ObjectReader(DataSourceReader):
 
         assert isinstance(partition, Part)
         pa.set_cpu_count(1)
-        store = self.place.open()
+        store = shared(self.place)
         wanted = _arrow(self.columns)
         for key, fresh in partition.objects:
             try:

@@ -77,6 +77,15 @@ class Place:
         return Place(f"{self.url.rstrip('/')}/{name}", self.endpoint)
 
 
+@lru_cache
+def shared(place: Place) -> Store:
+    """The store of a place, one for all tasks of an executor's process; a task that fails ends that.
+
+    To open one for S3 costs as much as 100,000 rows. Not for the driver, which may get new credentials.
+    """
+    return place.open()
+
+
 class LocalStore:
     """Objects as files below a directory; names that end in `.tmp` are unfinished ones."""
 
@@ -129,32 +138,26 @@ class LocalStore:
             (self.root / key).unlink(missing_ok=True)
 
 
-@lru_cache
-def _client(endpoint: str | None) -> Any:
-    """A client of S3, one for all tasks of a process: to make one costs as much as 100,000 rows."""
-    import boto3
-    import botocore.session
-    from botocore.config import Config
-
-    inner = botocore.session.get_session()
-    # times stay text: parsing them is most of what a listing of a million objects costs
-    inner.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-    session = boto3.session.Session(botocore_session=inner)
-    return session.client(
-        "s3",
-        endpoint_url=endpoint,
-        region_name=session.region_name or "us-east-1",
-        config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 5, "mode": "standard"}),
-    )
-
-
 class S3Store:
     """Objects below a prefix of a bucket, by boto3's own chain of credentials."""
 
     def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
+        import boto3
+        import botocore.session
+        from botocore.config import Config
+
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
-        self.client = _client(endpoint)
+        inner = botocore.session.get_session()
+        # times stay text: parsing them is most of what a listing of a million objects costs
+        inner.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+        session = boto3.session.Session(botocore_session=inner)
+        self.client = session.client(
+            "s3",
+            endpoint_url=endpoint,
+            region_name=session.region_name or "us-east-1",
+            config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 5, "mode": "standard"}),
+        )
 
     def list(self) -> Iterator[Entry]:
         """List everything, the gateways at the same time."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.errors import BadObject, Vanished
 from bridge.ingest.planner import Work
-from bridge.ingest.store import Place, Store
+from bridge.ingest.store import Place, Store, shared
 from bridge.objectkeys import parse_key
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def process(work: list[Any], source: Place, target: Target) -> Iterator[tuple[st
 
 def _fetch(work: list[Any], source: Place) -> Iterator[tuple[str, str, list[list[int]], Future[bytes]]]:
     """Yield the objects in order, the next ones already on their way."""
-    store = source.open()
+    store = shared(source)
     with ThreadPoolExecutor(AHEAD) as pool:
         coming: list[Future[bytes]] = []
         for index, (key, etag, _, fresh) in enumerate(work):

@@ -59,7 +59,7 @@ class Committer:
         for stream in dirty:
             # Else the end of its present work starts the next group.
             if not stream.busy and not (stream.settings.flush and stream in self._syncing):
-                if stream in self._paces and self._hold(stream):
+                if stream in self._paces and stream.settings.flush and self._hold(stream):
                     continue
                 try:
                     self._start(stream)
@@ -83,6 +83,8 @@ class Committer:
 
     def _release(self, stream: Stream) -> None:
         del self._held[stream]
+        if stream in self._paces:
+            self._paces[stream].end_wait(time.monotonic())  # timers may be early
         self.schedule(stream)
 
     def _start(self, stream: Stream) -> None:
@@ -92,7 +94,7 @@ class Committer:
         if stream.settings.flush:
             self._flights += 1
             stream.log.pin()
-            self._submit(stream, staged, time.monotonic(), first=True)
+            self._submit(stream, staged, first=True)
             return
         error: OSError | None = None
         try:
@@ -101,15 +103,13 @@ class Committer:
             error = caught.with_traceback(None)  # which holds this frame, and so would keep the group
         stream.finish(staged, error)
 
-    def _submit(self, stream: Stream, staged: Staged, began: float, *, first: bool) -> None:
+    def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
         """Write and sync in a worker thread; a callback, since a task would cost more."""
         self._workers.submit(
-            partial(stream.log.write, staged, sync=True), partial(self._written, stream, staged, began, first)
+            partial(stream.log.write, staged, sync=True), partial(self._written, stream, staged, first)
         )
 
-    def _written(
-        self, stream: Stream, staged: Staged, began: float, first: bool, error: BaseException | None
-    ) -> None:
+    def _written(self, stream: Stream, staged: Staged, first: bool, error: BaseException | None) -> None:
         if isinstance(error, OSError) and first and not stream.closed:
             # The file's tail is not trusted any more: once more, in a new segment.
             try:
@@ -119,7 +119,7 @@ class Committer:
             else:
                 why = error.strerror or error
                 self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
-                self._submit(stream, staged, began, first=False)
+                self._submit(stream, staged, first=False)
                 return
         self._flights -= 1
         if stream.closed:
@@ -127,10 +127,11 @@ class Committer:
         else:
             if error is not None and not isinstance(error, OSError):
                 error = OSError(0, repr(error))
-            now = time.monotonic()
-            if now - began >= SLOW or stream in self._paces:
+            if error is not None or staged.took < SLOW:
+                self._paces.pop(stream, None)
+            else:
                 under_way = len(staged.group.parts) // 2 + stream.waiting
-                self._paces.setdefault(stream, Pace()).synced(now, now - began, under_way)
+                self._paces.setdefault(stream, Pace()).synced(time.monotonic(), staged.took, under_way)
             stream.finish(staged, error)
         stream.log.unpin()
         self.weigh(stream)
@@ -144,6 +145,8 @@ class Committer:
         if stream.closed:
             self._waiting.pop(stream, None)
             self._paces.pop(stream, None)
+            if stream in self._held:
+                self._held.pop(stream).cancel()
         else:
             self._waiting[stream] = waiting
         pressure = self._total > (LOW if self.under_pressure else HIGH)
@@ -246,6 +249,9 @@ class Committer:
     async def drain(self) -> None:
         """Wait until nothing is pending or in flight in any of the streams that were scheduled."""
         while self._dirty or self._held or self._flights or self._syncing:
+            for stream in list(self._held):
+                self._held[stream].cancel()
+                self._release(stream)
             for stream in list(self._waiting):
                 await stream.idle()
             await asyncio.sleep(0.001)

@@ -66,6 +66,7 @@ class Staged:
     writes: list[tuple[Segment, list[bytes], bytes, Frame]]  # buffers, and room to go behind them
     opened: list[Segment]
     next: int
+    took: float = 0.0  # seconds of its sync
 
 
 class SegmentLog:
@@ -232,7 +233,9 @@ class SegmentLog:
                 self.files.write(target.fd, buffers, frame.start)  # alone, it may fit yet
             written = target
         if sync and written is not None:
+            began = time.monotonic()
             self._sync(written)
+            staged.took = time.monotonic() - began
             if any(target.synced < HEADER.size for target, _, _, _ in staged.writes):
                 self.files.sync_directory(self.directory)
 

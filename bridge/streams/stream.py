@@ -311,7 +311,7 @@ class Stream:
         return staged
 
     def postpone(self) -> None:
-        """Begin no group now: the next message asks for it again."""
+        """Begin no group now: the next message asks for it again, or who calls this does."""
         self._scheduled = False
 
     def restage(self, staged: Staged) -> Staged:

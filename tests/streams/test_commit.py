@@ -12,7 +12,7 @@ from bridge.manager import committed
 from bridge.streams.committer import HIGH, LOW
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
-from bridge.streams.pace import SHARE, SLOW, Pace
+from bridge.streams.pace import LONGEST, SHARE, SLOW, Pace
 
 from .conftest import House, everything, payloads, put, run
 
@@ -240,14 +240,17 @@ def test_what_waits_for_more_is_stored_when_nothing_comes_and_when_the_store_clo
 def test_senders_that_keep_a_time_of_their_own_are_waited_for_ever_more_seldom() -> None:
     pace, now, waited = Pace(), 100.0, 0
     for _ in range(200):
-        pace.synced(now, took=1.0, under_way=10)
-        waited += pace.wants_more(now + 0.1, waiting=5)
-        assert not pace.wants_more(now + 1.0 / SHARE, waiting=6)
+        pace.synced(now, took=0.04, under_way=10)
+        waited += pace.wants_more(now + 0.001, waiting=5)
+        assert not pace.wants_more(now + 0.04 / SHARE, waiting=6)
         now += 10
     assert waited == 8  # after 0, 1, 3, 7, 15, 31, 63 and 63 groups that began at once
-    pace = Pace()
-    pace.synced(now, took=1.0, under_way=10)
-    assert pace.wants_more(now, waiting=9)
-    assert not pace.wants_more(now, waiting=10)
-    pace.synced(now, took=SLOW / 2, under_way=10)
-    assert not pace.wants_more(now, waiting=1)
+    for _ in range(5):  # nobody waits in vain who sends nothing for a while
+        pace = Pace()
+        pace.synced(now, took=1.0, under_way=10)
+        assert pace.wants_more(now, waiting=9)
+        assert not pace.wants_more(now, waiting=10)
+        pace.synced(now, took=1.0, under_way=10)
+        assert not pace.wants_more(now + 10, waiting=1)
+    pace.synced(now, took=60.0, under_way=10)
+    assert not pace.wants_more(now + LONGEST, waiting=1)
