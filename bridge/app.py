@@ -30,7 +30,7 @@ from typing import Any, Protocol
 import uvloop
 
 from bridge import config as configuration
-from bridge import cpu, logs, plugins
+from bridge import cpu, logs, memory, plugins
 from bridge.config import Config
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.export.cursor import highest_exported
@@ -68,6 +68,12 @@ def notify(state: str) -> None:
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+async def _trim() -> None:
+    while True:
+        await asyncio.sleep(memory.TRIM_INTERVAL)
+        await asyncio.to_thread(memory.trim)
 
 
 def run(config: Config) -> None:
@@ -160,6 +166,7 @@ class Service:
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._spawn(store.keep(gateway.sync_interval / 1000))
             self._spawn(self._refresh())
+            self._spawn(_trim())
             gc.freeze()  # what is there now stays: to walk through it again and again finds nothing
             gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"

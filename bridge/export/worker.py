@@ -26,7 +26,7 @@ import threading
 import time
 from pathlib import Path
 
-from bridge import aws, cpu, plugins
+from bridge import aws, cpu, memory, plugins
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
 from bridge.export.api import ExportConfig, Retry
@@ -39,7 +39,6 @@ from bridge.model import ExportStatus
 STOPPED, ORPHANED, HUNG, MEMORY = 0, 3, 4, 5
 LOCK_TIMEOUT = 30.0
 _PR_SET_PDEATHSIG = 1
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _STATUS_EVERY = 0.1
 _LOG_LINES = 200  # per second; a plugin that logs more is cut short
 
@@ -319,18 +318,6 @@ def _memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _give_memory_back() -> None:
-    """Have the C library return the buffers of large batches to the system (mallopt(3)).
-
-    Left alone it raises its threshold to the largest buffer that was freed, and keeps all below in a heap for
-    each thread: a process whose batches grow now and then never gets smaller again.
-    """
-    library = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):  # not glibc
-        library.mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
-        library.mallopt(_M_ARENA_MAX, 2)
-
-
 def main() -> None:
     """Run the process on the file descriptors given by the supervisor."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -340,7 +327,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
     gc.set_threshold(50_000, 20, 50)  # batches are many objects and no cycles: looking costs a third
-    _give_memory_back()
+    memory.keep_little()
     cpu.polite()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker

@@ -1,0 +1,31 @@
+"""Memory that is free, given back to the system; only glibc keeps it, elsewhere nothing happens.
+
+What a storm of reconnects or a large batch has used stays with the process, in holes between what is still in
+use: 180 devices that came back four times by TLS made 47 MiB into 94, of which 50 were in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+TRIM_INTERVAL = 60.0  # seconds
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+
+
+def trim() -> None:
+    """Give back what is free now (malloc_trim(3)): some milliseconds, in which other threads may wait."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_little() -> None:
+    """Have large buffers given back once they are free, and one heap serve several threads (mallopt(3)).
+
+    For a process whose large buffers are few and live for long. Left alone the C library raises its
+    threshold to the largest buffer that was freed, and has a heap for each thread.
+    """
+    library = ctypes.CDLL(None)
+    with contextlib.suppress(AttributeError):
+        library.mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
+        library.mallopt(_M_ARENA_MAX, 2)
