@@ -180,7 +180,7 @@ def compare(rounds: int, seconds: float) -> list[dict[str, object]]:
                             found.setdefault(("append", sync, size, group, name), []).append(rate)
         for name, (start, _) in systems.items():
             with place() as directory, start(directory, False) as peer:
-                found.setdefault(("read", False, 128, 1000, name), []).append(reads(peer, 100_000))
+                found.setdefault(("read", False, 128, 1000, name), []).append(reads(peer, 300_000))
     keys = ("what", "sync", "size", "group", "system")
     return [
         dict(zip(keys, key, strict=True)) | {"per_second": round(statistics.median(rates))}
@@ -291,7 +291,7 @@ def report(result: dict[str, list[dict[str, object]]]) -> str:
             compared(result["compare"], sync=False),
         ),
         ("Appends per second, synced before the acknowledgement:", compared(result["compare"], sync=True)),
-        ("Reading 100,000 messages of 128 bytes in batches of 1,000, messages per second:", [read]),
+        ("Reading 300,000 messages of 128 bytes in batches of 1,000, messages per second:", [read]),
         (
             "By what a stream holds already (appends in groups of 100 messages of 128 bytes):",
             result["backlogs"],
