@@ -109,7 +109,7 @@ class InLine(Ours):
         append, topic, stream = self.stream.append, self.topic, self.stream
         for payload in payloads:
             append(topic, payload)
-        staged = stream.begin()
+        staged = stream.begin()  # before the loop would: it does not run
         assert staged is not None
         stream.log.write(staged, sync=stream.settings.flush)
         stream.finish(staged, None)
