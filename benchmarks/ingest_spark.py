@@ -10,9 +10,9 @@ run in one Spark session, in turns, on the same data:
           check of numbers, no dedupe, no table commit
 
 Shown are the best wall time, and the CPU seconds of the driver, the JVM and the Python workers together,
-which are steadier than wall time on a busy machine. NDJSON is measured with and without isal, which the extra
-[spark] brings. Then the cost per row as the data grows, and the cost of listing and planning many keys (the
-listing is served by a process that only hands out prepared pages).
+which are steadier than wall time on a busy machine. NDJSON is measured with and without zlib-ng, which the
+extra [spark] brings. Then the cost per row as the data grows, and the cost of listing and planning many keys
+(the listing is served by a process that only hands out prepared pages).
 
 Caveats: one machine, so the S3 server takes CPU from the job; no network; payloads of 200 bytes. Ours checks
 every number and commits to an Iceberg table; Spark's own reader and writer do neither.
@@ -156,12 +156,12 @@ class Bench:
             make(Place(folder), wanted)
         return place, folder, size
 
-    def ours(self, place: Place, *, isal: bool = True) -> int:
+    def ours(self, place: Place, *, zlib_ng: bool = True) -> int:
         # Python workers get their environment with each function: a package of this name hides the real one
-        hidden = self.folder / "hidden" / "isal"
+        hidden = self.folder / "hidden" / "zlib_ng"
         hidden.mkdir(parents=True, exist_ok=True)
         (hidden / "__init__.py").write_text("raise ImportError")
-        self.spark.sparkContext.environment["PYTHONPATH"] = "" if isal else str(hidden.parent)
+        self.spark.sparkContext.environment["PYTHONPATH"] = "" if zlib_ng else str(hidden.parent)
         sink = open_sink(TableOptions(warehouse=str(self.folder / uuid4().hex)))
         return run(self.spark, place, sink).rows
 
@@ -211,7 +211,7 @@ def against_native(bench: Bench, form: str, rows: int, rounds: int) -> dict[str,
     contenders = {
         f"{label}, ours": lambda: bench.ours(place),
         **(
-            {f"{label}, ours without isal": lambda: bench.ours(place, isal=False)}
+            {f"{label}, ours without zlib-ng": lambda: bench.ours(place, zlib_ng=False)}
             if form != "parquet"
             else {}
         ),

@@ -54,6 +54,7 @@ __all__ = [
 
 FOR_PLUGINS = (
     "bridge.aws",
+    "bridge.deflate",
     "bridge.export.firehose",
     "bridge.export.heads",
     "bridge.export.keys",

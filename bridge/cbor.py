@@ -264,16 +264,16 @@ def messages(begins: Iterable[bytes], rows: Sequence[Message]) -> list[bytes]:
     """
     if not rows:
         return [head(4, 0)]
-    numbers, times, _, payloads, _ = zip(*rows, strict=True)
+    payloads = [row.payload for row in rows]
     pieces: list[bytes] = [b""] * (3 * len(rows) + 1)
     pieces[0] = head(4, len(rows))
     pieces[1::3] = [begin for begin, _ in zip(begins, rows, strict=False)]
     pieces[2::3] = map(
         _FIXED.pack,
         repeat(_NUMBER + b"\x1b"),
-        numbers,
+        [row.sequence_number for row in rows],
         repeat(_TIME + b"\x1b"),
-        times,
+        [row.ingest_time for row in rows],
         repeat(_PAYLOAD + b"\x5a"),
         map(len, payloads),
     )

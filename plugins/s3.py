@@ -1,7 +1,8 @@
 """Exporter `s3`: batches of messages as objects, for the ingest job and for anything that reads S3.
 
 An object holds exactly first..last, contiguous, under the name that `bridge.objectkeys` gives it. The
-same batch gives the same name and the same bytes, so a retry never changes an object. Formats:
+same batch gives the same name and, as long as the same versions of the libraries that pack it are
+installed, the same bytes, so a retry never changes an object. Formats:
 
 * `ndjson`: gzip of one JSON object per line with the keys gateway, stream, epoch (string),
   sequence_number, ingest_time (RFC 3339, UTC, milliseconds, `Z`), topic, payload (base64).
@@ -15,7 +16,6 @@ gateway's head object is written (see `bridge.export.heads`).
 
 from __future__ import annotations
 
-import gzip
 import math
 import threading
 import time
@@ -41,6 +41,7 @@ from bridge import (
     hookimpl,
 )
 from bridge.aws import Body, failure
+from bridge.deflate import gzip
 from bridge.export.heads import head_document
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, head_key
@@ -206,7 +207,7 @@ def _ndjson() -> tuple[Callable[[Batch], bytes], str, str]:
             rows.append(
                 _Row(gateway, stream, epoch, record.sequence_number, text, record.topic, record.payload)
             )
-        return gzip.compress(encoder.encode_lines(rows), compresslevel=6, mtime=0)
+        return gzip(encoder.encode_lines(rows))
 
     return encode, "ndjson.gz", "application/x-ndjson"
 

@@ -24,11 +24,11 @@ import shutil
 import struct
 from operator import itemgetter
 from pathlib import Path
-from zlib import crc32
 
 import msgspec
 from msgspec import Struct
 
+from bridge.deflate import crc32
 from bridge.errors import CorruptData
 from bridge.model import ExportStatus
 from bridge.streams.layout import Files, directory_name

@@ -7,20 +7,15 @@ a plain name and a simple type: `extras` says which ones the table has already, 
 for others, so that the driver adds them before any row is written.
 
 NDJSON is parsed by msgspec where it is installed (three times as fast) and by Arrow's reader where it
-is not, as on a cluster without compiled extras, and for objects with further columns. Likewise isal, where
-it is installed, unpacks gzip in two thirds of the time.
+is not, as on a cluster without compiled extras, and for objects with further columns.
 """
 
 from __future__ import annotations
 
 import binascii
 import re
-import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import lru_cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -28,13 +23,10 @@ import pyarrow.compute as pc
 import pyarrow.json
 import pyarrow.parquet as pq
 
+from bridge.deflate import GZIP, decompressobj
 from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
 from bridge.ingest.errors import BadObject
 from bridge.objectkeys import ObjectKey
-
-gzip: ModuleType = zlib
-with suppress(ImportError):
-    gzip = import_module("isal.isal_zlib")
 
 try:
     import msgspec
@@ -155,7 +147,7 @@ def _gunzip(data: bytes) -> bytes:
     parts: list[bytes] = []
     room = MAX_UNPACKED
     while data:  # several members one after the other are one legal file
-        unpacker = gzip.decompressobj(wbits=31)
+        unpacker = decompressobj(wbits=GZIP)
         parts.append(unpacker.decompress(data, room))
         room -= len(parts[-1])
         if room <= 0 and not unpacker.eof:

@@ -24,10 +24,10 @@ import logging
 import os
 import struct
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import msgspec
 
+from bridge.deflate import crc32
 from bridge.errors import StorageFailed, StreamError
 
 if TYPE_CHECKING:

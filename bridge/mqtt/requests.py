@@ -126,8 +126,10 @@ class Found:
         after = {topic: stream + cbor.encode(topic.decode()) for topic in topics}
         plain = {topic: b"\xa5" + names for topic, names in after.items()}
         begins = [
-            plain[topic] if not extra else b"\xa6" + after[topic] + _headers_in_cbor(extra)
-            for _, _, topic, _, extra in self._messages
+            plain[row.topic]
+            if not row.headers
+            else b"\xa6" + after[row.topic] + _headers_in_cbor(row.headers)
+            for row in self._messages
         ]
         pieces = cbor.messages(begins, self._messages)
         if sum(map(len, pieces)) > self._room:

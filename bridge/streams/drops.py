@@ -22,8 +22,8 @@ from bisect import bisect_left, bisect_right, insort
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
+from bridge.deflate import crc32
 from bridge.streams.layout import Files
 
 NAME = "drops.log"

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from zlib import crc32
 
 import msgspec
 
+from bridge.deflate import crc32
 from bridge.streams.layout import Files
 
 _HEAD = struct.Struct("<8sII")

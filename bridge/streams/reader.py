@@ -4,7 +4,7 @@
   goes on at the new oldest message.
 * A message is returned only if its frame passes its check. A frame that does not, below `end`,
   raises `CorruptData`; above it, it is the writer's unfinished tail and simply not there yet.
-* The position where the last read ended is remembered, so that reading on costs no search.
+* The frame that was read last is remembered, so that reading on costs no search and reads little twice.
 * Memory is bounded by the size of one read, `CHUNK` and the largest frame.
 """
 
@@ -23,7 +23,7 @@ from bridge.streams import layout, meta, segment
 from bridge.streams.drops import ILLEGAL, DropLog, Drops
 from bridge.streams.segment import FRAME, HEADER, Frame, Message
 
-CHUNK = 256 * 1024
+CHUNK = 64 * 1024  # larger ones cost a page fault for each page of every read
 Row = TypeVar("Row")
 
 
@@ -68,7 +68,7 @@ class _Segment:
         self.base, self._files = base, files
         self.fd = files.open(path, os.O_RDONLY)
         self.marks: list[tuple[int, int]] = [(base, HEADER.size)]
-        self.end = HEADER.size  # of the last frame that was seen
+        self.last: tuple[Frame, int] | None = None  # the frame that was read last, and where it ends
         header = segment.decode_header(files.read(self.fd, HEADER.size, 0))
         self._salt = header[2] if header is not None else None
         try:
@@ -88,25 +88,39 @@ class _Segment:
         except FileNotFoundError:
             return True
 
-    def frames(self, start: int) -> Iterator[tuple[bytes, Frame]]:
+    @property
+    def end(self) -> int:
+        """Where the last frame that was read ends."""
+        return self.last[1] if self.last is not None else HEADER.size
+
+    def _offset(self, start: int) -> int:
+        """Where to look for number `start`: at a frame that holds it or stands before it."""
+        mark, offset = self.marks[bisect_right(self.marks, (start, 2**63)) - 1]
+        if self.last is not None and mark <= self.last[0].base <= start:
+            frame, end = self.last
+            return end if frame.next <= start else end - frame.end + frame.start
+        return offset
+
+    def frames(self, start: int, limit: int) -> Iterator[tuple[bytes, Frame]]:
         """The sound frames that hold numbers from `start` on, each with the buffer that it is in.
 
-        Ends at the end of the file or at the first frame that is not sound.
+        Ends at the end of the file, at a frame that begins at `limit` or above, or at the first that
+        is not sound.
         """
-        at = bisect_right(self.marks, (start, 2**63)) - 1
-        offset, size, salt = self.marks[at][1], CHUNK, self._salt
+        offset, size, salt = self._offset(start), CHUNK, self._salt
         if salt is None:
             return
         while data := self._files.read(self.fd, size, offset):
             pos, frame = 0, segment.frame_at(data, 0)
             while frame is not None and frame.end <= len(data):
                 if frame.next > start:
-                    if not segment.is_sound(data, frame, salt):
+                    if frame.base >= limit or not segment.is_sound(data, frame, salt):
                         return
-                    self.end = max(self.end, offset + frame.end)
-                    yield data, frame
+                    self.last = frame, offset + frame.end
                 if offset + pos - self.marks[-1][1] >= segment.INDEX_STEP:
                     self.marks.append((frame.base, offset + pos))
+                if frame.next > start:
+                    yield data, frame
                 pos, frame = frame.end, segment.frame_at(data, frame.end)
             if frame is None and len(data) - pos >= FRAME.size:
                 return
@@ -158,7 +172,7 @@ class StreamReader:
         ):
             self.close()
         try:
-            for _, frame in self._segment(base).frames(self._known_end(base)):
+            for _, frame in self._segment(base).frames(self._known_end(base), 2**63):
                 after = frame.next
         except FileNotFoundError:
             return self.bounds()
@@ -247,9 +261,8 @@ class StreamReader:
                 return
             limit = min(end, next((b for b in self._bases if b > base), end))
             try:
-                for data, frame in self._segment(base).frames(max(position, base)):
-                    if frame.base >= limit:  # what a failed write left behind is no data
-                        break
+                # from the limit on, what a failed write left behind is no data
+                for data, frame in self._segment(base).frames(max(position, base), limit):
                     yield data, frame
                     position, delivered = frame.next, True
             except FileNotFoundError:
