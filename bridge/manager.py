@@ -47,10 +47,9 @@ from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 from bridge.streams.stream import Stream
-from bridge.topics import FilterTree, is_topic_filter, matches
+from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_filter, matches
 
 STREAM_TOPICS = "streams/"
-RESERVED_TOPICS = "streambridge"  # first level of the request topics
 PURGE_STEP = 10_000  # messages that are looked at before others have their turn
 TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
 
@@ -104,7 +103,7 @@ def settings_of(definition: MessageStreamDefinition) -> Settings:
 def is_bindable(topic_filter: str) -> bool:
     """Whether a stream may have this filter among its topics."""
     first = topic_filter.split("/", 1)[0]
-    return is_topic_filter(topic_filter) and not first.startswith("$") and first != RESERVED_TOPICS
+    return is_topic_filter(topic_filter) and not first.startswith("$") and first != REQUEST_LEVEL
 
 
 class Refusal:
@@ -273,7 +272,7 @@ class StreamManager:
             if not is_bindable(topic_filter):
                 raise InvalidRequest(
                     f"definition.topics[{number}]: {topic_filter!r} cannot be bound to a stream; give "
-                    f"an MQTT topic filter that does not begin with '$' or '{RESERVED_TOPICS}/'"
+                    f"an MQTT topic filter that does not begin with '$' or '{REQUEST_LEVEL}/'"
                 )
         self._registry.check(definition.export_definition)
         return definition

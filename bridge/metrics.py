@@ -64,6 +64,8 @@ stream_rejected_messages_total counter stream reason
     Appends that were refused: full, too_large, failed (the disk).
 stream_deduplicated_messages_total counter stream
     Messages not stored again, since their id was seen before.
+stream_file_failures_total counter stream reason
+    What else went wrong with its files: corrupt_reads (damage found), delete_failed (tried again).
 stream_failing gauge stream
     1 if the last write to the stream failed.
 export_lag_messages gauge stream export kind
@@ -214,6 +216,8 @@ def _streams(state: State) -> Iterator[Value]:
         for reason, number in stream.rejected.items():
             yield "stream_rejected_messages_total", (stream.name, reason), number
         yield "stream_deduplicated_messages_total", name, stream.deduplicated
+        for reason, number in stream.failures.items():
+            yield "stream_file_failures_total", (stream.name, reason), number
         yield "stream_failing", name, stream.error is not None
 
 

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 MAX_LEVELS = 64
 MAX_LENGTH = 4096
+REQUEST_LEVEL = "streambridge"  # the first level of request topics, closed to ordinary messages
 
 T = TypeVar("T")
 

@@ -4,7 +4,6 @@ frontend.py    the listeners (TCP, unix socket), the token, the stop
 connection.py  one client: framing, handshake, requests and replies, the end with FIN
 operations.py  requests and results in the SDK's terms; extensions stay out of sight
 wire.py        frames and replies as bytes
-cbor.py        the part of CBOR that the SDKs speak
 """
 
 from bridge.greengrass.frontend import GreengrassFrontEnd as GreengrassFrontEnd

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from bridge.errors import CorruptData
-from bridge.http.state import DROPS, REFUSALS, Client, ExportState, State, StreamState, limits_of
+from bridge.http.state import DROPS, FAILURES, REFUSALS, Client, ExportState, State, StreamState, limits_of
 from bridge.manager import StreamManager
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
@@ -274,6 +274,7 @@ class Observer:
             dropped={reason: number for reason, number in counters.items() if reason in DROPS},
             rejected={reason: number for reason, number in counters.items() if reason in REFUSALS},
             deduplicated=counters.get("deduplicated", 0),
+            failures={what: number for what, number in counters.items() if what in FAILURES},
             error=None if stream.error is None else str(stream.error),
         )
 

@@ -305,6 +305,7 @@ function show(now) {
   for (const s of now.streams) {
     for (const [why, n] of Object.entries(s.dropped)) lines.push([`stream ${s.name}`, `dropped: ${spoken(why)}`, n]);
     for (const [why, n] of Object.entries(s.rejected)) lines.push([`stream ${s.name}`, `refused: ${spoken(why)}`, n]);
+    for (const [why, n] of Object.entries(s.failures)) lines.push([`stream ${s.name}`, `files: ${spoken(why)}`, n]);
     if (s.deduplicated) lines.push([`stream ${s.name}`, "not stored twice", s.deduplicated]);
   }
   for (const [door, counts] of Object.entries(now.counts))

@@ -13,10 +13,14 @@ from bridge.units import format_duration, format_size
 
 DROPS = {reason.name.lower() for reason in Reason}
 REFUSALS = {"full", "too_large", "failed"}
+FAILURES = {"corrupt_reads", "delete_failed"}
 
 
 class StreamState(Struct, rename="camel", kw_only=True):
-    """One stream. `dropped` and `rejected` (refused) count messages by reason since the start."""
+    """One stream. `dropped` and `rejected` (refused) count messages by reason since the start.
+
+    `failures` counts what else went wrong with its files, by what it was.
+    """
 
     name: str
     persistence: str
@@ -33,6 +37,7 @@ class StreamState(Struct, rename="camel", kw_only=True):
     dropped: dict[str, int]
     rejected: dict[str, int]
     deduplicated: int
+    failures: dict[str, int]
     error: str | None
 
 

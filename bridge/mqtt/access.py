@@ -37,7 +37,6 @@ _LINE = re.compile(r"([^:\s][^:]*):\$7\$(\d+)\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=
 FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0
 AT_A_TIME = 16  # logins of one address that are checked, or made to wait
 REMEMBERED = 10_000  # addresses with failures, and verified passwords
-REQUEST_LEVEL = "streambridge"  # the first level of request topics, closed to ordinary messages
 
 
 class Password(NamedTuple):

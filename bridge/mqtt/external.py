@@ -34,8 +34,7 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 from bridge.errors import ConfigError, MessageTooLarge, NoStream, StreamError
 from bridge.mqtt import headers, requests
 from bridge.mqtt import properties as p
-from bridge.mqtt.access import REQUEST_LEVEL
-from bridge.topics import covers
+from bridge.topics import REQUEST_LEVEL, covers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

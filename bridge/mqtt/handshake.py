@@ -11,7 +11,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from bridge.mqtt import properties as p
-from bridge.mqtt.access import REQUEST_LEVEL, Refused
+from bridge.mqtt.access import Refused
 from bridge.mqtt.packets import (
     BAD_AUTH_METHOD,
     BAD_CLIENT_ID,
@@ -31,7 +31,7 @@ from bridge.mqtt.packets import (
 from bridge.mqtt.properties import write_properties
 from bridge.mqtt.publishing import RECEIVE_MAXIMUM, TOPIC_ALIASES
 from bridge.mqtt.sessions import NEVER
-from bridge.topics import is_topic_name
+from bridge.topics import REQUEST_LEVEL, is_topic_name
 
 if TYPE_CHECKING:
     from bridge.mqtt.connection import Connection

@@ -40,10 +40,10 @@ from bridge import cbor
 from bridge.errors import InvalidRequest, ResponseTooLarge, StreamBridgeError, Unauthorized
 from bridge.mqtt import headers
 from bridge.mqtt import properties as p
-from bridge.mqtt.access import REQUEST_LEVEL
 from bridge.mqtt.message import Message
 from bridge.mqtt.outbox import Outgoing
 from bridge.reading import ReadMessagesOptions
+from bridge.topics import REQUEST_LEVEL
 
 if TYPE_CHECKING:
     from bridge.manager import StreamManager

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from bridge.mqtt.access import REQUEST_LEVEL
 from bridge.mqtt.message import Message, Receiver, Subscription, receiver_of
 from bridge.mqtt.outbox import Outgoing
 from bridge.mqtt.packets import BAD_TOPIC_NAME, ProtocolError, text
-from bridge.topics import FilterTree, is_topic_name, matches
+from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_name, matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -80,7 +80,9 @@ def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path
             await store.close()
         assert state.streams[0].dropped == {"overwritten": 1}
         assert state.streams[0].rejected == {"full": 1, "too_large": 1, "failed": 1}
+        assert state.streams[0].failures == {"delete_failed": 1, "corrupt_reads": 1}
         told = metrics.render(state).decode()
+        assert 'streambridge_stream_file_failures_total{reason="corrupt_reads",stream="s"} 1.0' in told
         assert 'streambridge_waiting_messages{front_end="mqtt"} 3.0' in told
         assert 'streambridge_events_total{event="ended_sessions",front_end="mqtt"} 1.0' in told
         assert "streambridge_dropped_messages_total{" not in told
