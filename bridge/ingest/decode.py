@@ -150,7 +150,7 @@ def _gunzip(data: bytes) -> bytes:
         unpacker = decompressobj(wbits=GZIP)
         parts.append(unpacker.decompress(data, room))
         room -= len(parts[-1])
-        if room <= 0 and not unpacker.eof:
+        if room <= 0 and (not unpacker.eof or unpacker.unused_data):
             raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
         if not unpacker.eof:
             raise BadObject("truncated: the gzip stream has no end")

@@ -68,7 +68,8 @@ class _Segment:
         self.base, self._files = base, files
         self.fd = files.open(path, os.O_RDONLY)
         self.marks: list[tuple[int, int]] = [(base, HEADER.size)]
-        self.last: tuple[Frame, int] | None = None  # the frame that was read last, and where it ends
+        self.end = HEADER.size  # of the frame that was seen last
+        self.last: tuple[Frame, int] | None = None  # the committed one that was read last, and where it ends
         header = segment.decode_header(files.read(self.fd, HEADER.size, 0))
         self._salt = header[2] if header is not None else None
         try:
@@ -77,6 +78,11 @@ class _Segment:
             summary = None
         if summary is not None and summary.base == base and summary.size == os.fstat(self.fd).st_size:
             self.marks += [entry for entry in summary.entries if entry[1] > HEADER.size]
+
+    @property
+    def has_header(self) -> bool:
+        """Whether the header was there: the file may have been opened before it was written."""
+        return self._salt is not None
 
     def close(self) -> None:
         os.close(self.fd)
@@ -88,35 +94,34 @@ class _Segment:
         except FileNotFoundError:
             return True
 
-    @property
-    def end(self) -> int:
-        """Where the last frame that was read ends."""
-        return self.last[1] if self.last is not None else HEADER.size
-
-    def _offset(self, start: int) -> int:
-        """Where to look for number `start`: at a frame that holds it or stands before it."""
-        mark, offset = self.marks[bisect_right(self.marks, (start, 2**63)) - 1]
-        if self.last is not None and mark <= self.last[0].base <= start:
+    def _start(self, number: int) -> tuple[int, int]:
+        """Where to look for a number, at a frame that holds it or stands before it, and how much to read."""
+        mark, offset = self.marks[bisect_right(self.marks, (number, 2**63)) - 1]
+        if self.last is not None and mark <= self.last[0].base <= number:
             frame, end = self.last
-            return end if frame.next <= start else end - frame.end + frame.start
-        return offset
+            size = frame.end - frame.start  # of frames that follow each other, most are alike
+            return end if frame.next <= number else end - size, max(CHUNK, size)
+        return offset, CHUNK
 
-    def frames(self, start: int, limit: int) -> Iterator[tuple[bytes, Frame]]:
+    def frames(self, start: int, limit: int | None) -> Iterator[tuple[bytes, Frame]]:
         """The sound frames that hold numbers from `start` on, each with the buffer that it is in.
 
         Ends at the end of the file, at a frame that begins at `limit` or above, or at the first that
-        is not sound.
+        is not sound. Without a limit there may be some that were not committed, and will be gone.
         """
-        offset, size, salt = self._offset(start), CHUNK, self._salt
+        (offset, size), salt = self._start(start), self._salt
         if salt is None:
             return
         while data := self._files.read(self.fd, size, offset):
             pos, frame = 0, segment.frame_at(data, 0)
             while frame is not None and frame.end <= len(data):
                 if frame.next > start:
-                    if frame.base >= limit or not segment.is_sound(data, frame, salt):
+                    over = limit is not None and frame.base >= limit
+                    if over or not segment.is_sound(data, frame, salt):
                         return
-                    self.last = frame, offset + frame.end
+                    self.end = offset + frame.end
+                    if limit is not None:
+                        self.last = frame, self.end
                 if offset + pos - self.marks[-1][1] >= segment.INDEX_STEP:
                     self.marks.append((frame.base, offset + pos))
                 if frame.next > start:
@@ -124,14 +129,11 @@ class _Segment:
                 pos, frame = frame.end, segment.frame_at(data, frame.end)
             if frame is None and len(data) - pos >= FRAME.size:
                 return
-            if not pos:
-                wanted = frame.end if frame is not None else FRAME.size
-                if len(data) < size or wanted > os.fstat(self.fd).st_size - offset:
-                    return
-                size = max(CHUNK, wanted)
-            else:
-                size = CHUNK
+            wanted = frame.end - pos if frame is not None else FRAME.size
             offset += pos
+            if wanted > os.fstat(self.fd).st_size - offset:
+                return
+            size = max(size, wanted)
 
 
 class StreamReader:
@@ -172,8 +174,13 @@ class StreamReader:
         ):
             self.close()
         try:
-            for _, frame in self._segment(base).frames(self._known_end(base), 2**63):
+            known = self._known_end(base)
+            for _, frame in self._segment(base).frames(known, None):
                 after = frame.next
+            if after == base and known > base:  # that was a failed write's, and is gone
+                self.close()
+                for _, frame in self._segment(base).frames(base, None):
+                    after = frame.next
         except FileNotFoundError:
             return self.bounds()
         return oldest, max(after, oldest)
@@ -309,7 +316,7 @@ class StreamReader:
         return self._bases[max(at, 0)] if self._bases else None
 
     def _segment(self, base: int) -> _Segment:
-        if self._open is None or self._open.base != base:
+        if self._open is None or self._open.base != base or not self._open.has_header:
             self.close()
             self._open = _Segment(self._files, layout.segment_path(self.directory, base), base)
         return self._open

@@ -138,6 +138,9 @@ def test_an_object_that_unpacks_to_too_much_is_refused(reader: str, monkeypatch:
     for form, write in FORMS.items():
         with pytest.raises(BadObject, match="unpacks to more than 1000 bytes"):
             decode(write(content(note="x" * 200)), key(form), {})
+    members = gzip.compress(b"x" * 1000) + gzip.compress(b"x" * 10_000)  # the first fills all of the room
+    with pytest.raises(BadObject, match="unpacks to more than 1000 bytes"):
+        decode(members, key(), {})
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.ingest.job import run
+from bridge.ingest.package import write_package
 from bridge.ingest.store import Place
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_command import ROOT
@@ -17,21 +19,25 @@ from tests.ingest.test_command import ROOT
 pytestmark = pytest.mark.spark
 
 
-def test_workers_need_none_of_the_gateways_packages() -> None:
-    """A checkout on a cluster is enough, such as a Git folder of Databricks."""
-    hide = "import sys; sys.modules |= dict.fromkeys("
-    hide += (
-        "['amqtt', 'cbor2', 'msgspec', 'paho', 'pluggy', 'prometheus_client', 'rich', 'typer', 'uvloop'])\n"
-    )
+@pytest.mark.parametrize("what", ["checkout", "package"])
+def test_workers_need_none_of_the_gateways_packages(what: str, tmp_path: Path) -> None:
+    """A checkout on a cluster is enough, such as a Git folder of Databricks, or the package's archive."""
+    hide = "import sys; sys.modules |= dict.fromkeys(['amqtt', 'cbor2', 'msgspec', 'paho', 'pluggy', "
+    hide += "'prometheus_client', 'rich', 'typer', 'uvloop', 'zlib_ng'])\n"
+    # the checkout that this is may be installed: nothing of it is to be found in another place
+    hide += "sys.meta_path = [one for one in sys.meta_path if '__editable__' not in repr(one)]\n"
+    place = ROOT if what == "checkout" else write_package(tmp_path)[0]
+    hide += f"sys.path = [{str(place)!r}, *(path for path in sys.path if path)]\n"
     modules = ", ".join(f"bridge.ingest.{name}" for name in ("worker", "decode", "refine_worker", "compact"))
     done = subprocess.run(
-        [sys.executable, "-c", f"{hide}import {modules}"],
-        cwd=ROOT,
+        [sys.executable, "-c", f"{hide}import {modules}; print({modules.split(',')[0]}.__file__)"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(place))
 
 
 def test_the_work_is_one_map_over_arrow_batches_without_a_shuffle(

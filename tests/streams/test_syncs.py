@@ -7,12 +7,13 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from bridge.errors import StreamError
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.reader import StreamReader
@@ -305,5 +306,62 @@ def test_settings_that_cannot_be_applied_are_not_saved(house: House) -> None:
             assert stream.settings == Settings()
             stream.configure(Settings(dedup_window=60_000), b"{new}")
             assert await put(stream, b"c", ids=True) == await put(stream, b"c", ids=True) == [2]
+
+    run(work())
+
+
+class Watched(Files):
+    """A disk that has a look taken at a file once it is made, and at what a write left that failed."""
+
+    def __init__(self) -> None:
+        self.fail = False
+        self.look: Callable[[], object] = lambda: None
+        self.seen: list[object] = []
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        if flags & os.O_CREAT and path.suffix == ".seg":
+            self.seen.append(self.look())
+        return fd
+
+    def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        super().write(fd, parts, offset)
+        if self.fail:
+            self.fail = False
+            self.seen.append(self.look())
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_reader_that_saw_a_group_whose_write_failed_forgets_it(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = Watched()
+        async with house.stream() as stream:
+            await put(stream, *[b"a" * 100] * 700)
+            with closing(StreamReader(house.directory())) as reader:
+                disk.look, disk.fail = reader.bounds, True
+                with pytest.raises(StreamError):
+                    await put(stream, b"x" * 400)
+                assert disk.seen[-1] == (0, 701)
+                assert reader.bounds() == (0, 700)
+                assert reader.total_bytes() == stream.total_bytes
+                # the next group ends at the very byte where the failed one did, and has more messages
+                await put(stream, *[b"y" * 60] * 4, b"y" * 124)
+                await put(stream, b"z", b"z")
+                rows = reader.read(701, end=stream.next_sequence, max_messages=100, max_bytes=1 << 20)
+                assert [row.sequence_number for row in rows] == [701, 702, 703, 704, 705, 706]
+
+    run(work())
+
+
+def test_a_reader_that_saw_a_segment_before_its_header_was_written_reads_on_in_it(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = Watched()
+        async with house.stream(segment_size=1024) as stream:
+            await put(stream, b"a" * 500)
+            with closing(StreamReader(house.directory())) as reader:
+                disk.look = reader.bounds
+                await put(stream, b"b" * 500)
+                assert disk.seen[-1] == (0, 1)
+                assert reader.bounds() == (0, 2)
 
     run(work())
