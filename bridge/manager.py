@@ -37,6 +37,7 @@ from bridge.model import (
     Persistence,
     StorageStatus,
     StrategyOnFull,
+    plain_definition,
     problem,
 )
 from bridge.plugins import Registry
@@ -132,7 +133,7 @@ def _stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
     except msgspec.DecodeError as error:
         if definition is not None:
             log.error("its definition cannot be read (%s); update it", error, extra={"stream": name})
-        return MessageStreamDefinition(name=name, strategy_on_full=StrategyOnFull.RejectNewData)
+        return plain_definition(name)
 
 
 class StreamManager:

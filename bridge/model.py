@@ -109,6 +109,11 @@ class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
     export_statuses: list[ExportStatus] = []
 
 
+def plain_definition(name: str) -> MessageStreamDefinition:
+    """The definition of a stream of which no more than its name is known."""
+    return MessageStreamDefinition(name=name, strategy_on_full=StrategyOnFull.RejectNewData)
+
+
 def problem(error: msgspec.ValidationError, subject: str) -> str:
     """Say in one line what is wrong with `subject` according to msgspec's error."""
     text = str(error)

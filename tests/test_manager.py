@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bridge import plugins
 from bridge.errors import InvalidRequest, StorageFailed, StreamFull, StreamNotFound, UpdateNotAllowed
 from bridge.manager import StreamManager
-from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.model import ExportStatus, MessageStreamDefinition, plain_definition
 from bridge.streams import verify
 from bridge.streams.meta import Settings
 from bridge.streams.store import Store
@@ -277,7 +278,7 @@ def test_a_directory_that_is_no_streams_keeps_neither_the_service_nor_a_repair_f
             assert (list(manager.refused), manager.names()) == (["lost+found"], ["s"])
 
     run(work())
-    verify.repair(tmp_path / "data")
+    verify.repair(tmp_path / "data", lambda name: msgspec.json.encode(plain_definition(name)))
 
     async def repaired() -> None:
         async with opened(tmp_path) as manager:

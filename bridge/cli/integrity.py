@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -22,6 +23,7 @@ from bridge.cli.common import (
     print_json,
     show_ranges,
 )
+from bridge.model import plain_definition
 from bridge.streams import verify as integrity
 from bridge.streams.verify import Checked
 
@@ -72,7 +74,11 @@ def repair(
 ) -> None:
     """Set damage aside in quarantine/ and rebuild indexes, with the service stopped; says what was lost."""
     with _bar("segments") as progress:
-        found = integrity.repair(data_directory(config, directory), progress)
+        found = integrity.repair(
+            data_directory(config, directory),
+            lambda name: msgspec.json.encode(plain_definition(name)),
+            progress,
+        )
     _print(found, as_json, "damaged, and mended now")
 
 

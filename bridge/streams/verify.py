@@ -5,7 +5,8 @@ a running one, what is being written at that moment is not counted as damage.
 
 `repair` needs the directory for itself. It opens every stream, which mends what a crash has left,
 checks every frame, sets damage aside in `quarantine/`, rebuilds indexes, and rebuilds a lost
-definition (its settings are then the defaults; the name is that of the directory).
+definition (its settings are then the defaults; the name is that of the directory, and what is stored as
+its definition is the caller's to say).
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
-import msgspec
 from msgspec import Struct
 
 from bridge.streams import layout, meta, recovery, segment
@@ -167,14 +167,17 @@ def _follows(data: Path, base: int) -> int | None:
     return next((other for other in layout.segment_bases(data) if other > base), None)
 
 
-def repair(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:
+def repair(
+    data_dir: Path, definition: Callable[[str], bytes], progress: Progress = lambda *_: None
+) -> list[Checked]:
     """Mend a data directory; returns each stream as it is afterwards, with what was wrong.
 
-    Raises DataDirectoryBusy while the service runs, or OSError.
+    `definition` gives what is stored as that of a stream of a name, where it was lost. Raises
+    DataDirectoryBusy while the service runs, or OSError.
     """
     mended: dict[str, list[Problem]] = {}
     for directory in stream_directories(data_dir):
-        problem = _rebuild_definition(directory)
+        problem = _rebuild_definition(directory, definition)
         if problem is not None:
             mended.setdefault(unquote(directory.name), []).append(problem)
 
@@ -204,7 +207,7 @@ async def _mend(data_dir: Path, note: Callable[[str, str], None], progress: Prog
             await store.close()
 
 
-def _rebuild_definition(directory: Path) -> Problem | None:
+def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> Problem | None:
     """Write a definition with default settings if both copies are lost; the segments tell the epoch."""
     known, _ = meta.load(directory)
     if known is not None:
@@ -217,6 +220,5 @@ def _rebuild_definition(directory: Path) -> Problem | None:
             _, epoch, salt = header
             break
     name = re.sub(r"[^\w ,.\-]", "-", unquote(directory.name))  # what is no name's directory gets a legal one
-    definition = msgspec.json.encode({"name": name, "strategyOnFull": 0})
-    meta.save(Files(), directory, Meta(name, epoch, salt, Settings(), definition))
+    meta.save(Files(), directory, Meta(name, epoch, salt, Settings(), definition(name)))
     return Problem(str(directory), "the definition was lost; written again with default settings")
