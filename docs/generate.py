@@ -93,7 +93,8 @@ def configuration() -> str:
             _markdown(intro),
             "SIGHUP makes a running service read it again. A mistake in it is logged and changes nothing; "
             "one in the users file or a certificate leaves the old users, rules and certificates. So does "
-            "adding or removing `mqtt.tls` or its `client_ca`: that needs a restart. "
+            "a change of `mqtt.listen`, and adding or removing `mqtt.tls` or its `client_ca`: "
+            "that needs a restart. "
             "These are taken over at once; any other change is logged as waiting for a restart:",
             reloaded,
             *found,

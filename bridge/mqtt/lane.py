@@ -138,11 +138,13 @@ class Lane:
     def reload(self, config: MqttConfig) -> None:
         """Take over users, rules and certificates, or raise a ConfigError and leave all as it was.
 
-        Where names come from is fixed when a listener opens; users and rules that are meant for another way
-        could open a door, so that nothing is taken over then.
+        Where a listener is and where names come from is fixed when it opens; users and rules that are
+        meant for another one could open a door, so that nothing is taken over then.
         """
         if _asks_for(config.tls) != _asks_for(self.config.tls):
             raise ConfigError("[mqtt.tls] or its client_ca was added or removed; that needs a restart")
+        if config.listen != self.config.listen:
+            raise ConfigError("mqtt.listen was changed; that needs a restart")
         context = tls_context(config.tls) if config.tls is not None else None
         self.access.load(config)
         if context is not None and self._tls is not None:

@@ -183,6 +183,26 @@ def test_after_client_ca_is_removed_a_reload_still_refuses_who_has_no_certificat
     assert service.stop() == 0
 
 
+def test_rules_for_another_listener_are_not_taken_over_for_the_one_that_is_open(
+    start: Callable[..., Service], config: Path
+) -> None:
+    ports = config.parent / "conf.d" / "ports.toml"
+    listen = 'listen = ["tcp://127.0.0.1:0"]'
+    assert listen in ANY_PORT
+    ports.write_text(ANY_PORT.replace(listen, f"{listen}\nallow_anonymous = false"))
+    service = start()
+    port = int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
+    elsewhere = listen.replace("127.0.0.1", "localhost")
+    ports.write_text(ANY_PORT.replace(listen, f"{elsewhere}\nallow_anonymous = true"))
+    service.process.send_signal(signal.SIGHUP)
+    service.wait_for(r"mqtt.listen was changed; that needs a restart")
+    service.wait_for("reloaded")
+    with socket.create_connection(("127.0.0.1", port), 30) as client:
+        client.sendall(connect("c"))
+        assert client.recv(4) == b"\x20\2\0\5"  # not authorized
+    assert service.stop() == 0
+
+
 def test_a_port_that_is_taken_ends_the_start_in_one_line(service: Service, config: Path) -> None:
     port = int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
     other = config.parent / "other"
