@@ -81,6 +81,7 @@ def run(config: Config) -> None:
     logs.setup(config.log.level, config.log.format)
     _raise_descriptors()
     cpu.prompt()
+    memory.keep_little(few_heaps=False)
     uvloop.run(Service(config).run())
 
 

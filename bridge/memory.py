@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 
 TRIM_INTERVAL = 60.0  # seconds
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def trim() -> None:
@@ -19,13 +19,17 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def keep_little() -> None:
-    """Have large buffers given back once they are free, and one heap serve several threads (mallopt(3)).
+def keep_little(*, few_heaps: bool) -> None:
+    """Have large buffers mapped each for itself, and with `few_heaps` threads share heaps (mallopt(3)).
 
-    For a process whose large buffers are few and live for long. Left alone the C library raises its
-    threshold to the largest buffer that was freed, and has a heap for each thread.
+    Left alone, the C library raises its threshold to the largest buffer that was freed, and has a heap for
+    each thread. A connection by TLS has a buffer of 256 KiB, of which it uses little: mapped anew that takes
+    little memory, in a heap it keeps all that others have used there before. What comes and goes with each
+    commit is in smaller pieces, see `segment.PIECE`.
     """
     library = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
-        library.mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
-        library.mallopt(_M_ARENA_MAX, 2)
+        library.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
+        library.mallopt(_M_TRIM_THRESHOLD, 1024 * 1024)  # left alone it follows the other one
+        if few_heaps:
+            library.mallopt(_M_ARENA_MAX, 2)

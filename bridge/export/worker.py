@@ -327,7 +327,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
     gc.set_threshold(50_000, 20, 50)  # batches are many objects and no cycles: looking costs a third
-    memory.keep_little()
+    memory.keep_little(few_heaps=True)  # large batches come and go in several threads
     cpu.polite()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker

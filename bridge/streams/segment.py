@@ -60,6 +60,7 @@ RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
 SECTOR = 512
 PATTERN = 64
+PIECE = 64 * 1024  # of what is written: large buffers are mapped anew each time, page by page
 SMALL = 4096  # bytes that are sooner copied than handled apart
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
 _WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
@@ -153,17 +154,29 @@ def encode_frame(
     those that are absent are empty.
     """
     number = len(parts) // 2
-    sizes, data, columns = _sizes(parts), b"".join(parts), 0
+    sizes, data, columns = _sizes(parts), _joined(parts), 0
     if headers or ids:
         for bit, column in ((HEADERS, headers), (IDS, ids)):
             if column:
                 values = [column.get(i, b"") for i in range(number)]
-                sizes, data, columns = sizes + _sizes(values), data + b"".join(values), columns | bit
-    covered = COVERED.pack(len(sizes) + len(data), columns, 0, number, base, time) + sizes
-    if len(data) < SMALL:
-        covered += data
+                sizes, data, columns = sizes + _sizes(values), data + _joined(values), columns | bit
+    length = len(sizes) + sum(map(len, data))
+    covered = COVERED.pack(length, columns, 0, number, base, time) + sizes
+    if length < SMALL:
+        covered += b"".join(data)
         return [_FRAME_MAGIC_BYTES + crc32(covered, salt).to_bytes(4, "little") + covered]
-    return [_FRAME_MAGIC_BYTES + crc32(data, crc32(covered, salt)).to_bytes(4, "little") + covered, data]
+    check = crc32(covered, salt)
+    for piece in data:
+        check = crc32(piece, check)
+    return [_FRAME_MAGIC_BYTES + check.to_bytes(4, "little") + covered, *data]
+
+
+def _joined(parts: Sequence[bytes]) -> list[bytes]:
+    """What the parts hold, in buffers of about `PIECE`; of groups most messages are alike."""
+    number = max(PIECE // (len(parts[0]) + len(parts[-1]) + 1) * 2, 2)
+    if number >= len(parts):
+        return [b"".join(parts)]
+    return [b"".join(parts[at : at + number]) for at in range(0, len(parts), number)]
 
 
 def frame_at(data: bytes, pos: int) -> Frame | None:
