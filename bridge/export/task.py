@@ -167,8 +167,13 @@ class Task:
         self.cursor.error = _short(reason)
 
     def status(self) -> ExportStatus:
-        """What a description of the stream says about this export."""
-        return self.cursor.status(self.config.identifier)
+        """What a description of the stream says about this export; before its first step, as it is stored."""
+        if self.is_loaded:
+            return self.cursor.status(self.config.identifier)
+        stored = cursors.stored_status(
+            self._scheduler.data_dir, self.source.name, self.source.epoch, self.kind, self.config.identifier
+        )
+        return msgspec.structs.replace(stored, error_message=self.cursor.error)
 
     @property
     def is_loaded(self) -> bool:

@@ -26,6 +26,8 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
+
 from bridge import aws, cpu, memory, plugins
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
@@ -216,7 +218,10 @@ class Worker:
                 except InvalidRequest as error:
                     identifier = str(raw.get("identifier"))
                     log.error("export %s of %s: %s", identifier, message.name, error)
-                    broken.append(ExportStatus(export_config_identifier=identifier, error_message=str(error)))
+                    stored = cursor.stored_status(
+                        self._hello.data_dir, message.name, message.epoch, kind, identifier
+                    )
+                    broken.append(msgspec.structs.replace(stored, error_message=str(error)))
         # A configuration that no plugin takes keeps its position for the day that one does.
         kept = {config.identifier for _, config in wanted}
         kept |= {status.export_config_identifier for status in broken}

@@ -182,6 +182,28 @@ def test_a_killed_worker_is_back_and_the_retry_has_the_same_boundaries(recorder:
     assert batches == [(0, 6), (7, 19)]
 
 
+def test_what_was_exported_before_a_restart_stays_known_while_the_plugin_crashes(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [bad(recorder, "")]})
+            await gateway.append("a", b"1", b"2", b"3")
+            await gateway.exported("a", 2)
+            gateway.update("a", {"recorder": [bad(recorder, "segfault")]})
+        async with running(recorder) as gateway:
+            await gateway.append("a", b"4")
+            seen: set[tuple[int, int]] = set()
+
+            def crashed_twice() -> bool:
+                status = gateway.status("a")
+                seen.add((status.last_exported_sequence_number, status.exported_messages_count))
+                return gateway.exports.restarts >= 2 and status.error_message is not None
+
+            await until(crashed_twice)
+            assert seen == {(2, 3)}
+
+    asyncio.run(scenario())
+
+
 def test_the_worker_ends_with_its_parent_even_when_a_plugin_hangs(recorder: Path) -> None:
     async def scenario() -> int:
         async with running(recorder) as gateway:
