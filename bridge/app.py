@@ -227,8 +227,10 @@ class Service:
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
                 why = configuration.in_toml(str(error), name)
-                log.error("stream as declared cannot be had: %s", why, extra={"stream": name})
-                if name not in self._manager.store.streams:
+                if name in self._manager.store.streams:
+                    log.error("stream stays as it was, not as declared: %s", why, extra={"stream": name})
+                else:
+                    log.error("stream as declared cannot be had: %s", why, extra={"stream": name})
                     self._manager.refuse(definition, why)
 
     def _reload(self) -> None:

@@ -272,8 +272,8 @@ class StreamManager:
         for number, topic_filter in enumerate(definition.topics):
             if not is_bindable(topic_filter):
                 raise InvalidRequest(
-                    f"definition.topics[{number}]: {topic_filter!r} cannot be bound to a stream; give "
-                    f"an MQTT topic filter that does not begin with '$' or '{REQUEST_LEVEL}/'"
+                    f"definition.topics[{number}]: {topic_filter!r} cannot be bound to a stream: `#` may be "
+                    f"the last level only, and neither '$' nor '{REQUEST_LEVEL}/' at the beginning"
                 )
         self._registry.check(definition.export_definition)
         return definition

@@ -83,7 +83,7 @@ def test_defaults_are_those_of_the_sdk(tmp_path: Path) -> None:
         ({"persistence": "File"}, "definition.persistence"),
         ({"topics": ["a/#/b"]}, r"definition.topics\[0\]"),
         ({"topics": ["ok", "$SYS/#"]}, r"definition.topics\[1\]"),
-        ({"topics": ["streambridge/x"]}, "does not begin with"),
+        ({"topics": ["streambridge/x"]}, "nor 'streambridge/' at the beginning"),
         ({"limits": {"maxMessages": 0}}, "definition.limits.maxMessages"),
         ({"limits": {"maxMesages": 1}}, "maxMesages"),
         ({"retention": "forever"}, "definition.retention"),

@@ -132,4 +132,4 @@ def _print_stream(checked: Checked) -> None:
     if checked.lost:
         echo(f"  lost by damage so far: {show_ranges(checked.lost)}")
     for name in checked.quarantined:
-        echo(f"  set aside: quarantine/{name}")
+        echo(f"  set aside: {name}")

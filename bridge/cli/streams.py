@@ -167,6 +167,7 @@ def describe(
             ("size", f"{format_size(storage['totalBytes'])} of {format_size(definition['maxSize'])}"),
             ("when full", definition["strategyOnFull"]),
             ("persistence", definition["persistence"]),
+            ("flush on write", "yes" if definition["flushOnWrite"] else "no"),
             ("topics", " ".join(definition["topics"]) or "-"),
             *((("lost by damage", show_ranges(info["lost"])),) if info["lost"] else ()),
             *(("export", export) for export in exports),

@@ -43,7 +43,7 @@ class Checked(Struct, rename="camel"):
     """One stream as it was found. Sizes in bytes.
 
     `lost` are the numbers that earlier damage has cost and `quarantined` the files that were set
-    aside then: facts, but no problems of today.
+    aside then: facts, but no problems of today. `messages` are those that can be read.
     """
 
     name: str
@@ -79,7 +79,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
         return found
     quarantine = data / layout.QUARANTINE
     if quarantine.is_dir():
-        found.quarantined = sorted(path.name for path in quarantine.iterdir())
+        found.quarantined = sorted(map(str, quarantine.iterdir()))
     drops = DropLog(Files(), data)
     bases = layout.segment_bases(data)
     sizes = [_size(layout.segment_path(data, base)) for base in bases]
@@ -95,6 +95,8 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
         progress(name, done, sum(sizes))
     live = drops.live(found.oldest, found.newest) if found.oldest <= found.newest else []
     found.messages = sum(last - first + 1 for first, last in live)
+    for problem in found.problems:
+        found.messages -= sum(last - first + 1 for first, last in problem.lost)
     found.lost = [(drop.first, drop.last) for drop in drops.ranges if drop.reason in ILLEGAL]
     return found
 

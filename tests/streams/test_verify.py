@@ -63,7 +63,7 @@ def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_mends_it(
     assert problem["path"] == str(path)
     ((first, last),) = problem["lost"]
     assert last - first == 4
-    assert stream["messages"] == 100
+    assert stream["messages"] == 95  # that can be read
     assert contents(house.data_dir) == before
 
     code, (stream,) = command("repair", house.data_dir)
@@ -73,7 +73,8 @@ def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_mends_it(
     assert [p["path"] for p in stream["problems"]] == [str(path)]
     code, (stream,) = command("verify", house.data_dir)
     assert (code, stream["messages"], stream["lost"]) == (0, 95, [[first, last]])
-    assert len(stream["quarantined"]) == 1
+    (kept,) = stream["quarantined"]
+    assert Path(kept).is_file()
     assert command("repair", house.data_dir)[0] == 0
 
     async def work() -> None:
