@@ -68,7 +68,9 @@ def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
         case 0xE0:  # DISCONNECT
             _disconnect(conn, session, body)
         case _:
-            raise ProtocolError(f"packet {head:#04x} of {len(body)} bytes", PROTOCOL_ERROR)
+            raise ProtocolError(
+                f"a packet that no client may send: {head:#04x}, {len(body)} bytes", PROTOCOL_ERROR
+            )
 
 
 assert (PUBACK, PUBREC, PUBREL, PUBCOMP) == (0x40, 0x50, 0x62, 0x70)

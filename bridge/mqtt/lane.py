@@ -321,7 +321,11 @@ class Lane:
         now = self.loop.time()
         if now - self._logged.get(kind, -LOG_INTERVAL) >= LOG_INTERVAL:
             self._logged[kind] = now
-            log.warning("%s: a message was not stored: %s (counted; see the statistics)", conn.name, why)
+            log.warning(
+                "%s: a message was not stored: %s (counted in the metrics and on the status page)",
+                conn.name,
+                why,
+            )
 
     def log_will(self, session: Session, error: StreamError) -> None:
         """A will could not be stored."""
