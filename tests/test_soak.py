@@ -65,7 +65,7 @@ def checks(
     found: list[Check] = [
         verdict.all_acknowledged(devices),
         verdict.sessions_kept(devices),
-        verdict.none_missing(devices, rows, [KILL]),
+        verdict.none_missing(devices, rows, [(KILL - 2, KILL)]),
         verdict.none_twice(rows),
         verdict.contiguous(rows, ENDS if ends is None else ends),
         verdict.once_at_qos_2(devices, rows),

@@ -136,10 +136,9 @@ def judge(
 ) -> list[Check]:
     """Hold everything that was seen against what must hold."""
     devices, rows = evidence.devices(root / "devices.json"), evidence.rows(root / "lake")
-    kills = [event.begin for event in faults.events if event.kind == "SIGKILL broker"]
     checks = [
         verdict.all_acknowledged(devices),
-        verdict.none_missing(devices, rows, kills),
+        verdict.none_missing(devices, rows, faults.unsaved),
         verdict.none_twice(rows),
         verdict.contiguous(rows, ends),
         verdict.once_at_qos_2(devices, rows),

@@ -42,6 +42,7 @@ class Faults:
     def __init__(self, world: World, seed: int, seconds: float) -> None:
         self.world, self.seconds = world, seconds
         self.events: list[Event] = []
+        self.unsaved: list[tuple[float, float]] = []  # from Mosquitto's last save to its SIGKILL
         self.broken: list[str] = []  # what did not come back, and errors of our own
         self.began = time.time()
         self.over = threading.Event()
@@ -143,6 +144,9 @@ class Faults:
         event = self._event("SIGKILL broker", "mosquitto")
         broker.process.kill()
         broker.process.wait()
+        database = broker.config.with_name("mosquitto.db")
+        saved = database.stat().st_mtime if database.exists() else 0.0
+        self.unsaved.append((saved, time.time()))
         self.over.wait(chance.uniform(0, 3))
         broker.start()
         event.end = time.time()
