@@ -60,6 +60,7 @@ RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
 SECTOR = 512
 PATTERN = 64
+PIECES = 128
 PIECE = 64 * 1024  # of what is written: large buffers are mapped anew each time, page by page
 SMALL = 4096  # bytes that are sooner copied than handled apart
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
@@ -172,8 +173,11 @@ def encode_frame(
 
 
 def _joined(parts: Sequence[bytes]) -> list[bytes]:
-    """What the parts hold, in buffers of about `PIECE`; of groups most messages are alike."""
-    number = max(PIECE // (len(parts[0]) + len(parts[-1]) + 1) * 2, 2)
+    """What the parts hold, in buffers of about `PIECE`: most messages of a group are alike.
+
+    If they are not, there are at most `PIECES` all the same: a system call takes 1,024 (IOV_MAX).
+    """
+    number = max(2 * PIECE // (len(parts[0]) + len(parts[-1]) + 1), len(parts) // PIECES + 1)
     if number >= len(parts):
         return [b"".join(parts)]
     return [b"".join(parts[at : at + number]) for at in range(0, len(parts), number)]

@@ -254,3 +254,17 @@ def test_senders_that_keep_a_time_of_their_own_are_waited_for_ever_more_seldom()
         assert not pace.wants_more(now + 10, waiting=1)
     pace.synced(now, took=60.0, under_way=10)
     assert not pace.wants_more(now + LONGEST, waiting=1)
+
+
+def test_a_group_of_many_small_messages_between_large_ones_is_stored_whole(house: House) -> None:
+    """It is written in pieces, and one system call takes 1,024 of them."""
+
+    async def work() -> None:
+        sent = [b"x" * 200_000, *(b"%d" % number for number in range(5000)), b"z" * 200_000]
+        async with house.stream() as stream:
+            assert await put(stream, *sent) == list(range(5002))
+            assert payloads(stream) == sent
+        async with house.stream() as stream:
+            assert payloads(stream) == sent
+
+    run(work())
