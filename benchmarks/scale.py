@@ -156,8 +156,12 @@ class Gateway:
         self.seen = psutil.Process(self.process.pid)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        """SIGKILL; its export worker ends by itself, after the write that it is at."""
+        if self.process.poll() is None:
+            worker = self.seen.children()
+            self.process.kill()
+            self.process.wait()
+            psutil.wait_procs(worker)
 
     def wait(self) -> None:
         """Until it is ready."""

@@ -155,7 +155,7 @@ class Reader:
             choices = _choices(kind)
             if choices and "enum value" in what:
                 what = _one_of(choices, raw)
-            self.problem(keys, f"{where}{': ' if where else ''}{plainly(what)}")
+            self.problem(keys, f"{where}{': ' if where else ''}{plainly(what, name)}")
         except ValueError as error:
             self.problem(keys, str(error))
         return None
@@ -225,8 +225,8 @@ _KINDS = {
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 
 
-def plainly(what: str) -> str:
-    """Say what msgspec says in the words of TOML's users."""
+def plainly(what: str, name: str = "") -> str:
+    """Say what msgspec says of the field `name` in the words of TOML's users."""
     found = re.match(
         r"(?:expected|Expected) `([\w |]+)`(?:, got `(\w+)`)?(?: of length)?(?: ([<>]=?) (\S+))?$", what
     )
@@ -234,9 +234,18 @@ def plainly(what: str) -> str:
         return what[0].lower() + what[1:]
     wanted, given, bound, limit = found.groups()
     if bound:
-        return f"must be {_BOUNDS[bound]} {limit}"
+        return f"must be {_BOUNDS[bound]} {limit}{_unit(name, limit)}"
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted.split(" | ") if kind != "null")
-    return f"must be {kinds}" + (f", not {_KINDS.get(given, given)}" if given else "")
+    return f"must be {kinds}" + (
+        f", not {_KINDS.get(given, given).removesuffix(' in quotes')}" if given else ""
+    )
+
+
+def _unit(name: str, value: str) -> str:
+    """The unit of a field's bare numbers, and what the value is in a larger one."""
+    if _DURATION.search(name):
+        return f" ms ({units.format_duration(int(value))})"
+    return f" bytes ({units.format_size(int(value))})" if _SIZE.search(name) else ""
 
 
 def snake(key: str) -> str:

@@ -19,7 +19,8 @@ import msgspec
 
 from bridge import cbor, errors, plugins
 from bridge.cli.common import data_directory, known_config, note
-from bridge.errors import StreamBridgeError
+from bridge.cli.lookup import find
+from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream, highest_exported
 from bridge.export.settings import ExportSettings
 from bridge.greengrass import wire
@@ -61,7 +62,10 @@ def operate(where: Place, operation: str, **fields: Any) -> dict[str, Any]:
             raw = asyncio.run(_here(where, operation, body))
     reply = cbor.decode_map(raw)
     if reply["status"]:
-        raise _error(str(reply["statusName"]), str(reply["errorMessage"]))
+        error = _error(str(reply["statusName"]), str(reply["errorMessage"]))
+        if isinstance(error, StreamNotFound):
+            find(where.data_dir, str(fields["name"]))  # says which there are
+        raise error
     return reply
 
 

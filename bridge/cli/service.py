@@ -50,9 +50,9 @@ def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     settings = load_config(config)
     # The broker and its dependencies; the other commands need none of them.
     from bridge import app
-    from bridge.preflight import taken
+    from bridge.preflight import hindrances
 
-    if problems := taken(config, settings):  # before anything is made
+    if problems := hindrances(config, settings):  # before anything is made
         raise ConfigError("\n".join(problems))
     app.run(settings)
 

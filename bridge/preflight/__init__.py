@@ -40,7 +40,7 @@ def examine(path: Path) -> tuple[Config, list[Finding]]:
     return settings, found
 
 
-def taken(path: Path, settings: Config) -> list[str]:
-    """The addresses of a sound configuration that cannot be listened at."""
+def hindrances(path: Path, settings: Config) -> list[str]:
+    """What a sound configuration cannot have on this machine and not run without: addresses, directories."""
     look = Look(settings, tomlfile.read(path))
-    return [finding.what for finding in network.listeners(look)]
+    return [finding.what for part in (network.listeners, files.directories) for finding in part(look)]

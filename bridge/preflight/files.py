@@ -42,7 +42,9 @@ def directories(look: Look) -> Iterator[Finding]:
         wanted: Path = getattr(look.config.gateway, key)
         there = existing(wanted)
         if not there.is_dir():
-            yield look.error(("gateway", key), f"{there} is not a directory; move it away")
+            yield look.error(
+                ("gateway", key), f"{there} is not a directory; move it away, or choose another place"
+            )
         elif not os.access(there, os.W_OK | os.X_OK):
             verb = "write to" if there == wanted else "make a directory in"
             yield look.error(

@@ -112,7 +112,7 @@ def test_mistakes_are_named_with_a_remedy_and_change_nothing(on: Command) -> Non
         ("purge", "x", "-y"),
         ("update", "x", "topics=[]"),
     ):
-        assert "no stream named 'x'" in on("streams", *command, code=66)
+        assert "there is no stream x; there are: declared" in on("streams", *command, code=66)
     assert "name at least one setting" in on("streams", "update", "declared", code=2)
     assert "no such setting" in on("streams", "update", "declared", "--reset", "colour", code=2)
     assert "say --yes" in on("streams", "purge", "declared", code=2)

@@ -135,7 +135,10 @@ def test_a_data_directory_that_cannot_be_written_is_an_error(path: Path) -> None
 def test_a_data_directory_below_a_file_is_an_error(path: Path) -> None:
     (path.parent / "data").write_text("")
     (line,) = check(path, QUIET)
-    assert line == "error: x.toml:3: gateway.data_dir: data is not a directory; move it away"
+    assert (
+        line
+        == "error: x.toml:3: gateway.data_dir: data is not a directory; move it away, or choose another place"
+    )
 
 
 def test_streams_that_do_not_fit_on_the_disk_are_a_warning(path: Path) -> None:

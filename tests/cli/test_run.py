@@ -218,6 +218,16 @@ def test_a_port_that_is_taken_ends_the_start_in_one_line(service: Service, confi
     assert not (other / "data").exists()  # nothing was made
 
 
+def test_a_data_directory_that_cannot_be_ends_the_start_with_its_key_and_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(ANY_PORT.replace("[gateway]\n", '[gateway]\ndata_dir = "/dev/null/data"\n'))
+    done = streambridge("run", "-c", path)
+    assert done.returncode == 78
+    assert done.stderr.endswith(
+        "x.toml:3: gateway.data_dir: /dev/null is not a directory; move it away, or choose another place\n"
+    )
+
+
 def test_systemd_is_told_when_it_is_ready_reloading_and_stopping(
     start: Callable[..., Service], tmp_path: Path
 ) -> None:

@@ -186,7 +186,7 @@ threads = 3
         "`#` may only be the last level",
         'streambridge.toml:16: streams.c.persistence = "file": must be "File" or "Memory"; '
         'did you mean "File"?',
-        "streambridge.toml:17: streams.c.max_size = 2: must be at least 1024",
+        "streambridge.toml:17: streams.c.max_size = 2: must be at least 1024 bytes (1 KiB)",
         "streambridge.toml:18: streams.c.limits.max_mesages = 3: unknown key; did you mean `max_messages`?",
         'streambridge.toml:19: streams."c/d": a stream\'s name is 1 to 255 letters, digits, spaces and any '
         "of _ - , .",
