@@ -307,7 +307,7 @@ def draw(summary: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     cases = [f"{clients}x{window} {size}" for size in SIZES for clients, window in SHAPES]
-    figure, axes = plt.subplots(figsize=(12, 5))
+    figure, axes = plt.subplots(figsize=(12, 5), layout="constrained")
     width = 0.8 / len(summary)
     for index, (name, results) in enumerate(summary.items()):
         heights = [results.get(case, {}).get("rate", 0) for case in cases]
@@ -316,8 +316,7 @@ def draw(summary: dict[str, dict[str, dict[str, float]]], path: Path) -> None:
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(cases))], [f"{case} B" for case in cases])
     axes.set_ylabel("acknowledged messages per second (QoS 1)")
     axes.set_xlabel("clients x messages in flight, payload")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
+    figure.legend(loc="outside upper center", ncols=5, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
 
 
