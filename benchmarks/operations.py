@@ -464,11 +464,13 @@ def draw(rates: dict[int, Any], path: Path) -> None:
         )
     ):
         for offset, (size, rows) in enumerate(rates.items()):
-            shown = {name: pick(row) for name, row in rows.items() if pick(row)}
+            shown = {name: pick(row) / 1000 for name, row in rows.items() if pick(row)}
             at = [number + 0.4 * offset for number in range(len(shown))]
             axes[place].barh(at, list(shown.values()), 0.38, label=f"{size} bytes")
             axes[place].set_yticks([number + 0.2 for number in range(len(shown))], list(shown))
-        axes[place].set_xlabel(f"{title}, {BATCH} at a time: messages per second")
+        axes[place].set_title(f"{title}, {BATCH} at a time")
+        axes[place].set_xlabel("thousand messages per second")
+        axes[place].invert_yaxis()
         axes[place].legend()
     figure.savefig(path, dpi=120)
 
