@@ -112,23 +112,22 @@ class SegmentLog:
             )
             self.damage += examined.damage
             self._resize(base, examined.summary.size)
+            item = self._reopened(path, examined.summary)
             if following is not None:
-                self._write_index(path, examined.summary)
+                self.closing.append(item)  # it may be in the page cache only: no index before a sync
             else:
-                self._reopen(path, examined.summary)
+                self.active = item
         if not bases:
             self._take(self._create(first))
         self.next = self.active.index.next
 
-    def _reopen(self, path: Path, summary: Summary) -> None:
+    def _reopened(self, path: Path, summary: Summary) -> Segment:
         fd = self.files.open(path, os.O_RDWR)
         index = Indexer(summary.base)
         index.next, index.entries = summary.next, summary.entries
         index.first_time, index.last_time = summary.first_time, summary.last_time
         index.data_bytes = summary.data_bytes
-        self.active = Segment(
-            path, fd, index, summary.size
-        )  # synced: unknown, so the next sync covers it all
+        return Segment(path, fd, index, summary.size)  # synced: unknown, so the next sync covers it all
 
     def close(self) -> None:
         """Close the files; what is committed but not synced stays so."""

@@ -310,6 +310,42 @@ def test_settings_that_cannot_be_applied_are_not_saved(house: House) -> None:
     run(work())
 
 
+class Noting(Files):
+    """A disk that notes which segments were synced, and which got their index before that."""
+
+    def __init__(self) -> None:
+        self.synced: set[str] = set()
+        self.early: list[str] = []
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        self.synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).stem)
+
+    def replace(self, path: Path, data: bytes, *, sync: bool = True) -> None:
+        super().replace(path, data, sync=sync)
+        if path.suffix == ".idx" and path.stem not in self.synced:
+            self.early.append(path.stem)
+
+
+def test_segments_that_a_kill_left_before_their_sync_are_synced_after_the_start(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(segment_size=4096) as stream:
+            for n in range(12):
+                await put(stream, bytes([n]) * 1000)
+            sealed = [item.path.stem for item in stream.log.closing]
+            assert len(sealed) > 1
+            found = House(house.data_dir.parent)  # as a kill leaves it now
+            found.data_dir = Path(shutil.copytree(house.data_dir, house.data_dir.with_name("found")))
+        found.files = disk = Noting()
+        async with found.stream() as stream:
+            assert len(payloads(stream)) == 12
+        assert disk.synced >= set(sealed)
+        assert disk.early == []
+        assert all((found.directory() / f"{name}.idx").exists() for name in sealed)
+
+    run(work())
+
+
 class Watched(Files):
     """A disk that has a look taken at a file once it is made, and at what a write left that failed."""
 
