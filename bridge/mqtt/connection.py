@@ -76,8 +76,8 @@ class Batch:
         self.connection = connection
         self.acks = bytearray()
         self.touched: dict[Committer, None] = {}
-        # QoS 2 ids that count as used only if the commit succeeds, and the streams that their messages go to
-        self.ids: dict[int, tuple[Stream, ...]] = {}
+        # QoS 2 ids that count as used only if the commit succeeds; where their messages are if it does
+        self.ids: dict[int, dict[Stream, int]] = {}
         self.lasting: Session | None = None  # the session whose journal is to hold these ids
         self.waiting = 0
         self.error: StreamError | None = None
@@ -106,8 +106,7 @@ class Batch:
             ids, self.ids = self.ids, {}  # from here on they are in use, also if the journal fails
             for packet_id in ids:
                 journal.received(session, packet_id)
-            for stream in dict.fromkeys(stream for streams in ids.values() for stream in streams):
-                journal.marked(stream.name, stream.next_sequence)
+            journal.settled_in(((at, n) for places in ids.values() for at, n in places.items()), self)
             journal.after_commit(self.done)
             return
         self.connection.settle()
@@ -465,12 +464,14 @@ class Connection(asyncio.Protocol):
         if session is None:
             return
         session.incoming.difference_update(batch.ids)
-        for packet_id, streams in batch.ids.items():
-            stored = {one.name for one in streams if one not in batch.failed} if batch.failed else set()
+        for packet_id, places in batch.ids.items():
+            stored = {at: n for at, n in places.items() if at not in batch.failed} if batch.failed else {}
             if stored:
-                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
-                if session.persistent:
+                names = frozenset(at.name for at in stored)
+                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | names
+                if batch.lasting is not None:
                     self.lane.journal.held(session, packet_id)
+                    self.lane.journal.settled_in(stored.items(), batch)
 
     def _throttle(self, seconds: float) -> None:
         """Read no further for as long as what was read should have taken, beyond the last second's worth."""

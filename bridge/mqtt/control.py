@@ -83,7 +83,6 @@ def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) ->
     session.partial.pop(packet_id, None)
     if packet_id in session.incoming:
         session.incoming.discard(packet_id)
-        session.restored -= {packet_id}
         if session.persistent:
             # Were this lost, the next message with the id would pass for a duplicate.
             conn.lane.journal.released(session, packet_id)

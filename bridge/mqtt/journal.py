@@ -1,7 +1,9 @@
 """The durable half of sessions and retained messages: `<data_dir>/mqtt/sessions.journal`.
 
 What it promises: what `after_commit` has confirmed survives the end of this process at any instant; a
-power cut loses at most the last second (the file is synced once a second, in a thread). What it keeps:
+power cut loses at most the last second (the file is synced once a second, in a thread). So after one it
+is not known which QoS 2 ids are still in use, and none is taken to be: stored twice is better than never.
+What it keeps:
 persistent sessions with their subscriptions, QoS 1 and 2 messages of ordinary topics until each
 persistent subscriber has acknowledged them, QoS 2 ids between PUBLISH and PUBREL, retained messages.
 Messages on stream topics are not here: the stream has them.
@@ -23,20 +25,22 @@ import errno
 import logging
 import os
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from bridge.deflate import crc32
 from bridge.errors import StorageFailed, StreamError
+from bridge.mqtt.marks import Mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from pathlib import Path
 
     from bridge.mqtt.message import Message, Subscription
     from bridge.mqtt.outbox import Outgoing
     from bridge.mqtt.sessions import Session
+    from bridge.mqtt.store import Stream
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +127,11 @@ class Released(Record, frozen=True, tag=9):
 
 
 class Marked(Record, frozen=True, tag=10):
-    """The QoS 2 messages of a stream below number `upto` have their ids in the journal."""
+    """The QoS 2 messages of a stream below number `upto` have their ids in the journal, and so have these."""
 
     stream: str
     upto: int
+    known: list[int] = []
 
 
 class Held(Record, frozen=True, tag=11):
@@ -135,6 +140,12 @@ class Held(Record, frozen=True, tag=11):
     client: str
     id: int
     streams: list[str]
+
+
+class Booted(Record, frozen=True, tag=12):
+    """The records are sure to be all there while the machine runs on; empty: in any case, up to here."""
+
+    boot: str
 
 
 Any_ = (
@@ -149,6 +160,7 @@ Any_ = (
     | Released
     | Marked
     | Held
+    | Booted
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
@@ -159,7 +171,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.marks: dict[str, int] = {}
+        self.marks: dict[str, Mark] = {}
         self.snapshot: Callable[[], Iterable[Record]] = tuple
         self._fd = -1
         self._size = self._least = 0  # bytes in the file now, and right after the last snapshot
@@ -211,10 +223,20 @@ class Journal:
         """Only some streams have the message of a QoS 2 id."""
         self._add(Held(session.client_id, packet_id, sorted(session.partial[packet_id])))
 
-    def marked(self, stream: str, upto: int) -> None:
-        """The ids of QoS 2 messages that a stream holds below a number have been given to the journal."""
-        self.marks[stream] = upto
-        self._add(Marked(stream, upto))
+    def mark(self, stream: Stream) -> None:
+        """From here on QoS 2 ids are looked for in a stream at the next start."""
+        self.marks[stream.name] = Mark(stream.next_sequence)
+        self._add(Marked(stream.name, stream.next_sequence))
+
+    def settled_in(self, places: Iterable[tuple[Stream, int]], owner: object) -> None:
+        """The journal has the ids of the QoS 2 messages that streams hold under these numbers."""
+        numbers: dict[Stream, list[int]] = {}
+        for stream, number in places:
+            numbers.setdefault(stream, []).append(number)
+        for stream, some in numbers.items():
+            mark = self.marks[stream.name]
+            above = mark.settle(some, owner, stream.next_sequence)
+            self._add(Marked(stream.name, mark.upto, above))
 
     def released(self, session: Session, packet_id: int) -> None:
         """A persistent session has released a QoS 2 packet id."""
@@ -276,7 +298,10 @@ class Journal:
             return
         self._syncer.cancel()
         await asyncio.gather(self._syncer, return_exceptions=True)
+        self._add(Booted(""))
         self._syncer = None
+        if self._write_handle is not None:
+            self._write_handle.cancel()
         self._write()
         if self._write_handle is not None:
             self._write_handle.cancel()
@@ -331,7 +356,7 @@ class Journal:
 
     def _write_snapshot(self) -> None:
         frames: list[bytes] = []
-        for record in self.snapshot():
+        for record in (Booted(_boot_id()), *self.snapshot()):
             body = _encoder.encode(record)
             frames += (_FRAME.pack(len(body), crc32(body)), body)
         data = b"".join(frames)
@@ -370,6 +395,16 @@ class Journal:
                     self._write_handle = asyncio.get_running_loop().call_soon(self._write)
             finally:
                 os.close(fd)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def survived(records: Iterable[Record]) -> bool:
+    """Whether nothing is missing at the end: after a clean stop, and while the machine runs on."""
+    boots = [record.boot for record in records if isinstance(record, Booted)]
+    return bool(boots) and boots[-1] in ("", _boot_id())
 
 
 def queued_record(message: Message, number: int, copies: Iterable[tuple[Session, Outgoing]]) -> Queued:

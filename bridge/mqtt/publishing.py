@@ -94,17 +94,13 @@ def publish(
     assert session is not None
     number = packet_id[0] << 8 | packet_id[1] if qos else 0
     if qos == 4 and number in session.incoming:
-        if head & 8 or number not in session.restored:
-            batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)
-            if session.persistent:
-                batch.touched[lane.journal] = None  # which may have failed to keep the id
-            return
-        # The bridge has restarted, and this is no repetition: the id had been released, but the record
-        # of that was lost with the power.
-        session.incoming.discard(number)
+        batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)
+        if session.persistent:
+            batch.touched[lane.journal] = None  # which may have failed to keep the id
+        return
     if qos == 4 and conn.level == V5 and len(session.incoming) >= RECEIVE_MAXIMUM:
         raise ProtocolError(f"more than {RECEIVE_MAXIMUM} QoS 2 messages at a time", RECEIVE_MAXIMUM_EXCEEDED)
-    streams = route.streams
+    places: dict[Stream, int] = {}
     try:
         if route.denied:
             why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
@@ -113,13 +109,14 @@ def publish(
             requests.take(conn, route.name, payload, properties or {}, qos >> 1)
         elif route.streams:
             kept = _headers(head, properties, session, number, route)
-            if qos == 4:
-                streams = _lacking(lane, session, head, number, route)
+            streams = _lacking(session, head, number, route) if qos == 4 else route.streams
             if len(streams) > 1:
                 for stream in streams:
                     stream.ensure_admits(topic, payload, kept)  # in all, or in none: it will be sent again
+            if qos == 4 and session.persistent:
+                _mark(lane, streams, topic, payload, kept)
             for stream in streams:
-                stream.append(topic, payload, kept)
+                places[stream] = stream.append(topic, payload, kept)
                 batch.touched[stream] = None
         else:
             lane.counts["without_stream"] += 1
@@ -138,16 +135,23 @@ def publish(
     elif qos == 4:
         batch.acks += b"\x50\x02" + packet_id
         session.incoming.add(number)
-        batch.ids[number] = streams
+        batch.ids[number] = places
         if session.persistent:
             batch.lasting = session
+            for stream, place in places.items():
+                lane.journal.marks[stream.name].expect(place, batch)
 
 
-def _lacking(lane: Lane, session: Session, head: int, number: int, route: Route) -> tuple[Stream, ...]:
+def _mark(lane: Lane, streams: tuple[Stream, ...], topic: bytes, payload: bytes, kept: bytes) -> None:
+    """Have QoS 2 ids looked for in these streams at the next start, from here on."""
+    for stream in streams:
+        if stream.name not in lane.journal.marks:
+            stream.ensure_admits(topic, payload, kept)  # a name without a stream leaves nothing
+            lane.journal.mark(stream)
+
+
+def _lacking(session: Session, head: int, number: int, route: Route) -> tuple[Stream, ...]:
     """The streams that a QoS 2 message is to go to: not those that have it from an earlier attempt."""
-    for stream in route.streams if session.persistent else ():
-        if stream.name not in lane.journal.marks:  # from here on its ids are looked for at the next start
-            lane.journal.marked(stream.name, stream.next_sequence)
     have = session.partial.get(number)
     if have is None:
         return route.streams

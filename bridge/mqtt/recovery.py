@@ -22,14 +22,16 @@ from bridge.mqtt.journal import (
     Unsubscribed,
     queued_record,
     retained_record,
+    survived,
 )
+from bridge.mqtt.marks import Mark
 from bridge.mqtt.message import Message, Subscription
 from bridge.mqtt.outbox import Outgoing
 from bridge.mqtt.packets import text
 from bridge.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from bridge.mqtt.lane import Lane
     from bridge.mqtt.sessions import Session
@@ -49,8 +51,12 @@ class _Saved:
         self.partial: dict[int, frozenset[str]] = {}
 
 
-def recover(records: Iterable[Record], lane: Lane) -> None:
-    """Bring sessions and retained messages back. A client that was connected is away since now."""
+def recover(records: Sequence[Record], lane: Lane) -> None:
+    """Bring sessions and retained messages back. A client that was connected is away since now.
+
+    After a power cut the records that released QoS 2 ids may be missing: a message that has got one of
+    these ids since would pass for stored. So its ids are forgotten, and what is sent again is stored again.
+    """
     saved: dict[str, _Saved] = {}
     numbers = 0
     for record in records:
@@ -79,8 +85,8 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
                     lane.router.retained[text(topic)] = _message(record, record.qos, retain=True)
                 else:
                     lane.router.retained.pop(text(topic), None)
-            case Marked(stream, upto):
-                lane.journal.marks[stream] = upto
+            case Marked(stream, upto, known):
+                lane.journal.marks.setdefault(stream, Mark(upto)).add(upto, known)
             case Received(client, packet_id) if client in saved:
                 saved[client].incoming.add(packet_id)
                 saved[client].partial.pop(packet_id, None)
@@ -92,11 +98,15 @@ def recover(records: Iterable[Record], lane: Lane) -> None:
             case _:
                 pass  # about a session that had ended by then
     lane.journal.resume_numbers(numbers)
+    whole = survived(records)
+    if not whole:
+        lane.journal.marks.clear()
     for client, past in saved.items():
         identity = lane.access.identify(client, past.opened.user)
         session = lane.sessions.create(client, identity)
-        session.expiry, session.incoming = past.opened.expiry, past.incoming
-        session.restored, session.partial = frozenset(past.incoming), past.partial
+        session.expiry = past.opened.expiry
+        if whole:
+            session.incoming, session.partial = past.incoming, past.partial
         session.left = past.opened.left or time.time()
         for subscription in past.subscriptions.values():
             lane.router.subscribe(session, subscription)
@@ -112,11 +122,11 @@ async def find_stored_ids(lane: Lane) -> None:
     that one of its streams has and another has not is not stored yet: its client will send it again.
     """
     found: dict[tuple[Session, int, bytes], set[str]] = {}
-    for name, upto in list(lane.journal.marks.items()):
+    for name, mark in list(lane.journal.marks.items()):
         if name not in lane.manager.definitions:
             del lane.journal.marks[name]
             continue
-        position = max(upto, lane.manager.stream(name).next_sequence - LAST_MESSAGES)
+        position = max(mark.upto, lane.manager.stream(name).next_sequence - LAST_MESSAGES)
         while position < lane.manager.stream(name).next_sequence:
             options = ReadMessagesOptions(
                 desired_start_sequence_number=position, max_message_count=LAST_MESSAGES
@@ -126,19 +136,18 @@ async def find_stored_ids(lane: Lane) -> None:
             except NotEnoughMessages:
                 break
             for message in messages:
-                if not message.headers:
+                if not message.headers or message.sequence_number in mark.known:
                     continue
                 kept = headers.decode(message.headers)
                 session = lane.sessions.get(kept.client)
                 if session is not None and kept.id:
                     found.setdefault((session, kept.id, message.topic), set()).add(name)
             position = messages[-1].sequence_number + 1
-        lane.journal.marks[name] = lane.manager.stream(name).next_sequence
+        lane.journal.marks[name] = Mark(lane.manager.stream(name).next_sequence)
     for (session, packet_id, topic), names in found.items():
         names |= session.partial.get(packet_id, frozenset())
         if all(stream.name in names for stream in lane.manager.bound(text(topic))):
             session.incoming.add(packet_id)
-            session.restored |= {packet_id}
         else:
             session.partial[packet_id] = frozenset(names)
 
@@ -165,8 +174,8 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         yield queued_record(message, number, copies)
     for message in lane.router.retained.values():
         yield retained_record(message)
-    for stream, upto in lane.journal.marks.items():
-        yield Marked(stream, upto)
+    for stream, mark in lane.journal.marks.items():
+        yield Marked(stream, mark.upto, sorted(mark.known))
 
 
 def _message(record: Queued | Retained, qos: int, *, retain: bool) -> Message:

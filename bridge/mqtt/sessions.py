@@ -32,14 +32,13 @@ class Session:
 
     __slots__ = (
         "client_id", "connection", "expiry", "identity", "incoming", "last", "left", "outbox", "partial",
-        "restored", "seen", "subscriptions", "timer", "will", "will_timer",
+        "seen", "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
         self.client_id, self.identity, self.outbox = client_id, identity, outbox
         self.expiry = 0  # seconds that it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
-        self.restored: frozenset[int] = frozenset()  # those of `incoming` that are from an earlier life
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
         # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
         self.partial: dict[int, frozenset[str]] = {}

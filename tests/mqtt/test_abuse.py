@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from bridge.mqtt import journal as journal_module
+from bridge.mqtt.marks import Mark
 from bridge.mqtt.recovery import find_stored_ids
 
 from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until
@@ -181,7 +182,7 @@ async def test_qos_2_ids_that_the_journal_has_lost_are_found_behind_any_number_o
     session = bridge.lane.sessions.get("c")
     assert session is not None
     session.incoming.clear()  # as after a start with a journal that ends before them
-    bridge.lane.journal.marks["s"] = 0
+    bridge.lane.journal.marks["s"] = Mark(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bridge.reading.STEP", 4_000)
         await find_stored_ids(bridge.lane)

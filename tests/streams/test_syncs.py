@@ -319,7 +319,7 @@ class Noting(Files):
 
     def sync(self, fd: int) -> None:
         super().sync(fd)
-        self.synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).stem)
+        self.synced.add(Path(f"/proc/self/fd/{fd}").readlink().stem)
 
     def replace(self, path: Path, data: bytes, *, sync: bool = True) -> None:
         super().replace(path, data, sync=sync)

@@ -1,0 +1,141 @@
+"""QoS 2 across kills, power cuts and new starts of the machine: never lost, and after a kill stored once."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.mqtt import journal
+from bridge.mqtt import properties as p
+from bridge.mqtt.packets import V5
+from bridge.mqtt.settings import MqttConfig
+
+from .harness import Bridge, Packet, ack, bridge_test, publish, until
+
+RECEIVED, COMPLETE = 0x50, 0x70
+
+
+@asynccontextmanager
+async def found_again(bridge: Bridge, taken: Path) -> AsyncIterator[Bridge]:
+    """A bridge on a copy that was taken of another's files, as a kill or a power cut leaves them."""
+    again = Bridge(taken, MqttConfig(listen=["tcp://127.0.0.1:0"]))
+    await again.start()
+    try:
+        yield again
+    finally:
+        await again.stop()
+
+
+def copied(bridge: Bridge) -> Path:
+    """The files as they are at this moment."""
+    taken = bridge.root / f"taken-{len(list(bridge.root.iterdir()))}"
+    shutil.copytree(bridge.root / "data", taken / "data", symlinks=True)
+    return taken
+
+
+def sessions(root: Path) -> Path:
+    return root / "data" / "mqtt" / "sessions.journal"
+
+
+@pytest.fixture
+def other_boot(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that lets the machine start anew."""
+    return lambda: monkeypatch.setattr(journal, "_boot_id", lambda: "another")
+
+
+def test_a_message_whose_id_was_free_again_before_a_power_cut_is_stored(
+    tmp_path: Path, other_boot: Any
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        client = await bridge.connect("c", clean=False)
+        assert await client.exchange(publish("in/a", b"A", 2, 1)) == Packet(RECEIVED, b"\0\1")
+        synced = sessions(bridge.root).read_bytes()
+        assert await client.exchange(ack(0x62, 1)) == Packet(COMPLETE, b"\0\1")
+        taken = copied(bridge)
+        sessions(taken).write_bytes(synced)  # the power went before the journal's next sync
+        other_boot()
+        async with found_again(bridge, taken) as again:
+            client = await again.connect("c", clean=False)
+            # It was on its way at the power cut, under the lowest free id.
+            assert (await client.exchange(publish("in/a", b"B", 2, 1, dup=True))).head == RECEIVED
+            assert (await client.exchange(ack(0x62, 1))).head == COMPLETE
+            assert await again.payloads() == [b"A", b"B"]
+
+    run(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["killed", "machine started anew after a clean stop"])
+def test_a_message_that_is_repeated_after_the_next_start_is_stored_once(
+    tmp_path: Path, other_boot: Any, how: str
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        client = await bridge.connect("c", clean=False)
+        assert (await client.exchange(publish("in/a", b"A", 2, 1))).head == RECEIVED
+        if how == "killed":
+            taken = copied(bridge)
+        else:
+            await bridge.stop()
+            taken = copied(bridge)
+            await bridge.start()
+            other_boot()
+        async with found_again(bridge, taken) as again:
+            client = await again.connect("c", clean=False)
+            assert (await client.exchange(publish("in/a", b"A", 2, 1, dup=True))).head == RECEIVED
+            assert await again.payloads() == [b"A"]
+
+    run(tmp_path)
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_a_kill_while_a_message_waits_for_its_second_stream_doubles_and_loses_nothing_of_others(
+    tmp_path: Path, *, reused: bool
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        bridge.stream("both", "in/both", flush_on_write=True)
+        gate = threading.Event()
+        stream = bridge.store.streams["both"]
+        write = stream.log.write
+
+        def slow(*given: Any, **options: Any) -> None:
+            gate.wait(30)
+            write(*given, **options)
+
+        stream.log.write = slow  # type: ignore[method-assign]
+        slow_one = await bridge.connect("c", clean=False)
+        slow_one.send(publish("in/both", b"m1", 2, 1))
+        await until(lambda: bridge.store.streams["s"].next_sequence == 1)
+        quick_one = await bridge.connect("d", clean=False)
+        assert await quick_one.exchange(publish("in/a", b"m2", 2, 7)) == Packet(RECEIVED, b"\0\7")
+        if reused:
+            assert (await quick_one.exchange(ack(0x62, 7))).head == COMPLETE
+        taken = copied(bridge)
+        gate.set()
+        async with found_again(bridge, taken) as again:
+            slow_one = await again.connect("c", clean=False)
+            assert (await slow_one.exchange(publish("in/both", b"m1", 2, 1, dup=True))).head == RECEIVED
+            quick_one = await again.connect("d", clean=False)
+            payload = b"m3" if reused else b"m2"  # sent before the kill, and did not arrive
+            assert (await quick_one.exchange(publish("in/a", payload, 2, 7, dup=True))).head == RECEIVED
+            assert await again.payloads() == [b"m1", b"m2", b"m3"][: 2 + reused]
+            assert await again.payloads("both") == [b"m1"]
+
+    run(tmp_path)
+
+
+@bridge_test
+async def test_messages_for_streams_that_do_not_exist_leave_nothing_behind(bridge: Bridge) -> None:
+    client = await bridge.connect("c", level=V5, properties={p.SESSION_EXPIRY: 60})
+    for number in range(1, 100):
+        answer = await client.exchange(publish(f"streams/x{number}", b"x", 2, number, level=V5))
+        assert answer == Packet(RECEIVED, number.to_bytes(2, "big") + b"\x90")
+    assert (await client.exchange(publish("in/a", b"x", 2, 100, level=V5))).head == RECEIVED
+    assert b"x50" not in sessions(bridge.root).read_bytes()
