@@ -80,11 +80,8 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
                         saved[client].queue[number] = Outgoing(message, qos, retain, identifiers, number)
             case Settled(client, number) if client in saved:
                 saved[client].queue.pop(number, None)
-            case Retained(topic, payload):
-                if payload:
-                    lane.router.retained[text(topic)] = _message(record, record.qos, retain=True)
-                else:
-                    lane.router.retained.pop(text(topic), None)
+            case Retained(topic):
+                lane.router.keep(text(topic), _message(record, record.qos, retain=True))
             case Marked(stream, upto, known):
                 lane.journal.marks.setdefault(stream, Mark(upto)).add(upto, known)
             case Received(client, packet_id) if client in saved:

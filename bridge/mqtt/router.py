@@ -63,6 +63,7 @@ class Router:
     ) -> None:
         self.epoch = 0
         self.retained: dict[str, Message] = {}
+        self._retained_bytes = 0
         self._store, self._delivery, self._journal = store, delivery, journal
         self._limits, self._counts = limits, counts
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
@@ -185,16 +186,27 @@ class Router:
 
     def _retain(self, name: str, message: Message) -> bool:
         """Keep the newest retained message of a topic, or clear it if it is empty (MQTT-3.3.1-10)."""
-        if not message.payload:
-            if self.retained.pop(name, None) is None:
-                return False
-        elif name not in self.retained and len(self.retained) >= self._limits.retained_messages:
-            self._counts["dropped_retained"] += 1
+        old = self.retained.get(name)
+        if message.payload:
+            size = self._retained_bytes + message.size - (old.size if old is not None else 0)
+            number = len(self.retained) + (old is None)
+            if number > self._limits.retained_messages or size > self._limits.retained_bytes:
+                self._counts["dropped_retained"] += 1
+                message = Message(message.topic, b"", retain=True)  # the old one is out of date
+        if not message.payload and old is None:
             return False
-        else:
-            self.retained[name] = message
+        self.keep(name, message)
         self._journal.retained(message)
         return True
+
+    def keep(self, name: str, message: Message) -> None:
+        """Make this the retained message of a topic; an empty one: there is none."""
+        old = self.retained.pop(name, None)
+        if old is not None:
+            self._retained_bytes -= old.size
+        if message.payload:
+            self.retained[name] = message
+            self._retained_bytes += message.size
 
     def _without_own(self, route: Route, origin: Session | None) -> dict[Session, Receiver]:
         """The receivers, without what the publisher asked not to be sent back (MQTT 5 No Local)."""

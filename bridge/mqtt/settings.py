@@ -106,7 +106,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     session_expiry_interval   how long a session may outlive its connection at most
     messages_per_second   of one connection; 0 is no limit; a faster one is read more slowly
     subscriptions         topic filters of one client
-    retained_messages     retained messages in all; more are not kept and counted
+    retained_messages     retained messages in all, and their bytes (retained_bytes); more are not kept
+                          and counted
     """
 
     connections: Count = 10_000
@@ -121,6 +122,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     messages_per_second: Annotated[int, Meta(ge=0)] = 0
     subscriptions: Count = 1_000
     retained_messages: Count = 10_000
+    retained_bytes: Annotated[int, Meta(ge=1024)] = 16 * MIB
 
 
 class ExternalSettings(Struct, frozen=True, kw_only=True):

@@ -103,6 +103,26 @@ async def test_subscriptions_and_retained_messages_are_bounded(bridge: Bridge) -
     assert bridge.stat("dropped_retained") == 5
 
 
+@bridge_test(retained_bytes=10_000)
+async def test_retained_messages_are_bounded_by_their_bytes_and_none_out_of_date_is_kept(
+    bridge: Bridge,
+) -> None:
+    client = await bridge.connect("c")
+    for name in ("a", "b"):
+        await client.exchange(publish(f"last/{name}", bytes(4_000), 1, 1, retain=True))
+    await client.exchange(publish("last/c", bytes(4_000), 1, 1, retain=True))
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (2, 1)
+    await client.exchange(publish("last/a", bytes(8_000), 1, 1, retain=True))
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (1, 2)
+    await bridge.restart()
+    client = await bridge.connect("c")
+    await client.exchange(publish("last/c", bytes(4_000), 1, 1, retain=True))
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (2, 0)
+    await client.exchange(publish("last/c", b"", 1, 1, retain=True))
+    await client.exchange(publish("last/c", bytes(5_000), 1, 1, retain=True))
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (2, 0)
+
+
 @bridge_test
 async def test_what_is_kept_on_disk_is_nobody_elses_to_read(bridge: Bridge) -> None:
     client = await bridge.connect("c", clean=False)
