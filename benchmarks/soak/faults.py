@@ -1,4 +1,5 @@
-"""What goes wrong, at random: processes killed, links cut, services broken, disk full, certificates replaced.
+"""What goes wrong, at random: processes killed, links cut, services broken, disk full, certificates and
+definitions of streams replaced.
 
 Two threads at once, so that faults meet: one for processes and the disk, one for links and services. Each
 fault is an event with a beginning and an end, for the report. For the last half of the run the gateways' main
@@ -54,6 +55,7 @@ class Faults:
             self.kill_broker: 2,
             self.fill_disk: 2,
             self.replace_certificate: 2,
+            self.change_streams: 2,
         }
         links = {self.cut_link: 3, self.break_service: 2}
         self._threads = [
@@ -183,6 +185,23 @@ class Faults:
             self.world.authority.issue("gateway")  # over the old files
             gateway.process.send_signal(1)  # SIGHUP
             wait_for("the new certificate to be served", lambda: self._served() != before, 20)
+        event.end = time.time()
+
+    def change_streams(self, chance: random.Random) -> None:
+        """Other sizes for all streams of a gateway, by a reload."""
+        gateway = self.world.gateways[chance.choice((plan.EMBEDDED, plan.EXTERNAL))]
+        event = self._event("streams changed", gateway.name)
+        with gateway.lock:
+            if not gateway.running():
+                gateway.start()
+            assert gateway.process is not None
+            text, other = gateway.config.read_text(), chance.choice(plan.MAX_SIZES)
+            for size in plan.MAX_SIZES:
+                text = text.replace(f'max_size = "{size}"', f'max_size = "{other}"')
+            gateway.config.write_text(text)
+            before = gateway.log.read_bytes().count(b"msg=reloaded")
+            gateway.process.send_signal(1)  # SIGHUP
+            wait_for("the reload", lambda: gateway.log.read_bytes().count(b"msg=reloaded") > before, 20)
         event.end = time.time()
 
     def _served(self) -> bytes:

@@ -35,6 +35,7 @@ plugin_dirs = []
 [mqtt]
 """
 
+MAX_SIZES = ("48MiB", "64MiB")  # of a stream, now one, now the other
 STREAM = """
 [streams.{name}]
 topics = ["{topic}"]
