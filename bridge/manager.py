@@ -222,12 +222,11 @@ class StreamManager:
         self._tell(stream)
         self._rebound()
 
-    def _release(self, stream: Stream) -> None:
-        for topic_filter in self._filters(self.definitions.pop(stream.name)):
+    def _unbind(self, stream: Stream) -> None:
+        for topic_filter in self._filters(self.definitions[stream.name]):
             self._bindings.remove(topic_filter, stream)
         self._changed.discard(stream)
         self._reads.gone(stream)
-        self._rebound()
 
     def _rebound(self) -> None:
         for changed in self.on_bindings_changed:
@@ -308,7 +307,8 @@ class StreamManager:
             )
         self._check_starts(stream, old, definition)
         stream.configure(settings_of(definition), msgspec.json.encode(definition))
-        self._release(stream)
+        # Nobody is told in between: a front end would take the stream for gone, with its topics.
+        self._unbind(stream)
         self._adopt(stream, definition)
 
     def _check_starts(
@@ -333,7 +333,9 @@ class StreamManager:
         """deleteMessageStream: its messages and export positions go too. Raises StreamNotFound or OSError."""
         stream = self.stream(name)
         self.store.delete(name)
-        self._release(stream)
+        self._unbind(stream)
+        del self.definitions[name]
+        self._rebound()
         self._exports.forget(name)
 
     def names(self) -> list[str]:

@@ -13,6 +13,9 @@ control takes over; the event loop appends them, and acknowledges them batch by 
 stream that is full is tried again until there is room, and nothing behind it is acknowledged before it;
 one that can never be stored is dropped and counted. One that an old subscription of the session brings,
 for a stream that is gone, also ends that subscription.
+
+When streams change, what is new is subscribed to before what is left over is unsubscribed from: between
+the two a message may come twice, the other way round it would come to nobody.
 """
 
 from __future__ import annotations
@@ -88,6 +91,7 @@ class ExternalBroker:
         self._scheduled = self._stopping = self._connected = self._held = False
         self._batches: deque[_Batch] = deque()
         self._routes: dict[str, tuple[Stream, ...]] = {}
+        self._wanted: set[str] = set()
         self._subscribed: set[str] = set()
         self._former: set[str] = set()  # subscriptions of former streams, ended on this connection
         self._tasks: set[asyncio.Task[None]] = set()
@@ -208,7 +212,7 @@ class ExternalBroker:
             self._subscribe()
 
     def _subscribe(self) -> None:
-        """Subscribe to what streams are bound to now, and to nothing else.
+        """Subscribe to what streams are bound to now, and soon to nothing else.
 
         A filter that another one covers is left out: brokers may deliver one message for each.
         """
@@ -217,8 +221,6 @@ class ExternalBroker:
             wanted |= {*definition.topics, f"streams/{name}/#"}
         wanted = {one for one in wanted if not any(one != other and covers(other, one) for other in wanted)}
         named = {one if one == REQUESTS else self._shared(one) for one in wanted}
-        for old in self._subscribed - named:
-            self._client.unsubscribe(old)
         for new in sorted(named - self._subscribed):
             if self._v5:
                 # 1: retained messages only with a new subscription, not at every reconnect.
@@ -230,7 +232,19 @@ class ExternalBroker:
                 self._client.subscribe(new, options=SubscribeOptions(qos=1, retainHandling=handling))
             else:
                 self._client.subscribe(new, 1)
-        self._subscribed = named
+        self._subscribed |= named
+        self._wanted = named
+        self._loop.call_soon(self._unsubscribe)
+
+    def _unsubscribe(self) -> None:
+        """End what no stream has any more.
+
+        Not at once: a reload changes one stream after the other, and the next may have the topic now.
+        """
+        if self._connected:  # else after the next connect
+            for old in self._subscribed - self._wanted:
+                self._client.unsubscribe(old)
+            self._subscribed &= self._wanted
 
     def _shared(self, topic_filter: str) -> str:
         group = self._settings.share_group

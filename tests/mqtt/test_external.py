@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import paho.mqtt.client as paho
 import pytest
 from paho.mqtt.packettypes import PacketTypes
@@ -20,7 +22,7 @@ from paho.mqtt.properties import Properties
 
 from bridge.errors import ConfigError, StorageFailed
 from bridge.mqtt.settings import ExternalSettings, MqttConfig
-from tests.fakes.brokers import Mosquitto
+from tests.fakes.brokers import BrokerOfBytes, Mosquitto
 from tests.fakes.certificates import Authority
 
 from .harness import Bridge, decoded, run_async, running, until
@@ -62,6 +64,29 @@ async def stored(bridge: Bridge, count: int) -> list[bytes]:
         assert time.monotonic() < end, f"{len(found)} of {count}"
         await asyncio.sleep(0.01)
     return found
+
+
+def with_bytes(test: Callable[[BrokerOfBytes, Bridge], Awaitable[None]]) -> Callable[[Path], None]:
+    """Make a test of a coroutine that takes a broker made of bytes and a bridge that has subscribed there."""
+
+    def run(tmp_path: Path) -> None:
+        async def main() -> None:
+            async with (
+                asyncio.timeout(60),
+                BrokerOfBytes() as broker,
+                running(tmp_path, **external(broker.port)) as bridge,
+            ):
+                await until(lambda: broker.got("SUBSCRIBE streams/s/#"))
+                await test(broker, bridge)
+
+        run_async(main())
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run
+
+
+def redefine(bridge: Bridge, **changes: Any) -> None:
+    bridge.manager.update(msgspec.structs.replace(bridge.manager.definitions["s"], **changes))
 
 
 @pytest.mark.parametrize("protocol", ["3.1.1", "5"])
@@ -269,6 +294,59 @@ def test_tls_and_a_password_are_used_and_a_missing_file_is_named(tmp_path: Path)
 
     (tmp_path / "other").mkdir()
     with broker:
+        run_async(main())
+
+
+@with_bytes
+async def test_an_update_ends_no_subscription_that_a_stream_still_has(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.log.clear()
+    redefine(bridge, max_size=2**29)
+    bridge.stream("end", "end")
+    await until(lambda: broker.got("SUBSCRIBE end"))
+    assert broker.log == ["1 SUBSCRIBE end", "1 SUBSCRIBE streams/end/#"], "nothing for the other size"
+
+    broker.log.clear()
+    redefine(bridge, topics=["in/a", "new"])
+    await until(lambda: broker.got("UNSUBSCRIBE"))
+    assert broker.log == ["1 SUBSCRIBE in/a", "1 SUBSCRIBE new", "1 UNSUBSCRIBE in/#"], "never without in/a"
+
+
+@with_bytes
+async def test_a_topic_that_moves_from_one_stream_to_another_stays_subscribed(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.log.clear()
+    redefine(bridge, topics=[])  # as a reload does it: one stream after the other
+    bridge.stream("heir", "in/#")
+    bridge.stream("end", "end")
+    await until(lambda: broker.got("SUBSCRIBE streams/end/#"))
+    redefine(bridge, topics=["last"])
+    await until(lambda: broker.got("SUBSCRIBE last"))
+    assert not broker.got("UNSUBSCRIBE")
+
+
+def test_updates_lose_nothing_that_the_broker_has_acknowledged(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), running(tmp_path, **external(broker.port)) as bridge:
+            # Answered: the broker has our subscriptions, which were sent before the answer.
+            device = await asyncio.to_thread(Device, broker.port)
+            device.client.subscribe("streambridge/dev/+/reply", 1)
+            while not device.got:
+                await asyncio.to_thread(device.publish, "streambridge/dev/listStreams", b"{}")
+            sending = asyncio.create_task(asyncio.to_thread(publish, device))
+            while not sending.done():
+                redefine(bridge, max_size=bridge.manager.definitions["s"].max_size + 4096)
+                await asyncio.sleep(0.02)
+            assert set(await stored(bridge, 1000)) == {b"%d" % number for number in range(1000)}
+            device.close()
+
+    def publish(device: Device) -> None:
+        for number in range(1000):
+            device.publish("in/a", b"%d" % number)
+
+    with Mosquitto(tmp_path / "broker") as broker:
         run_async(main())
 
 
