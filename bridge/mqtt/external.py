@@ -14,6 +14,12 @@ stream that is full is tried again until there is room, and nothing behind it is
 one that can never be stored is dropped and counted. One that an old subscription of the session brings,
 for a stream that is gone, also ends that subscription.
 
+A packet id means something on the connection that it came on, and nothing on the next. So each message
+goes with the number of its connection, which paho's thread counts, and is acknowledged only while that
+one lives; one that came before is stored all the same (the broker may have lost it) and delivered again.
+After a failed commit nothing more is taken from that connection, and a new one is made: the broker
+delivers again, in order, what was not acknowledged.
+
 When streams change, what is new is subscribed to before what is left over is unsubscribed from: between
 the two a message may come twice, the other way round it would come to nobody.
 """
@@ -21,7 +27,9 @@ the two a message may come twice, the other way round it would come to nobody.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 import ssl
 import threading
 from collections import Counter, deque
@@ -58,13 +66,16 @@ NEVER = 0xFFFFFFFF
 
 
 class _Batch:
-    """Messages that are acknowledged together: (packet id, QoS), and how many streams are awaited."""
+    """Messages that are acknowledged together, and how many streams are awaited.
 
-    __slots__ = ("acks", "connection", "error", "source", "waiting")
+    An ack is the number of the connection, the packet id there, and the QoS.
+    """
+
+    __slots__ = ("acks", "error", "source", "waiting")
 
     def __init__(self, source: ExternalBroker) -> None:
-        self.source, self.connection = source, source.connection
-        self.acks: list[tuple[int, int]] = []
+        self.source = source
+        self.acks: list[tuple[int, int, int]] = []
         self.waiting = 1
         self.error: StreamError | None = None
 
@@ -82,10 +93,11 @@ class ExternalBroker:
         self._settings, self._manager, self._max_packet = settings, manager, max_packet
         self._loop = asyncio.get_running_loop()
         self.counts: Counter[str] = Counter()
-        self.connection = 0  # grows with each connection: packet ids mean nothing on the next one
+        self._connection = 0  # its number; set in paho's thread, as soon as one has ended or begun
+        self._failed = -1  # connections up to this one have brought a message that could not be committed
         self._v5 = settings.protocol == "5"
         self._client = self._make_client()
-        self._inbox: deque[paho.MQTTMessage] = deque()
+        self._inbox: deque[tuple[int, paho.MQTTMessage]] = deque()  # with the number of the connection
         self._inbox_bytes = 0
         self._room = threading.Condition()
         self._scheduled = self._stopping = self._connected = self._held = False
@@ -161,10 +173,12 @@ class ExternalBroker:
     # -- in paho's thread ------------------------------------------------------------
 
     def _on_connect(self, client: Any, _data: Any, flags: Any, reason: Any, _properties: Any) -> None:
+        self._connection += 1  # here too: paho does not tell of every end
         failed = bool(reason.is_failure)
         self._loop.call_soon_threadsafe(self._connect_ended, failed, str(reason), bool(flags.session_present))
 
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
+        self._connection += 1
         self._loop.call_soon_threadsafe(self._disconnected, str(reason))
 
     def _on_message(self, _client: Any, _data: Any, message: paho.MQTTMessage) -> None:
@@ -173,7 +187,7 @@ class ExternalBroker:
                 self._room.wait()
             if self._stopping:
                 return
-            self._inbox.append(message)
+            self._inbox.append((self._connection, message))
             self._inbox_bytes += len(message.payload) + 200
             wake, self._scheduled = not self._scheduled, True
         if wake:
@@ -201,7 +215,6 @@ class ExternalBroker:
         self._subscribe()
 
     def _disconnected(self, reason: str) -> None:
-        self.connection += 1
         if self._connected and not self._stopping:
             log.warning("lost the connection to %s: %s; trying again", self._settings.url, reason)
         self._connected = False
@@ -262,9 +275,15 @@ class ExternalBroker:
             self._scheduled = False
             taken = 0
             while inbox and not self._stopping and not self._manager.under_pressure:
-                if not self._append(inbox[0], batch, touched):
-                    break
-                taken += len(inbox.popleft().payload) + 200
+                connection, message = inbox[0]
+                # What must be acknowledged and follows a failed message waits for its turn at the broker.
+                if connection > self._failed or not message.qos:
+                    if not self._append(message, touched):
+                        break
+                    if message.qos:
+                        batch.acks.append((connection, message.mid, message.qos))
+                inbox.popleft()
+                taken += len(message.payload) + 200
             self._inbox_bytes -= taken
             self._room.notify_all()
             if inbox and not self._stopping:
@@ -278,7 +297,7 @@ class ExternalBroker:
             stream.after_commit(batch.done)
         batch.done(None)
 
-    def _append(self, message: paho.MQTTMessage, batch: _Batch, touched: dict[Stream, None]) -> bool:
+    def _append(self, message: paho.MQTTMessage, touched: dict[Stream, None]) -> bool:
         """Append one message to its streams; False if it must be tried again."""
         topic = message.topic
         if topic.startswith(REQUEST_LEVEL + "/"):
@@ -313,8 +332,6 @@ class ExternalBroker:
                 self.counts["dropped_unbound"] += 1  # the broker still has a subscription of a former stream
         self.counts["received"] += 1
         self._held = False
-        if message.qos:
-            batch.acks.append((message.mid, message.qos))
         return True
 
     def _leave(self, name: str) -> None:
@@ -332,19 +349,22 @@ class ExternalBroker:
                 # Unacknowledged, it comes again on a new connection, with all that followed.
                 log.error("not acknowledged: %s; reconnecting", batch.error)
                 self.counts["rejected_storage"] += 1
-                self.connection += 1
+                self._failed = batch.acks[-1][0]
                 self._loop.call_later(RETRY_INTERVAL, self._reconnect)
-            elif batch.connection == self.connection:
-                for packet_id, qos in batch.acks:
-                    self._client.ack(packet_id, qos)
+            else:
+                for connection, packet_id, qos in batch.acks:
+                    if self._failed < connection == self._connection:
+                        self._client.ack(packet_id, qos)
         if not self._batches and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     def _reconnect(self) -> None:
-        if not self._stopping:
-            socket = self._client.socket()
-            if socket is not None:
-                socket.close()
+        connection = self._client.socket()
+        living = self._failed == self._connection and not self._stopping
+        if living and isinstance(connection, socket.socket):
+            # Shut and not closed, and not by TLS: paho's thread is at work on it, and sees an orderly end.
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def _hold(self, error: StreamError) -> None:
         self.counts["held"] += 1

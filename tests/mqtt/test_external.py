@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import pytest
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from bridge.errors import ConfigError, StorageFailed
+from bridge.errors import ConfigError, StorageFailed, StreamFull
 from bridge.mqtt.settings import ExternalSettings, MqttConfig
 from tests.fakes.brokers import BrokerOfBytes, Mosquitto
 from tests.fakes.certificates import Authority
@@ -348,6 +349,67 @@ def test_updates_lose_nothing_that_the_broker_has_acknowledged(tmp_path: Path) -
 
     with Mosquitto(tmp_path / "broker") as broker:
         run_async(main())
+
+
+async def fill(bridge: Bridge, name: str) -> None:
+    """A small stream bound to its own name, with no room left for 300 bytes."""
+    bridge.stream(name, name, max_size=4096, stream_segment_size=1024)
+    with pytest.raises(StreamFull):
+        while True:
+            await bridge.manager.append(name, bytes(200))
+
+
+@with_bytes
+async def test_what_came_on_an_earlier_connection_is_stored_and_not_acknowledged_on_the_next(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    await fill(bridge, "x")
+    await fill(bridge, "y")
+    broker.send("x", b"A" * 300, 1, 1)
+    await until(lambda: bridge.stat("held"))
+    broker.cut()
+    await connected(bridge, 2)
+    broker.send("y", b"B" * 300, 1, 1)  # another message with the same id: the session is new
+    await until(lambda: bridge.stat("waiting") == 2)
+    purged = await bridge.manager.purge("x")
+    await until(lambda: bridge.store.streams["x"].next_sequence > purged)
+    tries = bridge.stat("held")
+    await until(lambda: bridge.stat("held") > tries + 1)
+    assert not broker.got("PUBACK"), "B is not stored yet"
+    await bridge.manager.purge("y")
+    broker.send("in/a", b"C", 1, 2)
+    await until(lambda: broker.got("PUBACK 2"))
+    assert broker.got("PUBACK") == ["2 PUBACK 1", "2 PUBACK 2"]
+    assert [(await bridge.payloads(name))[-1][:1] for name in ("x", "y")] == [b"A", b"B"]
+
+
+@with_bytes
+async def test_after_a_failed_commit_nothing_more_is_taken_from_that_connection(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    segments = bridge.store.streams["s"].log
+    write = segments.write
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    segments.write = full  # type: ignore[method-assign]
+    broker.session_present = True
+    broker.send("in/a", b"first", 1, 1)
+    await until(lambda: bridge.stat("rejected_storage"))
+    segments.write = write  # type: ignore[method-assign]
+    broker.send("in/a", b"second", 1, 2)
+    broker.send("in/a", b"nobody brings it again")
+    assert await stored(bridge, 1) == [b"nobody brings it again"], "QoS 0 has no second chance"
+    await connected(bridge, 2)
+    for number, payload in enumerate((b"first", b"second"), 1):
+        broker.send("in/a", payload, 1, number)
+    assert (await stored(bridge, 3))[1:] == [b"first", b"second"], "in their order, and once"
+    await until(lambda: broker.got("PUBACK 2"))
+    assert broker.got("PUBACK") == ["2 PUBACK 1", "2 PUBACK 2"]
+    broker.send("in/a", b"third", 1, 3)
+    await until(lambda: broker.got("PUBACK 3"))
+    assert broker.connections == 2
 
 
 CHILD = """
