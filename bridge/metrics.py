@@ -45,7 +45,7 @@ storage_free_bytes gauge
 storage_size_bytes gauge
     Size of the file system of the data directory.
 streams_refused gauge
-    Streams that cannot be opened or created: messages for them are refused.
+    Streams that cannot be opened or created, or whose topics an external broker refuses to send.
 stream_appended_messages_total counter stream
     Sequence numbers given out; goes on over restarts.
 stream_messages gauge stream

@@ -60,6 +60,10 @@ class Devices(Protocol):
     def clients(self, most: int) -> Sequence[tuple[str, str | None, str, str]]:
         """Connected clients, at most so many: id, user, address, protocol."""
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """The streams whose messages it cannot get, and why."""
+
 
 class Exports(Protocol):
     """What is asked of the export side."""
@@ -189,8 +193,11 @@ class Observer:
 
     @property
     def refused(self) -> dict[str, str]:
-        """The streams that cannot be had, and why."""
-        return self._manager.refused
+        """The streams that cannot be had or whose messages do not reach us, and why."""
+        found: dict[str, str] = {}
+        for front_end in self._devices.values():
+            found |= front_end.refused
+        return found | self._manager.refused
 
     # -- times of messages -----------------------------------------------------------------------
     async def _read_times(self) -> None:

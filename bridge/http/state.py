@@ -71,7 +71,7 @@ class Client(Struct, rename="camel", kw_only=True):
 class State(Struct, rename="camel", kw_only=True):
     """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short.
 
-    `refused` are the streams that cannot be had, and why.
+    `refused` are the streams that cannot be had or whose messages do not reach us, and why.
     """
 
     gateway: str

@@ -19,9 +19,6 @@ goes with the number of its connection, which paho's thread counts, and is ackno
 one lives; one that came before is stored all the same (the broker may have lost it) and delivered again.
 After a failed commit nothing more is taken from that connection, and a new one is made: the broker
 delivers again, in order, what was not acknowledged.
-
-When streams change, what is new is subscribed to before what is left over is unsubscribed from: between
-the two a message may come twice, the other way round it would come to nobody.
 """
 
 from __future__ import annotations
@@ -40,12 +37,12 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties as PahoProperties
-from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from bridge.errors import ConfigError, MessageTooLarge, NoStream, StreamError
 from bridge.mqtt import headers, requests
 from bridge.mqtt import properties as p
-from bridge.topics import REQUEST_LEVEL, covers
+from bridge.mqtt.subscribing import Subscriptions
+from bridge.topics import REQUEST_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -61,7 +58,6 @@ FIRST_DELAY, LONGEST_DELAY = 1, 60  # seconds between attempts to connect
 RETRY_INTERVAL = 1.0
 STOP_TIMEOUT = 10.0
 ROUTES = 50_000
-REQUESTS = f"{REQUEST_LEVEL}/+/+"
 NEVER = 0xFFFFFFFF
 
 
@@ -97,15 +93,13 @@ class ExternalBroker:
         self._failed = -1  # connections up to this one have brought a message that could not be committed
         self._v5 = settings.protocol == "5"
         self._client = self._make_client()
+        self._subscriptions = Subscriptions(settings, manager, self._client, self.counts)
         self._inbox: deque[tuple[int, paho.MQTTMessage]] = deque()  # with the number of the connection
         self._inbox_bytes = 0
         self._room = threading.Condition()
         self._scheduled = self._stopping = self._connected = self._held = False
         self._batches: deque[_Batch] = deque()
         self._routes: dict[str, tuple[Stream, ...]] = {}
-        self._wanted: set[str] = set()
-        self._subscribed: set[str] = set()
-        self._former: set[str] = set()  # subscriptions of former streams, ended on this connection
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
         self._idle: asyncio.Future[None] | None = None
@@ -129,6 +123,7 @@ class ExternalBroker:
         self._manager.on_bindings_changed.remove(self._rebind)
         with self._room:
             self._stopping = True
+            self._subscriptions.disconnected()
             self._inbox.clear()  # not acknowledged: the broker keeps it
             self._room.notify_all()
         if self._retry is not None:
@@ -145,6 +140,11 @@ class ExternalBroker:
     def stats(self) -> dict[str, int]:
         """Counters since the start; connections and messages that wait now."""
         return {**self.counts, "connections": int(self._connected), "waiting": len(self._inbox)}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The streams whose messages the broker does not all let us have, and why."""
+        return self._subscriptions.refused
 
     def _make_client(self) -> paho.Client:
         settings = self._settings
@@ -167,6 +167,7 @@ class ExternalBroker:
             raise ConfigError(f"mqtt.external: password_file, ca, cert or key: {error}") from error
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
+        client.on_subscribe = self._on_subscribe
         client.on_message = self._on_message
         return client
 
@@ -180,6 +181,11 @@ class ExternalBroker:
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
         self._connection += 1
         self._loop.call_soon_threadsafe(self._disconnected, str(reason))
+
+    def _on_subscribe(self, _client: Any, _data: Any, packet_id: int, reasons: Any, _properties: Any) -> None:
+        for reason in reasons:  # one: each filter is asked for by itself
+            failed = str(reason) if reason.is_failure else None
+            self._loop.call_soon_threadsafe(self._subscriptions.answered, packet_id, failed)
 
     def _on_message(self, _client: Any, _data: Any, message: paho.MQTTMessage) -> None:
         with self._room:
@@ -203,65 +209,22 @@ class ExternalBroker:
         log.info("connected to %s", self._settings.url)
         self._connected = True
         self.counts["connects"] += 1
-        if not present:
-            if self._subscribed:
-                self.counts["sessions_lost"] += 1
-                log.warning(
-                    "%s has lost our session: what it had not delivered is lost; check its persistence",
-                    self._settings.url,
-                )
-            self._subscribed.clear()
-        self._former.clear()
-        self._subscribe()
+        if not self._subscriptions.connected(present):
+            self.counts["sessions_lost"] += 1
+            log.warning(
+                "%s has lost our session: what it had not delivered is lost; check its persistence",
+                self._settings.url,
+            )
 
     def _disconnected(self, reason: str) -> None:
         if self._connected and not self._stopping:
             log.warning("lost the connection to %s: %s; trying again", self._settings.url, reason)
         self._connected = False
+        self._subscriptions.disconnected()
 
     def _rebind(self) -> None:
         self._routes.clear()
-        if self._connected:
-            self._subscribe()
-
-    def _subscribe(self) -> None:
-        """Subscribe to what streams are bound to now, and soon to nothing else.
-
-        A filter that another one covers is left out: brokers may deliver one message for each.
-        """
-        wanted = {REQUESTS}
-        for name, definition in self._manager.definitions.items():
-            wanted |= {*definition.topics, f"streams/{name}/#"}
-        wanted = {one for one in wanted if not any(one != other and covers(other, one) for other in wanted)}
-        named = {one if one == REQUESTS else self._shared(one) for one in wanted}
-        for new in sorted(named - self._subscribed):
-            if self._v5:
-                # 1: retained messages only with a new subscription, not at every reconnect.
-                handling = (
-                    SubscribeOptions.RETAIN_DO_NOT_SEND
-                    if self._settings.share_group
-                    else SubscribeOptions.RETAIN_SEND_IF_NEW_SUB
-                )
-                self._client.subscribe(new, options=SubscribeOptions(qos=1, retainHandling=handling))
-            else:
-                self._client.subscribe(new, 1)
-        self._subscribed |= named
-        self._wanted = named
-        self._loop.call_soon(self._unsubscribe)
-
-    def _unsubscribe(self) -> None:
-        """End what no stream has any more.
-
-        Not at once: a reload changes one stream after the other, and the next may have the topic now.
-        """
-        if self._connected:  # else after the next connect
-            for old in self._subscribed - self._wanted:
-                self._client.unsubscribe(old)
-            self._subscribed &= self._wanted
-
-    def _shared(self, topic_filter: str) -> str:
-        group = self._settings.share_group
-        return f"$share/{group}/{topic_filter}" if group else topic_filter
+        self._subscriptions.update()
 
     def _take(self) -> None:
         """Append what has arrived; what a full stream refuses stays at the head of the inbox."""
@@ -317,7 +280,7 @@ class ExternalBroker:
                     self._dropped("too_large", error)
                 except NoStream as error:
                     self._dropped("unbound", error)
-                    self._leave(stream.name)
+                    self._subscriptions.leave(stream.name)
                 except StreamError as error:
                     if message.qos:  # to none of them: it comes to all when it is tried again
                         self._hold(error)
@@ -333,13 +296,6 @@ class ExternalBroker:
         self.counts["received"] += 1
         self._held = False
         return True
-
-    def _leave(self, name: str) -> None:
-        """End the subscription of a former stream, which an earlier run has left in our session."""
-        former = self._shared(f"streams/{name}/#")
-        if former not in self._former:
-            self._former.add(former)
-            self._client.unsubscribe(former)
 
     def settle(self) -> None:
         """Acknowledge all leading batches that are committed."""

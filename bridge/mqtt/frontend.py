@@ -48,6 +48,11 @@ class MqttFrontEnd:
         part = self._lane or self._external
         return part.stats() if part is not None else {}
 
+    @property
+    def refused(self) -> dict[str, str]:
+        """The streams whose messages an external broker keeps from us, and why."""
+        return self._external.refused if self._external is not None else {}
+
     def clients(self, most: int) -> list[tuple[str, str | None, str, str]]:
         """Connected clients, at most so many: client id, user name, address, protocol."""
         if self._lane is None:

@@ -21,7 +21,9 @@ import pytest
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from bridge import metrics
 from bridge.errors import ConfigError, StorageFailed, StreamFull
+from bridge.http.observer import Observer
 from bridge.mqtt.settings import ExternalSettings, MqttConfig
 from tests.fakes.brokers import BrokerOfBytes, Mosquitto
 from tests.fakes.certificates import Authority
@@ -410,6 +412,74 @@ async def test_after_a_failed_commit_nothing_more_is_taken_from_that_connection(
     broker.send("in/a", b"third", 1, 3)
     await until(lambda: broker.got("PUBACK 3"))
     assert broker.connections == 2
+
+
+class Worker:
+    """An export worker, as far as an observer looks."""
+
+    restarts = memory = 0
+    pid = 1
+
+
+def test_a_refused_subscription_is_told_and_its_stream_shown_as_refused_until_it_is_granted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @with_bytes
+    async def test(broker: BrokerOfBytes, bridge: Bridge) -> None:
+        observer = Observer("plant-7", bridge.root / "data", bridge.manager, Worker(), {"mqtt": bridge.front})
+        observer.phase = "running"
+        try:
+            assert observer.state(fresh=True).ready
+            broker.refused = {"here/#": 0x80, "there/#": 0x80}
+            bridge.stream("t", "here/#", "there/#", "everywhere/#")
+            await until(lambda: bridge.stat("refused_subscriptions") == 2)
+            assert "to 'here/#'" in caplog.text
+            assert "allow that to client id 'streambridge'" in caplog.text
+            state = observer.state(fresh=True)
+            assert list(state.refused) == ["t"]
+            assert "to 'here/#', 'there/#'" in state.refused["t"]
+            assert not state.ready
+            told = metrics.render(state).decode()
+            assert 'streambridge_refused_total{front_end="mqtt",reason="subscriptions"} 2.0' in told
+            assert "streambridge_streams_refused 1.0" in told
+
+            broker.refused.clear()
+            broker.session_present = True
+            broker.cut()  # on the next connection it is asked for again; what was granted is not
+            await until(lambda: bridge.stat("connects") == 2 and not bridge.front.refused)
+            assert broker.got("2 SUBSCRIBE") == ["2 SUBSCRIBE here/#", "2 SUBSCRIBE there/#"]
+            assert observer.state(fresh=True).ready
+        finally:
+            observer.close()
+
+    test(tmp_path)
+
+
+def test_a_refused_subscription_is_asked_for_again_from_time_to_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @with_bytes
+    async def test(broker: BrokerOfBytes, bridge: Bridge) -> None:
+        broker.refused = {"here": 0x80}
+        bridge.stream("t", "here")
+        await until(lambda: bridge.stat("refused_subscriptions") > 2)
+        broker.refused.clear()
+        await until(lambda: not bridge.front.refused)
+
+    monkeypatch.setattr("bridge.mqtt.subscribing.ASK_AGAIN", 0.05)
+    test(tmp_path)
+
+
+@with_bytes
+async def test_a_subscription_that_was_not_answered_is_asked_for_again_on_the_next_connection(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.silent, broker.session_present = {"late"}, True
+    bridge.stream("late", "late")
+    bridge.stream("end", "end")
+    await until(lambda: broker.got("SUBSCRIBE streams/end/#"))
+    broker.cut()
+    await until(lambda: "2 SUBSCRIBE late" in broker.log)
 
 
 CHILD = """
