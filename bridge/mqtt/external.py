@@ -19,6 +19,10 @@ goes with the number of its connection, which paho's thread counts, and is ackno
 one lives; one that came before is stored all the same (the broker may have lost it) and delivered again.
 After a failed commit nothing more is taken from that connection, and a new one is made: the broker
 delivers again, in order, what was not acknowledged.
+
+All devices' requests come on one connection, behind and before their messages. So those that wait hold
+nothing up: what is under way, from the request to the broker's PUBACK for the reply, has a bound, and a
+request beyond it hears at once that it was not carried out.
 """
 
 from __future__ import annotations
@@ -57,6 +61,8 @@ INBOX_BYTES = 8 * 1024 * 1024
 FIRST_DELAY, LONGEST_DELAY = 1, 60  # seconds between attempts to connect
 RETRY_INTERVAL = 1.0
 STOP_TIMEOUT = 10.0
+REQUEST_ROOM = 8 * 1024 * 1024  # bytes of requests under way, each with this many for the work on it:
+REQUEST_COST = 32 * 1024
 ROUTES = 50_000
 NEVER = 0xFFFFFFFF
 
@@ -101,6 +107,8 @@ class ExternalBroker:
         self._batches: deque[_Batch] = deque()
         self._routes: dict[str, tuple[Stream, ...]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asked_bytes = 0  # of the requests under way
+        self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: what the broker is to take
         self._retry: asyncio.TimerHandle | None = None
         self._idle: asyncio.Future[None] | None = None
 
@@ -169,6 +177,7 @@ class ExternalBroker:
         client.on_disconnect = self._on_disconnect
         client.on_subscribe = self._on_subscribe
         client.on_message = self._on_message
+        client.on_publish = self._on_publish
         return client
 
     # -- in paho's thread ------------------------------------------------------------
@@ -198,6 +207,9 @@ class ExternalBroker:
             wake, self._scheduled = not self._scheduled, True
         if wake:
             self._loop.call_soon_threadsafe(self._take)
+
+    def _on_publish(self, _client: Any, _data: Any, packet_id: int, _reason: Any, _properties: Any) -> None:
+        self._loop.call_soon_threadsafe(self._replied, packet_id)
 
     # -- in the event loop ------------------------------------------------------------
 
@@ -333,22 +345,55 @@ class ExternalBroker:
         log.warning("dropped a message: %s", error)
 
     def _answer(self, message: paho.MQTTMessage) -> None:
-        operation = message.topic.rpartition("/")[2]
+        operation, body = message.topic.rpartition("/")[2], bytes(message.payload)
         asked = _properties(message)
         reply_to = asked.get(p.RESPONSE_TOPIC, b"").decode() or f"{message.topic}/reply"
-        task = self._loop.create_task(self._reply(operation, bytes(message.payload), reply_to, asked))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         self.counts["requests"] += 1
+        cost = REQUEST_COST + len(body)
+        if self._asked_bytes and self._asked_bytes + cost > REQUEST_ROOM:
+            self.counts["refused_requests"] += 1
+            why = f"{operation}: too many requests are under way ({len(self._tasks)}); try again"
+            log.warning("refused a request, to be answered on %s: %s", reply_to, why)
+            self._publish(reply_to, requests.refusal(body, why), asked, 0)  # at QoS 0 nothing is kept of it
+            return
+        self._asked_bytes += cost
+        task = self._loop.create_task(self._reply(operation, body, reply_to, asked))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._asked_bytes -= cost
+
+        self._tasks.add(task)
+        task.add_done_callback(ended)
 
     async def _reply(self, operation: str, body: bytes, reply_to: str, asked: p.Properties) -> None:
         reply = await requests.answer(self._manager, operation, body, self._max_packet)
+        packet_id = self._publish(reply_to, reply, asked, 1)
+        if packet_id is not None:
+            taken = self._replies[packet_id] = self._loop.create_future()
+            await taken
+
+    def _publish(self, reply_to: str, reply: bytes, asked: p.Properties, qos: int) -> int | None:
+        """Send a reply; returns its packet id, or None if it cannot be sent."""
         properties = None
         if self._v5:
             properties = PahoProperties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
             if p.CORRELATION_DATA in asked:
                 properties.CorrelationData = asked[p.CORRELATION_DATA]
-        self._client.publish(reply_to, reply, 1, properties=properties)
+        try:
+            sent = self._client.publish(reply_to, reply, qos, properties=properties)
+        except ValueError as error:
+            log.warning("cannot reply on %.200r: %s", reply_to, error)
+        else:
+            if sent.rc != paho.MQTT_ERR_QUEUE_SIZE:  # its packet id is in use
+                return sent.mid
+        self.counts["dropped_replies"] += 1
+        return None
+
+    def _replied(self, packet_id: int) -> None:
+        taken = self._replies.pop(packet_id, None)
+        if taken is not None and not taken.done():
+            taken.set_result(None)
 
 
 def _headers(message: paho.MQTTMessage) -> bytes:

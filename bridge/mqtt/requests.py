@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +174,15 @@ async def answer(
     except OSError as error:
         return _failure(request, 1, "UnknownFailure", f"{operation}: {error}", in_cbor)
     return reply
+
+
+def refusal(body: bytes, why: str) -> bytes:
+    """The encoded reply to a request that is not carried out."""
+    in_cbor = bool(body) and 0xA0 <= body[0] <= 0xBF
+    request = Request()
+    with suppress(InvalidRequest):
+        request = _decode(body, in_cbor=in_cbor)
+    return _failure(request, 1, "UnknownFailure", why, in_cbor)
 
 
 def _failure(request: Request, status: int, name: str, text: str, in_cbor: bool) -> bytes:

@@ -58,7 +58,11 @@ def external(port: int, **settings: Any) -> dict[str, Any]:
 
 
 async def connected(bridge: Bridge, connects: int = 1) -> None:
+    """Wait until the broker has granted all that was asked for: what it gets before is nobody's."""
     await until(lambda: bridge.stat("connects") >= connects and bridge.stat("connections"), 20)
+    assert bridge.front._external is not None
+    subscriptions = bridge.front._external._subscriptions
+    await until(lambda: not subscriptions._asked)
 
 
 async def stored(bridge: Bridge, count: int) -> list[bytes]:
@@ -480,6 +484,47 @@ async def test_a_subscription_that_was_not_answered_is_asked_for_again_on_the_ne
     await until(lambda: broker.got("SUBSCRIBE streams/end/#"))
     broker.cut()
     await until(lambda: "2 SUBSCRIBE late" in broker.log)
+
+
+@with_bytes
+async def test_requests_that_wait_are_bounded_and_hold_no_message_up(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    waiting = b'{"requestId": "w", "name": "s", "readMessagesOptions": {"readTimeoutMillis": 3600000}}'
+    for number in range(1, 1001):
+        broker.send("streambridge/dev/readMessages", waiting, 1, number)
+    broker.send("in/a", b"x", 1, 1001)
+    await until(lambda: broker.got("PUBACK 1001"))
+    assert len(broker.got("PUBACK")) == 1001, "the broker keeps none of them"
+    under_way = 1000 - bridge.stat("refused_requests")
+    assert 16 <= under_way <= 256
+    # The message has ended the waiting of those that were let in; the others were answered at once.
+    await until(lambda: len(broker.got("PUBLISH streambridge/dev/readMessages/reply")) == 1000)
+    replies = [json.loads(line.split(" ", 3)[3]) for line in broker.got("PUBLISH")]
+    refused = [reply for reply in replies if "too many requests" in reply.get("errorMessage", "")]
+    assert len(refused) == 1000 - under_way
+    assert {reply["requestId"] for reply in refused} == {"w"}
+    broker.send("streambridge/dev/listStreams", b'{"requestId": "l"}', 1, 1)
+    await until(lambda: [line for line in broker.got("PUBLISH") if '"streams":["s"]' in line])
+
+
+@with_bytes
+async def test_replies_that_the_broker_does_not_take_count_as_requests_under_way(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.acknowledges = False
+    for number in range(1, 1001):
+        broker.send("streambridge/dev/listStreams", b"{}", 1, number)
+    await until(lambda: len(broker.got("PUBACK")) == 1000)
+    assert bridge.stat("refused_requests") >= 1000 - 256
+    broker.acknowledges, broker.session_present = True, True
+    broker.cut()
+    await connected(bridge, 2)
+    under_way = 1000 - bridge.stat("refused_requests")
+    await until(lambda: len(broker.got("2 PUBLISH")) == under_way)
+    broker.send("streambridge/dev/listStreams", b"{}", 1, 1)
+    await until(lambda: len(broker.got("2 PUBLISH")) == under_way + 1)
+    assert bridge.stat("refused_requests") == 1000 - under_way
 
 
 CHILD = """
