@@ -221,7 +221,7 @@ class Committer:
     def bury(self, stream: Stream) -> None:
         """Have the files of segments without a live message removed in a worker thread, if there are any."""
         log = stream.log
-        if log.doomed and stream not in self._burying and stream.drops.saved:
+        if log.doomed and stream not in self._burying and stream.drops.explains(stream.oldest):
             self._burying.add(stream)
             doomed, log.doomed = log.doomed, []
             self._workers.submit(partial(log.bury, doomed), partial(self._buried, stream, doomed))

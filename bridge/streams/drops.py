@@ -11,6 +11,11 @@ kept apart. It begins with 32 random bytes, no record, by which readers tell a n
 
 A record is on the disk before the files are removed that it explains; otherwise only those are synced
 at once that no limit would find again.
+
+Behind the records there is room, zeros, from the stream's creation on: records are written over it. On a
+full disk nothing could be freed if its record needed a block. While the room cannot be made larger,
+its second half is for what explains files that wait to be removed, in joined form: all below the oldest
+message is gone, which takes one record, and one for each real loss.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from bridge.streams.layout import Files
 NAME = "drops.log"
 KEPT = 1000
 COMPACT_AT = 64 * 1024
+ROOM = 4096  # bytes made at a time, a block of most file systems
 _RECORD = struct.Struct("<QQQBxxxI")
 
 
@@ -66,13 +72,20 @@ def _encode(drop: Drop) -> bytes:
     return head + crc32(head).to_bytes(4, "little")
 
 
-def _decode(data: bytes) -> list[Drop]:
-    found = []
-    for pos in range(0, len(data) - _RECORD.size + 1, _RECORD.size):
-        first, last, time, reason, crc = _RECORD.unpack_from(data, pos)
-        if crc32(data[pos : pos + _RECORD.size - 4]) == crc:
-            found.append(Drop(first, last, time, reason))
-    return found
+def _decode(data: bytes, pos: int) -> Drop | None:
+    first, last, time, reason, crc = _RECORD.unpack_from(data, pos)
+    return Drop(first, last, time, reason) if crc32(data[pos : pos + _RECORD.size - 4]) == crc else None
+
+
+def _joined(drops: list[Drop]) -> list[Drop]:
+    """Ascending drops as one, and what lies between them with it, but real losses kept apart."""
+    joined: list[Drop] = []
+    for drop in drops:
+        if joined and drop.reason not in ILLEGAL and joined[-1].reason not in ILLEGAL:
+            joined[-1] = drop._replace(first=joined[-1].first)
+        else:
+            joined.append(drop)
+    return joined
 
 
 class Drops:
@@ -124,13 +137,7 @@ class Drops:
         """Join all but the newest `KEPT` of the ranges that lie below `oldest` to one."""
         many = bisect_left(self.ranges, (oldest, 0, 0, 0)) - KEPT
         if many > 0:
-            joined: list[Drop] = []
-            for drop in self.ranges[: many + 1]:
-                if joined and drop.reason not in ILLEGAL and joined[-1].reason not in ILLEGAL:
-                    joined[-1] = drop._replace(first=joined[-1].first)
-                else:
-                    joined.append(drop)
-            self.ranges[: many + 1] = joined
+            self.ranges[: many + 1] = _joined(self.ranges[: many + 1])
 
 
 class DropLog(Drops):
@@ -139,10 +146,13 @@ class DropLog(Drops):
     def __init__(self, files: Files, directory: Path) -> None:
         super().__init__()
         self._files, self._path = files, directory / NAME
-        self._size = 0
+        self._read = 0  # bytes, up to which the file was read and will not change
+        self._size = 0  # where its records end
+        self._room = 0  # where it ends
         self._start = b""  # of the file: tells one from the other, as inode numbers are given out again
         self._named = False  # the file's name is known to be on the disk
         self._unsaved: list[Drop] = []
+        self._begun = 0  # so many of them the file may hold, and readers know: written again as they are
         self.refresh()
 
     def refresh(self) -> None:
@@ -150,27 +160,35 @@ class DropLog(Drops):
         try:
             fd = self._files.open(self._path, os.O_RDONLY)
         except FileNotFoundError:
-            self.ranges, self._size, self._start = [], 0, b""
+            self._forget(b"")
             return
         try:
             size, start = os.fstat(fd).st_size, self._files.read(fd, _RECORD.size, 0)
-            if start != self._start or size < self._size:
-                self.ranges, self._size, self._start = [], 0, start
-            if size == self._size:
-                return
-            data = self._files.read(fd, size - self._size, self._size)
+            if start != self._start or size < self._read:
+                self._forget(start)
+            begin, data = self._read, self._files.read(fd, size - self._read, self._read)
         finally:
             os.close(fd)
-        whole = len(data) - len(data) % _RECORD.size
-        for drop in _decode(data[:whole]):
-            self.add(drop)
-        self._size += whole
+        slots = min(-(-len(data.rstrip(b"\0")) // _RECORD.size), len(data) // _RECORD.size)
+        certain = True
+        for pos in range(0, slots * _RECORD.size, _RECORD.size):
+            drop = _decode(data, pos)
+            if drop is not None:
+                self.add(drop)
+            elif begin + pos:  # damaged, or being written just now: looked at again the next time
+                certain = False
+            if certain:
+                self._read = begin + pos + _RECORD.size
+        self._size, self._room = begin + slots * _RECORD.size, size
+
+    def _forget(self, start: bytes) -> None:
+        self.ranges, self._read, self._size, self._room, self._start = [], 0, 0, 0, start
 
     def record(self, ranges: list[tuple[int, int]], time: int, reason: Reason) -> list[Drop]:
         """Take note of drops and add them to the file; returns what of it was new.
 
         A drop must not fail for want of room, since it is what makes room: what cannot be written
-        now is written with the next record.
+        now is written with the next record, or by `explains`.
         """
         fresh = [new for a, b in ranges if a <= b for new in self.add(Drop(a, b, time, int(reason)))]
         self._unsaved += fresh
@@ -178,29 +196,55 @@ class DropLog(Drops):
         return fresh
 
     def save(self) -> None:
-        """Write what is not in the file yet, if the disk lets us."""
-        if self._unsaved:
+        """Write what is not in the file yet, and see to the room behind it, if the disk lets us."""
+        end = self._size + len(self._unsaved) * _RECORD.size
+        if self._unsaved or self._room < end + ROOM // 2:
             with contextlib.suppress(OSError):
-                self._save(sync=any(drop.reason not in _FOUND_AGAIN for drop in self._unsaved))
+                if self._room < end + ROOM // 2:
+                    self._make_room((end + 2 * ROOM - 1) // ROOM * ROOM)
+                self._write(len(self._unsaved))
 
-    def _save(self, *, sync: bool) -> None:
+    def explains(self, oldest: int) -> bool:
+        """Whether the file tells of all that is gone below `oldest`; if not, tries, on a full disk too."""
+        with contextlib.suppress(OSError):
+            self._write(self._begun)
+            below = sorted(drop for drop in self._unsaved if drop.first < oldest)
+            joined = _joined(below)
+            self._unsaved = joined + [drop for drop in self._unsaved if drop.first >= oldest]
+            self._write(len(joined))
+        return not any(drop.first < oldest for drop in self._unsaved)
+
+    def _make_room(self, end: int) -> None:
         fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
         try:
-            self._files.write(fd, [b"".join(map(_encode, self._unsaved))], self._size)
-            if sync:
+            self._files.write(fd, [bytes(end - self._room)], self._room)
+        except OSError:  # it must not take what little is left
+            self._files.truncate(fd, self._room)
+            raise
+        finally:
+            os.close(fd)
+        self._room = end
+
+    def _write(self, number: int) -> None:
+        """Write the first of what is unsaved over the room; raises OSError."""
+        drops = self._unsaved[:number]
+        if not drops:
+            return
+        fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
+        try:
+            self._begun = number
+            self._files.write(fd, [b"".join(map(_encode, drops))], self._size)
+            if any(drop.reason not in _FOUND_AGAIN for drop in drops):
                 self._files.sync(fd)
                 if not self._named:
                     self._files.sync_directory(self._path.parent)
                     self._named = True
         finally:
             os.close(fd)
-        self._size += len(self._unsaved) * _RECORD.size
-        self._unsaved = []
-
-    @property
-    def saved(self) -> bool:
-        """Whether everything is in the file."""
-        return not self._unsaved
+        self._size += number * _RECORD.size
+        self._room = max(self._room, self._size)
+        del self._unsaved[:number]
+        self._begun = 0
 
     def sync(self) -> None:
         """Bring the file to the disk; raises OSError. May run in a thread."""
@@ -219,7 +263,7 @@ class DropLog(Drops):
         # It begins with a record that is none, and that no other file begins with.
         content = os.urandom(_RECORD.size) + b"".join(map(_encode, self.ranges))
         try:
-            self._files.replace(self._path, content)
+            self._files.replace(self._path, content + bytes(ROOM))
         except OSError:
             return
-        self._size, self._unsaved = len(content), []
+        self._size, self._room, self._unsaved, self._begun = len(content), len(content) + ROOM, [], 0

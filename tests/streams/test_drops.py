@@ -251,3 +251,43 @@ def test_a_full_stream_whose_room_the_disk_refuses_to_free_says_that_it_is_full(
             assert await put(stream, b"y") == [stream.exported_upto]
 
     run(work())
+
+
+def test_a_reader_that_sees_half_a_record_sees_all_of_it_when_it_is_there(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, *(b"%d" % n for n in range(9)))
+            stream.drop([(1, 1)], Reason.PURGED)
+            log = house.directory() / "drops.log"
+            with closing(StreamReader(house.directory())) as reader:
+                assert reader.oldest() == 0
+                before = log.read_bytes()
+                stream.drop([(0, 0), (2, 3)], Reason.PURGED)
+                after = log.read_bytes()
+                assert len(before) == len(after), "written over the room"
+                log.write_bytes(after[:50] + before[50:])
+                assert reader.oldest() == 0
+                log.write_bytes(after)
+                assert reader.oldest() == 4
+
+    run(work())
+
+
+def test_a_damaged_record_is_passed_over_and_those_behind_it_are_read(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, *(b"%d" % n for n in range(9)))
+            for number in (2, 4, 6):
+                stream.drop([(number, number)], Reason.PURGED)
+        log = house.directory() / "drops.log"
+        data = bytearray(log.read_bytes())
+        data[40] ^= 1
+        log.write_bytes(data)
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"%d" % n for n in (0, 1, 3, 4, 5, 7, 8)]
+            stream.drop([(8, 8)], Reason.PURGED)
+        with closing(StreamReader(house.directory())) as reader:
+            rows = reader.read(0, end=9, max_messages=99, max_bytes=1 << 20)
+            assert [row.sequence_number for row in rows] == [0, 1, 3, 4, 5, 7]
+
+    run(work())
