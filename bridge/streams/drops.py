@@ -24,6 +24,7 @@ import contextlib
 import os
 import struct
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -88,16 +89,22 @@ def _joined(drops: list[Drop]) -> list[Drop]:
     return joined
 
 
+def _number(drops: list[Drop]) -> int:
+    return sum(drop.last - drop.first + 1 for drop in drops)
+
+
 class Drops:
     """The dropped numbers of one stream as disjoint ranges in ascending order."""
 
     def __init__(self) -> None:
         self.ranges: list[Drop] = []
+        self.number = 0  # of the numbers in them
 
     def add(self, drop: Drop) -> list[Drop]:
         """Take note of a drop; returns what of it was not dropped before."""
         fresh = [Drop(a, b, drop.time, drop.reason) for a, b in self.live(drop.first, drop.last)]
         for new in fresh:
+            self.number += new.last - new.first + 1
             at = bisect_left(self.ranges, new)
             if at and (before := self.ranges[at - 1]).last + 1 == new.first and before.reason == new.reason:
                 self.ranges[at - 1] = before._replace(last=new.last, time=new.time)
@@ -107,17 +114,19 @@ class Drops:
 
     def live(self, first: int, last: int) -> list[tuple[int, int]]:
         """The parts of first..last that were not dropped."""
-        parts, at = [], max(0, bisect_right(self.ranges, (first, last + 1, 0, 0)) - 1)
-        while at < len(self.ranges) and self.ranges[at].first <= last:
-            drop = self.ranges[at]
+        return list(self.each_live(first, last))
+
+    def each_live(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """As `live`, one by one: for who needs only the first of many."""
+        at = max(0, bisect_right(self.ranges, (first, last + 1, 0, 0)) - 1)
+        while at < len(self.ranges) and (drop := self.ranges[at]).first <= last:
             if drop.last >= first:
                 if drop.first > first:
-                    parts.append((first, drop.first - 1))
+                    yield first, drop.first - 1
                 first = max(first, drop.last + 1)
             at += 1
         if first <= last:
-            parts.append((first, last))
-        return parts
+            yield first, last
 
     def first_live(self, number: int) -> int:
         """`number`, or the first one after it that was not dropped."""
@@ -137,7 +146,9 @@ class Drops:
         """Join all but the newest `KEPT` of the ranges that lie below `oldest` to one."""
         many = bisect_left(self.ranges, (oldest, 0, 0, 0)) - KEPT
         if many > 0:
-            self.ranges[: many + 1] = _joined(self.ranges[: many + 1])
+            joined = _joined(before := self.ranges[: many + 1])
+            self.ranges[: many + 1] = joined
+            self.number += _number(joined) - _number(before)
 
 
 class DropLog(Drops):
@@ -182,7 +193,8 @@ class DropLog(Drops):
         self._size, self._room = begin + slots * _RECORD.size, size
 
     def _forget(self, start: bytes) -> None:
-        self.ranges, self._read, self._size, self._room, self._start = [], 0, 0, 0, start
+        self.ranges, self.number = [], 0
+        self._read, self._size, self._room, self._start = 0, 0, 0, start
 
     def record(self, ranges: list[tuple[int, int]], time: int, reason: Reason) -> list[Drop]:
         """Take note of drops and add them to the file; returns what of it was new.

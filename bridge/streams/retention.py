@@ -176,11 +176,12 @@ class Exact:
 
     def _after(self, number: int) -> int:
         """The number behind the first `number` live messages."""
-        for first, last in self._stream.drops.live(self._stream.oldest, self._stream.next_sequence - 1):
+        stream = self._stream
+        for first, last in stream.drops.each_live(stream.oldest, stream.next_sequence - 1):
             if last - first + 1 >= number:
                 return first + number
             number -= last - first + 1
-        return self._stream.next_sequence
+        return stream.next_sequence
 
     def _trim(self, target: int, before: int) -> int:
         """The number up to which age and bytes want messages gone, `target` at the least."""

@@ -67,6 +67,7 @@ class Stream:
         self.files, self.home, self.directory, self.meta = files, home, data, meta
         self.counters: dict[str, int] = {}
         self.exported_upto: int | None = None
+        self.oldest = 0  # all below it are gone
         self.drops = DropLog(files, data)
         if self.drops.ranges:  # also when the segment with the last frame has lost that frame
             floor = max(floor, self.drops.ranges[-1].last + 1)
@@ -131,9 +132,8 @@ class Stream:
         return len(self._group.parts) // 2
 
     def live_messages(self) -> int:
-        """How many messages can be read."""
-        number = self.log.next - self.oldest
-        return number - self.drops.count(self.oldest, self.log.next - 1) if number > 0 else 0
+        """How many messages can be read: a number that was given and not dropped is one."""
+        return self.log.next - self.drops.number
 
     def reader(self) -> StreamReader:
         """A new reader of the stream's files; the caller closes it."""
@@ -415,7 +415,7 @@ class Stream:
         log = self.log
         if log.frozen:
             return
-        self.oldest = min(self.drops.first_live(log.first), log.next)
+        self.oldest = min(self.drops.first_live(max(log.first, self.oldest)), log.next)
         try:
             if self.oldest >= log.next > log.active.index.base and not self.busy:
                 log.replace_active()

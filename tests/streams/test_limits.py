@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from bridge.errors import MessageTooLarge, StreamFull
 from bridge.manager import committed
-from bridge.streams.drops import Reason
+from bridge.streams.drops import Drop, Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.stream import Stream, now_ms
 
@@ -241,5 +243,37 @@ def test_the_record_of_drops_stays_small_however_many_there_are(house: House) ->
             live = payloads(stream)
         async with house.stream() as stream:
             assert payloads(stream) == live
+
+    run(work())
+
+
+def test_the_cost_of_a_commit_does_not_grow_with_the_messages_that_were_dropped(house: House) -> None:
+    """Counted, not timed: how many of the dropped ranges are looked at."""
+
+    class Counted(list[Drop]):
+        looks = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            self.looks += 1
+            return super().__getitem__(at)
+
+    async def work() -> None:
+        limits = ExactLimits(max_messages=3000, max_messages_per_topic=1)
+        async with house.stream(limits=limits) as stream:
+            for _ in range(2500):  # a hole behind each message that stays
+                stream.append(b"keep-%d" % stream._next, b"x")
+                stream.append(b"hot", b"x")
+            await put(stream, b"x")
+            assert len(stream.drops.ranges) == 2499
+            stream.drops.ranges = counted = Counted(stream.drops.ranges)
+            for n in range(100):
+                await put(stream, b"%d" % n, topic=b"hot")
+            assert counted.looks < 100 * 100
+            limit(stream, max_messages=2000, max_messages_per_topic=1)
+            counted.looks = 0
+            for n in range(100):  # also where each drops the oldest message
+                await put(stream, b"%d" % n, topic=b"new-%d" % n)
+            assert counted.looks < 100 * 100
+            assert stream.live_messages() == len(everything(stream)) == 2000
 
     run(work())
