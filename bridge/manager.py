@@ -51,7 +51,7 @@ from bridge.streams.stream import Stream
 from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_filter, matches
 
 STREAM_TOPICS = "streams/"
-PURGE_STEP = 10_000  # messages that are looked at before others have their turn
+PURGE_STEP = 10_000  # messages that are looked at, or dropped, before others have their turn
 TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
 
 log = logging.getLogger(__name__)
@@ -440,7 +440,9 @@ class StreamManager:
         """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
 
         Returns how many were dropped; numbers go on. To find topics the stream is read, and others
-        have their turn meanwhile. Raises StreamNotFound, InvalidRequest, CorruptData or OSError.
+        have their turn meanwhile; what is found goes by and by, but from a stream with a limit of bytes or
+        per topic at once: it is counted anew after each drop. Raises StreamNotFound, InvalidRequest,
+        CorruptData or OSError; then a part may be gone.
         """
         stream = self.stream(name)
         end = stream.next_sequence if upto is None else min(upto, stream.next_sequence)
@@ -449,7 +451,7 @@ class StreamManager:
         if not is_topic_filter(topic):
             raise InvalidRequest(f"topic: {topic!r} is not an MQTT topic filter")
         ranges: list[tuple[int, int]] = []
-        position = stream.oldest
+        position, dropped = stream.oldest, 0
         with closing(stream.reader()) as reader:
             while rows := reader.read(position, end=end, max_messages=PURGE_STEP, max_bytes=STEP):
                 position = rows[-1].sequence_number + 1
@@ -457,7 +459,10 @@ class StreamManager:
                 await asyncio.sleep(0)
                 if stream.closed:
                     raise StreamNotFound(f"stream {name!r} was deleted while it was purged")
-        return stream.drop(ranges, Reason.PURGED)
+                if len(ranges) >= PURGE_STEP and not (stream.exact is not None and stream.exact.keeps_books):
+                    dropped += stream.drop(ranges[:PURGE_STEP], Reason.PURGED)
+                    del ranges[:PURGE_STEP]
+        return dropped + stream.drop(ranges, Reason.PURGED)
 
 
 async def committed(stream: Stream) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from bridge import plugins
 from bridge.errors import InvalidRequest, StorageFailed, StreamFull, StreamNotFound, UpdateNotAllowed
-from bridge.manager import StreamManager
+from bridge.manager import PURGE_STEP, StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition, plain_definition
 from bridge.streams import verify
 from bridge.streams.meta import Settings
@@ -236,6 +236,47 @@ def test_a_purge_by_topic_lets_others_have_their_turn_and_spares_what_comes_mean
             manager.delete("s")
             with pytest.raises(StreamNotFound, match="deleted while it was purged"):
                 await again
+
+    run(work())
+
+
+def test_a_purge_by_topic_drops_little_by_little_and_counts_all(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            stream = manager.create(definition(topics=["t/#"]))
+            for n in range(65_000):
+                stream.append(b"t/%d" % (n % 2), b"x")
+            await manager.append("s", b"last")
+            before, steps = stream.live_messages(), []
+            purge = asyncio.create_task(manager.purge("s", topic="t/1"))
+            while not purge.done():
+                await asyncio.sleep(0)
+                steps.append(before - stream.live_messages())
+                before = stream.live_messages()
+            assert await purge == sum(steps) == 32_500
+            assert max(steps) <= PURGE_STEP
+            assert await manager.append("s", b"x") == 65_001
+
+    run(work())
+
+
+@pytest.mark.parametrize("limits", [{"maxMessages": 10**6}, {"maxMessagesPerTopic": 10**6}])
+def test_a_purge_by_topic_from_a_stream_with_limits_spares_what_the_limits_allow(
+    tmp_path: Path, limits: dict[str, int]
+) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            stream = manager.create(definition(topics=["t/#"], limits=limits))
+            for n in range(25_000):
+                stream.append(b"t/%d" % (n % 2), b"x")
+            await manager.append("s", b"last")
+            purge = asyncio.create_task(manager.purge("s", topic="t/1"))
+            while not purge.done():
+                stream.append(b"t/0", b"x")
+                await asyncio.sleep(0)
+            assert await purge == 12_500
+            await manager.append("s", b"last")
+            assert stream.live_messages() == stream.next_sequence - 12_500
 
     run(work())
 

@@ -35,6 +35,7 @@ class Exact:
         self.stale = True  # nothing was read yet, or others have dropped messages: look again
         self._counts_bytes = limits.max_bytes is not None
         self._needs_head = self._counts_bytes or limits.max_age is not None
+        self.keeps_books = self._counts_bytes or limits.max_messages_per_topic is not None  # of all messages
         self._admitted = 0  # bytes that were let in and are not committed yet
         self._admitted_topics: dict[bytes, int] = {}
         self._clear()
