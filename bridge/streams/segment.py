@@ -45,6 +45,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from bridge.deflate import crc32
+from bridge.streams.sums import Sums
 
 SEGMENT_MAGIC = b"SBSEG\0\0\1"
 INDEX_MAGIC = b"SBIDX\0\0\1"
@@ -201,7 +202,13 @@ def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
     covered = data[start + 8 : end] if end - start < SMALL else memoryview(data)[start + 8 : end]
     if crc32(covered, salt) != int.from_bytes(data[start + 4 : start + 8], "little"):
         return False
-    return frame.columns < 4 and end - start - FRAME.size >= 4 * frame.number * _WIDTHS[frame.columns]
+    return _fits(frame)
+
+
+def _fits(frame: Frame) -> bool:
+    """Whether a frame is long enough for the sizes of its messages."""
+    size = frame.end - frame.start - FRAME.size
+    return frame.columns < 4 and size >= 4 * frame.number * _WIDTHS[frame.columns]
 
 
 def filling(salt: int) -> bytes:
@@ -307,10 +314,17 @@ def scan(data: bytes, pos: int, salt: int) -> Iterator[Frame]:
 
 
 def resync(data: bytes, pos: int, salt: int) -> int | None:
-    """Where the next sound frame after a bad one at `pos` begins; None if there is none."""
+    """Where the next sound frame after a bad one at `pos` begins; None if there is none.
+
+    Takes time in proportion to the data, whatever it holds: see `sums`.
+    """
+    origin, sums = pos, Sums(memoryview(data)[pos:])
     while (pos := data.find(_FRAME_MAGIC_BYTES, pos + 1)) >= 0:
         frame = frame_at(data, pos)
-        if frame is not None and is_sound(data, frame, salt):
+        if frame is None or frame.end > len(data) or not _fits(frame):
+            continue
+        check = sums.crc32(pos + 8 - origin, frame.end - origin, salt)
+        if check == int.from_bytes(data[pos + 4 : pos + 8], "little"):
             return pos
     return None
 
