@@ -2,9 +2,10 @@
 
     meta.0, meta.1 = magic "SBMETA\\0\\1" | length u32 | crc u32 | msgpack of `Meta` (`length` bytes)
 
-Both copies are written one after the other, with the same generation. The reader takes the sound
-copy with the highest generation, so that neither a flipped bit in one of them nor a power cut
-between the two writes loses a definition. `definition` is opaque to the store.
+Both copies are written one after the other, with the same generation. If they differ, the change was
+never finished, and whoever asked for it was not told that it was: the reader takes the sound copy with
+the lower generation. So neither a flipped bit in one of them nor a power cut or a full disk between
+the two writes loses a definition. `definition` is opaque to the store.
 """
 
 from __future__ import annotations
@@ -87,10 +88,22 @@ def decode(data: bytes) -> Meta | None:
         return None
 
 
-def save(files: Files, directory: Path, meta: Meta) -> None:
-    """Write both copies durably; raises OSError, and then the old definition may still be in force."""
-    for name in NAMES:
-        files.replace(directory / name, encode(meta))
+def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) -> None:
+    """Write both copies durably; raises OSError, and then `before`, the definition so far, stays in force.
+
+    Where both have been replaced, and the disk refuses even to take that back, the error says so.
+    """
+    try:
+        for name in NAMES:
+            files.replace(directory / name, encode(meta))
+    except OSError as error:
+        if before is not None and load(directory)[0] == meta:
+            try:
+                files.replace(directory / NAMES[1], encode(before))
+            except OSError:
+                why = "nor can the change be taken back: it may come into force at the next start"
+                raise OSError(error.errno, f"{error.strerror}; {why}", str(directory)) from error
+        raise
 
 
 def load(directory: Path) -> tuple[Meta | None, list[Path]]:
@@ -105,6 +118,6 @@ def load(directory: Path) -> tuple[Meta | None, list[Path]]:
             meta = None
         if meta is None:
             bad.append(path)
-        elif best is None or meta.generation > best.generation:
+        elif best is None or meta.generation < best.generation:
             best = meta
     return best, bad

@@ -140,12 +140,12 @@ class Stream:
         return StreamReader(self.directory, self.files, self.drops)
 
     def configure(self, settings: Settings, definition: bytes) -> None:
-        """Change the settings; limits take effect at once. Raises OSError, and then nothing changed."""
+        """Change the settings; limits take effect at once. Raises OSError: nothing changed, or it says so."""
         fresh = msgspec.structs.replace(
             self.meta, settings=settings, definition=definition, generation=self.meta.generation + 1
         )
         window = self._loaded(settings.dedup_window) if settings.dedup_window is not None else self.window
-        metadata.save(self.files, self.home, fresh)
+        metadata.save(self.files, self.home, fresh, self.meta)
         self.meta, self.window = fresh, window
         self._apply()
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from bridge.errors import DataDirectoryBusy, MessageTooLarge, StreamFull
 from bridge.manager import committed
 from bridge.streams import meta
+from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.reader import StreamReader, list_streams
 
@@ -229,6 +234,64 @@ def test_definitions_survive_and_either_copy_alone_is_enough(house: House) -> No
                 assert stream.settings == Settings(max_size=54321, segment_size=2048)
                 assert stream.meta.definition == b'{"definition": 1}'
             assert "damaged; written again from the other copy" in house.events.pop()
+
+    run(work())
+
+
+class Stubborn(Files):
+    """Refuses calls on files so many times as a test says: "call file"."""
+
+    def __init__(self) -> None:
+        self.refused: Counter[str] = Counter()
+        self._last = ""
+
+    def open(self, path: Path, flags: int) -> int:
+        self._last = path.name.removesuffix(".tmp")
+        self._check("open")
+        return super().open(path, flags)
+
+    def sync_directory(self, directory: Path) -> None:
+        self._check("sync_directory")
+        super().sync_directory(directory)
+
+    def _check(self, call: str) -> None:
+        if self.refused[f"{call} {self._last}"]:
+            self.refused[f"{call} {self._last}"] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["open", "sync_directory"])
+@pytest.mark.parametrize("name", meta.NAMES)
+def test_an_update_that_fails_half_way_does_not_come_into_force_at_the_next_start(
+    house: House, name: str, call: str
+) -> None:
+    async def work() -> None:
+        house.files = files = Stubborn()
+        async with house.stream(max_size=12345) as stream:
+            for number in (b"1", b"2"):
+                files.refused[f"{call} {name}"] = 1
+                with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device$"):
+                    stream.configure(Settings(max_size=54321), number)
+                assert stream.settings.max_size == 12345
+        house.files = Files()
+        assert list_streams(house.data_dir)[0].definition == b"{}"
+        async with house.stream() as stream:
+            assert (stream.settings.max_size, stream.meta.definition) == (12345, b"{}")
+            stream.configure(Settings(max_size=54321), b"3")
+        async with house.stream() as stream:
+            assert (stream.settings.max_size, stream.meta.definition) == (54321, b"3")
+
+    run(work())
+
+
+def test_an_update_that_fails_and_cannot_be_taken_back_says_so(house: House) -> None:
+    async def work() -> None:
+        house.files = files = Stubborn()
+        async with house.stream(max_size=12345) as stream:
+            files.refused["sync_directory meta.1"] = 2
+            with pytest.raises(OSError, match="may come into force at the next start"):
+                stream.configure(Settings(max_size=54321), b"new")
+            assert stream.settings.max_size == 12345
 
     run(work())
 
