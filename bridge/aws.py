@@ -7,8 +7,10 @@ Credentials come from the first of these that gives any:
 1. a plugin's `aws_credentials` hook,
 2. `credentials.iot`: the IoT Core credentials provider, by X.509 certificate and role alias,
 3. `profile`, or else boto3's own chain (environment, shared files, container, instance).
-All of them refresh while the process runs. Credentials that are missing, expired or refused are
-never a reason to drop a record: `failure` turns them into `Retry`.
+All of them refresh while the process runs: where there are none, or a service refuses them, the
+source is asked again, so that what somebody puts right, such as a file, is taken up without a restart.
+Credentials that are missing, expired or refused are never a reason to drop a record: `failure` turns
+them into `Retry`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,22 @@ READ_TIMEOUT = 60.0
 # try in vain and say so in the status than to drop what a corrected policy would have let through.
 _HOPELESS = frozenset(
     {"InvalidArgumentException", "InvalidRequestException", "SerializationException", "ValidationException"}
+)
+# What may be better with other credentials. AccessDenied too: they may have been those of another user.
+_REFUSED = frozenset(
+    {
+        "AccessDenied",
+        "AccessDeniedException",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidSignatureException",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "UnrecognizedClient",
+        "UnrecognizedClientException",
+    }
 )
 _THROTTLED = frozenset(
     {
@@ -132,12 +150,16 @@ def client(
             if settings.proxies:
                 defaults["proxies"] = settings.proxies
             session = _session(settings)
-            _clients[key] = session.client(
-                service,
-                region_name=region or settings.region or _region(session, endpoint_url, settings),
-                endpoint_url=endpoint_url or settings.endpoint_url,
-                config=Config(**(defaults | config)),
-            )
+            try:
+                _clients[key] = session.client(
+                    service,
+                    region_name=region or settings.region or _region(session, endpoint_url, settings),
+                    endpoint_url=endpoint_url or settings.endpoint_url,
+                    config=Config(**(defaults | config)),
+                )
+            except Exception:
+                _sessions.clear()  # it keeps what it read of ~/.aws/config, such as that there is no region
+                raise
         return _clients[key]
 
 
@@ -157,10 +179,52 @@ def _session(settings: AwsSettings) -> Any:
         fetch = _provider(settings) if _provider else None
         if fetch is None and settings.credentials is not None:
             fetch = iot_credentials(settings.credentials.iot, settings.proxies)
-        if fetch is not None:
-            core._credentials = _refreshable(fetch)
+
+        def ask() -> Any:
+            if fetch is not None:
+                return _refreshable(fetch)
+            # A session of its own each time: sessions keep what they once read of the shared files.
+            fresh: Any = botocore.session.Session(profile=settings.profile)
+            fresh._last_client_region_used = core._last_client_region_used  # where to ask for a role
+            return fresh.get_credentials()
+
+        core._credentials = _Held(ask)
+        core.register("after-call", core._credentials.look)
         _sessions[key] = boto3.Session(botocore_session=core)
     return _sessions[key]
+
+
+class _Held:
+    """The credentials of a session, in place of botocore's, which are found once and for ever.
+
+    Clients keep this object. `ask` gives botocore's credentials, or None: it is called when there are
+    none yet, and after a service has refused those that there were.
+    """
+
+    method = "streambridge"
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask, self._found = ask, None
+        self._asking = threading.Lock()
+
+    def get_frozen_credentials(self) -> Any:
+        """The keys to sign a request with; raises what botocore raises if there are none."""
+        with self._asking:
+            found = self._found = self._found or self._ask()
+        if found is None:
+            from botocore.exceptions import NoCredentialsError
+
+            raise NoCredentialsError
+        return found.get_frozen_credentials()
+
+    def get_deferred_property(self, name: str) -> Callable[[], Any]:
+        """A function that gives one of the keys, or the account's id, when it is called."""
+        return lambda: getattr(self.get_frozen_credentials(), name)
+
+    def look(self, parsed: Any, **_: Any) -> None:
+        """Look at an answer: credentials that are refused are not used again."""
+        if parsed.get("Error", {}).get("Code") in _REFUSED:
+            self._found = None
 
 
 def _refreshable(fetch: Callable[[], Credentials]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from botocore.exceptions import NoRegionError, ProfileNotFound
 
 from bridge import Context, Exporter, Retry, aws, plugins
 from bridge.aws import AwsCredentials, AwsSettings, IotCredentials
@@ -106,14 +107,67 @@ def test_without_the_provider_records_wait(fake: FakeAws, settings: AwsSettings)
     assert len(fake.taken) == 1
 
 
-def test_without_any_credentials_records_wait(fake: FakeAws, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    monkeypatch.setenv("AWS_CONFIG_FILE", "/dev/null")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The shared credentials file, which is not there yet; there are no other credentials."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return tmp_path / "credentials"
+
+
+def keys(name: str) -> str:
+    return f"aws_access_key_id = {name}\naws_secret_access_key = s\n"
+
+
+def test_credentials_that_come_later_are_taken_up_without_a_restart(fake: FakeAws, shared: Path) -> None:
     settings = AwsSettings(endpoint_url=fake.url, region="eu-west-3")  # a session of its own
+    exporter = kinesis(settings)
     with pytest.raises(Retry, match="credentials"):
-        kinesis(settings).export(make_batch([b"x"]))
+        exporter.export(make_batch([b"x"]))
+    shared.write_text("[default]\n" + keys("LATER"), encoding="utf-8")
+    deliver(exporter, make_batch([b"x"]), attempts=1)
+    assert fake.keys == ["LATER"]
+
+
+@pytest.mark.parametrize(
+    "code", ["ExpiredTokenException", "UnrecognizedClientException", "AccessDeniedException"]
+)
+def test_credentials_that_are_refused_and_then_replaced_are_taken_up_without_a_restart(
+    fake: FakeAws, shared: Path, code: str
+) -> None:
+    settings = AwsSettings(endpoint_url=fake.url, region=f"eu-{code.lower()}")  # a session of its own
+    shared.write_text("[default]\n" + keys("OLD"), encoding="utf-8")
+    exporter = kinesis(settings)
+    deliver(exporter, make_batch([b"x"]))
+    shared.write_text("[default]\n" + keys("NEW"), encoding="utf-8")
+    fake.faults = [error(400, code)]
+    deliver(exporter, make_batch([b"x"]), attempts=2)
+    assert fake.keys == ["OLD", "OLD", "NEW"]
+
+
+def test_credentials_of_the_provider_that_are_refused_are_fetched_anew(
+    fake: FakeAws, settings: AwsSettings
+) -> None:
+    exporter = kinesis(settings)
+    fake.faults = [error(400, "ExpiredTokenException")]
+    deliver(exporter, make_batch([b"x"]), attempts=2)
+    assert fake.keys == ["ASIAGATEWAY1", "ASIAGATEWAY2"]
+
+
+def test_a_profile_that_comes_later_is_taken_up_without_a_restart(fake: FakeAws, shared: Path) -> None:
+    settings = AwsSettings(profile="plant")
+    with pytest.raises(ProfileNotFound):
+        kinesis(settings)  # for which the worker waits
+    shared.write_text("[plant]\n" + keys("PLANT"), encoding="utf-8")
+    with pytest.raises(NoRegionError):
+        kinesis(settings)
+    (shared.parent / "config").write_text("[profile plant]\nregion = eu-north-1\n", encoding="utf-8")
+    exporter = kinesis(settings, endpointUrl=fake.url)
+    assert exporter._client.meta.region_name == "eu-north-1"
+    deliver(exporter, make_batch([b"x"]), attempts=1)
+    assert fake.keys == ["PLANT"]
 
 
 def test_requests_go_through_the_configured_proxy(fake: FakeAws) -> None:
