@@ -3,14 +3,16 @@
 Service limits: 500 records and 4 MiB per request, 1,000 KiB per record. Firehose bills each record
 rounded up to 5 KB, so that many small messages are worth packing into one record. Records of a
 request are accepted one by one (`FailedPutCount`); only the failed ones are sent again.
+
+The service asks nothing of a record but its size, which is checked here: only what is too large is
+rejected. A request that it refuses, whatever the code, says something of the delivery stream, such as
+InvalidArgumentException of one that has a Kinesis stream as its source. That is waited out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from bridge.aws import failure, is_hopeless, is_throttled
-from bridge.export.api import AwsBatchedConfig, Batch, Context, Outcome, Refused, Retry, send_split
+from bridge.aws import failure, is_throttled
+from bridge.export.api import AwsBatchedConfig, Batch, Context, Outcome, Retry
 from bridge.model import MIB
 
 MAX_RECORDS, MAX_BYTES, MAX_RECORD = 500, 4 * MIB, 1000 * 1024
@@ -37,34 +39,24 @@ class FirehoseSender:
     def send(self, batch: Batch) -> Outcome:
         """Send a batch of any size, in as many requests as it takes."""
         payloads = [record.payload + self._delimiter for record in batch.records]
-        large = {
+        rejected = {
             n: f"with its delimiter the message is larger than {MAX_RECORD} bytes"
             for n, payload in enumerate(payloads)
             if len(payload) > MAX_RECORD
         }
-        rejected, retry = dict(large), []
+        retry: list[int] = []
         self._error, self._after = "", 0.0
-        requests = self._requests(payloads, large)
+        requests = self._requests(payloads, rejected)
         for number, groups in enumerate(requests):
-            failed: list[int] = []
-
-            def send(
-                part: Sequence[int], groups: list[list[int]] = groups, failed: list[int] = failed
-            ) -> None:
-                failed += self._put(payloads, [groups[n] for n in part])
-
             try:
-                refused = send_split(range(len(groups)), send)
+                retry += self._put(payloads, groups)
             except Retry as problem:
                 if len(requests) == 1:
                     raise
                 retry += [n for rest in requests[number:] for group in rest for n in group]
                 self._error = str(problem)
                 break
-            retry += failed
-            rejected |= {n: reason for group, reason in refused.items() for n in groups[group]}
-        again = [n for n in sorted(set(retry)) if n not in rejected]
-        return Outcome(retry=again, rejected=rejected, error=self._error, after=self._after or None)
+        return Outcome(retry=sorted(retry), rejected=rejected, error=self._error, after=self._after or None)
 
     def _requests(self, payloads: list[bytes], without: dict[int, str]) -> list[list[list[int]]]:
         """Requests of records of messages, each within the limits."""
@@ -93,8 +85,6 @@ class FirehoseSender:
         try:
             answer = self._client.put_record_batch(DeliveryStreamName=self._name, Records=records)
         except Exception as error:
-            if is_hopeless(error):
-                raise Refused(str(error)) from error
             raise failure(error, f"putting records to {self._name}") from error
         failed = []
         if answer.get("FailedPutCount"):

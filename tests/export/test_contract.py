@@ -133,8 +133,8 @@ class TestKinesisWithKeys(TestKinesis):
 
 class TestFirehose(AwsFaults):
     exporter = EXPORTERS["firehose"]
-    poison = b"poison"
-    faults: ClassVar = (*AwsFaults.faults, "partly")
+    poison = bytes(1000 * 1024)  # too large with its delimiter
+    faults: ClassVar = (*AwsFaults.faults, "partly", "another_source")
 
     def config(self) -> dict[str, Any]:
         return {"identifier": "f", "deliveryStreamName": "s", "endpointUrl": self.url}
@@ -146,10 +146,12 @@ class TestFirehose(AwsFaults):
     def partly(self) -> Any:
         return self.fake.broken(partial(self.fake, lambda n, _: n % 3 == 0, "ServiceUnavailableException"))
 
+    def another_source(self) -> Any:
+        """The delivery stream is there, but a Kinesis stream feeds it."""
+        return self.fake.broken(error(400, "InvalidArgumentException"))
+
 
 class TestPackedFirehose(TestFirehose):
-    poison = None  # it would take its whole record with it
-
     def config(self) -> dict[str, Any]:
         return {**super().config(), "packBytes": 100}
 

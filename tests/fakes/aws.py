@@ -106,8 +106,6 @@ class FakeAws:
         records = parameters["Records"]
         if sum(len(record["Data"]) for record in records) > 4 * 1024 * 1024:
             return 400, {"__type": "InvalidArgumentException", "message": "request too large"}
-        if any(record["Data"] == b"poison\n" for record in records):
-            return 400, {"__type": "InvalidArgumentException", "message": "poison"}
         self.taken += records
         return 200, {"FailedPutCount": 0, "RequestResponses": [{"RecordId": "1"} for _ in records]}
 
