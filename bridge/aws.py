@@ -326,6 +326,17 @@ def is_hopeless(error: BaseException) -> bool:
     return error_code(error) in _HOPELESS
 
 
+def is_invalid(error: BaseException) -> bool:
+    """Whether botocore sent nothing, since the parameters are not what its model of the service allows.
+
+    That is a reason to reject where all that may be wrong comes from a message, and nothing from the
+    configuration.
+    """
+    from botocore.exceptions import ParamValidationError
+
+    return isinstance(error, ParamValidationError)
+
+
 def is_throttled(code: str) -> bool:
     """Whether an error code asks to slow down."""
     return code in _THROTTLED

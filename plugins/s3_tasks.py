@@ -17,6 +17,7 @@ stream that is missing or full costs the message, never the task.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -39,7 +40,7 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.aws import Body, error_code, failure
+from bridge.aws import Body, error_code, failure, is_invalid
 from bridge.export.uploads import TaskDefinition, resolve_key
 from bridge.model import MIB, Name
 
@@ -49,6 +50,8 @@ HOPELESS = frozenset(
     {"EntityTooLarge", "InvalidArgument", "InvalidBucketName", "KeyTooLongError", "MetadataTooLarge"}
     | {"NoSuchBucket"}
 )
+# Where there is no file, and a path of this form has none tomorrow.
+NO_FILE = frozenset({errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
 
 
 class StatusLevel(IntEnum):
@@ -178,7 +181,7 @@ class S3TaskExporter(Exporter):
                 else:
                     self._put(task, upload, file)
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | IsADirectoryError):
+            if isinstance(error, OSError) and error.errno not in NO_FILE:
                 raise Retry(f"reading {task.input_url}: {error}") from error
             raise TaskError(str(error)) from error
 
@@ -236,7 +239,7 @@ class S3TaskExporter(Exporter):
         try:
             return getattr(self._client, name)(Bucket=task.bucket, Key=upload.key, **options)
         except Exception as error:
-            if error_code(error) in HOPELESS:
+            if error_code(error) in HOPELESS or is_invalid(error):
                 raise TaskError(str(error)) from error
             if error_code(error) == "NoSuchUpload":  # listed a moment ago: begin again
                 self._keep(msgspec.structs.replace(upload, upload_id=""))

@@ -8,7 +8,9 @@ carry numbers of their own.
 What becomes of an entry follows the service's error codes: throttling, missing rights and the
 service's own faults are tried again; an unknown property, an invalid value or a timestamp that the
 service no longer takes (older than 7 days, or over 10 minutes ahead) is rejected. The values of an
-entry are judged one by one: those without error are stored.
+entry are judged one by one: those without error are stored. Entries that the service finds in
+conflict, such as of one property by its alias and by its ids, are sent again one after the other; one
+that is in conflict with itself, by two values for one time, is rejected.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.aws import error_code, failure
+from bridge.aws import error_code, failure, is_invalid
 
 MAX_ENTRIES = 10
 # Whatever else the service may answer is tried again: only these can never succeed.
 HOPELESS = frozenset({"InvalidRequestException", "ResourceNotFoundException", "TimestampOutOfRangeException"})
-# For a whole request: it may be one entry's fault, so the entries are tried apart.
-APART = frozenset({*HOPELESS, "ConflictingOperationException", "ValidationException"})
+CONFLICT = "ConflictingOperationException"
+# For a whole request: it is one entry's fault, so the entries are tried apart.
+REFUSED = frozenset({*HOPELESS, "SerializationException", "ValidationException"})
 
 
 class SitewiseConfig(AwsBatchedConfig, frozen=True):
@@ -97,6 +100,10 @@ class Entry(Struct, rename="camel", omit_defaults=True):
             (where, v.timestamp.time_in_seconds, v.timestamp.offset_in_nanos) for v in self.property_values
         }
 
+    def contradicts_itself(self) -> bool:
+        """Whether there are two values for one time."""
+        return len(self.points()) < len(self.property_values)
+
 
 class SitewiseExporter(Exporter):
     """One stream to IoT SiteWise."""
@@ -130,8 +137,13 @@ class SitewiseExporter(Exporter):
         requests = list(_without_conflicts(entries))
 
         def put(part: Sequence[int]) -> None:
-            for n, (reason, hopeless) in self._put(entries, part).items():
-                (rejected if hopeless else retry)[n] = reason
+            for n, (reason, codes) in self._put(entries, part).items():
+                if CONFLICT in codes and len(part) > 1:
+                    rejected.update(send_split([n], put))
+                elif codes <= HOPELESS or (CONFLICT in codes and entries[n].contradicts_itself()):
+                    rejected[n] = reason
+                else:
+                    retry[n] = reason
 
         for number, request in enumerate(requests):
             try:
@@ -144,8 +156,8 @@ class SitewiseExporter(Exporter):
         retry = {n: reason for n, reason in retry.items() if n not in rejected}
         return Outcome(retry=sorted(retry), rejected=rejected, error=next(iter(retry.values()), ""))
 
-    def _put(self, entries: dict[int, Entry], part: Sequence[int]) -> dict[int, tuple[str, bool]]:
-        """Send one request; the entries that failed, why, and whether there is no hope for them."""
+    def _put(self, entries: dict[int, Entry], part: Sequence[int]) -> dict[int, tuple[str, set[str]]]:
+        """Send one request; the entries that failed, why, and with which error codes."""
         request = [msgspec.to_builtins(entries[n]) | {"entryId": str(n)} for n in part]
         self.context.working()
         try:
@@ -153,14 +165,17 @@ class SitewiseExporter(Exporter):
                 enablePartialEntryProcessing=True, entries=request
             )
         except Exception as error:
-            if error_code(error) in APART and (len(part) > 1 or error_code(error) in HOPELESS):
-                raise Refused(str(error)) from error
+            code = error_code(error)
+            # A conflict of one entry alone, with what others send, is over in a moment.
+            conflict = code == CONFLICT and (len(part) > 1 or entries[part[0]].contradicts_itself())
+            if code in REFUSED or conflict or is_invalid(error):
+                raise Refused(" ".join(str(error).split())) from error
             raise failure(error, "putting property values") from error
         failed = {}
         for entry in answer.get("errorEntries", ()):
             codes = {error["errorCode"]: error.get("errorMessage", "") for error in entry["errors"]}
             reason = "; ".join(f"{code}: {text}" for code, text in codes.items())
-            failed[int(entry["entryId"])] = reason, codes.keys() <= HOPELESS
+            failed[int(entry["entryId"])] = reason, set(codes)
         return failed
 
 

@@ -18,6 +18,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 MAX_KEY = 1024
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\t -~]*")
 _PLACEHOLDER = re.compile(r"!\{([^:}]*):([^}]*)\}")
 _RUN = re.compile(r"([A-Za-z])\1*|[^A-Za-z]+")
 _FORMATS = {
@@ -53,8 +55,18 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
             raise ValueError(f"userMetadata: names that begin with $aws-gg- are reserved: {reserved[0]}")
 
     def metadata(self) -> dict[str, str]:
-        """The metadata as S3 takes it: the SDK lets numbers through, S3 knows only texts."""
-        return {str(name).lower(): str(value) for name, value in self.user_metadata.items()}
+        """The metadata as S3 takes it; raises ValueError for what no HTTP header can hold.
+
+        The SDK lets numbers through, S3 knows only texts.
+        """
+        found = {name.lower(): str(value) for name, value in self.user_metadata.items()}
+        for name, value in found.items():
+            if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+                raise ValueError(
+                    f"userMetadata {name!r}: {value!r} fits into no HTTP header; "
+                    "names have ASCII letters, digits and hyphens, values printable ASCII letters"
+                )
+        return found
 
     def path(self) -> Path:
         """The file that the input URL names; raises ValueError."""

@@ -82,7 +82,14 @@ def test_a_task_uploads_its_file_and_tells_how_it_went(tmp_path: Path, bucket: B
         ({"key": "!{timestamp:qq}"}, "not understood"),
         ({"key": "!{other:yyyy}"}, "only placeholder"),
         ({"userMetadata": {"$aws-gg-x": "1"}}, "reserved"),
+        ({"userMetadata": {"operator": "Müller"}}, "'Müller' fits into no HTTP header"),
+        ({"userMetadata": {"a": "two\nlines"}}, "no HTTP header"),
+        ({"userMetadata": {"a:b": "x"}}, "no HTTP header"),
         ({"bucket": None}, "bucket"),
+        ({"bucket": "My Bucket!"}, "Invalid bucket name"),
+        ({"inputUrl": "file:/dev/null/below"}, "Not a directory"),
+        ({"inputUrl": "file:/" + "a" * 300}, "File name too long"),
+        ({"inputUrl": "file:{dir}/loop"}, "symbolic links"),
     ],
 )
 def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
@@ -90,7 +97,9 @@ def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
 ) -> None:
     path, context = tmp_path / "f", Notes()
     path.write_bytes(b"x")
+    (tmp_path / "loop").symlink_to("loop")
     bad = json.loads(task(bucket, path)) | change
+    bad["inputUrl"] = bad["inputUrl"].replace("{dir}", str(tmp_path))
     exporter = make(bucket, context)
     rejected = deliver(exporter, make_batch([json.dumps(bad).encode()]))
     assert word in rejected[0]

@@ -22,7 +22,7 @@ from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.settings import MqttConfig
 from bridge.testing import deliver, make_batch
 from tests.export.harness import Bucket, certificate, running, until
-from tests.fakes.aws import FakeAws, partial
+from tests.fakes.aws import FakeAws, error, partial
 from tests.fakes.web import Web
 
 EXPORTERS = plugins.load().exporters
@@ -274,6 +274,90 @@ def test_a_request_refused_as_a_whole_costs_only_the_bad_entry(fake: FakeAws) ->
         rejected = deliver(sitewise(fake), make_batch([entry(f"/{n}") for n in range(5)]))
     assert list(rejected) == [2]
     assert len(fake.taken) == 4
+
+
+PUMP = "12345678-1234-1234-1234-123456789012"
+
+
+def conflict_of_ids(fake: FakeAws, *, whole: bool) -> Any:
+    """/pump is the property PUMP, and a request, or each of its entries, is refused if both are in it."""
+
+    def fault(request: Any) -> tuple[int, dict[str, Any]]:
+        entries = request.parameters["entries"]
+        points = [
+            (
+                e["propertyAlias"] if e.get("propertyAlias", "/pump") != "/pump" else PUMP,
+                *v["timestamp"].items(),
+            )
+            for e in entries
+            for v in e["propertyValues"]
+        ]
+        if len(set(points)) == len(points):
+            fake.taken += entries
+            return 200, {"errorEntries": []}
+        if whole:
+            return 409, {"__type": "ConflictingOperationException", "message": "same property"}
+        wrong = {"errorCode": "ConflictingOperationException", "errorMessage": "same", "timestamps": []}
+        return 200, {"errorEntries": [{"entryId": e["entryId"], "errors": [wrong]} for e in entries]}
+
+    return fake.broken(fault)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_entries_of_one_property_by_two_names_go_one_after_the_other(fake: FakeAws, whole: bool) -> None:
+    now = int(time.time())
+    by_ids = json.loads(entry("/pump", now, integerValue=2)) | {"assetId": PUMP, "propertyId": PUMP}
+    del by_ids["propertyAlias"]
+    payloads = [entry("/pump", now, integerValue=1), json.dumps(by_ids).encode()]
+    with conflict_of_ids(fake, whole=whole):
+        assert deliver(sitewise(fake), make_batch(payloads), attempts=1) == {}
+    values = [e["propertyValues"][0]["value"]["integerValue"] for e in fake.taken]
+    assert values == [1, 2]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_entry_with_two_values_for_one_time_is_rejected_alone(fake: FakeAws, whole: bool) -> None:
+    twice = json.loads(entry("/a"))
+    twice["propertyValues"] *= 2
+    payloads = [entry("/b"), json.dumps(twice).encode(), entry("/c")]
+    with conflict_of_ids(fake, whole=whole):
+        rejected = deliver(sitewise(fake), make_batch(payloads), attempts=1)
+    assert rejected.keys() == {1}
+    assert "ConflictingOperation" in rejected[1]
+    assert [e["propertyAlias"] for e in fake.taken] == ["/b", "/c"]
+
+
+@pytest.mark.parametrize("answer", [error(409, "ConflictingOperationException"), None])
+def test_a_conflict_of_one_entry_with_what_others_send_is_waited_out(fake: FakeAws, answer: Any) -> None:
+    def of_the_entry(request: Any) -> tuple[int, dict[str, Any]]:
+        wrong = {"errorCode": "ConflictingOperationException", "errorMessage": "busy", "timestamps": []}
+        return 200, {"errorEntries": [{"entryId": "0", "errors": [wrong]}]}
+
+    fake.faults = [answer or of_the_entry]
+    assert deliver(sitewise(fake), make_batch([entry("/a")])) == {}
+    assert len(fake.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"propertyAlias": None, "assetId": "pump-7", "propertyId": "temperature"},
+        {"propertyValues": [{"value": {"nullValue": {}}, "timestamp": {"timeInSeconds": 1}}]},
+        {"propertyValues": [{"value": {"nullValue": {"x": "D"}}, "timestamp": {"timeInSeconds": 1}}]},
+    ],
+)
+def test_what_the_model_of_the_service_forbids_costs_only_its_own_entry(
+    fake: FakeAws, change: dict[str, Any]
+) -> None:
+    payloads = [entry("/1"), json.dumps(json.loads(entry("/2")) | change).encode(), entry("/3")]
+    rejected = deliver(sitewise(fake), make_batch(payloads), attempts=1)
+    assert rejected.keys() == {1}
+    assert [e["propertyAlias"] for e in fake.taken] == ["/1", "/3"]
+
+
+def test_what_the_service_finds_invalid_in_one_entry_alone_is_rejected(fake: FakeAws) -> None:
+    with fake.broken(error(400, "ValidationException")):
+        assert deliver(sitewise(fake), make_batch([entry("/a")]), attempts=1).keys() == {0}
 
 
 @pytest.mark.parametrize(
