@@ -10,7 +10,7 @@ import subprocess
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ class Gateway:
 
     def read(self, name: str) -> list[bytes]:
         stream = self.store.streams[name]
-        rows = stream.reader().read(0, end=stream.next_sequence, max_messages=10**6, max_bytes=2**40)
+        with closing(stream.reader()) as reader:
+            rows = reader.read(0, end=stream.next_sequence, max_messages=10**6, max_bytes=2**40)
         return [row.payload for row in rows]
 
     def status(self, name: str, number: int = 0) -> Any:
