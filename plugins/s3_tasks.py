@@ -6,11 +6,11 @@ parts, and an upload that was interrupted, also by a crash, goes on after its la
 upload's id and what the file looked like are kept durably at the first attempt, so that all attempts
 are the same upload.
 
-Each task ends with one status message: Success; Failure for what can never succeed (no such file, no
-such bucket, a bad definition), and then the next task is taken; Canceled when the export is deleted, or
-when the task is gone from the stream before it was done: expired, overwritten or purged. When an export is
-deleted, at most the first 1,000 of its waiting tasks are told of. The message of a task that is gone has
-its number and no definition.
+Each task ends with one status message: Success; Failure for what can never succeed (no such file, a
+FIFO or a device, no such bucket, a bad definition), and then the next task is taken; Canceled when the
+export is deleted, or when the task is gone from the stream before it was done: expired, overwritten or
+purged. When an export is deleted, at most the first 1,000 of its waiting tasks are told of. The message
+of a task that is gone has its number and no definition.
 Network, throttling, rights and credentials are waited out, and the task stays InProgress. A status
 stream that is missing or full costs the message, never the task.
 """
@@ -18,10 +18,13 @@ stream that is missing or full costs the message, never the task.
 from __future__ import annotations
 
 import errno
+import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from enum import IntEnum
+from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar
 
 import msgspec
@@ -46,12 +49,13 @@ from bridge.model import MIB, Name
 
 MIN_PART = 5 * MIB
 MAX_PARTS = 10_000
+MAX_PART = 5 * 1024 * MIB  # and of an upload in one part
 HOPELESS = frozenset(
     {"EntityTooLarge", "InvalidArgument", "InvalidBucketName", "KeyTooLongError", "MetadataTooLarge"}
     | {"NoSuchBucket"}
 )
 # Where there is no file, and a path of this form has none tomorrow.
-NO_FILE = frozenset({errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
+NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
 
 
 class StatusLevel(IntEnum):
@@ -166,16 +170,14 @@ class S3TaskExporter(Exporter):
         if upload is None:
             self._tell(Status.InProgress, record.sequence_number, task, "the upload begins")
         try:
-            path = task.path()
-            status = path.stat()
-            now = datetime.fromtimestamp(self.context.now(), UTC)
-            key = upload.key if upload else resolve_key(task.key, now)
-            fresh = Upload(record.sequence_number, task.bucket, key, status.st_size, status.st_mtime_ns)
-            if upload is None or (upload.size, upload.changed) != (fresh.size, fresh.changed):
-                if upload and upload.upload_id:  # the file is another one by now: begin again
-                    self._abort(task, upload)
-                upload = self._keep(fresh)
-            with path.open("rb") as file:
+            with _regular(task.path()) as file:
+                size, changed = _looks(file)
+                now = datetime.fromtimestamp(self.context.now(), UTC)
+                key = upload.key if upload else resolve_key(task.key, now)
+                if upload is None or (upload.size, upload.changed) != (size, changed):
+                    if upload and upload.upload_id:  # the file is another one by now: begin again
+                        self._abort(task, upload)
+                    upload = self._keep(Upload(record.sequence_number, task.bucket, key, size, changed))
                 if upload.size > self.config.size_threshold_for_multipart_upload_bytes:
                     self._put_parts(task, upload, file)
                 else:
@@ -186,9 +188,8 @@ class S3TaskExporter(Exporter):
             raise TaskError(str(error)) from error
 
     def _put(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
-        body = file.read()
-        if len(body) != upload.size:
-            raise Retry("the file changes while it is uploaded")
+        body = _read(file, upload, 0, upload.size, more=True)
+        self.context.throttle(len(body))
         self._call("put_object", task, upload, Body=Body(body, self.context), Metadata=task.metadata())
 
     def _put_parts(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
@@ -205,10 +206,8 @@ class S3TaskExporter(Exporter):
         size = max(MIN_PART, -(-upload.size // MAX_PARTS))
         for number in range(1, -(-upload.size // size) + 1):
             if number not in done:
-                file.seek((number - 1) * size)
-                body = file.read(size)
-                if len(body) != min(size, upload.size - (number - 1) * size):
-                    raise Retry("the file changes while it is uploaded")
+                start = (number - 1) * size
+                body = _read(file, upload, start, min(size, upload.size - start))
                 self.context.throttle(len(body))
                 part = {"UploadId": upload.upload_id, "PartNumber": number, "Body": Body(body, self.context)}
                 done[number] = self._call("upload_part", task, upload, **part)["ETag"]
@@ -283,6 +282,41 @@ class S3TaskExporter(Exporter):
             self.context.append(wanted.status_stream_name, msgspec.json.encode(message))
         except Retry as error:
             self.context.log.warning("status message %s lost: %s", status.name, error)
+
+
+def _regular(path: Path) -> BinaryIO:
+    """Open a regular file; raises OSError, and TaskError for anything else.
+
+    A FIFO could hold the export up for ever, a device has no end, and opening one may do something.
+    """
+    if stat.S_ISREG(path.stat().st_mode):
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()  # another one has taken its place
+    raise TaskError(f"{path} is no regular file")
+
+
+def _looks(file: BinaryIO) -> tuple[int, int]:
+    """The size in bytes and the time of the last change in ns, by which another file is known."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _read(file: BinaryIO, upload: Upload, start: int, size: int, *, more: bool = False) -> bytes:
+    """Read `size` bytes, and one more if `more` says so, which must not be there.
+
+    Raises Retry, or TaskError for a file of which that can never be right.
+    """
+    if size > MAX_PART:
+        raise TaskError(f"the file needs a part of {size} bytes; S3 takes at most {MAX_PART}")
+    file.seek(start)
+    body = file.read(size + more)
+    if len(body) == size:
+        return body
+    if _looks(file) == (upload.size, upload.changed):  # such as in /proc
+        raise TaskError(f"the file does not have the {upload.size} bytes that its size says")
+    raise Retry("the file changes while it is uploaded")
 
 
 @hookimpl

@@ -90,6 +90,10 @@ def test_a_task_uploads_its_file_and_tells_how_it_went(tmp_path: Path, bucket: B
         ({"inputUrl": "file:/dev/null/below"}, "Not a directory"),
         ({"inputUrl": "file:/" + "a" * 300}, "File name too long"),
         ({"inputUrl": "file:{dir}/loop"}, "symbolic links"),
+        ({"inputUrl": "file:{dir}"}, "no regular file"),
+        ({"inputUrl": "file:{dir}/fifo"}, "no regular file"),
+        ({"inputUrl": "file:/dev/zero"}, "no regular file"),
+        ({"inputUrl": "file:/proc/self/status"}, "does not have the 0 bytes"),
     ],
 )
 def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
@@ -98,6 +102,7 @@ def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
     path, context = tmp_path / "f", Notes()
     path.write_bytes(b"x")
     (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "fifo")
     bad = json.loads(task(bucket, path)) | change
     bad["inputUrl"] = bad["inputUrl"].replace("{dir}", str(tmp_path))
     exporter = make(bucket, context)
@@ -107,6 +112,31 @@ def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
     assert context.messages[-1]["statusLevel"] == 0
     deliver(exporter, make_batch([task(bucket, path)], first=1))
     assert statuses(context)[-1] == 0
+
+
+def test_a_file_too_large_for_one_part_is_a_failure_before_it_is_read(tmp_path: Path, bucket: Bucket) -> None:
+    path, context = tmp_path / "f", Notes()
+    with path.open("wb") as file:
+        file.truncate(6 * 1024 * MIB)  # a hole: it takes no room
+    config = {"identifier": "up", "endpointUrl": bucket.url}
+    config["sizeThresholdForMultipartUploadBytes"] = 10 * 1024 * MIB  # type: ignore[assignment]
+    rejected = deliver(CLS(convert_config(CLS, config), context), make_batch([task(bucket, path)]))
+    assert "part of 6442450944 bytes" in rejected[0]
+
+
+def test_files_in_one_part_count_against_the_bandwidth_ceiling(tmp_path: Path, bucket: Bucket) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(500_000))
+
+    async def scenario() -> float:
+        async with running(tmp_path, max_bandwidth=4_000_000) as gateway:  # 500 kB/s
+            gateway.create("tasks", {"s3TaskExecutor": [{"identifier": "up", "endpointUrl": bucket.url}]})
+            began = time.monotonic()
+            await gateway.append("tasks", *(task(bucket, path, key=f"k{n}") for n in range(3)))
+            await gateway.exported("tasks", 2)
+            return time.monotonic() - began
+
+    assert asyncio.run(scenario()) > 2.9  # a second each
 
 
 def test_levels_are_thresholds(tmp_path: Path, bucket: Bucket) -> None:
