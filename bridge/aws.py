@@ -132,6 +132,7 @@ def client(
 ) -> Any:
     """The shared client for a service; `region` and `endpoint_url` win over the settings.
 
+    An endpoint that is given is used as it is, without a bucket or a prefix before its host name.
     `config` are keywords of botocore.config.Config. Retries are off by default: the scheduler
     retries, and its waiting is visible.
     """
@@ -149,12 +150,17 @@ def client(
             }
             if settings.proxies:
                 defaults["proxies"] = settings.proxies
+            endpoint_url = endpoint_url or settings.endpoint_url
+            if endpoint_url:
+                # It is meant as it is: a server of one's own has no name that begins with SiteWise's
+                # `data.`. Buckets go into the path by botocore's own rule.
+                defaults["inject_host_prefix"] = False
             session = _session(settings)
             try:
                 _clients[key] = session.client(
                     service,
-                    region_name=region or settings.region or _region(session, endpoint_url, settings),
-                    endpoint_url=endpoint_url or settings.endpoint_url,
+                    region_name=region or settings.region or _region(session, endpoint_url),
+                    endpoint_url=endpoint_url,
                     config=Config(**(defaults | config)),
                 )
             except Exception:
@@ -163,8 +169,8 @@ def client(
         return _clients[key]
 
 
-def _region(session: Any, endpoint_url: str | None, settings: AwsSettings) -> str | None:
-    if session.region_name is None and (endpoint_url or settings.endpoint_url):
+def _region(session: Any, endpoint_url: str | None) -> str | None:
+    if session.region_name is None and endpoint_url:
         return "us-east-1"  # not AWS's own endpoint: any region will do, but botocore wants one
     return str(session.region_name) if session.region_name else None
 

@@ -78,13 +78,9 @@ class S3Exporter(Exporter):
     def __init__(self, config: S3Config, context: Context) -> None:
         super().__init__(config, context)
         plain = config.checksum_algorithm == "none"
-        self._client = context.client(
-            "s3",
-            config,
-            # Stores that are not AWS's often know no checksums, and no host name per bucket.
-            request_checksum_calculation="when_required" if plain else "when_supported",
-            s3={"addressing_style": "path" if config.endpoint_url else "auto"},
-        )
+        # Stores that are not AWS's often know no checksums.
+        checksums = "when_required" if plain else "when_supported"
+        self._client = context.client("s3", config, request_checksum_calculation=checksums)
         self._prefix = config.prefix.strip("/")
         self._encode, self._extension, self._type = _FORMATS[config.format]()
         self._options: dict[str, Any] = {} if plain else {"ChecksumAlgorithm": config.checksum_algorithm}

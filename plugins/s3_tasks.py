@@ -127,8 +127,7 @@ class S3TaskExporter(Exporter):
 
     def __init__(self, config: S3TasksConfig, context: Context) -> None:
         super().__init__(config, context)
-        style = {"addressing_style": "path" if config.endpoint_url else "auto"}
-        self._client = context.client("s3", config, s3=style)
+        self._client = context.client("s3", config)
         self._upload = msgspec.msgpack.decode(context.state, type=Upload) if context.state else None
 
     def export(self, batch: Batch) -> Outcome:

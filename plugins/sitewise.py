@@ -116,9 +116,7 @@ class SitewiseExporter(Exporter):
 
     def __init__(self, config: SitewiseConfig, context: Context) -> None:
         super().__init__(config, context)
-        # The service's host names begin with `data.`; an endpoint that is given is meant as it is.
-        options = {"inject_host_prefix": False} if config.endpoint_url else {}
-        self._client = context.client("iotsitewise", config, **options)
+        self._client = context.client("iotsitewise", config)
 
     @classmethod
     def batching(cls, config: SitewiseConfig) -> Batching:

@@ -223,6 +223,29 @@ def test_an_export_may_have_its_own_endpoint_and_region(fake: FakeAws) -> None:
     assert exporter._client.meta.region_name == "ap-south-1"
 
 
+@pytest.mark.parametrize(
+    ("kind", "config", "url"),
+    [
+        ("s3", {"bucket": "landing"}, "http://localhost:1/landing/"),
+        ("s3TaskExecutor", {}, "http://localhost:1/landing/k"),
+        ("IotSitewise", {}, "http://localhost:1/properties"),
+    ],
+)
+def test_the_endpoint_of_the_aws_table_is_used_as_it_is(kind: str, config: dict[str, Any], url: str) -> None:
+    messages = {
+        "s3TaskExecutor": {"inputUrl": f"file:{__file__}", "bucket": "landing", "key": "k"},
+        "IotSitewise": {
+            "entryId": "1",
+            "propertyAlias": "/a",
+            "propertyValues": [{"value": {"doubleValue": 1.0}, "timestamp": {"timeInSeconds": 1}}],
+        },
+    }
+    cls, context = EXPORTERS[kind], Configured(AwsSettings(endpoint_url="http://localhost:1"))
+    exporter = cls(convert_config(cls, {"identifier": "x", **config}), context)
+    with pytest.raises(Retry, match=f'Could not connect to the endpoint URL: "{url}'):
+        exporter.export(make_batch([json.dumps(messages.get(kind)).encode()]))
+
+
 def test_a_plugin_may_provide_credentials(fake: FakeAws, tmp_path: Path) -> None:
     source = """
         import time
