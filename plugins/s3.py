@@ -10,8 +10,10 @@ installed, the same bytes, so a retry never changes an object. Formats:
   is binary; zstd.
 
 An object is due at `sizeHintBytes` of payload and topics or when its first message is
-`timeHintMillis` old, whichever comes first. At most every `headIntervalMillis` after uploads the
-gateway's head object is written (see `bridge.export.heads`).
+`timeHintMillis` old, whichever comes first. At most every `headIntervalMillis` after uploads, or after
+messages were dropped before theirs, the gateway's head object is written (see `bridge.export.heads`).
+When an export is deleted, it is written once more without it, if the link is up; else the next one to
+be written leaves it out.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -37,6 +39,7 @@ from bridge import (
     Exporter,
     Outcome,
     Progress,
+    Record,
     Retry,
     hookimpl,
 )
@@ -91,8 +94,8 @@ class S3Exporter(Exporter):
         if config.kms_key_id:
             self._options["SSEKMSKeyId"] = config.kms_key_id
         self._place = (config.endpoint_url, config.bucket, self._prefix)
-        # When the last upload was known to be settled: a head written before does not name it. At
-        # first that is so too: the worker before us may have died before it wrote one.
+        # When the last upload or drop was known to be settled: a head written before does not name it.
+        # At first that is so too: the worker before us may have died before it wrote one.
         self._settled_at = math.inf
 
     @classmethod
@@ -117,6 +120,12 @@ class S3Exporter(Exporter):
         self._put(key, self._encode(batch), self._type)
         self._settled_at = math.inf
         return ACCEPTED
+
+    def dropped(self, first: int, last: int, reason: str) -> None:
+        self._settled_at = math.inf
+
+    def cancelled(self, records: Sequence[Record]) -> None:
+        self._settled_at = math.inf  # the head that is there names this export
 
     def idle(self) -> float | None:
         """Write the head object if it is old; one export does it for all to the same place."""
@@ -149,7 +158,7 @@ class S3Exporter(Exporter):
 
     def _write_head(self, exports: list[Progress]) -> None:
         now = time.monotonic()
-        here = [export for export in exports if self._shares(export.config)]
+        here = [_with_start(export) for export in exports if self._shares(export.config)]
         document = head_document(self.context.gateway, time.time_ns() // 1_000_000, here)
         self._put(head_key(self.context.gateway), document, "application/json")
         _written[self._place] = now
@@ -174,6 +183,17 @@ class S3Exporter(Exporter):
             )
         except Exception as error:
             raise failure(error, f"uploading s3://{self.config.bucket}/{key}") from error
+
+
+def _with_start(export: Progress) -> Progress:
+    """The progress with the numbers before `startSequenceNumber` named too: nobody asked for them."""
+    start, gaps = getattr(export.config, "start_sequence_number", 0), []
+    after = 0  # the end of the range before
+    for first, last, _ in [*export.skipped, (start, start, "")]:
+        if after < (end := min(first, start)):
+            gaps.append((after, end - 1, "before_start"))
+        after = last + 1
+    return msgspec.structs.replace(export, skipped=sorted(export.skipped + gaps)) if gaps else export
 
 
 _heads_lock = threading.Lock()

@@ -15,8 +15,9 @@ Contract with the ingest job. Key: `objectkeys.head_key(gateway)` under the pref
 * `dropped` is exact and complete up to `exported`: a number up to `exported` that is in no object
   and in no range of `dropped` was lost after its upload.
 * Reasons: `overwritten`, `expired`, `purged`, `limits`, `memory`, `skipped`, `exported` (freed after
-  an earlier upload), `filtered` (by a plugin): all legal. `damaged` (stored bytes failed their check)
-  and `unknown` (gone, and nobody knows why) are losses.
+  an earlier upload), `filtered` (by a plugin), `before_start` (before the export's
+  `startSequenceNumber`): all legal. `damaged` (stored bytes failed their check) and `unknown` (gone,
+  and nobody knows why) are losses.
 * Numbers from `exported` + 1 to `newest` wait on the gateway.
 * A range may be in `dropped` and in an object, when an upload's answer was lost and the messages
   were dropped before the next attempt: what is in an object counts.

@@ -8,12 +8,15 @@ import io
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from bridge import objectkeys
+from bridge.streams.drops import Reason
 from tests.export.harness import Bucket, running, until
+from tests.fakes.door import Door
 
 
 def test_every_message_is_in_exactly_the_object_that_its_name_promises(
@@ -117,8 +120,6 @@ def test_dropped_messages_split_objects_and_are_named_in_the_head(tmp_path: Path
             gateway.create("plant", {"s3": [config]})
             await gateway.append("plant", *(b"%d" % n for n in range(10)))
             stream = gateway.store.streams["plant"]
-            from bridge.streams.drops import Reason
-
             stream.drop([(0, 1), (4, 5)], Reason.PURGED)
             gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
@@ -147,6 +148,66 @@ def test_the_head_names_all_streams_that_go_to_the_same_place(tmp_path: Path, bu
     head = bucket.head()
     assert [(s["stream"], s["exported"]) for s in head["streams"]] == [("a", 0), ("b", 0)]
     assert head["gateway"] == "gw-1"
+
+
+def test_drops_without_an_upload_are_named_in_the_head(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        door = Door(bucket.url)
+        try:
+            async with running(tmp_path) as gateway:
+                config = bucket.config(endpointUrl=door.url)
+                gateway.create("plant", {"s3": [config]}, timeToLiveMillis=60_000)
+                await gateway.append("plant", b"0", b"1")
+                await until(lambda: bucket.head_exported() == [1])
+                with door.shut():
+                    await gateway.append("plant", *(b"%d" % n for n in range(2, 12)))
+                    await until(lambda: gateway.status("plant").error_message)
+                    in_a_minute = time.time_ns() // 1_000_000 + 61_000
+                    gateway.store.streams["plant"].maintain(in_a_minute)
+                    gateway.manager.refresh()
+                await until(lambda: bucket.head_exported() == [11], say=lambda: str(bucket.head()))
+                (stream,) = bucket.head()["streams"]
+                assert stream["dropped"] == [[2, 11, "expired"]]
+                assert stream["newest"] == 11
+        finally:
+            door.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_was_deleted_is_not_in_the_head(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            for name in ("a", "b"):
+                gateway.create(name, {"s3": [bucket.config()]})
+                await gateway.append(name, b"x")
+            await until(lambda: bucket.head_exported() == [0, 0])
+            gateway.manager.delete("a")
+            await until(lambda: [s["stream"] for s in bucket.head()["streams"]] == ["b"])
+            gateway.update("b", {})
+            await until(lambda: not bucket.head()["streams"])
+
+    asyncio.run(scenario())
+
+
+def test_what_is_before_the_start_of_an_export_is_not_taken_for_lost(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            config = bucket.config(startSequenceNumber=7, disabled=True)
+            gateway.create("plant", {"s3": [config]})
+            await gateway.append("plant", *(b"%d" % n for n in range(10)))
+            gateway.store.streams["plant"].drop([(8, 8)], Reason.PURGED)
+            gateway.manager.refresh()
+            gateway.update("plant", {"s3": [{**config, "disabled": False}]})
+            await until(lambda: bucket.head_exported() == [9])
+            (stream,) = bucket.head()["streams"]
+            assert stream["dropped"] == [[0, 6, "before_start"], [8, 8, "purged"]]
+            # The start moves: what is in between is in objects already, which counts.
+            await gateway.append("plant", b"10", b"11")
+            gateway.update("plant", {"s3": [{**config, "disabled": False, "startSequenceNumber": 9}]})
+            await until(lambda: bucket.head()["streams"][0]["dropped"] == [[0, 8, "before_start"]])
+
+    asyncio.run(scenario())
 
 
 def test_storage_options_are_passed_on(tmp_path: Path, bucket: Bucket) -> None:
