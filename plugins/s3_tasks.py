@@ -9,8 +9,10 @@ are the same upload.
 Each task ends with one status message: Success; Failure for what can never succeed (no such file, a
 FIFO or a device, no such bucket, a bad definition), and then the next task is taken; Canceled when the
 export is deleted, or when the task is gone from the stream before it was done: expired, overwritten or
-purged. When an export is deleted, at most the first 1,000 of its waiting tasks are told of. The message
-of a task that is gone has its number and no definition.
+purged. When an export is deleted, at most the first 1,000 of its waiting tasks are told of, and none if it
+is disabled. None are told of either when its stream is deleted, since nobody can read them any more. An
+upload in parts that was under way is aborted, but for that of a disabled export. The message of a task
+that is gone has its number and no definition.
 Network, throttling, rights and credentials are waited out, and the task stays InProgress. A status
 stream that is missing or full costs the message, never the task.
 """
@@ -142,6 +144,7 @@ class S3TaskExporter(Exporter):
         except TaskError as error:
             self._tell(Status.Failure, record.sequence_number, task, str(error))
             return Outcome(rejected={0: str(error)})
+        self._upload = None
         self._tell(Status.Success, record.sequence_number, task, "the file was uploaded")
         return ACCEPTED
 
@@ -158,6 +161,9 @@ class S3TaskExporter(Exporter):
             except msgspec.MsgspecError:
                 self.context.log.debug("message %d is no task", record.sequence_number)
             self._cancel(record.sequence_number, task, "the export was deleted")
+        upload = self._upload  # its task cannot be read any more if the stream was deleted
+        if upload and upload.upload_id and upload.number not in {r.sequence_number for r in records}:
+            self._abort(None, upload)
 
     def _cancel(self, number: int, task: TaskDefinition | None, why: str) -> None:
         if self._upload and self._upload.upload_id and self._upload.number == number:

@@ -255,6 +255,32 @@ def test_tasks_of_a_deleted_export_are_canceled(tmp_path: Path, bucket: Bucket) 
     asyncio.run(scenario())
 
 
+def test_an_upload_under_way_is_aborted_when_its_stream_is_deleted(tmp_path: Path, bucket: Bucket) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(11 * MIB))
+
+    def uploads() -> list[Any]:
+        return bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", [])
+
+    async def scenario() -> None:
+        door = Door(bucket.url)
+        try:
+            async with running(tmp_path) as gateway:
+                gateway.create("tasks", {"s3TaskExecutor": [{"identifier": "up", "endpointUrl": door.url}]})
+                door.close_at = 8 * MIB  # within the second part: the upload has begun
+                await gateway.append("tasks", task(bucket, path))
+                await until(lambda: gateway.status("tasks").error_message)
+                assert uploads()
+                door.open = True  # the next attempt has to wait a little
+                gateway.manager.delete("tasks")
+                await until(lambda: not uploads())
+                assert not bucket.names()
+        finally:
+            door.close()
+
+    asyncio.run(scenario())
+
+
 def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, bucket: Bucket) -> None:
     large, small = tmp_path / "large", tmp_path / "small"
     large.write_bytes(bytes(11 * MIB))
