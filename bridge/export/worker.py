@@ -140,11 +140,12 @@ class Worker:
 
     def _loop(self) -> int:
         beat_at, failures = 0.0, 0
+        incoming = select.poll()  # not select(): our number may be beyond 1,023, on a gateway of many files
+        incoming.register(self._connection, select.POLLIN)
         for message in self._early:
             self._take(message)
         while True:
-            ready, _, _ = select.select([self._connection], [], [], _STATUS_EVERY)
-            if ready:
+            if incoming.poll(_STATUS_EVERY * 1000):
                 for message in self._frames.feed(self._received()):
                     self._take(message)
             self._send_statuses()

@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -265,6 +266,25 @@ def test_ingest_does_not_notice_a_worker_that_cannot_start(
             await gateway.exported("a", 0)
 
     asyncio.run(scenario())
+
+
+def test_the_worker_starts_with_more_than_a_thousand_files_open(recorder: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [good(recorder)]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+
+    try:
+        with contextlib.ExitStack() as held:
+            for _ in range(1100):  # as a gateway with that many devices and streams has
+                held.enter_context(open(os.devnull, "rb"))
+            asyncio.run(scenario())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 TALKER = """
