@@ -5,7 +5,10 @@
     <data_dir>/exports/<stream>/<identifier>.skipped                ranges never exported, with reasons
 
 A cursor file has two slots of 4096 bytes, written in turn; the valid one with the higher generation
-counts. A torn write therefore costs one step back, and needs no rename and no sync of a directory.
+counts. A torn write therefore costs one step back, and needs no rename and no sync of a directory. Both
+slots are written when an export begins, so that a later write is a write in place and needs no room: no
+batch is sent before its boundaries are here, and on a full disk it is exports that make room again. (A
+file system that never writes in place, such as btrfs, can refuse it all the same; then exports wait.)
 
     slot = magic "SBCURSR1" | generation u64 | length u32 | crc32 u32 (of all before it, and the body) | body
 
@@ -43,7 +46,9 @@ class Cursor(Struct, kw_only=True):
     """One export's position and counters. `position` is the next number to be exported.
 
     `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the
-    configured start sequence number that the position was once taken from.
+    configured start sequence number that the position was once taken from. `reached` is the highest
+    number that may have been sent, -1 if none; it never goes back, and a start beyond the newest
+    message does not count.
     """
 
     epoch: int
@@ -58,11 +63,12 @@ class Cursor(Struct, kw_only=True):
     last_time: int = 0
     error: str | None = None
     state: bytes = b""
+    reached: int = -1
 
-    @property
-    def reached(self) -> int:
-        """The highest number that may have been exported; -1 if none."""
-        return self.planned[1] if self.planned else self.position - 1
+    def plan(self, first: int, last: int) -> None:
+        """Fix the boundaries of the next batch; once they are written, it may be sent."""
+        self.position, self.planned = first, (first, last)
+        self.reached = max(self.reached, last)
 
     def status(self, identifier: str) -> ExportStatus:
         """What a description of the stream says about this export."""
@@ -130,6 +136,11 @@ class CursorFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         Files().sync_directory(path.parent)
         self._generation = max((generation for generation, _ in _slots(self._fd)), default=0)
+
+    def fill(self, cursor: Cursor) -> None:
+        """Write each slot that is not valid, so that no later write needs room; raises OSError."""
+        for _ in range(2 - len(_slots(self._fd))):
+            self.write(cursor)
 
     @staticmethod
     def peek(path: Path) -> Cursor | None:

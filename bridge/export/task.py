@@ -89,6 +89,8 @@ class Task:
             fresh.error = f"{error}; exporting again from {fresh.position}"
             log.error("%s: %s", self.label, fresh.error)
         else:
+            if found is not None and found.epoch == self.source.epoch:
+                fresh.reached = found.reached
             if found is None or found.epoch != self.source.epoch or found.kind != self.kind:
                 self._path.with_suffix(".skipped").unlink(missing_ok=True)
                 found = None
@@ -96,7 +98,12 @@ class Task:
                 found = None  # a moved start moves the position
         loaded = found or fresh
         loaded.error = self.cursor.error or loaded.error
-        file, skipped = cursors.CursorFile(self._path), cursors.Skipped(self._path.with_suffix(".skipped"))
+        skipped, file = cursors.Skipped(self._path.with_suffix(".skipped")), cursors.CursorFile(self._path)
+        try:
+            file.fill(loaded)
+        except OSError:
+            file.close()
+            raise
         self.cursor = loaded
         if found is not None and self._cls.idle is not Exporter.idle:
             # The worker before us may have died between its last batch and what it does when idle.
@@ -130,10 +137,13 @@ class Task:
         """Whether an update to this configuration keeps the position; else it is another export."""
         return kind == self.kind and _start_of(config) == _start_of(self.config)
 
-    def remove(self) -> None:
-        """The export was deleted: forget its position; the next step closes it."""
+    def remove(self, *, replaced: bool = False) -> None:
+        """The export was deleted: the next step closes it, and its position is forgotten.
+
+        One of the same identifier that takes its place looks at the files itself: what was sent stays known.
+        """
         self.gone = True
-        for path in (self._path, self._path.with_suffix(".skipped")):
+        for path in () if replaced else (self._path, self._path.with_suffix(".skipped")):
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -261,13 +271,13 @@ class Task:
             self._pass_over(plan.skipped)
             self._pending = None
             cursor.position, records = plan.position, plan.records
-            cursor.planned = (records[0].sequence_number, records[-1].sequence_number) if records else None
             self._dirty = True
             if not records:
                 self._idle_at = time.monotonic()  # all of it was dropped; there may be more
                 return None
-            self._write()
+            cursor.plan(records[0].sequence_number, records[-1].sequence_number)
         assert cursor.planned is not None
+        self._write(force=False)  # also when the last attempt to do so failed: never a batch of unknown ends
         first, last = cursor.planned
         if not records:  # what was left of the planned batch was dropped
             pending = self._pending

@@ -240,7 +240,7 @@ class Worker:
                     current.renew(config)
                 continue
             if current is not None:
-                self._remove(current)
+                self._remove(current, replaced=True)
             self._add(source, kind, config)
         self._scheduler.wake()
         self.changed(message.name)
@@ -252,8 +252,8 @@ class Worker:
             task.hold(crash.wait, crash.reason, alone=crash.alone)
         self._scheduler.put(task)
 
-    def _remove(self, task: Task) -> None:
-        task.remove()
+    def _remove(self, task: Task, *, replaced: bool = False) -> None:
+        task.remove(replaced=replaced)
         self._scheduler.wake()
 
     def _forget(self, name: str) -> None:

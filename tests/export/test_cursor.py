@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from bridge.errors import CorruptData
 from bridge.export.cursor import SLOT, Cursor, CursorFile, Skipped, highest_exported, stream_directory
-from tests.export.harness import numbers, recorded, running, until
+from tests.export.harness import drop_in, numbers, recorded, running, until
 
 
 def written(path: Path, *positions: int) -> None:
@@ -111,7 +112,7 @@ def test_numbering_continues_after_what_was_planned(tmp_path: Path) -> None:
     directory = stream_directory(tmp_path, "a")
     written(directory / "x.cursor", 5)
     file = CursorFile(directory / "y.cursor")
-    file.write(Cursor(epoch=7, kind="k", position=3, planned=(3, 9)))
+    file.write(Cursor(epoch=7, kind="k", position=3, planned=(3, 9), reached=9))
     file.close()
     assert highest_exported(tmp_path, "a", 7) == 9
     assert highest_exported(tmp_path, "a", 8) == -1
@@ -179,3 +180,142 @@ def test_a_cursor_that_cannot_be_written_stops_its_export_and_no_other(recorder:
 
     asyncio.run(scenario())
     assert [batch[:2] for batch in recorded(recorder / "a")] == [[0, 0]]
+
+
+# -- a disk that takes no cursor -------------------------------------------------------------------
+REFUSING = """
+    import os
+    from bridge.export import cursor
+
+    if not hasattr(cursor.CursorFile, "real"):
+        cursor.CursorFile.real = cursor.CursorFile.write
+
+        def write(self, content):
+            if os.path.exists({flag!r}):
+                raise OSError(5, "Input/output error")
+            self.real(content)
+
+        cursor.CursorFile.write = write
+"""
+
+
+def test_no_batch_is_sent_before_its_boundaries_are_on_the_disk(recorder: Path) -> None:
+    flag = recorder / "refuse"
+    drop_in(recorder, "refusing", REFUSING.format(flag=str(flag)))
+    refusals: list[str] = []
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [{"identifier": "x", "path": str(recorder / "out")}]})
+            await gateway.append("a", b"0")
+            await gateway.exported("a", 0)
+            await until(lambda: position(recorder) == 1)
+            flag.touch()
+            await gateway.append("a", b"1", b"2")
+            await until(lambda: gateway.status("a").error_message)
+            await gateway.append("a", b"3", b"4")
+            handler = logging.Handler()
+            handler.emit = lambda record: refusals.append(record.getMessage())  # type: ignore[method-assign]
+            logging.getLogger("bridge.export").addHandler(handler)
+            try:
+                await until(lambda: len([text for text in refusals if "trying again" in text]) >= 2)
+            finally:
+                logging.getLogger("bridge.export").removeHandler(handler)
+            assert numbers(recorder / "out") == [0]
+            flag.unlink()
+            await gateway.exported("a", 4)
+
+    asyncio.run(scenario())
+    assert [batch[:2] for batch in recorded(recorder / "out")] == [[0, 0], [1, 2], [3, 4]]
+
+
+def position(root: Path) -> int:
+    """The position that is on the disk."""
+    (path,) = (root / "data" / "exports" / "a").glob("*.cursor")
+    found = CursorFile.peek(path)
+    return found.position if found else -1
+
+
+def test_exports_go_on_on_a_full_disk(recorder: Path, mounted: Path) -> None:
+    (recorder / "data").symlink_to(mounted)
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            config = {
+                "identifier": "x",
+                "path": str(recorder / "out"),
+                "batchSize": 2,
+                "lingerMillis": 600_000,
+            }
+            gateway.create("a", {"recorder": [config]})
+            await gateway.append("a", b"0")
+            await until(
+                lambda: (path := mounted / "exports" / "a" / "x.cursor").exists() and path.stat().st_size
+            )
+            with (
+                (mounted / "ballast").open("wb", buffering=0) as ballast,
+                pytest.raises(OSError, match="No space"),
+            ):
+                while True:
+                    ballast.write(bytes(4096))
+            for number in range(1, 10):
+                await gateway.append("a", b"%d" % number)  # into the page that the file has
+            await gateway.exported("a", 9)
+            await until(lambda: position(recorder) == 10)
+            assert os.statvfs(mounted).f_bavail == 0
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "out") == list(range(10))
+
+
+UNABLE = """
+    from bridge import ACCEPTED, Exporter, Retry, hookimpl
+
+    class Unable(Exporter):
+        kind = "unable"
+
+        def __init__(self, config, context):
+            raise Retry("You must specify a region.")
+
+        def export(self, batch):
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Unable)
+"""
+
+
+def test_a_start_beyond_the_newest_message_moves_no_number(tmp_path: Path) -> None:
+    drop_in(tmp_path, "unable", UNABLE)
+
+    async def scenario() -> None:
+        for turn in range(2):
+            async with running(tmp_path) as gateway:
+                if not turn:
+                    gateway.create("a", {"unable": [{"identifier": "x", "startSequenceNumber": 1000}]})
+                await gateway.append("a", b"x", b"y")
+                await until(lambda: gateway.status("a").error_message)
+                await until(lambda: position(tmp_path) == 1000)
+                assert gateway.store.streams["a"].next_sequence == 2 * (turn + 1)
+                assert gateway.store.streams["a"].drops.ranges == []
+
+    asyncio.run(scenario())
+
+
+def test_what_was_sent_stays_known_when_an_export_starts_anew_further_back(recorder: Path) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            config = {"identifier": "x", "path": str(recorder / "out")}
+            gateway.create("a", {"recorder": [config]})
+            epoch = gateway.store.streams["a"].epoch
+            await gateway.append("a", *(b"x" for _ in range(10)))
+            await gateway.exported("a", 9)
+            gateway.update(
+                "a", {"recorder": [{**config, "startSequenceNumber": 3, "fault": "wait", "batchSize": 1}]}
+            )
+            await until(lambda: "link is down" in (gateway.status("a").error_message or ""))
+            assert position(recorder) == 3
+            assert highest_exported(recorder / "data", "a", epoch) == 9
+
+    asyncio.run(scenario())
