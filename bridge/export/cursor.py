@@ -25,6 +25,7 @@ import contextlib
 import os
 import shutil
 import struct
+from bisect import bisect_left
 from operator import itemgetter
 from pathlib import Path
 
@@ -48,7 +49,8 @@ class Cursor(Struct, kw_only=True):
     `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the
     configured start sequence number that the position was once taken from. `reached` is the highest
     number that may have been sent, -1 if none; it never goes back, and a start beyond the newest
-    message does not count.
+    message does not count. `skipped` counts the numbers that the position has passed without a message
+    of theirs being exported or rejected.
     """
 
     epoch: int
@@ -203,21 +205,14 @@ class Skipped:
             self._join(int(fields[0]), int(fields[1]), fields[2])
             self._size += len(line)
 
-    @property
-    def last(self) -> int:
-        """The highest number in it; -1 if there is none."""
-        return self.ranges[-1][1] if self.ranges else -1
-
-    def add(self, ranges: list[tuple[int, int, str]]) -> int:
-        """Append ranges durably; those that are in it already are passed over. Returns how many numbers.
+    def add(self, ranges: list[tuple[int, int, str]]) -> None:
+        """Append durably what of these ranges is not in it yet.
 
         Raises OSError; what was written of them until then is written over by the next call.
         """
-        fresh = [
-            (max(first, self.last + 1), last, reason) for first, last, reason in ranges if last > self.last
-        ]
+        fresh = [(a, b, reason) for first, last, reason in ranges for a, b in self._unknown(first, last)]
         if not fresh:
-            return 0
+            return
         lines = [f"{first} {last} {reason} {_check(first, last, reason)}\n" for first, last, reason in fresh]
         data = "".join(lines).encode("ascii")
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -233,12 +228,23 @@ class Skipped:
         self._size += len(data)
         for entry in fresh:
             self._join(*entry)
-        return sum(last - first + 1 for first, last, _ in fresh)
+
+    def _unknown(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The parts of first..last that are in no range. An export that starts anew comes by twice."""
+        parts, at = [], bisect_left(self.ranges, first, key=itemgetter(1))
+        while at < len(self.ranges) and self.ranges[at][0] <= last:
+            if self.ranges[at][0] > first:
+                parts.append((first, self.ranges[at][0] - 1))
+            first = self.ranges[at][1] + 1
+            at += 1
+        return [*parts, (first, last)] if first <= last else parts
 
     def _join(self, first: int, last: int, reason: str) -> None:
-        if self.ranges and self.ranges[-1][1] + 1 == first and self.ranges[-1][2] == reason:
-            first = self.ranges.pop()[0]
-        self.ranges.append((first, last, reason))
+        at = bisect_left(self.ranges, first, key=itemgetter(0))
+        if at and self.ranges[at - 1][1] + 1 == first and self.ranges[at - 1][2] == reason:
+            self.ranges[at - 1] = self.ranges[at - 1][0], last, reason
+        else:
+            self.ranges.insert(at, (first, last, reason))
 
 
 def _check(*fields: object) -> str:

@@ -11,7 +11,8 @@ left out by a plugin's `transform_records`. They are passed over and reported, n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Sequence
 from itertools import count, repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -102,19 +103,29 @@ class Planner:
         if len(records) == len(found) == last - first + 1:
             return Plan(first, records, self.missing(position, first - 1, []))
         reach = records[-1].sequence_number if records else last
-        present = [m.sequence_number for m in found if m.sequence_number <= reach]
-        skipped = self.missing(position, reach, present)
+        skipped = self._left_out(position, reach, found, records)
+        return Plan(records[0].sequence_number if records else reach + 1, records, skipped)
+
+    def again(self, first: int, last: int, config: ExportConfig) -> Plan | None:
+        """The batch first..last once more, with what is left of it; None if it must be planned anew."""
+        found = self._read(first, last + 1, last - first + 1, 2**62)
+        records = self._records_of(found, config)
+        if len(records) == last - first + 1:
+            return Plan(first, records, [])
+        if self._limits.contiguous:
+            return None
+        return Plan(first, records, self._left_out(first, last, found, records))
+
+    def _left_out(
+        self, first: int, last: int, found: list[Record], records: list[Record]
+    ) -> list[tuple[int, int, str]]:
+        """What of first..last is not among `records`: dropped from the stream, or `found` and filtered."""
+        present = [m.sequence_number for m in found if m.sequence_number <= last]
+        skipped = self.missing(first, last, present)
         if len(records) != len(present):
             kept = {record.sequence_number for record in records}
             skipped = sorted(skipped + [(n, n, "filtered") for n in present if n not in kept])
-        return Plan(records[0].sequence_number if records else reach + 1, records, skipped)
-
-    def again(self, first: int, last: int, config: ExportConfig) -> list[Record] | None:
-        """The batch first..last once more; None if it must be planned anew."""
-        found = self._read(first, last + 1, last - first + 1, 2**62)
-        records = self._records_of(found, config)
-        whole = not self._limits.contiguous or len(records) == last - first + 1
-        return records if whole else None
+        return skipped
 
     def missing(self, first: int, last: int, present: Sequence[int]) -> list[tuple[int, int, str]]:
         """The numbers of first..last that are not `present`, with the reasons of the stream's drop log."""
@@ -201,6 +212,18 @@ class Planner:
         # The drop log keeps a reason of every drop: what is gone without one is lost.
         parts += [(a, b, "unknown") for a, b in self._drops.live(first, last)]
         return sorted(parts)
+
+
+def among(ranges: list[tuple[int, int, str]], numbers: Collection[int]) -> list[tuple[int, int, str]]:
+    """The parts of `ranges` that are these numbers."""
+    ascending, found = sorted(numbers), list[tuple[int, int, str]]()
+    for first, last, reason in ranges:
+        for number in ascending[bisect_left(ascending, first) : bisect_right(ascending, last)]:
+            if found and found[-1][1] + 1 == number and found[-1][2] == reason:
+                found[-1] = found[-1][0], number, reason
+            else:
+                found.append((number, number, reason))
+    return found
 
 
 def _run(found: list[Record]) -> list[Record]:

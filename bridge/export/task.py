@@ -14,17 +14,14 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
 from bridge.export.api import (
-    AwsBatchedConfig,
-    AwsConfig,
     Batch,
-    Context,
     ExportConfig,
     Exporter,
     Outcome,
@@ -32,7 +29,8 @@ from bridge.export.api import (
     Record,
     Retry,
 )
-from bridge.export.planning import Planner, Source
+from bridge.export.context import WorkerContext
+from bridge.export.planning import Planner, Source, among
 from bridge.model import ExportStatus
 from bridge.streams.layout import directory_name
 
@@ -65,6 +63,7 @@ class Task:
         self._attempts = 0
         self._failing = False
         self._pending: set[int] | None = None  # of the planned batch, what is not settled; None: all
+        self._handled = 0  # how many messages of the planned batch are settled
         self._dirty = False
         self._idle_at = NEVER
         name = directory_name(config.identifier)
@@ -74,7 +73,7 @@ class Task:
         self.cursor = self._fresh()
         self.skipped: cursors.Skipped | None = None
         self._planner = Planner(source, scheduler.transform(self))
-        self._context = _WorkerContext(self, scheduler)
+        self._context = WorkerContext(self, scheduler)
 
     def _fresh(self) -> cursors.Cursor:
         start = _start_of(self.config)
@@ -256,35 +255,16 @@ class Task:
                 log.warning("%s: closing it failed: %s", self.label, error)
 
     def _batch(self) -> Batch | None:
-        cursor = self.cursor
-        records: Sequence[Record] | None = None
-        if cursor.planned:
-            records = self._planner.again(*cursor.planned, self.config)
-            if records is not None and self._pending is not None:
-                records = [r for r in records if r.sequence_number in self._pending]
-            if records is None:  # part of it was dropped since: another batch takes its place
-                cursor.planned, self._pending = None, None
+        records = self._again() if self.cursor.planned else None
         if records is None:
-            plan = self._planner.plan(cursor.position, self.config)
-            if plan is None:
-                return None
-            self._pass_over(plan.skipped)
-            self._pending = None
-            cursor.position, records = plan.position, plan.records
-            self._dirty = True
-            if not records:
-                self._idle_at = time.monotonic()  # all of it was dropped; there may be more
-                return None
-            cursor.plan(records[0].sequence_number, records[-1].sequence_number)
-        assert cursor.planned is not None
+            records = self._plan()
+        if records is None or self.cursor.planned is None:
+            return None
         self._write(force=False)  # also when the last attempt to do so failed: never a batch of unknown ends
-        first, last = cursor.planned
         if not records:  # what was left of the planned batch was dropped
-            pending = self._pending
-            settled = [n for n in range(first, last + 1) if n not in pending] if pending is not None else []
-            self._pass_over(self._planner.missing(first, last, settled))
             self._settled()
             return None
+        first, last = self.cursor.planned
         return Batch(
             gateway=self._scheduler.gateway,
             stream=self.source.name,
@@ -295,14 +275,52 @@ class Task:
             attempt=self._attempts + 1,
         )
 
+    def _again(self) -> Sequence[Record] | None:
+        """What is left of the planned batch; None if another takes its place, as part of it was dropped."""
+        assert self.cursor.planned is not None
+        plan, pending = self._planner.again(*self.cursor.planned, self.config), self._pending
+        if plan is None:
+            self.cursor.planned, self._pending = None, None
+            return None
+        records, gone = plan.records, plan.skipped
+        if pending is not None:
+            records = [record for record in records if record.sequence_number in pending]
+            gone = among(gone, pending)
+        if gone:
+            self._pass_over(gone)
+            self._pending = {record.sequence_number for record in records}
+        return records
+
+    def _plan(self) -> Sequence[Record] | None:
+        """Fix the boundaries of the next batch; None if there is none yet."""
+        cursor = self.cursor
+        plan = self._planner.plan(cursor.position, self.config)
+        if plan is None:
+            return None
+        self._pass_over(plan.skipped)
+        cursor.skipped += plan.position - cursor.position
+        cursor.position, records, self._dirty = plan.position, plan.records, True
+        if not records:
+            self._idle_at = time.monotonic()  # all of it was dropped; there may be more
+            return None
+        cursor.plan(records[0].sequence_number, records[-1].sequence_number)
+        whole = len(records) == records[-1].sequence_number - cursor.position + 1
+        self._pending = None if whole else {record.sequence_number for record in records}
+        self._handled = 0
+        return records
+
     def _pass_over(self, ranges: list[tuple[int, int, str]]) -> None:
-        """Take note of what was dropped before it was exported."""
+        """Tell of what was dropped before it was exported.
+
+        How many they are is counted when the position passes them, in one write with it: no crash counts
+        any twice.
+        """
         if ranges and self._exporter is not None and self._cls.dropped is not Exporter.dropped:
             with self._scheduler.in_plugin(self, "hearing of dropped messages"):
                 for dropped in ranges:
                     self._exporter.dropped(*dropped)
         if ranges and self.skipped is not None:
-            self.cursor.skipped += self.skipped.add(ranges)
+            self.skipped.add(ranges)
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
         self._scheduler.charge(batch)
@@ -351,6 +369,7 @@ class Task:
         cursor, records = self.cursor, batch.records
         done = [n for n in range(len(records)) if n not in left] if left else range(len(records))
         refused = [n for n in done if n in rejected] if rejected else []
+        self._handled += len(done)
         cursor.messages += len(done)
         cursor.rejected += len(refused)
         cursor.size += sum([len(records[n].payload) for n in done])
@@ -360,7 +379,9 @@ class Task:
     def _settled(self) -> None:
         cursor = self.cursor
         assert cursor.planned is not None
-        cursor.position, cursor.planned, self._pending = cursor.planned[1] + 1, None, None
+        first, last = cursor.planned
+        cursor.skipped += max(last - first + 1 - self._handled, 0)  # a plugin may have made two of one
+        cursor.position, cursor.planned, self._pending = last + 1, None, None
         self._dirty, self._idle_at = True, time.monotonic() + IDLE_AFTER
         self._recovered()
         self._scheduler.changed(self.source.name)
@@ -467,31 +488,3 @@ def _start_of(config: ExportConfig) -> int:
 
 def _others(batch: Batch, without: dict[int, str]) -> list[int]:
     return [n for n in range(len(batch.records)) if n not in without]
-
-
-class _WorkerContext(Context):
-    """The context of an exporter in the worker."""
-
-    def __init__(self, task: Task, scheduler: Scheduler) -> None:
-        super().__init__(scheduler.gateway, task.source.name, task.source.epoch)
-        self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
-        self._task, self._scheduler = task, scheduler
-
-    def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
-        return self._scheduler.client(service, config, **options)
-
-    def working(self) -> None:
-        self._scheduler.working(self._task)
-
-    def throttle(self, size: int) -> None:
-        self._scheduler.throttle(size, self._task)
-
-    def append(self, stream: str, payload: bytes) -> None:
-        self._scheduler.append(stream, payload)
-
-    def save_state(self, state: bytes) -> None:
-        self._task.save_state(state)
-        self.state = state
-
-    def exports(self) -> list[Progress]:
-        return self._scheduler.progress(self._task.kind)

@@ -59,13 +59,22 @@ def test_every_torn_length_gives_a_whole_cursor_or_says_that_there_is_none(tmp_p
 def test_the_log_of_skipped_ranges_survives_a_torn_line_and_repeats(tmp_path: Path) -> None:
     path = tmp_path / "x.skipped"
     skipped = Skipped(path)
-    assert skipped.add([(0, 3, "expired"), (4, 5, "expired"), (9, 9, "purged")]) == 7
+    skipped.add([(0, 3, "expired"), (4, 5, "expired"), (9, 9, "purged")])
     with path.open("a") as out:
         out.write("10 20 expi")
     again = Skipped(path)
     assert again.ranges == [(0, 5, "expired"), (9, 9, "purged")]
-    assert again.add([(4, 5, "expired"), (9, 12, "purged")]) == 3  # told again after a crash
+    again.add([(4, 5, "expired"), (9, 12, "purged")])  # told again after a crash
     assert Skipped(path).ranges == [(0, 5, "expired"), (9, 12, "purged")]
+
+
+def test_ranges_below_others_are_kept_too_for_a_start_may_be_moved_back(tmp_path: Path) -> None:
+    path = tmp_path / "x.skipped"
+    Skipped(path).add([(500, 509, "expired"), (600, 609, "purged")])
+    Skipped(path).add([(100, 119, "limits"), (495, 605, "limits"), (608, 611, "limits")])
+    kept = [(100, 119, "limits"), (495, 499, "limits"), (500, 509, "expired"), (510, 599, "limits")]
+    kept += [(600, 609, "purged"), (610, 611, "limits")]
+    assert Skipped(path).ranges == kept
 
 
 @contextmanager
@@ -85,8 +94,8 @@ def test_half_a_line_that_a_full_disk_took_is_an_error_and_cuts_off_no_later_lin
     skipped.add([(0, 3, "expired")])
     with room(path.stat().st_size + 5), pytest.raises(OSError, match="large"):
         skipped.add([(9, 9, "purged"), (20, 29, "expired")])
-    assert skipped.add([(9, 9, "purged")]) == 1
-    assert skipped.add([(40, 49, "limits")]) == 10
+    skipped.add([(9, 9, "purged")])
+    skipped.add([(40, 49, "limits")])
     assert Skipped(path).ranges == [(0, 3, "expired"), (9, 9, "purged"), (40, 49, "limits")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import InvalidRequest
-from tests.export.harness import numbers, recorded, running, until
+from tests.export.harness import drop_in, numbers, recorded, running, until
 
 
 def to(root: Path, name: str = "out", **more: Any) -> dict[str, Any]:
@@ -226,6 +227,85 @@ def test_dropped_messages_are_passed_over(recorder: Path) -> None:
 
     asyncio.run(scenario())
     assert numbers(recorder / "out") == [7, 8, 9]
+
+
+PATIENT = """
+    import json, os
+    from bridge import *
+
+    class Config(BatchedConfig, frozen=True):
+        path: str
+
+    class Patient(Exporter):
+        kind = "patient"
+        Config = Config
+
+        def export(self, batch):
+            path, given = self.config.path, [record.sequence_number for record in batch.records]
+            if os.path.exists(path + ".down"):
+                self.note("tried", given)
+                raise Retry("the link is down")
+            if os.path.exists(path + ".half"):
+                os.rename(path + ".half", path + ".down")
+                self.note("half", given[::2])
+                return Outcome(retry=range(1, len(given), 2), error="half of it")
+            self.note("sent", given)
+            return ACCEPTED
+
+        def dropped(self, first, last, reason):
+            self.note(reason, [first, last])
+
+        def note(self, what, numbers):
+            with open(self.config.path, "a") as out:
+                print(json.dumps([what, numbers]), file=out)
+
+    @hookimpl
+    def register_exporters(register):
+        register(Patient)
+
+    @hookimpl
+    def transform_records(records):
+        return [record for record in records if record.payload != b"noise"]
+"""
+
+
+@pytest.mark.parametrize("fault", ["down", "half", "kill"])
+def test_what_is_dropped_out_of_a_batch_between_two_attempts_is_told_and_counted(
+    tmp_path: Path, fault: str
+) -> None:
+    drop_in(tmp_path, "patient", PATIENT)
+    out = tmp_path / "out"
+    (tmp_path / ("out.half" if fault == "half" else "out.down")).touch()
+
+    def notes() -> list[Any]:
+        return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            exports = {"patient": [{"identifier": "x", "path": str(out)}]}
+            gateway.create("a", exports, limits={"maxMessages": 10})
+            await gateway.append("a", *(b"noise" if n == 8 else b"x" for n in range(10)))
+            await until(lambda: notes() and gateway.status("a").error_message)
+            await gateway.append("a", *(b"x" for _ in range(6)))  # 0 to 5 make room for these
+            gateway.manager.refresh()
+            if fault == "kill":
+                assert gateway.exports.pid is not None
+                os.kill(gateway.exports.pid, signal.SIGKILL)
+            await until(lambda: any(what == "limits" for what, _ in notes()))
+            (tmp_path / "out.down").unlink()
+            await gateway.exported("a", 15)
+            status = gateway.status("a")
+            gone = 3 if fault == "half" else 6  # of the others, 0, 2 and 4 had been sent before
+            assert status.skipped_messages_count == gone + 1
+            assert status.exported_messages_count == 16 - 1 - gone
+
+    asyncio.run(scenario())
+    told = [number for what, ends in notes() if what == "limits" for number in range(ends[0], ends[1] + 1)]
+    assert sorted(told) == ([1, 3, 5] if fault == "half" else [0, 1, 2, 3, 4, 5])
+    filtered = [ends for what, ends in notes() if what == "filtered"]
+    assert filtered == [[8, 8]] * (2 if fault == "kill" else 1)  # a worker that is new may tell again
+    sent = {number for what, given in notes() if what in ("sent", "half") for number in given}
+    assert sent == set(range(16)) - set(told) - {8}
 
 
 def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorder: Path) -> None:
