@@ -212,7 +212,10 @@ class Context:
         return client(AwsSettings(), service, config.region, config.endpoint_url, **options)
 
     def working(self) -> None:
-        """Tell that a long export still makes progress, so that it is not taken for hung."""
+        """Tell that a long export still makes progress, so that it is not taken for hung.
+
+        From any thread.
+        """
 
     def throttle(self, size: int) -> None:
         """Wait until `size` bytes beyond the batch's own may be sent under the bandwidth ceiling."""

@@ -161,9 +161,15 @@ class Scheduler:
             self._grown[task.key] = self._grown.get(task.key, 0) + memory_used() - before
 
     def working(self, task: Task) -> None:
-        """Put off the time at which the task's thread counts as hung."""
+        """Put off the time at which the task's thread counts as hung, whatever thread of the plugin says so.
+
+        Without a step of the task under way there is nothing to put off.
+        """
         with self._changed:
-            self._running[threading.get_ident()] = task, time.monotonic() + task.timeout
+            for thread, (running, _) in self._running.items():
+                if running is task:
+                    self._running[thread] = task, time.monotonic() + task.timeout
+                    return
 
     def charge(self, batch: Batch) -> None:
         """Count a batch against the bandwidth ceiling: the next one waits for it."""

@@ -287,6 +287,49 @@ def test_the_worker_starts_with_more_than_a_thousand_files_open(recorder: Path) 
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+HELPED = """
+    import threading
+    from bridge import ACCEPTED, BatchedConfig, Exporter, hookimpl
+
+    class Helped(Exporter):
+        kind = "helped"
+        timeout = 0.5
+
+        def export(self, batch):
+            helper = threading.Thread(target=self.help)
+            helper.start()
+            helper.join()  # three times as long as the timeout
+            return ACCEPTED
+
+        def help(self):
+            for _ in range(15):
+                threading.Event().wait(0.1)
+                self.context.working()
+
+        def idle(self):
+            threading.Thread(target=self.context.working).start()  # nobody waits for this one
+
+    @hookimpl
+    def register_exporters(register):
+        register(Helped)
+"""
+
+
+def test_a_thread_of_a_plugin_may_say_that_its_export_is_working(tmp_path: Path) -> None:
+    drop_in(tmp_path, "helped", HELPED)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("a", {"helped": [{"identifier": "x"}]})
+            for number in range(2):
+                await gateway.append("a", b"x")
+                await gateway.exported("a", number)
+            assert gateway.exports.restarts == 0
+            assert gateway.status("a").error_message is None
+
+    asyncio.run(scenario())
+
+
 TALKER = """
     import logging
     from bridge import ACCEPTED, BatchedConfig, Exporter, hookimpl
