@@ -30,6 +30,7 @@ from bridge.errors import (
     StreamNotFound,
     UpdateNotAllowed,
 )
+from bridge.export.api import OWN_STREAM, appends_to_itself
 from bridge.model import (
     ExportStatus,
     MessageStreamDefinition,
@@ -275,6 +276,11 @@ class StreamManager:
                     f"the last level only, and neither '$' nor '{REQUEST_LEVEL}/' at the beginning"
                 )
         self._registry.check(definition.export_definition)
+        for kind, configs in definition.export_definition.items():
+            for number, raw in enumerate(configs):
+                if path := appends_to_itself(raw, definition.name):
+                    where = ".".join([f"exportDefinition.{kind}[{number}]", *path])
+                    raise InvalidRequest(f"{where}: {definition.name!r} {OWN_STREAM}")
         return definition
 
     def create(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> Stream:

@@ -89,6 +89,21 @@ def test_defaults_are_those_of_the_sdk(tmp_path: Path) -> None:
         ({"retention": "forever"}, "definition.retention"),
         ({"exportDefinition": {"kinessis": [{"identifier": "x"}]}}, "did you mean 'kinesis'"),
         ({"exportDefinition": {"s3": [{"identifier": "x"}]}}, "bucket"),
+        (
+            {"exportDefinition": {"s3TaskExecutor": [{"identifier": "x", "deadLetterStream": "s"}]}},
+            r"exportDefinition\.s3TaskExecutor\[0\]\.deadLetterStream: 's' is the stream itself",
+        ),
+        (
+            {
+                "exportDefinition": {
+                    "s3TaskExecutor": [
+                        {"identifier": "x", "statusConfig": {"statusStreamName": "other"}},
+                        {"identifier": "y", "statusConfig": {"statusStreamName": "s"}},
+                    ]
+                }
+            },
+            r"exportDefinition\.s3TaskExecutor\[1\]\.statusConfig\.statusStreamName: 's'",
+        ),
     ],
 )
 def test_a_wrong_definition_is_refused_with_the_place_of_the_mistake(

@@ -295,3 +295,22 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     config = msgspec.convert(raw, exporter.Config)
     exporter.check(config)
     return config
+
+
+OWN_STREAM = "is the stream itself: each message there would make another; name another stream"
+_APPENDS_TO = (("deadLetterStream",), ("statusConfig", "statusStreamName"))
+
+
+def appends_to_itself(raw: Mapping[str, Any], stream: str) -> list[str] | None:
+    """The path of the key by which an export of `stream` (camelCase) would append to `stream`; None if none.
+
+    What an export makes of a message must not be exported again by it: one message that is refused would
+    fill the disk.
+    """
+    for path in _APPENDS_TO:
+        value: Any = raw
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value == stream:
+            return list(path)
+    return None

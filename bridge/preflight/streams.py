@@ -12,7 +12,7 @@ import msgspec
 
 from bridge import plugins
 from bridge.errors import InvalidRequest
-from bridge.export.api import ExportConfig
+from bridge.export.api import OWN_STREAM, ExportConfig, appends_to_itself
 from bridge.manager import is_bindable
 from bridge.model import MessageStreamDefinition, Persistence
 from bridge.preflight.look import Finding, Look, existing
@@ -125,6 +125,8 @@ def _exports(look: Look, stream: MessageStreamDefinition, registry: plugins.Regi
                     (*keys, "identifier"), f"{export.identifier!r} is another export's too; choose another"
                 )
             owners.add(export.identifier)
+            if own := appends_to_itself(raw, stream.name):
+                yield look.error((*keys, *map(snake, own)), f"{stream.name!r} {OWN_STREAM}")
             letters = export.dead_letter_stream
             if letters is not None and letters not in look.config.streams:
                 yield look.warning(

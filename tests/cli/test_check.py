@@ -257,6 +257,23 @@ def test_one_identifier_for_two_exports_is_an_error(path: Path) -> None:
     ]
 
 
+def test_an_export_that_appends_to_its_own_stream_is_an_error(path: Path) -> None:
+    text = """
+[[streams.a.export.s3TaskExecutor]]
+identifier = "one"
+dead_letter_stream = "a"
+[[streams.a.export.s3TaskExecutor]]
+identifier = "two"
+status_config = { status_stream_name = "a" }
+"""
+    found = [line for line in check(path, QUIET + text) if line.startswith("error")]
+    why = "'a' is the stream itself: each message there would make another; name another stream"
+    assert found == [
+        f"error: x.toml:14: streams.a.export.s3TaskExecutor[0].dead_letter_stream: {why}",
+        f"error: x.toml:17: streams.a.export.s3TaskExecutor[1].status_config.status_stream_name: {why}",
+    ]
+
+
 def test_exports_without_credentials_are_a_warning(path: Path) -> None:
     export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\n'
     lines = check(path, QUIET + export)
