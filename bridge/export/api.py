@@ -180,7 +180,11 @@ class Batching(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """How far one export is: a snapshot. `skipped` are ranges it never exported, with reasons."""
+    """How far one export is: a snapshot. `skipped` are ranges it never exported, with reasons.
+
+    They are kept of exporters whose limits say `contiguous`, some thousand of them: older ones are joined,
+    with the reason `joined:<count>`, which is how many numbers in such a range were skipped.
+    """
 
     stream: str
     epoch: int

@@ -2,7 +2,8 @@
 
     <data_dir>/exports/lock                                         held (flock) by the worker
     <data_dir>/exports/<stream>/<identifier>.cursor                 names as `streams.layout` makes them
-    <data_dir>/exports/<stream>/<identifier>.skipped                ranges never exported, with reasons
+    <data_dir>/exports/<stream>/<identifier>.skipped                ranges never exported, with reasons;
+                                                                    only of exporters that are `contiguous`
 
 A cursor file has two slots of 4096 bytes, written in turn; the valid one with the higher generation
 counts. A torn write therefore costs one step back, and needs no rename and no sync of a directory. Both
@@ -16,7 +17,10 @@ file system that never writes in place, such as btrfs, can refuse it all the sam
 sequence number: what was sent is sent again, and nothing is lost.
 
 A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the
-range; a line that fails its check ends the file.
+range; a line that fails its check ends the file. When it has grown, it is replaced by its compact form:
+of all but the newest `KEPT` ranges neighbours become one with the reason `joined:<count>`, which is how many
+of its numbers were skipped; the others were exported. Losses are kept apart. See `export.heads` for what
+the reader makes of it.
 """
 
 from __future__ import annotations
@@ -39,6 +43,9 @@ from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096
 STATE_LIMIT = 2000
+KEPT = 1000
+_LOSSES = ("damaged", "unknown")
+_JOINED = "joined:"
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
 
@@ -191,19 +198,22 @@ def _slots(fd: int) -> list[tuple[int, Cursor]]:
 
 
 class Skipped:
-    """The ranges that an export never sent, in order, neighbours of one reason joined."""
+    """The ranges that an export never sent, in order, neighbours of one reason joined; some thousand."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_new = not path.exists()
         self.ranges: list[tuple[int, int, str]] = []
         self._size = 0  # of the lines that count; what a failed write left behind them is written over
+        self._lines = 0
+        self._least = KEPT  # how many ranges a compact file would have
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             fields = line.decode("ascii", "replace").split()
             if not line.endswith(b"\n") or len(fields) != 4 or fields[3] != _check(*fields[:3]):
                 break
             self._join(int(fields[0]), int(fields[1]), fields[2])
             self._size += len(line)
+            self._lines += 1
 
     def add(self, ranges: list[tuple[int, int, str]]) -> None:
         """Append durably what of these ranges is not in it yet.
@@ -213,8 +223,7 @@ class Skipped:
         fresh = [(a, b, reason) for first, last, reason in ranges for a, b in self._unknown(first, last)]
         if not fresh:
             return
-        lines = [f"{first} {last} {reason} {_check(first, last, reason)}\n" for first, last, reason in fresh]
-        data = "".join(lines).encode("ascii")
+        data = _lines(fresh)
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, self._size)
@@ -226,8 +235,26 @@ class Skipped:
             Files().sync_directory(self._path.parent)
             self._is_new = False
         self._size += len(data)
+        self._lines += len(fresh)
         for entry in fresh:
             self._join(*entry)
+        if self._lines > 2 * self._least:
+            with contextlib.suppress(OSError):  # it is as true without; the next range tries again
+                self._compact()
+
+    def _compact(self) -> None:
+        old, kept = self.ranges[:-KEPT], self.ranges[-KEPT:]
+        joined: list[tuple[int, int, str]] = []
+        for entry in old:
+            if joined and entry[2] not in _LOSSES and joined[-1][2] not in _LOSSES:
+                reason = f"{_JOINED}{_count(joined[-1]) + _count(entry)}"
+                joined[-1] = joined[-1][0], entry[1], reason
+            else:
+                joined.append(entry)
+        data = _lines(joined + kept)
+        Files().replace(self._path, data)
+        self.ranges = joined + kept
+        self._size, self._lines, self._least = len(data), len(self.ranges), max(KEPT, len(self.ranges))
 
     def _unknown(self, first: int, last: int) -> list[tuple[int, int]]:
         """The parts of first..last that are in no range. An export that starts anew comes by twice."""
@@ -245,6 +272,16 @@ class Skipped:
             self.ranges[at - 1] = self.ranges[at - 1][0], last, reason
         else:
             self.ranges.insert(at, (first, last, reason))
+
+
+def _count(entry: tuple[int, int, str]) -> int:
+    first, last, reason = entry
+    return int(reason.removeprefix(_JOINED)) if reason.startswith(_JOINED) else last - first + 1
+
+
+def _lines(ranges: list[tuple[int, int, str]]) -> bytes:
+    lines = [f"{first} {last} {reason} {_check(first, last, reason)}\n" for first, last, reason in ranges]
+    return "".join(lines).encode("ascii")
 
 
 def _check(*fields: object) -> str:

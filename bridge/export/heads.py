@@ -12,12 +12,15 @@ Contract with the ingest job. Key: `objectkeys.head_key(gateway)` under the pref
         "exported": 999,                               all numbers up to here are uploaded or in `dropped`
         "dropped": [[17, 20, "overwritten"], ...]}]}   never uploaded: [first, last, reason], ascending
 
-* `dropped` is exact and complete up to `exported`: a number up to `exported` that is in no object
-  and in no range of `dropped` was lost after its upload.
+* `dropped` is complete up to `exported`: a number up to `exported` that is in no object and in no range
+  of `dropped` was lost after its upload. The newest thousand ranges are exact. Older ones may be joined
+  over what was uploaded between them, with the reason `joined:<count>`: so many numbers of the range were
+  dropped, for legal reasons. If more of them are in no object, some were lost after their upload, and
+  which ones nobody knows: a reader must take all of them for lost.
 * Reasons: `overwritten`, `expired`, `purged`, `limits`, `memory`, `skipped`, `exported` (freed after
   an earlier upload), `filtered` (by a plugin), `before_start` (before the export's
-  `startSequenceNumber`): all legal. `damaged` (stored bytes failed their check) and `unknown` (gone,
-  and nobody knows why) are losses.
+  `startSequenceNumber`), `joined:<count>`: all legal. `damaged` (stored bytes failed their check) and
+  `unknown` (gone, and nobody knows why) are losses, and never joined.
 * Numbers from `exported` + 1 to `newest` wait on the gateway.
 * A range may be in `dropped` and in an object, when an upload's answer was lost and the messages
   were dropped before the next attempt: what is in an object counts.

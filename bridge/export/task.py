@@ -79,7 +79,7 @@ class Task:
         start = _start_of(self.config)
         return cursors.Cursor(epoch=self.source.epoch, kind=self.kind, start=start, position=start)
 
-    def _load(self) -> tuple[cursors.CursorFile, cursors.Skipped]:
+    def _load(self) -> tuple[cursors.CursorFile, cursors.Skipped | None]:
         """Open the files and read the position; raises OSError."""
         fresh, found = self._fresh(), None
         try:
@@ -97,7 +97,10 @@ class Task:
                 found = None  # a moved start moves the position
         loaded = found or fresh
         loaded.error = self.cursor.error or loaded.error
-        skipped, file = cursors.Skipped(self._path.with_suffix(".skipped")), cursors.CursorFile(self._path)
+        # Only who sends what is contiguous, and as a whole, has gaps to explain; all others count.
+        named = self._cls.limits.contiguous
+        skipped = cursors.Skipped(self._path.with_suffix(".skipped")) if named else None
+        file = cursors.CursorFile(self._path)
         try:
             file.fill(loaded)
         except OSError:

@@ -9,16 +9,21 @@ in this order of precedence:
 * waiting      the gateway has not uploaded them yet
 * missing      none of these, or the gateway says that they were damaged or are gone unexplained: lost
 
+Of drops long ago a gateway keeps ranges with a count (`joined:<count>`). Where no more numbers than that
+are neither in the table nor explained otherwise, they are those that it dropped: trimmed. Where there are
+more, something was lost; which ones cannot be told, so all of them are missing.
+
 A stream starts at 0 where its gateway's head is known, else at the first number that is in the table; it
 ends at the newest that anybody knows of. Without a head a lost tail is not seen, so that is said.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridge.ingest.heads import Head, Heads
@@ -29,6 +34,7 @@ from bridge.objectkeys import HEADS, parse_key
 
 KINDS = ("trimmed", "quarantined", "waiting", "missing")
 SHOWN = 5  # gateways named in one line
+JOINED = "joined:"
 ILLEGAL = ("damaged", "unknown")  # reasons of a gateway that are losses, as in its head object
 
 
@@ -193,6 +199,8 @@ def _stream(
             Hole(low, high, kind, reason, after, before)
             for low, high, kind, reason in _explain((first, last), head, refused)
         ]
+    if head:
+        report.holes = _judge(report.holes, head)
     for kind in KINDS:
         setattr(report, kind, sum(hole.count for hole in report.holes if hole.kind == kind))
     return report
@@ -201,11 +209,16 @@ def _stream(
 def _explain(hole: Pair, head: Head | None, refused: Ranges) -> list[tuple[int, int, str, str]]:
     """Cut a hole by why it is there."""
     causes: list[tuple[str, str, Ranges]] = []
+    joined = []
     for first, last, reason in head.dropped if head else ():
+        if reason.startswith(JOINED):
+            joined.append((JOINED, reason, Ranges([(first, last)])))
+            continue
         causes.append(("missing" if reason in ILLEGAL else "trimmed", reason, Ranges([(first, last)])))
     causes.append(("quarantined", "", refused))
     if head and head.newest > head.exported:
         causes.append(("waiting", "", Ranges([(head.exported + 1, head.newest)])))
+    causes += joined  # last: what is explained otherwise does not count there
     rest: list[Pair] = [hole]
     found: list[tuple[int, int, str, str]] = []
     for kind, reason, numbers in causes:
@@ -214,6 +227,22 @@ def _explain(hole: Pair, head: Head | None, refused: Ranges) -> list[tuple[int, 
         if size(explained):
             rest = _without(rest, explained)
     return sorted(found + [(first, last, "missing", "") for first, last in rest])
+
+
+def _judge(holes: list[Hole], head: Head) -> list[Hole]:
+    """Decide of what lies in joined ranges whether it is no more than what was dropped there."""
+    judged = [hole for hole in holes if hole.kind != JOINED]
+    for first, last, reason in dict.fromkeys(head.dropped):
+        if reason.startswith(JOINED):
+            inside = [
+                h for h in holes if h.kind == JOINED and first <= h.first <= last and h.reason == reason
+            ]
+            text, gone = reason.removeprefix(JOINED), sum(hole.count for hole in inside)
+            dropped = int(text) if re.fullmatch("[0-9]{1,20}", text) else 0
+            kind = "trimmed" if gone <= dropped else "missing"
+            why = "joined" if gone <= dropped else f"{dropped} of these {gone} were dropped"
+            judged += [replace(hole, kind=kind, reason=why) for hole in inside]
+    return sorted(judged, key=lambda hole: hole.first)
 
 
 def _without(pairs: Iterable[Pair], taken: Iterable[Pair]) -> list[Pair]:

@@ -77,6 +77,35 @@ def test_ranges_below_others_are_kept_too_for_a_start_may_be_moved_back(tmp_path
     assert Skipped(path).ranges == kept
 
 
+def test_of_any_number_of_ranges_the_newest_are_exact_and_the_others_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.skipped"
+    skipped, reasons = Skipped(path), {3000: "damaged", 5000: "unknown"}
+    for begin in range(0, 20_000, 500):
+        skipped.add([(n, n, reasons.get(n, "filtered")) for n in range(begin, begin + 500, 2)])
+    for found in (skipped, Skipped(path)):
+        assert len(found.ranges) < 2100
+        newest = [(n, n, "filtered") for n in range(18_000, 20_000, 2)]
+        assert found.ranges[-1000:] == newest
+        assert found.ranges[:4] == [
+            (0, 2998, "joined:1500"),
+            (3000, 3000, "damaged"),
+            (3002, 4998, "joined:999"),
+            (5000, 5000, "unknown"),
+        ]
+        counts = [int(why.partition(":")[2]) if ":" in why else b - a + 1 for a, b, why in found.ranges]
+        assert sum(counts) == 10_000
+    assert path.stat().st_size < 100_000
+
+
+def test_neighbours_that_come_one_by_one_do_not_lengthen_the_file_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "x.skipped"
+    skipped = Skipped(path)
+    for number in range(3000):
+        skipped.add([(number, number, "overwritten")])
+    assert Skipped(path).ranges == skipped.ranges == [(0, 2999, "overwritten")]
+    assert path.stat().st_size < 60_000
+
+
 @contextmanager
 def room(size: int) -> Iterator[None]:
     """Files take no more than so many bytes: the last write that fits in part is short, as on a full disk."""

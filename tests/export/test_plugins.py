@@ -152,6 +152,8 @@ def test_hook_transform_records_changes_and_filters(recorder: Path) -> None:
             gateway.create("a", {"recorder": exports})
             await gateway.append("a", b"noise", b"one", b"noise", b"two", b"noise")
             await gateway.exported("a", 4)
+            assert [gateway.status("a", number).skipped_messages_count for number in range(2)] == [0, 3]
+            assert not list((recorder / "data" / "exports").rglob("*.skipped"))  # nobody asks which ones
 
     asyncio.run(scenario())
     assert numbers(recorder / "plain") == [0, 1, 2, 3, 4]

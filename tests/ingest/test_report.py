@@ -117,3 +117,22 @@ def test_what_the_gateway_cannot_explain_is_lost_and_not_trimmed(reason: str, ki
     found = build(state, Inventory([]), heads, "lake.messages", state.rows())
     assert found.total(kind) == 10
     assert found.complete == (kind == "trimmed")
+
+
+@pytest.mark.parametrize(
+    ("lost", "trimmed", "missing"), [((), 21, 0), ((39,), 21, 1), ((11,), 11, 11), ((11, 39), 11, 12)]
+)
+def test_a_range_that_a_gateway_has_joined_hides_no_loss_and_invents_none(
+    lost: tuple[int, ...], trimmed: int, missing: int
+) -> None:
+    """The even ones below 41 were dropped. 11 lies in a joined range, whose holes are alike then."""
+    stream, state = StreamId("gw-a", "s0", EPOCH), State()
+    there = [Piece(n, n, EPOCH, EPOCH) for n in range(1, 40, 2) if n not in lost]
+    state.of(stream).take([*there, Piece(41, 99, EPOCH, EPOCH)], known_last=-1)
+    dropped = ((0, 18, "joined:10"), (20, 38, "joined:10"), (40, 40, "filtered"))
+    heads = Heads({stream: Head(EPOCH, 100, 99, 99, dropped)})
+    found = build(state, Inventory([]), heads, "lake.messages", state.rows())
+    assert (found.total("trimmed"), found.total("missing")) == (trimmed, missing)
+    assert found.complete == (not lost)
+    first = [hole for hole in found.streams[0].holes if hole.first <= 18]
+    assert {hole.reason for hole in first} == ({"10 of these 11 were dropped"} if 11 in lost else {"joined"})
