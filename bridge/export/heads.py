@@ -23,7 +23,8 @@ Contract with the ingest job. Key: `objectkeys.head_key(gateway)` under the pref
   `unknown` (gone, and nobody knows why) are losses, and never joined.
 * Numbers from `exported` + 1 to `newest` wait on the gateway.
 * A range may be in `dropped` and in an object, when an upload's answer was lost and the messages
-  were dropped before the next attempt: what is in an object counts.
+  were dropped before the next attempt: what is in an object counts. Where such ranges are joined, as many
+  others could be lost there unnoticed; that takes both, and a range behind the newest thousand.
 * A stream is listed as long as it exists on the gateway and is exported there. Several exports to one
   place are listed as the one that is furthest.
 """
