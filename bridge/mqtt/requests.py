@@ -3,7 +3,8 @@
 A client publishes to `streambridge/<client id>/<operation>` and gets the reply on
 `streambridge/<client id>/<operation>/reply`, or, with MQTT 5, on its Response Topic with its
 Correlation Data. The body is the request map of the Stream Manager SDK, as JSON (bytes in base64) or
-CBOR, told apart by the first byte (a CBOR map begins with 0xA0 to 0xBF); the reply is in the same:
+CBOR, told apart by the first byte (a CBOR map begins with 0xA0 to 0xBF) and nested 16 deep at most; the
+reply is in the same:
 
     {"requestId": ..., "status": 0, "statusName": "Success", <the operation's result>}
     {"requestId": ..., "status": 5, "statusName": "ResourceNotFound", "errorMessage": ...}
@@ -192,13 +193,27 @@ def _failure(request: Request, status: int, name: str, text: str, in_cbor: bool)
 
 def _decode(body: bytes, *, in_cbor: bool) -> Request:
     try:
-        if not in_cbor:
-            return msgspec.json.decode(body or b"{}", type=Request)
-        return msgspec.convert(cbor.decode_map(body), Request, builtin_types=(bytes,))
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        if in_cbor:
+            return msgspec.convert(cbor.decode_map(body), Request, builtin_types=(bytes,))
+        request = msgspec.json.decode(body or b"{}", type=Request)
+        if _deeper(request.definition, cbor.MAX_DEPTH - 1):
+            raise RecursionError
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the request: {error}") from None
+    except RecursionError:
+        raise InvalidRequest(f"the request is nested deeper than {cbor.MAX_DEPTH}") from None
     except cbor.Malformed as error:
         raise InvalidRequest(f"the request is not one CBOR map: {error}") from None
+    return request
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether a definition is nested deeper: what decodes here could be too deep for whoever handles it."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return not levels or any(_deeper(item, levels - 1) for item in value)
 
 
 def _encode(fields: dict[str, Any], in_cbor: bool) -> bytes:

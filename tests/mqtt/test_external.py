@@ -243,6 +243,10 @@ def test_requests_are_answered_over_the_broker(tmp_path: Path) -> None:
             assert device.got[1].topic == "answers"
             assert device.got[1].properties.CorrelationData == b"\1\2"
             assert json.loads(device.got[1].payload)["statusName"] == "UnknownOperation"
+            nested = b'{"definition": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001
+            await asyncio.to_thread(device.publish, "streambridge/dev/createMessageStream", nested)
+            await until(lambda: len(device.got) == 3)
+            assert "nested" in json.loads(device.got[2].payload)["errorMessage"]
             device.close()
 
     with Mosquitto(tmp_path / "broker") as broker:

@@ -69,6 +69,7 @@ async def test_nonsense_gets_an_error_reply_that_says_what_is_wrong(bridge: Brid
         ("listStreams", b"\xbf" * 5000, 3, "CBOR"),
         ("listStreams", b"\xa1\x61a\xd8\x1e\x82\x01\x02", 3, "tags"),
         ("listStreams", b"[1]", 3, "object"),
+        ("listStreams", b'{"requestId": "\xff"}', 3, "utf-8"),
         ("noSuchThing", b"{}", 18, "createMessageStream"),
         ("appendMessage", b'{"name": "s"}', 3, "payload"),
         ("appendMessage", b'{"name": "s", "payload": "%%"}', 3, "payload"),
@@ -86,6 +87,22 @@ async def test_nonsense_gets_an_error_reply_that_says_what_is_wrong(bridge: Brid
         reply = cbor2.loads(raw) if body[:1] in (b"\xa1", b"\xbf") else json.loads(raw)
         assert reply["status"] == status, reply
         assert text in reply["errorMessage"], reply
+
+
+@bridge_test
+async def test_a_request_is_nested_sixteen_deep_at_most_in_json_and_in_cbor(bridge: Bridge) -> None:
+    client = await bridge.connect("c")
+
+    async def error(body: bytes) -> str:
+        raw = await ask(client, "c", "createMessageStream", body)
+        return str((cbor2.loads(raw) if body[:1] == b"\xa1" else json.loads(raw))["errorMessage"])
+
+    for inner in (14, 15, 400, 50_000):  # 14 in a definition in the request are 16
+        arrays = b"[" * inner + b"]" * inner
+        told = "required field" if inner == 14 else "nested deeper than 16"
+        assert told in await error(b'{"definition": {"a": ' + arrays + b"}}")
+        assert told in await error(b"\xa1\x6adefinition\xa1\x61a" + b"\x81" * (inner - 1) + b"\x80")
+    assert "nested deeper" in await error(b'{"unknown": ' + arrays + b"}")
 
 
 @bridge_test(max_packet=64 * 1024)
