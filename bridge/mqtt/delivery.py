@@ -88,6 +88,9 @@ class _Link(ReaderAdapter, WriterAdapter):  # type: ignore[misc]
         self.client_id, self._deliver = client_id, deliver
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.unsubscribed: Callable[[], None] = lambda: None
+        self.settled = asyncio.Event()  # amqtt has carried out every UNSUBSCRIBE
+        self.settled.set()
+        self._unsubscribing = 0
         self.task: asyncio.Task[None] | None = None
         self._unread, self._more, self._ended = bytearray(), asyncio.Event(), False
 
@@ -98,6 +101,12 @@ class _Link(ReaderAdapter, WriterAdapter):  # type: ignore[misc]
     def feed_eof(self) -> None:
         self._ended = True
         self._more.set()
+
+    def unsubscribe(self, topic_filter: str) -> None:
+        if not self._ended:
+            self._unsubscribing += 1
+            self.settled.clear()
+            self.feed(packet(UNSUBSCRIBE, b"\0\1" + string(topic_filter.encode())))
 
     async def read(self, n: int = -1) -> bytes:
         while len(self._unread) < n and not self._ended:
@@ -114,6 +123,9 @@ class _Link(ReaderAdapter, WriterAdapter):  # type: ignore[misc]
         if kind == PUBLISH:
             self._deliver(int.from_bytes(data[-8:], "big"))
         elif kind == UNSUBACK:
+            self._unsubscribing -= 1
+            if not self._unsubscribing:
+                self.settled.set()
             self.unsubscribed()
         elif kind == CONNACK and not self.connected.done():
             self.connected.set_result(None)
@@ -188,6 +200,8 @@ class AmqttDelivery:
         link = self._links.get(session)
         if link is None:
             link = await self._connect(session)
+        # amqtt would find a filter that is still to be removed, add nothing, and then remove it.
+        await link.settled.wait()
         for topic_filter in filters:
             if self._links.get(session) is not link:
                 return  # gone meanwhile; amqtt would make a session that never ends
@@ -196,7 +210,7 @@ class AmqttDelivery:
     def unsubscribe(self, session: Session, topic_filter: str) -> None:
         link = self._links.get(session)
         if link is not None:
-            link.feed(packet(UNSUBSCRIBE, b"\0\1" + string(topic_filter.encode())))
+            link.unsubscribe(topic_filter)
 
     def leave(self, session: Session) -> None:
         link = self._links.pop(session, None)
@@ -235,6 +249,8 @@ class AmqttDelivery:
             # Not only its own exceptions come out of amqtt. The session goes on without live copies.
             log.exception("amqtt gave up a subscriber; its QoS 0 messages are lost until it reconnects")
         finally:
+            link.feed_eof()  # nothing is asked of it any more, nor waited for
+            link.settled.set()
             if not link.connected.done():
                 link.connected.set_result(None)
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from .harness import Bridge, Client, Packet, Published, ack, bridge_test, publish, unsubscribe, until
+from .harness import (
+    Bridge,
+    Client,
+    Packet,
+    Published,
+    ack,
+    bridge_test,
+    publish,
+    subscribe,
+    unsubscribe,
+    until,
+)
 
 
 async def take(client: Client, count: int) -> list[Published]:
@@ -72,6 +83,40 @@ async def test_subscribing_again_replaces_the_qos_and_unsubscribing_ends_it(brid
         publisher.send(publish(topic, b"z"))
         assert await publisher.alive()
         assert await subscriber.silent()
+
+
+@bridge_test
+async def test_a_filter_subscribed_to_again_right_after_unsubscribing_is_in_force(bridge: Bridge) -> None:
+    subscriber, publisher = await bridge.connect("s"), await bridge.connect("p")
+    await subscriber.subscribe(("plain/a", 0), ("plain/b", 0))
+    for number in range(3):
+        subscriber.send(
+            unsubscribe(2, "plain/a", "plain/b"),
+            subscribe(3, ("plain/a", 0)),
+            unsubscribe(4, "plain/a"),
+            subscribe(5, ("plain/b", 0), ("plain/a", 0)),
+        )
+        assert [(await subscriber.receive()).head for _ in range(4)] == [0xB0, 0x90, 0xB0, 0x90]
+        assert await subscriber.exchange(unsubscribe(6, "plain/b")) == Packet(0xB0, b"\0\6")
+        await subscriber.subscribe(("plain/b", 0))
+        publisher.send(publish("plain/a", b"%d" % number), publish("plain/b", b"%d" % number))
+        got = [(await subscriber.message()).topic for _ in range(2)]
+        assert sorted(got) == ["plain/a", "plain/b"]
+    assert await subscriber.silent()
+
+
+@bridge_test
+async def test_a_client_that_goes_between_unsubscribing_and_subscribing_leaves_nothing(
+    bridge: Bridge,
+) -> None:
+    for _ in range(20):
+        subscriber = await bridge.connect("s")
+        await subscriber.subscribe(("plain/a", 0))
+        subscriber.send(unsubscribe(2, "plain/a"), subscribe(3, ("plain/a", 0)))
+        await subscriber.receive()
+        subscriber.abort()
+    await until(lambda: bridge.stat("connections") == 0)
+    await until(lambda: not bridge.lane._tasks, what="no task is left")
 
 
 @bridge_test
