@@ -73,6 +73,7 @@ class Lane:
         self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)
         self.connections: set[Connection] = set()
         self.crowding: set[Connection] = set()  # publishers that wait for `delivery`
+        self.reading: dict[Connection, set[asyncio.Task[None]]] = {}  # requests that end with it
         self.stopping = False
         self._by_address: Counter[str] = Counter()
         self._listeners: list[Listener] = []
@@ -212,6 +213,8 @@ class Lane:
 
     def left(self, conn: Connection, *, will: bool) -> None:
         """A client's connection has ended, politely (no will) or not."""
+        for task in self.reading.pop(conn, ()):
+            task.cancel()
         session = conn.session
         if session is None or session.connection is not conn:
             return
@@ -226,11 +229,12 @@ class Lane:
             self.journal.opened(session)
         self.sessions.leave(session)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that must not outlive the lane."""
         task = self.loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     async def journaled(self) -> None:
         """Wait until the journal holds what was given to it."""

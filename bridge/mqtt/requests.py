@@ -21,8 +21,9 @@ reply is in the same:
     purgeMessageStream      name, [upto], [topic]                       purgedMessages
 
 A reply is never larger than a packet may be: a read returns fewer messages, and what still does not
-fit is the error ResponsePayloadTooLarge. With access rules a client needs `publish` on the request
-topic, and on `streams/<name>` to append, `read` on `streams/<name>` to read.
+fit is the error ResponsePayloadTooLarge. A read ends with the connection that asked, however long it
+would still wait; what changes a stream is carried out. With access rules a client needs `publish` on
+the request topic, and on `streams/<name>` to append, `read` on `streams/<name>` to read.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,8 @@ from bridge.reading import ReadMessagesOptions
 from bridge.topics import REQUEST_LEVEL
 
 if TYPE_CHECKING:
+    import asyncio
+
     from bridge.manager import StreamManager
     from bridge.mqtt.access import Identity
     from bridge.mqtt.connection import Connection
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+READ = "readMessages"
 AT_A_TIME = 16  # requests of one client that are being answered; more wait in the socket
 ENVELOPE = 4 * 1024  # bytes of a reply beside the messages
 PER_MESSAGE = 128  # bytes of a message in a reply, beside its payload, names and headers
@@ -334,7 +339,7 @@ _OPERATIONS: dict[str, Action] = {
     "listStreams": _list,
     "appendMessage": _append,
     "appendMessages": _append_all,
-    "readMessages": _read,
+    READ: _read,
     "purgeMessageStream": _purge,
 }
 
@@ -361,7 +366,17 @@ def take(conn: Connection, topic: str, payload: bytes, properties: p.Properties,
         conn.hold("requests")
     lane = conn.lane
     lane.counts["requests"] += 1
-    lane.spawn(_reply(lane, conn, operation, payload, reply_to, passed_on, qos))
+    task = lane.spawn(_reply(lane, conn, operation, payload, reply_to, passed_on, qos))
+    if operation == READ:
+        lane.reading.setdefault(conn, set()).add(task)
+        task.add_done_callback(partial(_read_ended, lane, conn))
+
+
+def _read_ended(lane: Lane, conn: Connection, task: asyncio.Task[None]) -> None:
+    reads = lane.reading.get(conn, set())
+    reads.discard(task)
+    if not reads:
+        lane.reading.pop(conn, None)
 
 
 async def _reply(

@@ -230,6 +230,18 @@ def test_reads_that_gave_up_are_forgotten(server: Server) -> None:
         assert len(server.manager._reads.waiting) < 200
 
 
+def test_reads_that_wait_end_with_their_connection(server: Server) -> None:
+    server.stream()
+    options = {"desiredStartSequenceNumber": 1000, "readTimeoutMillis": 9_000_000_000_000}
+    for _ in range(10):
+        with Raw(server) as raw:
+            for n in range(100):
+                raw.send(5, {"requestId": str(n), "streamName": "s", "readMessagesOptions": options})
+            server.wait_until(lambda: len(server.manager._reads.waiting) >= 100, "the reads wait")
+        server.wait_until(lambda: not server.front.connections, "the connection is gone")
+    assert len(server.manager._reads.waiting) < 250
+
+
 def test_a_stream_that_is_deleted_wakes_those_who_wait(server: Server) -> None:
     server.stream()
     with Raw(server) as raw:

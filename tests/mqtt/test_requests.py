@@ -12,7 +12,7 @@ from bridge.mqtt.packets import V5
 from bridge.mqtt.properties import CORRELATION_DATA, RESPONSE_TOPIC
 from bridge.mqtt.settings import AccessRule
 
-from .harness import Bridge, Client, bridge_test, publish
+from .harness import Bridge, Client, bridge_test, publish, until
 
 
 async def ask(client: Client, name: str, operation: str, body: bytes) -> bytes:
@@ -178,3 +178,35 @@ async def test_a_read_that_waits_holds_nothing_up(bridge: Bridge) -> None:
     for _ in range(15):
         reply = json.loads((await client.message()).payload)
         assert reply["messages"][0]["payload"] == base64.b64encode(b"now").decode()
+
+
+@bridge_test
+async def test_reads_that_wait_end_with_their_connection_and_appends_go_on(bridge: Bridge) -> None:
+    options = {"desiredStartSequenceNumber": 1_000_000, "readTimeoutMillis": 9_000_000_000_000}
+    wait = json.dumps({"streamName": "s", "readMessagesOptions": options}).encode()
+    append = json.dumps({"name": "s", "payloads": ["YQ==", "Yg==", "Yw=="]}).encode()
+    reading = bridge.lane.reading
+    stays = await bridge.connect("stays")
+    stays.send(publish("streambridge/stays/readMessages", wait))
+    for number in range(30):
+        clean = number % 2 == 0  # what a session is sent at QoS 1 while it is away would wait for it
+        client = await bridge.connect("c", clean=clean)
+        reads = [publish("streambridge/c/readMessages", wait, 1, n) for n in range(1, 15)]
+        client.send(*reads, publish("streambridge/c/appendMessages", append))
+        if number % 3 == 0:
+            client.disconnect()
+        elif number % 3 == 1:
+            client.abort()  # as it may be: before anything is read of it, or later
+        else:
+            await until(lambda: sum(map(len, reading.values())) == 15, what="the reads of both wait")
+            taker = await bridge.connect("c", clean=clean)
+            assert await client.closed()
+            taker.abort()
+    await until(lambda: bridge.stat("connections") == 1)
+    await until(lambda: len(bridge.lane._tasks) == 1, what="the read of who stays waits alone")
+    assert reading.keys() == bridge.lane.connections
+    stored = await bridge.payloads()
+    assert stored == [b"a", b"b", b"c"] * (len(stored) // 3)
+    assert len(stored) >= 3 * 20
+    stays.abort()
+    await until(lambda: not bridge.lane._tasks and not reading, what="nothing is left")
