@@ -1,7 +1,8 @@
 """The lane: the listening sockets, all connections, and what they share.
 
-What it promises: as many connections as `limits` allow and no more; a stop that stores and acknowledges
-everything that had been read, sends no wills, and leaves no task behind.
+What it promises: as many connections as `limits` allow and no more, those in their TLS handshake among
+them; a stop that stores and acknowledges everything that had been read, sends no wills, and leaves no
+task behind.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import ssl
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import ConfigError, StreamError
@@ -27,6 +29,7 @@ from bridge.mqtt.recovery import find_stored_ids, recover, snapshot
 from bridge.mqtt.router import Router
 from bridge.mqtt.sessions import Session, Sessions
 from bridge.mqtt.settings import parse_address
+from bridge.mqtt.tls import BACKLOG, TlsServer, tls_context
 from bridge.mqtt.websocket import WebSocket
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ SPARE_DESCRIPTORS = 200  # kept free for segments, exports and the log
 STOP_TIMEOUT = 10.0  # seconds for the last commits
 CLOSE_TIMEOUT = 1.0  # seconds for the last bytes
 LOG_INTERVAL = 10.0  # seconds between two lines about drops of one kind
+STOPPING = "the service is stopping"
 
 
 class Listener:
@@ -54,7 +58,7 @@ class Listener:
 
     def __init__(self, address: Address, client_certificates: bool) -> None:
         self.address, self.client_certificates = address, client_certificates
-        self.server: asyncio.Server | None = None
+        self.server: asyncio.Server | TlsServer | None = None
 
 
 class Lane:
@@ -75,6 +79,7 @@ class Lane:
         self.crowding: set[Connection] = set()  # publishers that wait for `delivery`
         self.reading: dict[Connection, set[asyncio.Task[None]]] = {}  # requests that end with it
         self.stopping = False
+        self._handshakes: dict[Connection, str] = {}  # in their TLS handshake, with their address
         self._by_address: Counter[str] = Counter()
         self._listeners: list[Listener] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -160,17 +165,16 @@ class Lane:
 
     async def _listen(self, address: Address) -> str:
         tls = self._tls if address.secure else None
-        wants_names = tls is not None and tls.verify_mode is ssl.CERT_REQUIRED
-        listener = Listener(address, wants_names)
+        listener = Listener(address, tls is not None and tls.verify_mode is ssl.CERT_REQUIRED)
+        make = partial(self._connection, listener)
         try:
-            listener.server = await self.loop.create_server(
-                lambda: self._protocol(listener),
-                address.host,
-                address.port,
-                ssl=tls,
-                ssl_handshake_timeout=None if tls is None else self.limits.connect_timeout / 1000,
-                backlog=1024,
-            )
+            if tls is None:
+                listener.server = await self.loop.create_server(
+                    lambda: make()[1], address.host, address.port, backlog=BACKLOG
+                )
+            else:
+                listener.server = TlsServer(self, tls, make)
+                await listener.server.open(address)
         except OSError as error:
             raise ConfigError(
                 f"mqtt.listen {address.scheme}://{address.host}:{address.port}: {error}"
@@ -180,36 +184,71 @@ class Lane:
         host = f"[{address.host}]" if ":" in address.host else address.host
         return f"{_URL_SCHEMES[address.scheme]}://{host}:{port}"
 
-    def _protocol(self, listener: Listener) -> asyncio.Protocol:
+    def _connection(self, listener: Listener) -> tuple[Connection, asyncio.Protocol]:
         conn = Connection(self, listener)
-        return WebSocket(conn) if listener.address.scheme in ("ws", "wss") else conn
+        return conn, WebSocket(conn) if listener.address.scheme in ("ws", "wss") else conn
 
     # -- connections ------------------------------------------------------------
 
+    def expect(self, conn: Connection, address: str) -> bool:
+        """A socket whose TLS handshake is to begin: whether there is room for it."""
+        refused = self._count(address)
+        conn.address = self._handshakes[conn] = address
+        if refused:
+            self.given_up(conn, "refused_limit", refused)
+        return not refused
+
+    def given_up(self, conn: Connection, counter: str = "", why: str = "") -> None:
+        """Nothing comes of an expected connection, unless `accept` has seen it already."""
+        address = self._handshakes.pop(conn, None)
+        if address is None:
+            return
+        self._uncount(address)
+        if counter:
+            self.counts[counter] += 1
+            self.log_closed(conn, counter, why)
+
     def accept(self, conn: Connection) -> None:
         """A new connection: let it stay if there is room for it."""
+        address = self._handshakes.pop(conn, None)
+        if address is None:
+            refused = self._count(conn.address)
+        else:
+            conn.address, refused = address, STOPPING if self.stopping else ""
         self.connections.add(conn)
-        self._by_address[conn.address] += 1
-        self.counts["accepted"] += 1
         sock = conn.transport.get_extra_info("socket")
         if sock is not None:
             # A peer that vanished is noticed even if it asked for no keep-alive in MQTT.
             for level, option, value in KEEP_ALIVE:
                 sock.setsockopt(level, option, value)
-        if self.stopping or len(self.connections) > self._most:
-            conn.end("refused_limit", f"{self._most} connections are open already")
-        elif self._by_address[conn.address] > self.limits.connections_per_address:
-            conn.end("refused_limit", "too many connections from this address")
+        if refused:
+            conn.end("refused_limit", refused)
 
     def gone(self, conn: Connection) -> None:
         """A connection's transport is closed."""
         if conn in self.connections:
             self.connections.discard(conn)
-            self._by_address[conn.address] -= 1
-            if not self._by_address[conn.address]:
-                del self._by_address[conn.address]
+            self._uncount(conn.address)
         if self._empty is not None and not self.connections and not self._empty.done():
             self._empty.set_result(None)
+
+    def _count(self, address: str) -> str:
+        """Count a socket; returns why it is one too many, or nothing if there is room for it."""
+        room = self._most - len(self.connections) - len(self._handshakes)
+        self._by_address[address] += 1
+        self.counts["accepted"] += 1
+        if self.stopping:
+            return STOPPING
+        if room <= 0:
+            return f"{self._most} connections are open already"
+        if self._by_address[address] > self.limits.connections_per_address:
+            return "too many connections from this address"
+        return ""
+
+    def _uncount(self, address: str) -> None:
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
 
     def left(self, conn: Connection, *, will: bool) -> None:
         """A client's connection has ended, politely (no will) or not."""
@@ -310,7 +349,7 @@ class Lane:
         """Everything counted since the start, and what there is now."""
         return {
             **self.counts,
-            "connections": len(self.connections),
+            "connections": len(self.connections) + len(self._handshakes),
             "sessions": len(self.sessions),
             "retained": len(self.router.retained),
         }
@@ -342,19 +381,3 @@ _URL_SCHEMES = {"tcp": "mqtt", "tls": "mqtts", "ws": "ws", "wss": "wss"}
 def _asks_for(tls: TlsSettings | None) -> tuple[bool, bool]:
     """Whether there are certificates, and whether clients must have one."""
     return tls is not None, tls is not None and tls.client_ca is not None
-
-
-def tls_context(tls: TlsSettings) -> ssl.SSLContext:
-    """A server context from certificate files, or a ConfigError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(tls.cert, tls.key)
-        if tls.client_ca is not None:
-            context.load_verify_locations(tls.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"mqtt.tls: cert {tls.cert}, key {tls.key}, client_ca {tls.client_ca}: {error}"
-        ) from error
-    return context

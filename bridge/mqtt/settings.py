@@ -96,8 +96,9 @@ class AccessRule(Struct, frozen=True, kw_only=True):
 class Limits(Struct, frozen=True, kw_only=True):
     """[mqtt.limits]: what clients may use up before they are refused, held or dropped from.
 
-    connections           open connections in all, and from one address (connections_per_address)
-    connect_timeout       from the connection to a complete CONNECT
+    connections           open connections in all, and from one address (connections_per_address);
+                          with TLS they count from before the handshake
+    connect_timeout       from the connection to a complete CONNECT; a TLS handshake before has as long
     max_keep_alive        seconds; MQTT 5 clients are told, silent others are closed after 1.5 times it
     in_flight             messages sent to one subscriber and not yet acknowledged by it
     queued_messages       messages waiting for one subscriber beyond those, and their bytes

@@ -1,0 +1,134 @@
+"""The tls and wss listeners: their certificate, and sockets that count from their accept on.
+
+A TLS server of asyncio tells of a connection when its handshake is over. Until then `limits` would not
+hold, and whoever opens sockets and says nothing could use up all descriptors. So these sockets are
+accepted here: the lane is asked for room, and only then TLS begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import ssl
+from typing import TYPE_CHECKING
+
+from bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.mqtt.connection import Connection
+    from bridge.mqtt.lane import Lane
+    from bridge.mqtt.settings import Address, TlsSettings
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024  # sockets that wait in the kernel for their accept
+BURST = 100  # sockets accepted until others have their turn
+RETRY_INTERVAL = 1.0  # seconds until the next accept when there are no descriptors or no memory
+
+
+class TlsServer:
+    """Listening sockets whose connections begin with a TLS handshake."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        context: ssl.SSLContext,
+        factory: Callable[[], tuple[Connection, asyncio.Protocol]],
+    ) -> None:
+        """`factory` makes a connection, and the protocol that is to be told what TLS has deciphered."""
+        self.sockets: list[socket.socket] = []
+        self._lane, self._context, self._factory = lane, context, factory
+
+    async def open(self, address: Address) -> None:
+        """Listen; raises OSError."""
+        found = await self._lane.loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        try:
+            for family, _, _, _, where in dict.fromkeys(found):
+                try:
+                    listening = socket.create_server(where, family=family, backlog=BACKLOG)
+                except OSError as error:
+                    if error.errno != errno.EAFNOSUPPORT:  # a kernel without IPv6, as asyncio has it
+                        raise
+                    continue
+                listening.setblocking(False)
+                self.sockets.append(listening)
+            if not self.sockets:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        except OSError:
+            self.close()
+            raise
+        for listening in self.sockets:
+            self._watch(listening)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for listening in self.sockets:
+            self._lane.loop.remove_reader(listening)
+            listening.close()
+        self.sockets.clear()
+
+    def _watch(self, listening: socket.socket) -> None:
+        if listening in self.sockets:
+            self._lane.loop.add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(BURST):
+            try:
+                sock, peer = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # The socket stays readable: without a pause this would be tried without end.
+                log.error(
+                    "no TLS client is accepted for %g s: %s; see LimitNOFILE and [mqtt.limits] connections",
+                    RETRY_INTERVAL,
+                    error,
+                )
+                self._lane.loop.remove_reader(listening)
+                self._lane.loop.call_later(RETRY_INTERVAL, self._watch, listening)
+                return
+            sock.setblocking(False)
+            conn, protocol = self._factory()
+            if self._lane.expect(conn, str(peer[0])):
+                self._lane.spawn(self._shake_hands(sock, conn, protocol))
+            else:
+                sock.close()
+
+    async def _shake_hands(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
+        lane = self._lane
+        try:
+            await lane.loop.connect_accepted_socket(
+                lambda: protocol,
+                sock,
+                ssl=self._context,
+                ssl_handshake_timeout=lane.limits.connect_timeout / 1000,
+            )
+        except ConnectionAbortedError:
+            lane.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
+        except OSError as error:
+            log.debug("%s: TLS handshake: %s", conn.name, error)
+        finally:
+            lane.given_up(conn)
+
+
+def tls_context(tls: TlsSettings) -> ssl.SSLContext:
+    """A server context from certificate files, or a ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"mqtt.tls: cert {tls.cert}, key {tls.key}, client_ca {tls.client_ca}: {error}"
+        ) from error
+    return context

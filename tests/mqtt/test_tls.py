@@ -1,0 +1,185 @@
+"""The tls and wss listeners: a socket counts from its accept on, not from the end of its handshake."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.mqtt.settings import TlsSettings
+from tests.fakes.certificates import Authority
+
+from .harness import Bridge, Packet, connect, publish, run_async, running, until
+
+LISTENERS = ["tls://127.0.0.1:0", "wss://127.0.0.1:0"]
+
+
+def with_tls(root: Path, test: Callable[[Bridge, ssl.SSLContext], Awaitable[None]], **settings: Any) -> None:
+    """Run a test on a bridge with a tls and a wss listener; it gets what a client trusts."""
+    authority = Authority(root / "ca")
+    pair = authority.issue("server")
+
+    async def main() -> None:
+        options = {"listen": LISTENERS, "tls": TlsSettings(cert=pair.cert, key=pair.key), **settings}
+        async with asyncio.timeout(60), running(root, **options) as bridge:
+            await test(bridge, ssl.create_default_context(cafile=str(authority.cert)))
+
+    run_async(main())
+
+
+def silent(bridge: Bridge, listener: int, number: int) -> list[socket.socket]:
+    """Sockets that are open and say nothing."""
+    sockets = []
+    for _ in range(number):
+        sock = socket.create_connection(("127.0.0.1", bridge.port_of(listener)))
+        sock.setblocking(False)
+        sockets.append(sock)
+    return sockets
+
+
+def still_open(sockets: list[socket.socket]) -> int:
+    number = 0
+    for sock in sockets:
+        try:
+            number += bool(sock.recv(1))
+        except BlockingIOError:
+            number += 1
+        except OSError:
+            pass
+    return number
+
+
+@pytest.mark.parametrize("listener", [0, 1], ids=["tls", "wss"])
+@pytest.mark.parametrize("limit", ["connections", "connections_per_address"])
+def test_sockets_that_never_begin_their_handshake_count_and_end_in_time(
+    tmp_path: Path, listener: int, limit: str
+) -> None:
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        sockets = silent(bridge, listener, 50)
+        await until(lambda: bridge.stat("refused_limit") == 45)
+        await until(lambda: still_open(sockets) == 5)
+        assert bridge.stat("connections") == bridge.stat("accepted") - 45 == 5
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await bridge.open(listener, trusted)
+        for sock in sockets:
+            sock.close()
+        await until(lambda: bridge.stat("connections") == 0)
+        for _ in range(6):  # nothing of them is counted any more
+            client = await bridge.open(0, trusted)
+            await client.connect("c")
+            client.abort()
+            await until(lambda: bridge.stat("connections") == 0)
+        sockets = silent(bridge, listener, 5)
+        await until(lambda: bridge.stat("connections") == 5)
+        await until(lambda: bridge.stat("refused_timeout") == 5)
+        await until(lambda: bridge.stat("connections") == still_open(sockets) == 0)
+        assert not bridge.lane._tasks
+
+    with_tls(tmp_path, test, connect_timeout=1_500, **{limit: 5})
+
+
+def test_a_client_counts_once_during_its_handshake_and_after_it(tmp_path: Path) -> None:
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        for _ in range(3):
+            clients = await asyncio.gather(*(bridge.open(0, trusted) for _ in range(4)))
+            for number, client in enumerate(clients):
+                await client.connect(f"c{number}")
+            assert bridge.stat("connections") == 4
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await bridge.open(0, trusted)
+            for client in clients:
+                client.abort()
+            await until(lambda: bridge.stat("connections") == 0)
+
+    with_tls(tmp_path, test, connections=4, connections_per_address=4)
+
+
+def test_rubbish_instead_of_a_handshake_ends_that_connection_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        client = await bridge.open(0, trusted)
+        await client.connect("c")
+        for rubbish in (connect("plain"), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02", b"\0" * 100_000):
+            for listener in (0, 1):
+                stranger = await bridge.open(listener)
+                stranger.send(rubbish)
+                if len(rubbish) == 4:  # the beginning of a handshake, and no more
+                    stranger.abort()
+                else:
+                    assert await stranger.closed()
+        await until(lambda: bridge.stat("connections") == 1)
+        assert await client.exchange(publish("in/a", b"x", 1, 1)) == Packet(0x40, b"\0\1")
+        client.disconnect()
+        await until(lambda: bridge.stat("connections") == 0)
+        assert not bridge.lane._tasks
+
+    with_tls(tmp_path, test)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_without_a_descriptor_the_next_client_waits_for_its_accept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as waits:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+            try:
+                waits.connect(("127.0.0.1", bridge.port))
+                await until(lambda: "Too many open files" in caplog.text)
+                assert bridge.stat("accepted") == 0
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await until(lambda: bridge.stat("connections") == 1)
+        await until(lambda: bridge.stat("connections") == 0)
+
+    with_tls(tmp_path, test)
+
+
+def test_what_comes_in_one_piece_with_the_end_of_the_handshake_is_not_lost(tmp_path: Path) -> None:
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = trusted.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+        reader, writer = await asyncio.open_connection("127.0.0.1", bridge.port)
+        while True:
+            try:
+                tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                writer.write(outgoing.read())
+                incoming.write(await reader.read(65536))
+        tls.write(connect("c") + publish("in/a", b"x", 1, 1))
+        writer.write(outgoing.read())
+        got = b""
+        while len(got) < 8:
+            try:
+                got += tls.read(100)
+            except ssl.SSLWantReadError:
+                incoming.write(await reader.read(65536))
+        assert got == b"\x20\2\0\0\x40\2\0\1"
+        assert await bridge.payloads() == [b"x"]
+        writer.close()
+
+    with_tls(tmp_path, test)
+
+
+def test_a_stop_waits_for_nobodys_handshake(tmp_path: Path) -> None:
+    sockets: list[socket.socket] = []
+
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        sockets.extend(silent(bridge, 0, 10))
+        await until(lambda: bridge.stat("connections") == 10)
+        async with asyncio.timeout(3):
+            await bridge.front.stop()
+        await until(lambda: not still_open(sockets))
+        await bridge.front.start()
+
+    with_tls(tmp_path, test)
