@@ -22,7 +22,7 @@ from bridge.ingest.heads import Heads, read_heads
 from bridge.ingest.planner import Inventory, Limits, Plan, Work, plan
 from bridge.ingest.report import Report, build
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import Sink
+from bridge.ingest.sinks.base import Sink, discard
 from bridge.ingest.state import Piece, Quarantined, State, StateStore
 from bridge.ingest.store import Place
 from bridge.ingest.worker import STATUS, Target, pack, task
@@ -176,9 +176,7 @@ def _one(
         try:
             sink.commit(previous, version, files)
         except Moved:
-            # an answer may have been lost on the way: what the table has after all must not go
-            live = {file.path for file in sink.files()}
-            target.place.open().delete(file.path for file in files if file.path not in live)
+            discard(sink, files)
             raise
         done.version = version
     done.commit_seconds = time.monotonic() - start

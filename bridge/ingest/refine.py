@@ -5,8 +5,10 @@ What fits the schema goes to the typed table, what does not, with its payload an
 
 Incremental and exactly once, as the first step: the state of each of the two tables says which numbers
 it has seen, and changes in the same commit as its rows. A crash between the two commits leaves one table
-ahead; the next run brings up the other one first. Only data files that were added since the last run are
-read; should numbers be missing from those (another engine compacted in between), all files are.
+ahead; the next run brings up the other one first. Two runs at once double nothing: a commit on top of
+anything but the state that was planned from is refused (`Moved`), and its files are deleted. Only data
+files that were added since the last run are read; should numbers be missing from those (another engine
+compacted in between), all files are.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 import pyspark
 
 from bridge.ingest.columns import has_variant, is_variant
-from bridge.ingest.errors import BadOption, IngestError
+from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile
 from bridge.ingest.payloads import KEYS, column_names, infer
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import LiveFile, Sink
+from bridge.ingest.sinks.base import LiveFile, Sink, discard
 from bridge.ingest.state import State, StateStore
 from bridge.ingest.worker import STATUS
 
@@ -49,6 +51,14 @@ class Refined:
     files: int = 0
     rounds: int = 0
     schema: str = ""
+
+
+@dataclass(slots=True)
+class Output:
+    """One of the two tables, and the state that this run plans from: the last one it read or committed."""
+
+    sink: Sink
+    state: State
 
 
 @dataclass(slots=True)
@@ -89,13 +99,13 @@ class Step:
         typed = self.make("typed", _joined(keys, columns))
         typed.target()  # makes the table when there is none
         typed.add_columns({column.name: column.type for column in columns})
-        sinks = {"typed": typed, "rejects": rejects}
-        fresh = {kind: _fresh(wanted, _load(sink)) for kind, sink in sinks.items()}
+        outputs = {kind: Output(sink, _load(sink)) for kind, sink in (("rejects", rejects), ("typed", typed))}
+        fresh = {kind: _fresh(wanted, output.state) for kind, output in outputs.items()}
         if fresh["typed"] != fresh["rejects"]:  # a crash between two commits
-            for kind, sink in sinks.items():
-                self._all(spark, ddl, names, {kind: sink}, fresh[kind], files)
+            for kind, output in outputs.items():
+                self._all(spark, ddl, names, {kind: output}, fresh[kind], files)
         else:
-            self._all(spark, ddl, names, sinks, fresh["typed"], files)
+            self._all(spark, ddl, names, outputs, fresh["typed"], files)
         return self.done
 
     def _schema(self, spark: SparkSession, wanted: Fresh, files: Sequence[LiveFile], keys: pa.Schema) -> str:
@@ -121,12 +131,12 @@ class Step:
         spark: SparkSession,
         ddl: str,
         names: dict[str, str],
-        sinks: dict[str, Sink],
+        outputs: dict[str, Output],
         fresh: Fresh,
         files: Sequence[LiveFile],
     ) -> None:
         """Rounds until nothing is fresh: first over files added since the last run, then over all."""
-        marks = [int(_load(sink).notes.get("added", "-1")) for sink in sinks.values()]
+        marks = [int(output.state.notes.get("added", "-1")) for output in outputs.values()]
         newest = max(file.added for file in files)
         new = [file for file in files if file.added > min(marks)]
         for candidates in (new, list(files)):
@@ -134,7 +144,7 @@ class Step:
                 if not any(fresh.values()):
                     return
                 last = group[-1] is candidates[-1]
-                self._round(spark, ddl, names, sinks, fresh, group, newest if last else min(marks))
+                self._round(spark, ddl, names, outputs, fresh, group, newest if last else min(marks))
         if any(fresh.values()):
             stream, ranges = next((stream, ranges) for stream, ranges in fresh.items() if ranges)
             raise IngestError(
@@ -147,14 +157,14 @@ class Step:
         spark: SparkSession,
         ddl: str,
         names: dict[str, str],
-        sinks: dict[str, Sink],
+        outputs: dict[str, Output],
         fresh: Fresh,
         files: Sequence[LiveFile],
         mark: int,
     ) -> None:
         parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
         frame = _typed(self._read(spark, parts, fresh), ddl, self.form)
-        targets = {kind: sink.target() for kind, sink in sinks.items()}
+        targets = {kind: output.sink.target() for kind, output in outputs.items()}
         work: Any = frame.mapInArrow(writing(targets, names), STATUS)
         rows = watched(spark, f"round {self.done.rounds + 1}", work.collect)
         seen: Fresh = {}
@@ -162,16 +172,24 @@ class Step:
             if row.kind == "seen":
                 gateway, stream, epoch, pairs = json.loads(row.body)
                 seen.setdefault(StreamId(gateway, stream, int(epoch)), Ranges()).update(pairs)
-        for kind in ("rejects", "typed"):
-            if kind in sinks:
-                written = [DataFile(**json.loads(row.body)) for row in rows if row.kind == kind]
-                _commit(sinks[kind], seen, written, {"schema": ddl, "added": str(mark)})
-                count = sum(file.rows for file in written)
-                self.done.files += len(written)
-                if kind == "typed":
-                    self.done.rows += count
-                else:
-                    self.done.rejected += count
+        written = {
+            kind: [DataFile(**json.loads(row.body)) for row in rows if row.kind == kind] for kind in outputs
+        }
+        notes = {"schema": ddl, "added": str(mark)}
+        for kind in list(written):
+            try:
+                _commit(outputs[kind], seen, written[kind], notes)
+            except Moved:
+                for rest, unused in written.items():
+                    discard(outputs[rest].sink, unused)
+                raise
+            files_of = written.pop(kind)
+            count = sum(file.rows for file in files_of)
+            self.done.files += len(files_of)
+            if kind == "typed":
+                self.done.rows += count
+            else:
+                self.done.rejected += count
         self.done.rounds += 1
         for name, ranges in seen.items():
             fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
@@ -230,14 +248,17 @@ def _fresh(wanted: Fresh, state: State) -> Fresh:
     }
 
 
-def _commit(sink: Sink, seen: Fresh, files: Sequence[DataFile], notes: dict[str, str]) -> None:
+def _commit(output: Output, seen: Fresh, files: Sequence[DataFile], notes: dict[str, str]) -> None:
+    """Commit on top of the state that was planned from; raises `Moved` if the table has another by now."""
+    sink, state = output.sink, output.state
     states = StateStore(sink.state())
-    state = states.load(sink.pointer())
     for name, ranges in seen.items():
         state.of(name).covered.update(ranges)
     state.notes |= notes
-    sink.commit(state.version, states.save(state, state.version), files)
-    states.prune(sink.pointer())
+    version = states.save(state, state.version)
+    sink.commit(state.version, version, files)
+    state.version = version
+    states.prune(version)
 
 
 def _groups(files: Sequence[LiveFile], limit: int) -> list[list[LiveFile]]:

@@ -14,7 +14,7 @@ import pyspark
 import pytest
 
 from bridge.ingest import refine
-from bridge.ingest.errors import BadOption
+from bridge.ingest.errors import BadOption, Moved
 from bridge.ingest.job import run
 from bridge.ingest.payloads import column_names, infer, texts
 from bridge.ingest.refine import Step
@@ -221,6 +221,36 @@ def test_a_crash_between_the_commits_of_the_two_tables_is_made_good(
     lake.ingest()
     lake.refine(schema="temp INT")
     assert (lake.numbers("readings"), lake.numbers("rejects")) == ([*range(0, 20, 2)], [*range(1, 20, 2)])
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("at", [1, 2], ids=["rejects", "typed"])
+def test_two_runs_at_once_store_everything_once(
+    lake: Lake, landing: Place, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    payloads = [b'{"temp":1}', b"bad"]
+    Gateway(landing).export(0, 9, payload=lambda n: payloads[n % 2])
+    lake.ingest()
+    commit = refine._commit
+    calls: list[int] = []
+
+    def after_another(*arguments: Any) -> None:  # another run does it all between work and this commit
+        calls.append(1)
+        if len(calls) == at:
+            lake.refine(schema="temp INT")
+        commit(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(refine, "_commit", after_another)
+        with pytest.raises(Moved, match="another run committed first"):
+            lake.refine(schema="temp INT")
+    assert (lake.numbers("readings"), lake.numbers("rejects")) == ([*range(0, 10, 2)], [*range(1, 10, 2)])
+    for name in ("readings", "rejects"):  # the files of the round that lost are gone
+        sink = open_sink(lake._options(name))
+        target = sink.target()
+        written = {entry.key for entry in target.place.open().list() if entry.key.startswith(target.folder)}
+        assert written == {file.path for file in sink.files()}
+    assert lake.refine(schema="temp INT").rounds == 0
 
 
 @pytest.mark.spark

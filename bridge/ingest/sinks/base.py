@@ -76,3 +76,12 @@ class Sink(Protocol):
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""
+
+
+def discard(sink: Sink, files: Sequence[DataFile]) -> None:
+    """Delete files whose commit was refused.
+
+    An answer may have been lost on the way: what the table has after all must not go.
+    """
+    live = {file.path for file in sink.files()}
+    sink.target().place.open().delete(file.path for file in files if file.path not in live)
