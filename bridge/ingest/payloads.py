@@ -5,7 +5,8 @@ payload that is not JSON text (UTF-8) or not CBOR gives None.
 
 A schema is Spark DDL ("temp DOUBLE, unit STRING"), given or inferred from a sample: whole numbers are
 BIGINT, numbers DOUBLE, lists ARRAY, objects STRUCT; what is not the same in all samples is STRING, which
-takes any JSON value as its text.
+takes any JSON value as its text. So is an object within the payload whose keys cannot be fields: they differ
+in case only, which engines tell apart or not, or are empty or hold a backtick; and what is nested too deep.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from bridge.ingest.columns import PARTITIONS
 
+LEVELS = 32  # of nesting that become types: engines read schemas recursively
 KEYS = ("gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic")
 
 Shape = str | dict[str, Any] | list[Any]  # a DDL type, a struct, or [shape of the elements]
@@ -58,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def infer(sample: Iterable[str | None]) -> str:
-    """The DDL that fits all samples that are JSON objects; empty when there are none."""
+    """The DDL that fits all samples that are JSON objects; empty when these have no keys."""
     merged: dict[str, Any] = {}
     for text in sample:
         try:
@@ -67,10 +69,11 @@ def infer(sample: Iterable[str | None]) -> str:
             continue
         if isinstance(value, dict):
             merged = _merge_structs(merged, _shape(value))
-    return ", ".join(f"`{name}` {_ddl(shape)}" for name, shape in merged.items())
+    # here keys may differ in case only: each becomes a column with a name of its own
+    return ", ".join(f"{_quoted(name)} {_ddl(shape)}" for name, shape in merged.items() if name)
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: Any, levels: int = LEVELS) -> Any:
     match value:
         case bool():
             return "BOOLEAN"
@@ -78,12 +81,12 @@ def _shape(value: Any) -> Any:
             return "BIGINT" if -(2**63) <= value < 2**63 else "STRING"
         case float():
             return "DOUBLE"
-        case dict() if value and all("`" not in name for name in value):
-            return {name: _shape(item) for name, item in value.items()}
-        case list() if value:
-            shape = _shape(value[0])
+        case dict() if levels:
+            return {name: _shape(item, levels - 1) for name, item in value.items()}
+        case list() if value and levels:
+            shape = _shape(value[0], levels - 1)
             for item in value[1:]:
-                shape = _merge(shape, _shape(item))
+                shape = _merge(shape, _shape(item, levels - 1))
             return [shape]
         case None:
             return None
@@ -112,6 +115,9 @@ def _merge_structs(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
 def _ddl(shape: Any) -> str:
     match shape:
         case dict():
+            names = {name.lower() for name in shape if name and "`" not in name}
+            if not names or len(names) < len(shape):
+                return "STRING"
             return "STRUCT<" + ", ".join(f"`{name}`: {_ddl(item)}" for name, item in shape.items()) + ">"
         case list():
             return f"ARRAY<{_ddl(shape[0])}>"
@@ -119,8 +125,12 @@ def _ddl(shape: Any) -> str:
             return shape or "STRING"
 
 
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
 def column_names(
-    fields: Iterable[str], taken: Iterable[str] = (*KEYS, *PARTITIONS, "payload", "reason")
+    fields: Iterable[str], taken: Iterable[str] = (*KEYS, *PARTITIONS, "payload", "reason", "fits")
 ) -> dict[str, str]:
     """A column for each field of the payload: lower case and plain, for Athena, and no name twice."""
     used = set(taken)

@@ -35,6 +35,7 @@ from bridge.ingest.worker import STATUS
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
 
 SAMPLE = 1000  # payloads looked at to infer a schema
 TASK_BYTES = 64 << 20  # of data files: what one task reads
@@ -91,11 +92,10 @@ class Step:
         rejects = self.make("rejects", _with(keys, payload="binary", reason="string"))
         ddl = self._schema(spark, wanted, files, keys)
         self.done.schema = ddl
-        typed_schema = _arrow(_parsed(spark, ddl))
-        if any(has_variant(column.type) and not is_variant(column.type) for column in typed_schema):
+        types = _renamed(_parsed(spark, ddl))
+        columns = _arrow(types)
+        if any(has_variant(column.type) and not is_variant(column.type) for column in columns):
             raise BadOption(f"--schema {ddl}: VARIANT can be a column of its own, not a part of one")
-        names = column_names(typed_schema.names)
-        columns = _renamed(typed_schema, names)
         typed = self.make("typed", _joined(keys, columns))
         typed.target()  # makes the table when there is none
         typed.add_columns({column.name: column.type for column in columns})
@@ -103,9 +103,9 @@ class Step:
         fresh = {kind: _fresh(wanted, output.state) for kind, output in outputs.items()}
         if fresh["typed"] != fresh["rejects"]:  # a crash between two commits
             for kind, output in outputs.items():
-                self._all(spark, ddl, names, {kind: output}, fresh[kind], files)
+                self._all(spark, ddl, types, {kind: output}, fresh[kind], files)
         else:
-            self._all(spark, ddl, names, outputs, fresh["typed"], files)
+            self._all(spark, ddl, types, outputs, fresh["typed"], files)
         return self.done
 
     def _schema(self, spark: SparkSession, wanted: Fresh, files: Sequence[LiveFile], keys: pa.Schema) -> str:
@@ -123,14 +123,16 @@ class Step:
         frame = self._read(spark, [[file.path] for file in files[:8]], wanted)
         ddl = infer(row.text for row in frame.select("text").limit(SAMPLE).collect())
         if not ddl:
-            raise BadOption("no payload is a JSON object, so there is no schema to infer: give --schema")
+            raise BadOption(
+                "no payload is a JSON object with keys: there is no schema to infer, give --schema"
+            )
         return ddl
 
     def _all(
         self,
         spark: SparkSession,
         ddl: str,
-        names: dict[str, str],
+        types: StructType,
         outputs: dict[str, Output],
         fresh: Fresh,
         files: Sequence[LiveFile],
@@ -144,7 +146,7 @@ class Step:
                 if not any(fresh.values()):
                     return
                 last = group[-1] is candidates[-1]
-                self._round(spark, ddl, names, outputs, fresh, group, newest if last else min(marks))
+                self._round(spark, ddl, types, outputs, fresh, group, newest if last else min(marks))
         if any(fresh.values()):
             stream, ranges = next((stream, ranges) for stream, ranges in fresh.items() if ranges)
             raise IngestError(
@@ -156,16 +158,16 @@ class Step:
         self,
         spark: SparkSession,
         ddl: str,
-        names: dict[str, str],
+        types: StructType,
         outputs: dict[str, Output],
         fresh: Fresh,
         files: Sequence[LiveFile],
         mark: int,
     ) -> None:
         parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
-        frame = _typed(self._read(spark, parts, fresh), ddl, self.form)
+        frame = _typed(self._read(spark, parts, fresh), ddl, types, self.form)
         targets = {kind: output.sink.target() for kind, output in outputs.items()}
-        work: Any = frame.mapInArrow(writing(targets, names), STATUS)
+        work: Any = frame.mapInArrow(writing(targets), STATUS)
         rows = watched(spark, f"round {self.done.rounds + 1}", work.collect)
         seen: Fresh = {}
         for row in rows:
@@ -200,7 +202,7 @@ class Step:
         return frame.mapInArrow(reading(parts, place, pack_fresh(fresh), self.form), READ)
 
 
-def _parsed(spark: SparkSession, ddl: str) -> Any:
+def _parsed(spark: SparkSession, ddl: str) -> StructType:
     """The schema as Spark reads it."""
     from pyspark.errors import PySparkException
 
@@ -211,9 +213,10 @@ def _parsed(spark: SparkSession, ddl: str) -> Any:
         raise BadOption(f"--schema {ddl}: Spark cannot read it ({line})") from None
 
 
-def _typed(frame: DataFrame, ddl: str, form: str) -> DataFrame:
+def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFrame:
     """Type the text; `fits` is whether all of it could be typed."""
     from pyspark.sql import functions as f
+    from pyspark.sql.types import StringType, StructField, StructType
 
     if ddl == VARIANT:
         value = f.try_parse_json("text")
@@ -222,17 +225,19 @@ def _typed(frame: DataFrame, ddl: str, form: str) -> DataFrame:
             *KEYS, "payload", reason.alias("reason"), value.isNotNull().alias("fits"), value.alias("value")
         )
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": MISFIT}
-    parsed = frame.withColumn("parsed", f.from_json("text", f"{ddl}, `{MISFIT}` STRING", options))
+    # a cast goes by position: it names the columns as in the table, where no name is there twice
+    named = StructType([*types, StructField(MISFIT, StringType())])
+    payload = f.from_json("text", f"{ddl}, `{MISFIT}` STRING", options).cast(named)
+    parsed = frame.withColumn("parsed", payload)
     is_object = f.col("text").isNotNull() & f.ltrim("text").startswith("{")
     fits = is_object & f.col("parsed").isNotNull() & f.col(f"parsed.{MISFIT}").isNull()
     reason = f.when(is_object, "does not fit the schema").otherwise("not an object")
-    fields = [name for name in parsed.schema["parsed"].dataType.names if name != MISFIT]  # type: ignore[attr-defined]
     return parsed.select(
         *KEYS,
         "payload",
         reason.alias("reason"),
         f.coalesce(fits, f.lit(False)).alias("fits"),
-        *(f.col(f"parsed.`{name}`") for name in fields),
+        *(f.col(f"parsed.`{name}`") for name in types.names),
     )
 
 
@@ -296,7 +301,9 @@ def _joined(keys: pa.Schema, more: pa.Schema) -> pa.Schema:
     return pa.schema([*keys, *more])
 
 
-def _renamed(schema: pa.Schema, names: dict[str, str]) -> pa.Schema:
-    import pyarrow as pa
+def _renamed(schema: StructType) -> StructType:
+    """The fields of the payload as columns of the table."""
+    from pyspark.sql.types import StructField, StructType
 
-    return pa.schema([column.with_name(names[column.name]) for column in schema])
+    names = column_names(schema.names)
+    return StructType([StructField(names[column.name], column.dataType) for column in schema])

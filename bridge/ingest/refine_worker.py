@@ -96,7 +96,7 @@ def runs(table: pa.Table) -> Iterator[tuple[tuple[str, str, str], int, int, int]
         yield stream, first, first + end - start - 1, start
 
 
-def writing(targets: dict[str, Target], renamed: dict[str, str]) -> Function:
+def writing(targets: dict[str, Target]) -> Function:
     """For `mapInArrow` over typed rows: `fits` says which of the tables gets a row."""
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
@@ -116,7 +116,6 @@ def writing(targets: dict[str, Target], renamed: dict[str, str]) -> Function:
                 for stream, first, last, _ in runs(table):
                     seen.setdefault(stream, Ranges()).add(first, last)
                 fits = table["fits"]
-                table = table.rename_columns([renamed.get(name, name) for name in table.column_names])
                 for kind, rows in (("typed", table.filter(fits)), ("rejects", table.filter(_not(fits)))):
                     if kind in files and rows.num_rows:
                         files[kind].add(rows)

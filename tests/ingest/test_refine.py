@@ -276,6 +276,50 @@ def test_one_stream_can_be_refined_alone(spark: Any, landing: Place, tmp_path: P
     assert lake.refine().rows == 5
 
 
+@pytest.mark.spark
+def test_any_keys_of_a_payload_become_columns(lake: Lake, landing: Place) -> None:
+    payloads = [
+        b"{}",
+        b'{"Temp":1,"temp":2,"at":{"Lat":1,"lat":2},"a`b":3,"a.b":4,"":5}',
+        b'{"topic":"mine","fits":false,"Reason":"none","text":"x","payload":6}',
+    ]
+    Gateway(landing).export(0, 2, payload=lambda n: payloads[n])
+    lake.ingest()
+    assert (lake.refine().rows, lake.numbers("rejects")) == (3, [])
+    keys = {"ingest_date", "gateway", "stream", "epoch", "sequence_number", "ingest_time"}
+    rows = [{name: value for name, value in row.items() if name not in keys} for row in lake.rows("readings")]
+    assert [{name: value for name, value in row.items() if value is not None} for row in rows] == [
+        {"topic": "plant/gw-a/s0"},
+        {
+            "topic": "plant/gw-a/s0",
+            "temp": 1,
+            "temp_2": 2,
+            "at": '{"Lat":1,"lat":2}',
+            "a_b": 3,
+            "a_b_2": 4,
+        },
+        {
+            "topic": "plant/gw-a/s0",
+            "payload_topic": "mine",
+            "payload_fits": False,
+            "payload_reason": "none",
+            "text": "x",
+            "payload_payload": 6,
+        },
+    ]
+
+
+@pytest.mark.spark
+def test_where_no_payload_has_a_key_there_is_no_schema_to_infer(
+    spark: Any, landing: Place, tmp_path: Path
+) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    Gateway(landing).export(0, 1, payload=b"{}")
+    lake.ingest()
+    with pytest.raises(BadOption, match="no payload is a JSON object with keys"):
+        lake.refine()
+
+
 def test_a_schema_is_inferred_that_fits_all_samples() -> None:
     samples = [
         "[" * 100_000,
@@ -289,6 +333,16 @@ def test_a_schema_is_inferred_that_fits_all_samples() -> None:
     assert infer(samples) == (
         "`a` DOUBLE, `b` STRUCT<`c`: BOOLEAN, `d`: STRING>, `l` ARRAY<DOUBLE>, `s` STRING"
     )
+
+
+def test_objects_whose_keys_cannot_all_be_fields_are_text() -> None:
+    assert infer(["{}"]) == ""
+    assert infer(['{"a":{}}', '{"a":{"b":1}}', '{"c":{}}', "{}"]) == "`a` STRUCT<`b`: BIGINT>, `c` STRING"
+    assert infer(['{"a`b":1,"":2,"c":{"a`b":1},"d":{"":1}}']) == "`a``b` BIGINT, `c` STRING, `d` STRING"
+    assert (
+        infer(['{"a":{"X":1}}', '{"a":{"x":1}}', '{"b":[{"X":1,"x":1}]}']) == "`a` STRING, `b` ARRAY<STRING>"
+    )
+    assert infer(['{"a":' * 450 + "1" + "}" * 450]).count("STRUCT") == 31
 
 
 def test_columns_get_plain_names_that_never_collide() -> None:
