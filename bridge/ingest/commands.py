@@ -224,7 +224,15 @@ def compact(
         if as_json:
             document({**asdict(done), "deleted": deleted}, out)
         else:
-            print(f"{done.before:,} files became {done.after:,}; {deleted:,} unused files deleted", file=out)
+            left = (
+                f"; {done.left:,} left as they are, for another engine has deleted rows in them: let it "
+                "rewrite them (Athena: OPTIMIZE, Spark: rewrite_data_files)"
+            )
+            print(
+                f"{done.before:,} files became {done.after:,}; {deleted:,} unused files deleted"
+                f"{left if done.left else ''}",
+                file=out,
+            )
 
 
 @app.command()

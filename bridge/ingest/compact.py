@@ -2,7 +2,8 @@
 
 Rounds leave a file for each task and day. `compact` puts the small files of a day together, sorted by
 stream and number, in Spark tasks; one commit replaces them. It may run beside an ingest run: whichever
-commits later looks again. Rows are counted before and after, and a difference stops it.
+commits later looks again. Rows are counted before and after, and a difference stops it. Files in which
+another engine has marked rows as deleted are left alone: in a file put together these would be back.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ SMALL = FILE_BYTES // 2
 
 def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     """Replace the small files of each day by large ones, in one commit."""
-    bins = list(_bins(sink.files()))
+    files = sink.files()
+    left = sum(file.marked for file in files)
+    bins = list(_bins([file for file in files if not file.marked]))
     removed = [file for group in bins for file in group]
     if not removed:
-        return Compacted()
+        return Compacted(left=left)
     parts = [[file.path for file in group] for group in bins]
     frame = spark.range(0, len(parts), 1, len(parts))
     work: Any = frame.mapInArrow(_task(parts, sink.target()), STATUS)
     rows = watched(spark, "compact", work.collect)
     written = [DataFile(**json.loads(row.body)) for row in rows]
-    done = Compacted(len(removed), len(written), sum(file.rows for file in written))
+    done = Compacted(len(removed), len(written), sum(file.rows for file in written), left)
     if done.rows != sum(file.rows for file in removed):
         raise IngestError(f"{sink.name}: {done.rows} rows were written for {sum(f.rows for f in removed)}")
     sink.replace(removed, written)

@@ -164,6 +164,12 @@ class Step:
         files: Sequence[LiveFile],
         mark: int,
     ) -> None:
+        if marked := sum(file.marked for file in files):
+            raise IngestError(
+                f"{self.messages.name}: another engine has deleted rows in {marked} data file(s), and these "
+                "are still in there, so none is refined; let it rewrite them (Athena: OPTIMIZE, Spark: "
+                "rewrite_data_files, Delta: REORG TABLE ... APPLY (PURGE)) and run again"
+            )
         parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
         frame = _typed(self._read(spark, parts, fresh), ddl, types, self.form)
         targets = {kind: output.sink.target() for kind, output in outputs.items()}

@@ -14,12 +14,13 @@ import pyspark
 import pytest
 
 from bridge.ingest import refine
-from bridge.ingest.errors import BadOption, Moved
+from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.job import run
 from bridge.ingest.payloads import column_names, infer, texts
 from bridge.ingest.refine import Step
 from bridge.ingest.store import Place
 from bridge.ingest.table import TableOptions, open_sink
+from tests.ingest.deletes import delete_rows
 from tests.ingest.gateway import Gateway
 
 
@@ -251,6 +252,25 @@ def test_two_runs_at_once_store_everything_once(
         written = {entry.key for entry in target.place.open().list() if entry.key.startswith(target.folder)}
         assert written == {file.path for file in sink.files()}
     assert lake.refine(schema="temp INT").rounds == 0
+
+
+@pytest.mark.spark
+def test_rows_that_another_engine_has_deleted_are_not_refined(lake: Lake, landing: Place) -> None:
+    Gateway(landing).export(0, 9)
+    lake.ingest()
+    assert lake.refine().rows == 10
+    messages = open_sink(lake.options)
+    delete_rows(messages, messages.files()[0], [0, 1, 2])  # of what is refined already
+    assert messages.rows() == 7
+    Gateway(landing).export(10, 19)
+    lake.ingest()
+    assert lake.refine().rows == 10
+    Gateway(landing).export(20, 29)
+    lake.ingest()
+    delete_rows(messages, messages.files()[-1], [0])
+    with pytest.raises(IngestError, match=r"another engine has deleted rows in 1 data file.*OPTIMIZE"):
+        lake.refine()
+    assert lake.numbers("readings") == list(range(20))
 
 
 @pytest.mark.spark

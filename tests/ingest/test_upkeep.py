@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyiceberg.manifest import DataFileContent
 
+from bridge.ingest.errors import Moved
 from bridge.ingest.job import run
 from bridge.ingest.store import Place
+from tests.ingest.deletes import delete_rows
 from tests.ingest.gateway import Gateway, head_of
 from tests.ingest.test_command import command
 from tests.ingest.test_job import numbers
@@ -57,6 +60,65 @@ def test_compaction_and_a_round_at_the_same_time_both_count(
     mine.compact(spark)
     assert numbers(iceberg()) == list(range(40))
     assert sorted(file.rows for file in iceberg().files()) == [10, 30]
+
+
+@pytest.mark.spark
+def test_compaction_leaves_files_alone_in_which_another_engine_has_deleted_rows(
+    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+) -> None:
+    rounds(spark, landing, iceberg)
+    delete_rows(iceberg(), iceberg().files()[0], [0, 1, 2])
+    left = list(range(3, 30))
+    assert numbers(iceberg()) == left
+    done = command("compact", "--warehouse", str(tmp_path / "warehouse"))
+    assert done.stdout == (
+        "2 files became 1; 0 unused files deleted; 1 left as they are, for another engine has deleted rows "
+        "in them: let it rewrite them (Athena: OPTIMIZE, Spark: rewrite_data_files)\n"
+    )
+    assert numbers(iceberg()) == left
+    assert sorted(file.rows for file in iceberg().files()) == [10, 20]
+    assert iceberg().expire(0) == 2
+    assert numbers(iceberg()) == left
+
+
+@pytest.mark.spark
+def test_rows_that_another_engine_deletes_during_compaction_stay_deleted(
+    spark: Any, landing: Place, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds(spark, landing, iceberg)
+    mine = iceberg()
+    replace = mine.replace
+
+    def late(*arguments: Any) -> None:
+        delete_rows(iceberg(), iceberg().files()[0], [0, 1, 2])
+        replace(*arguments)
+
+    monkeypatch.setattr(mine, "replace", late)
+    with pytest.raises(Moved, match="another engine has deleted rows in what was to be compacted"):
+        mine.compact(spark)
+    assert numbers(iceberg()) == list(range(3, 30))
+
+
+@pytest.mark.spark
+def test_with_deletes_that_may_be_of_any_file_nothing_is_compacted(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    rounds(spark, landing, iceberg)
+    delete_rows(iceberg(), iceberg().files()[0], [0], DataFileContent.EQUALITY_DELETES)
+    done = iceberg().compact(spark)
+    assert (done.before, done.left) == (0, 3)
+
+
+@pytest.mark.spark
+def test_a_table_of_which_another_engine_has_deleted_rows_has_not_the_rows_of_its_state(
+    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+) -> None:
+    rounds(spark, landing, iceberg)
+    delete_rows(iceberg(), iceberg().files()[0], [0, 1, 2])
+    report = run(spark, landing, iceberg()).report
+    assert "lake.messages has 27 rows and its state says 30: it was changed" in report.problems
+    where = ("--source", landing.url, "--warehouse", str(tmp_path / "warehouse"), "--older-than-days", "0")
+    assert "its state says 30 rows and it has 27, so nothing is deleted" in command("prune", *where).stderr
 
 
 @pytest.mark.spark

@@ -29,15 +29,19 @@ class LiveFile:
     size: int
     rows: int
     added: int
+    marked: bool = (
+        False  # another engine has marked rows of it as deleted (merge-on-read): they are in it yet
+    )
 
 
 @dataclass(slots=True)
 class Compacted:
-    """What was put together: files before and after, and the rows in them."""
+    """What was put together: files before and after, and the rows in them; `left` are marked files."""
 
     before: int = 0
     after: int = 0
     rows: int = 0
+    left: int = 0
 
 
 class Sink(Protocol):
@@ -66,7 +70,7 @@ class Sink(Protocol):
         """The table's data files, in the order of `added`."""
 
     def rows(self) -> int:
-        """How many rows the table has, from its metadata."""
+        """How many rows the table has, from its metadata; less those that it says are deleted."""
 
     def compact(self, spark: SparkSession) -> Compacted:
         """Put small data files together; the rows stay the same."""

@@ -137,6 +137,7 @@ class DeltaSink:
         if table is None:
             return []
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        deleted = _deleted(table)
         found = [
             LiveFile(
                 unquote(action["path"]),
@@ -144,13 +145,16 @@ class DeltaSink:
                 action["size_bytes"],
                 action["num_records"],
                 _millis(action["modification_time"]),
+                _name(action["path"]) in deleted,
             )
             for action in actions
         ]
         return sorted(found, key=lambda file: file.added)
 
     def rows(self) -> int:
-        return sum(file.rows for file in self.files())
+        table = self.table()
+        deleted = sum(_deleted(table).values()) if table else 0
+        return sum(file.rows for file in self.files()) - deleted
 
     def compact(self, spark: SparkSession) -> Compacted:
         """By delta-rs, in this process: its Python API cannot remove files that executors have replaced."""
@@ -176,6 +180,18 @@ class DeltaSink:
         data = table.to_pyarrow_dataset()
         chosen = list(columns) if columns else None
         return data.to_table(chosen) if limit is None else data.head(limit, columns=chosen)
+
+
+def _deleted(table: DeltaTable) -> dict[str, int]:
+    """How many rows another engine has deleted by deletion vectors, by the name of the data file."""
+    if "deletionVectors" not in (table.protocol().reader_features or ()):
+        return {}
+    found = pa.table(table.deletion_vectors().read_all()).to_pylist()
+    return {_name(vector["filepath"]): vector["selection_vector"].count(False) for vector in found}
+
+
+def _name(path: str) -> str:
+    return unquote(path.rpartition("/")[2])
 
 
 def _fields(columns: Iterable[pa.Field]) -> list[Field]:

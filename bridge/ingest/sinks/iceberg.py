@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from itertools import count
 from pathlib import Path
@@ -154,28 +154,37 @@ class IcebergSink:
         table = self.table()
         if table is None:
             return []
-        return sorted((live_file(table, entry) for entry in _entries(table)), key=lambda file: file.added)
+        marked = _marked(table)
+        files = (live_file(table, entry, marked) for entry in _entries(table))
+        return sorted(files, key=lambda file: file.added)
 
     def rows(self) -> int:
         table = self.table()
         snapshot = table.current_snapshot() if table else None
         summary = snapshot.summary if snapshot else None
-        return int((summary.additional_properties.get("total-records") if summary else None) or 0)
+        totals = summary.additional_properties if summary else {}
+        # rows that are deleted merge-on-read are still counted as records
+        deleted = ("total-position-deletes", "total-equality-deletes")
+        return int(totals.get("total-records") or 0) - sum(int(totals.get(name) or 0) for name in deleted)
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         """Put files in the place of others, in one step; the state stays the one it was."""
         paths = {file.path for file in removed}
         for attempt in range(ATTEMPTS):
             table = without_retry(self._made())
-            old = [entry.data_file for entry in _entries(table) if live_file(table, entry).path in paths]
+            marked = _marked(table)
+            known = [(live_file(table, entry, marked), entry.data_file) for entry in _entries(table)]
+            old = [(file, entry) for file, entry in known if file.path in paths]
             if len(old) != len(paths):
                 raise Moved(f"{self.name}: another run has compacted it")
+            if any(file.marked for file, _ in old):
+                raise Moved(f"{self.name}: another engine has deleted rows in what was to be compacted")
             try:
                 with (
                     table.transaction() as change,
                     change.update_snapshot(snapshot_properties=_keep(table)).overwrite() as overwrite,
                 ):
-                    for gone in old:
+                    for _, gone in old:
                         overwrite.delete_data_file(gone)
                     for file in added:
                         overwrite.append_data_file(data_file(table, file))
@@ -295,13 +304,34 @@ def _entries(table: Table) -> list[ManifestEntry]:
     ]
 
 
-def live_file(table: Table, entry: ManifestEntry) -> LiveFile:
-    """A manifest entry, as the job sees it."""
+def _marked(table: Table) -> set[str]:
+    """Paths of data files of which another engine has deleted rows by delete files (merge-on-read)."""
+    snapshot = table.current_snapshot()
+    if snapshot is None or all(
+        manifest.content == ManifestContent.DATA for manifest in snapshot.manifests(table.io)
+    ):
+        return set()
+    try:
+        return {task.file.file_path for task in table.scan().plan_files() if task.delete_files}
+    except (
+        NotImplementedError,
+        ValueError,
+    ):  # pyiceberg knows no deletes by equality: they may be of any file
+        return {entry.data_file.file_path for entry in _entries(table)}
+
+
+def live_file(table: Table, entry: ManifestEntry, marked: Container[str] = ()) -> LiveFile:
+    """A manifest entry, as the job sees it; `marked` are paths of files with deleted rows."""
     file = entry.data_file
     path = file.file_path.removeprefix(f"{table.location().rstrip('/')}/")
     day = date(1970, 1, 1) + timedelta(days=file.partition[0])
     return LiveFile(
-        path, day.isoformat(), file.file_size_in_bytes, file.record_count, entry.file_sequence_number or 0
+        path,
+        day.isoformat(),
+        file.file_size_in_bytes,
+        file.record_count,
+        entry.file_sequence_number or 0,
+        file.file_path in marked,
     )
 
 
