@@ -8,6 +8,7 @@
 A document is written under a new name before the commit, and the commit of the table carries its
 version: the commit decides which document is true, and one that was never committed is never read. It
 costs O(streams + holes), not O(objects). Versions grow, and hold when they were made (ms in the upper bits).
+Earlier ones of a table with an explicit --state may be one folder up: they are read there, and stay.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from bridge.ingest.ranges import Pair, Ranges
 from bridge.ingest.store import Place
 
 FORMAT = 1
-KEEP_MS = 7 * 24 * 3600 * 1000  # older documents go, so a table may be rolled back by a week
+KEEP_MS = 7 * 24 * 3600 * 1000  # a table may be rolled back by as much
 RANDOM_BITS = 20  # two drivers in the same ms still get versions of their own
 
 
@@ -100,13 +101,14 @@ class StateStore:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._store = place.open()
+        self._above = Place(place.url.rstrip("/").rpartition("/")[0], place.endpoint)
 
     def load(self, version: int | None) -> State:
         """Read the document that the table points to; no pointer is an empty table."""
         if version is None:
             return State()
         try:
-            raw = json.loads(self._store.get(_name(version)))
+            raw = self._read(version)
         except Vanished as error:
             raise StateMissing(
                 f"{self.place.url}/{_name(version)}: the table points to this state and it is gone; "
@@ -124,6 +126,14 @@ class StateStore:
         state.quarantine = {(key, etag): Quarantined(size, why) for key, etag, size, why in raw["quarantine"]}
         return state
 
+    def _read(self, version: int) -> dict[str, Any]:
+        try:
+            found = self._store.get(_name(version))
+        except Vanished:
+            found = self._above.open().get(_name(version))
+        document: dict[str, Any] = json.loads(found)
+        return document
+
     def save(self, state: State, previous: int | None) -> int:
         """Write the state as a new document and return its version; it counts once the table points to it."""
         fresh = (time.time_ns() // 1_000_000) << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
@@ -140,11 +150,18 @@ class StateStore:
         return version
 
     def prune(self, current: int | None) -> None:
-        """Remove documents that are older than a week and not the current one."""
+        """Remove documents that nobody needs who rolls the table back by a week.
+
+        A week ago the table pointed to what the first document since then was planned from, however old that
+        is. The newest of the older ones need not be it: it may be of a run that was killed before its commit.
+        """
         oldest = time.time_ns() // 1_000_000 - KEEP_MS
-        names = [entry.key for entry in self._store.list() if entry.key.endswith(".json")]
-        old = [name for name in names if name[:20].isdecimal() and int(name[:20]) >> RANDOM_BITS < oldest]
-        self._store.delete([name for name in old if current is None or name != _name(current)])
+        names = sorted(entry.key for entry in self._store.list() if entry.key.endswith(".json"))
+        versions = [int(name[:20]) for name in names if name[:20].isdecimal()]
+        old = [version for version in versions if version >> RANDOM_BITS < oldest]
+        since = versions[len(old) :]
+        needed = {current, self._read(since[0])["previous"] if old and since else None}
+        self._store.delete(_name(version) for version in old if version not in needed)
 
 
 def _name(version: int) -> str:

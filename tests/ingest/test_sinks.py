@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from bridge.ingest import state
 from bridge.ingest.decode import decode
-from bridge.ingest.errors import BadOption, Moved
+from bridge.ingest.errors import BadOption, Moved, StateMissing
 from bridge.ingest.files import DataFile, DayFiles
 from bridge.ingest.state import State, StateStore
 from bridge.ingest.store import Place
@@ -130,6 +133,82 @@ def test_state_documents_are_found_by_whoever_opens_the_table(table: Open) -> No
     version = StateStore(table().state()).save(State(notes={"who": "me"}), None)
     table().commit(None, version, [])
     assert StateStore(table().state()).load(table().pointer()).notes == {"who": "me"}
+
+
+def committed(sink: Any, note: str) -> int:
+    """Commit a round without files, as a run does."""
+    sink.target()
+    states = StateStore(sink.state())
+    known = states.load(sink.pointer())
+    version = states.save(State(notes={"note": note}), known.version)
+    sink.commit(known.version, version, [])
+    states.prune(version)
+    return version
+
+
+def days_ago(days: int) -> Any:
+    """A clock for the module `state`."""
+    return SimpleNamespace(time_ns=lambda: time.time_ns() - days * 24 * 3600 * 10**9)
+
+
+def test_a_table_can_be_rolled_back_by_a_week_though_its_state_then_was_older(
+    table: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "time", days_ago(10))
+    older = committed(table(), "not needed any more")
+    monkeypatch.setattr(state, "time", days_ago(9))
+    then = committed(table(), "what the table had for the last week")
+    monkeypatch.setattr(state, "time", days_ago(8))
+    StateStore(table().state()).save(State(), then)  # of a run that was killed before its commit
+    monkeypatch.setattr(state, "time", time)
+    now = committed(table(), "now")
+    states = StateStore(table().state())
+    assert states.load(then).notes == {"note": "what the table had for the last week"}
+    assert states.load(now).notes == {"note": "now"}
+    assert len(list(states.place.open().list())) == 2
+    with pytest.raises(StateMissing):
+        states.load(older)
+
+
+@pytest.mark.parametrize("kind", ["iceberg", "delta"])
+def test_tables_with_one_place_for_their_state_leave_each_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    def opened(name: str) -> Any:
+        if kind == "delta":
+            return open_sink(
+                TableOptions(delta=str(tmp_path / name / "messages"), state=str(tmp_path / "state"))
+            )
+        return open_sink(TableOptions(f"lake.{name}", str(tmp_path), state=str(tmp_path / "state")))
+
+    monkeypatch.setattr(state, "time", days_ago(8))
+    committed(opened("one"), "one")
+    committed(opened("one"), "one again")
+    monkeypatch.setattr(state, "time", time)
+    committed(opened("other"), "other")
+    committed(opened("other"), "other again")
+    found = [StateStore(sink.state()).load(sink.pointer()) for sink in map(opened, ("one", "other"))]
+    assert [known.notes["note"] for known in found] == ["one again", "other again"]
+
+
+@pytest.mark.parametrize("kind", ["iceberg", "delta"])
+def test_a_state_that_an_earlier_version_wrote_is_found(tmp_path: Path, kind: str) -> None:
+    where = {"delta": str(tmp_path / "messages")} if kind == "delta" else {"warehouse": str(tmp_path)}
+
+    def opened() -> Any:
+        return open_sink(TableOptions(**where, state=str(tmp_path / "state")))
+
+    opened().target()
+    before = StateStore(Place(str(tmp_path / "state"))).save(State(notes={"note": "before"}), None)
+    opened().commit(None, before, [])
+    assert StateStore(opened().state()).load(opened().pointer()).notes == {"note": "before"}
+    committed(opened(), "after")
+    assert StateStore(opened().state()).load(opened().pointer()).notes == {"note": "after"}
+    assert StateStore(opened().state()).load(before).notes == {"note": "before"}  # it may be rolled back
+    if kind == "iceberg":
+        sql = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
+        known = open_sink(TableOptions(catalog=sql))  # the table says where its state is
+        assert StateStore(known.state()).load(known.pointer()).notes == {"note": "after"}
 
 
 def test_the_state_of_a_table_in_a_catalog_is_found_without_naming_the_warehouse(tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ class Sink(Protocol):
         """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""
 
 
+def state_of(name: str, at: Place) -> Place:
+    """Where a table's state is at a place that tables may share: below it, in a folder of its name."""
+    return at if at.url.rstrip("/").endswith(f"/{name}") else at.join(name)
+
+
 def discard(sink: Sink, files: Sequence[DataFile]) -> None:
     """Delete files whose commit was refused.
 

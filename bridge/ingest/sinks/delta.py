@@ -22,7 +22,7 @@ from deltalake.transaction import AddAction
 from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
 from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
-from bridge.ingest.sinks.base import Compacted, LiveFile
+from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
 from bridge.ingest.store import Place
 from bridge.ingest.worker import Target
 
@@ -71,7 +71,8 @@ class DeltaSink:
     def state(self) -> Place:
         # VACUUM leaves folders alone whose names begin with an underscore
         if self._state_at:
-            return Place(self._state_at, self.place.endpoint)
+            path = self.place.url.rpartition("://")[2].strip("/")
+            return state_of(path.replace("/", "_"), Place(self._state_at, self.place.endpoint))
         return self.place.join("_streambridge")
 
     def pointer(self) -> int | None:

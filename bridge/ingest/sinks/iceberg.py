@@ -32,7 +32,7 @@ from pyiceberg.typedef import Record
 from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
-from bridge.ingest.sinks.base import Compacted, LiveFile
+from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
 from bridge.ingest.store import Place
 from bridge.ingest.worker import Target
 
@@ -93,7 +93,7 @@ class IcebergSink:
         at = self._state_at or (table.properties.get(STATE_AT) if table else None)
         if at is None:
             raise BadOption(f"{self.name}: where is its state? give --state URL, or --warehouse")
-        return Place(at, self.endpoint)
+        return state_of(self.name, Place(at, self.endpoint))
 
     def pointer(self) -> int | None:
         table = self.table()
