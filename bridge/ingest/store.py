@@ -77,6 +77,15 @@ class Place:
         return Place(f"{self.url.rstrip('/')}/{name}", self.endpoint)
 
 
+def table_folder(option: str, given: str, refused: str) -> Path:
+    """The directory of a local table, absolute; `refused` are characters that mean something in URLs."""
+    folder = Path(given.removeprefix("file://")).resolve()
+    for character in refused:
+        if character in str(folder):
+            raise BadOption(f"{option} {folder}: the path of a local table may not have {character!r} in it")
+    return folder
+
+
 @lru_cache
 def shared(place: Place) -> Store:
     """The store of a place, one for all tasks of an executor's process; a task that fails ends that.

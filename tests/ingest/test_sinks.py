@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -218,3 +219,28 @@ def test_the_state_of_a_table_in_a_catalog_is_found_without_naming_the_warehouse
     assert known.url == f"{tmp_path}/_streambridge/lake.messages"
     with pytest.raises(BadOption, match="where is its state"):
         open_sink(TableOptions("lake.other", catalog=sql)).state()
+
+
+@pytest.mark.parametrize("kind", ["warehouse", "delta"])
+@pytest.mark.parametrize("name", ["my lake", "Zähler", "day=1+2"])
+def test_a_table_in_a_directory_with_any_usual_name_can_be_read(
+    tmp_path: Path, landing: Place, kind: str, name: str
+) -> None:
+    options = TableOptions(**{kind: str(tmp_path / name)})  # type: ignore[arg-type]
+    open_sink(options).commit(None, 7, written(open_sink(options), landing, 0, 9))
+    assert numbers(open_sink(options)) == list(range(10))
+    assert {path.name for path in tmp_path.iterdir()} == {"landing", name}
+    assert [file.rows for file in open_sink(options).files()] == [10]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("warehouse", "50%"), ("warehouse", "a#b"), ("warehouse", "a?b"), ("delta", "my%20lake")],
+)
+def test_a_directory_whose_name_libraries_take_for_something_else_is_refused(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    message = f"--{kind} {tmp_path / name}: the path of a local table may not have '"
+    with pytest.raises(BadOption, match=re.escape(message)):
+        open_sink(TableOptions(**{kind: str(tmp_path / name)}))  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

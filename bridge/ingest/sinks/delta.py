@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -23,7 +22,7 @@ from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
 from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
 from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
-from bridge.ingest.store import Place
+from bridge.ingest.store import Place, table_folder
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -40,9 +39,7 @@ class DeltaSink:
     def __init__(
         self, url: str, state_at: str | None = None, endpoint: str | None = None, schema: pa.Schema = MESSAGES
     ) -> None:
-        self.place = Place(
-            url if Place(url).is_s3 else str(Path(url.removeprefix("file://")).resolve()), endpoint
-        )
+        self.place = Place(url if Place(url).is_s3 else str(table_folder("--delta", url, "%")), endpoint)
         self.schema = schema
         self._state_at = state_at
         self._options = {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"} if endpoint else None

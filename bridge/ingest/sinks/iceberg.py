@@ -13,7 +13,6 @@ import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime, timedelta
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -33,7 +32,7 @@ from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
-from bridge.ingest.store import Place
+from bridge.ingest.store import Place, table_folder
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -238,9 +237,9 @@ def open_catalog(warehouse: str | None, properties: Mapping[str, str], endpoint:
     if warehouse:
         place = Place(warehouse)
         if not place.is_s3:
-            folder = Path(warehouse.removeprefix("file://")).resolve()
+            folder = table_folder("--warehouse", warehouse, "%#?")
             folder.mkdir(parents=True, exist_ok=True)
-            warehouse = folder.as_uri()
+            warehouse = f"file://{folder}"  # not quoted: pyiceberg takes the rest for the path as it is
             if "uri" not in options and "type" not in options:
                 options |= {"type": "sql", "uri": f"sqlite:///{folder / 'catalog.db'}"}
         options.setdefault("warehouse", warehouse)
