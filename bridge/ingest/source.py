@@ -5,9 +5,10 @@
     frame = spark.read.format("streambridge").option("endpoint", "http://...").load("s3://bucket/prefix")
 
 For those who want the landing prefix in their own job; the table of `streambridge ingest` is not needed.
-Every number comes once, as in the table: duplicates and overlaps are sorted out from the names. An object
-that does not keep its promise fails the query, or is passed over with `badObjects` = `skip`. Further
-columns come when the schema that the query gives has them. Options: path, endpoint, badObjects.
+Every number comes once, as in the table: objects that overlap are read by one task, in order, each for what
+those before it did not give; one that has nothing new is not read. An object that does not keep its promise
+fails the query, or is passed over with `badObjects` = `skip`. Further columns come when the schema that the
+query gives has them. Options: path, endpoint, badObjects.
 
 Spark 4.0 or newer (Python data sources); on Spark 3.5 use the table.
 """
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from bridge.ingest.errors import BadObject, BadOption, Vanished
-from bridge.ingest.planner import Inventory, Limits, plan
+from bridge.ingest.planner import Inventory, Item
+from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import Place, shared
-from bridge.objectkeys import parse_key
+from bridge.objectkeys import ObjectKey, parse_key
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,9 +42,9 @@ BATCH_ROWS = 10_000
 
 @dataclass
 class Part(InputPartition):
-    """Objects of one task: keys, and the numbers to give of each."""
+    """Objects of one task: groups of keys whose numbers overlap."""
 
-    objects: list[tuple[str, list[tuple[int, int]]]]
+    groups: list[list[str]]
 
 
 class StreamBridgeSource(DataSource):
@@ -72,16 +74,17 @@ class ObjectReader(DataSourceReader):
         self.place, self.columns, self.skip = place, schema, skip
 
     def partitions(self) -> Sequence[InputPartition]:
-        inventory = Inventory(self.place.open().list())
-        no_limits = Limits(objects=inventory.objects + 1, bytes=1 << 62)
+        streams = Inventory(self.place.open().list()).streams
         parts: list[Part] = []
-        filled = PART_BYTES
-        for work in plan(inventory.pending(), {}, (), no_limits).work:
-            if filled + work.item.size > PART_BYTES:
-                parts.append(Part([]))
-                filled = 0
-            parts[-1].objects.append((work.item.key, work.fresh))
-            filled += work.item.size
+        filled = 0
+        for stream in sorted(streams):
+            for group in _overlapping(streams[stream]):
+                size = sum(item.size for item in group)
+                if not parts or filled + size > PART_BYTES:
+                    parts.append(Part([]))
+                    filled = 0
+                parts[-1].groups.append([item.key for item in group])
+                filled += size
         return parts or [Part([])]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -91,25 +94,31 @@ class ObjectReader(DataSourceReader):
         pa.set_cpu_count(1)
         store = shared(self.place)
         wanted = _arrow(self.columns)
-        for key, fresh in partition.objects:
-            try:
-                table = self._decode(store.get(key), key, wanted)
-            except (BadObject, Vanished) as error:
-                if self.skip:
+        for keys in partition.groups:
+            given = Ranges()
+            for key in keys:
+                name = parse_key(key)
+                assert name is not None, key
+                fresh = given.missing(name.first, name.last)
+                if not fresh:
                     continue
-                raise BadObject(f"{key}: {error}; option badObjects = skip passes it over") from error
-            first = table["sequence_number"][0].as_py()
-            for low, high in fresh:
-                yield from table.slice(low - first, high - low + 1).to_batches(max_chunksize=BATCH_ROWS)
+                try:
+                    table = self._decode(store.get(key), name, key, wanted)
+                except (BadObject, Vanished) as error:
+                    if self.skip:
+                        continue
+                    raise BadObject(f"{key}: {error}; option badObjects = skip passes it over") from error
+                given.update(fresh)
+                for low, high in fresh:
+                    part = table.slice(low - name.first, high - low + 1)
+                    yield from part.to_batches(max_chunksize=BATCH_ROWS)
 
-    def _decode(self, data: bytes, key: str, wanted: pa.Schema) -> pa.Table:
+    def _decode(self, data: bytes, name: ObjectKey, key: str, wanted: pa.Schema) -> pa.Table:
         import pyarrow as pa
 
         from bridge.ingest.columns import MESSAGES
         from bridge.ingest.decode import NewColumns, decode
 
-        name = parse_key(key)
-        assert name is not None, key
         extras = {field.name: field.type for field in wanted if field.name not in MESSAGES.names}
         try:
             table = decode(data, name, extras)
@@ -122,6 +131,20 @@ class ObjectReader(DataSourceReader):
             for field in wanted
         ]
         return pa.Table.from_arrays(columns, schema=wanted).combine_chunks()
+
+
+def _overlapping(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """Cut the objects of a stream, which are sorted, where no object goes over the cut."""
+    group: list[Item] = []
+    last = -1
+    for item in items:
+        if group and item.first > last:
+            yield group
+            group = []
+        group.append(item)
+        last = max(last, item.last)
+    if group:
+        yield group
 
 
 def register(spark: SparkSession) -> None:

@@ -95,3 +95,19 @@ def test_the_data_source_fails_at_a_bad_object_or_passes_it_over(spark: Any, lan
     with pytest.raises(Exception, match="badObjects"):
         reader.load(landing.url).count()
     assert reader.option("badObjects", "skip").load(landing.url).count() == 10
+
+
+def test_what_a_bad_object_shares_with_good_ones_is_given_from_those(spark: Any, landing: Place) -> None:
+    pytest.importorskip("pyspark.sql.datasource", reason="Python data sources need Spark 4.0")
+    from bridge.ingest.source import register
+
+    register(spark)
+    gateway = Gateway(landing)
+    gateway.export(0, 19, data=b"")  # the first one, and it is empty
+    gateway.export(0, 9)
+    gateway.export(5, 14, data=b"broken")
+    gateway.export(8, 17)
+    gateway.export(0, 9, stream="s1")
+    reader = spark.read.format("streambridge").option("badObjects", "skip").load(landing.url)
+    found = reader.groupBy("stream").agg({"sequence_number": "collect_list"}).collect()
+    assert {row[0]: sorted(row[1]) for row in found} == {"s0": list(range(18)), "s1": list(range(10))}
