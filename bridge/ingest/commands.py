@@ -130,18 +130,38 @@ def report(
         require("pyarrow")
         store = _landing(source, where.endpoint).open()
         sink = open_sink(where)
-        from bridge.ingest.heads import read_heads
-        from bridge.ingest.planner import Inventory
-        from bridge.ingest.report import build
-        from bridge.ingest.state import StateStore
+        from bridge.ingest.report import survey
 
-        heads = read_heads(store)
-        inventory = Inventory(store.list())
-        known = StateStore(sink.state()).load(sink.pointer())
-        found = build(known, inventory, heads, sink.name, sink.rows())
+        _, found = survey(store, sink)
         if as_json:
             document(found.to_json(), out)
         _finish(found, source, None if as_json else out)
+
+
+@app.command()
+@takes(where=table)
+def accept(
+    *,
+    streams: Annotated[
+        list[str], typer.Argument(metavar="GATEWAY/STREAM", help="As the note in the report names them.")
+    ],
+    source: Source,
+    where: TableOptions,
+    as_json: Json = False,
+) -> None:
+    """Accept that streams are gone from their gateways; what waited there is trimmed, no longer missing.
+
+    For streams that were deleted on purpose. Nothing else that is missing is accepted. Needs no Spark.
+    """
+    with result() as out:
+        require("pyarrow")
+        from bridge.ingest.accept import accept as go
+
+        done = go(_landing(source, where.endpoint), open_sink(where), streams)
+        if as_json:
+            document({"accepted": done}, out)
+        for path, count in () if as_json else done.items():
+            print(f"{path}: {count:,} messages that waited there count as trimmed from now on", file=out)
 
 
 @app.command()

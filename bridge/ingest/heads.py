@@ -61,9 +61,14 @@ class Head:
 
 @dataclass(slots=True)
 class Heads:
-    """All that could be read, and one line for each head object that could not."""
+    """All that could be read, and one line for each head object that could not.
+
+    `gateways` says when (Unix time in ms) each gateway whose head object is good wrote it: a stream of such
+    a gateway that is not in `streams` is no longer there, or no longer exported.
+    """
 
     streams: dict[StreamId, Head] = field(default_factory=dict)
+    gateways: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -82,6 +87,7 @@ def read_heads(store: Store) -> Heads:
             for stream in document["streams"]:
                 name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
                 found.streams[name] = Head.from_json(stream, updated)
+            found.gateways[gateway] = updated
         # what others can write must stop nothing, and a hostile document can raise nearly anything
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
             found.problems.append(f"{key}: not a head object ({type(error).__name__}: {error})")

@@ -165,8 +165,8 @@ def _one(
 
     start = time.monotonic()
     gone = _apply(state, todo.work, outcomes, done)
-    for stream, known in state.streams.items():
-        known.head = heads.streams.get(stream, known.head)
+    for stream, head in heads.streams.items():  # also where nothing was uploaded: it may be lost before it is
+        state.of(stream).head = head
     if done.new_columns:
         sink.add_columns(_columns(outcomes, MAX_EXTRAS - len(target.extras)))
     done.files, done.rows = len(files), sum(file.rows for file in files)

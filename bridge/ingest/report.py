@@ -15,27 +15,36 @@ more, something was lost; which ones cannot be told, so all of them are missing.
 
 A stream starts at 0 where its gateway's head is known, else at the first number that is in the table; it
 ends at the newest that anybody knows of. Without a head a lost tail is not seen, so that is said.
+
+A stream that its gateway's head no longer lists was deleted, is no longer exported, or its disk was replaced.
+What waited there according to the last head in the state comes no more: missing, unless somebody accepts it.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bridge.ingest.heads import Head, Heads
+from bridge.ingest.heads import Head, Heads, read_heads
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
-from bridge.ingest.state import State, StreamState
+from bridge.ingest.state import State, StateStore, StreamState
+from bridge.ingest.store import Store
 from bridge.objectkeys import HEADS, parse_key
+
+if TYPE_CHECKING:
+    from bridge.ingest.sinks.base import Sink
 
 KINDS = ("trimmed", "quarantined", "waiting", "missing")
 SHOWN = 5  # gateways named in one line
 JOINED = "joined:"
 ILLEGAL = ("damaged", "unknown")  # reasons of a gateway that are losses, as in its head object
+GONE = "its stream is gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +84,11 @@ class StreamReport:
     head_ms: int | None = None  # when the gateway last said how far it is
     lag_seconds: float | None = None
     holes: list[Hole] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """What people call the stream, whatever its epoch."""
+        return f"{self.gateway}/{self.stream}"
 
     def to_json(self) -> dict[str, Any]:
         names = [name for name in self.__slots__ if name not in ("holes", "newest_ms", "head_ms")]
@@ -128,6 +142,14 @@ class Report:
         }
 
 
+def survey(store: Store, sink: Sink) -> tuple[State, Report]:
+    """Report on the table and the prefix as they are, without a run."""
+    heads = read_heads(store)
+    inventory = Inventory(store.list())
+    state = StateStore(sink.state()).load(sink.pointer())
+    return state, build(state, inventory, heads, sink.name, sink.rows())
+
+
 def build(state: State, inventory: Inventory, heads: Heads, table: str, rows: int) -> Report:
     """Put the report together; reads nothing. `rows` is what the table itself says it has."""
     tallies = inventory.tally(state.quarantine)
@@ -151,34 +173,53 @@ def build(state: State, inventory: Inventory, heads: Heads, table: str, rows: in
         _stream(
             name,
             state.streams.get(name, StreamState()),
-            heads.streams.get(name),
+            heads,
             refused.get(name, Ranges()),
             tallies.get(name, Tally()),
             now,
         )
         for name in sorted(names)
     ]
-    problems = [*heads.problems, *_unseen(streams, inventory)]
+    problems = [*heads.problems, *_gone(streams), *_unseen(streams, inventory, heads)]
     if rows != state.rows():
         problems.append(f"{table} has {rows} rows and its state says {state.rows()}: it was changed")
     return Report(table, streams, documents, sorted(inventory.foreign), problems)
 
 
-def _unseen(streams: list[StreamReport], inventory: Inventory) -> Iterator[str]:
+def _gone(streams: list[StreamReport]) -> Iterator[str]:
+    """The streams whose gateway no longer has what waited there, and what to do about it."""
+    gone = sorted({stream.path for stream in streams if any(hole.reason == GONE for hole in stream.holes)})
+    if gone:
+        more = f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else ""
+        yield (
+            f"no longer listed by its gateway: {', '.join(gone[:SHOWN])}{more}; what waited there is lost, "
+            "unless the export is set up again; if the stream was deleted on purpose, say so: "
+            f"streambridge ingest accept {shlex.join(gone[:SHOWN])} with these options"
+        )
+
+
+def _unseen(streams: list[StreamReport], inventory: Inventory, heads: Heads) -> Iterator[str]:
     """Where the heads are missing that would show a lost tail."""
     below = {key.partition(f"/{HEADS}")[0] for key in inventory.foreign if f"/{HEADS}" in key}
     for prefix in sorted(below):
         yield f"the heads of gateways are in {prefix}/: end --source with it, or lost tails are not seen"
-    silent = sorted({stream.gateway for stream in streams if stream.head_ms is None})
+    now = {name.gateway for name in heads.streams} | set(heads.gateways)
+    silent = sorted({s.gateway for s in streams if s.head_ms is None or s.gateway not in now})
     if silent:
         more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
         yield f"no head of {', '.join(silent[:SHOWN])}{more}: a lost tail would not be seen"
 
 
 def _stream(
-    name: StreamId, state: StreamState, head: Head | None, refused: Ranges, tally: Tally, now: int
+    name: StreamId, state: StreamState, heads: Heads, refused: Ranges, tally: Tally, now: int
 ) -> StreamReport:
-    head = head or state.head
+    head = heads.streams.get(name, state.head)
+    # a run that began later may have left a head in the state that is newer than the one read here
+    gone = (
+        name not in heads.streams
+        and head is not None
+        and heads.gateways.get(name.gateway, -1) >= head.updated
+    )
     covered = state.covered
     report = StreamReport(*name, duplicates=tally.rows - tally.distinct)
     report.head_ms = head.updated if head else None
@@ -197,7 +238,7 @@ def _stream(
         after, before = state.times.get(first - 1), state.times.get(last + 1)
         report.holes += [
             Hole(low, high, kind, reason, after, before)
-            for low, high, kind, reason in _explain((first, last), head, refused)
+            for low, high, kind, reason in _explain((first, last), head, refused, gone=gone)
         ]
     if head:
         report.holes = _judge(report.holes, head)
@@ -206,7 +247,9 @@ def _stream(
     return report
 
 
-def _explain(hole: Pair, head: Head | None, refused: Ranges) -> list[tuple[int, int, str, str]]:
+def _explain(
+    hole: Pair, head: Head | None, refused: Ranges, *, gone: bool
+) -> list[tuple[int, int, str, str]]:
     """Cut a hole by why it is there."""
     causes: list[tuple[str, str, Ranges]] = []
     joined = []
@@ -217,7 +260,8 @@ def _explain(hole: Pair, head: Head | None, refused: Ranges) -> list[tuple[int, 
         causes.append(("missing" if reason in ILLEGAL else "trimmed", reason, Ranges([(first, last)])))
     causes.append(("quarantined", "", refused))
     if head and head.newest > head.exported:
-        causes.append(("waiting", "", Ranges([(head.exported + 1, head.newest)])))
+        kind, reason = ("missing", GONE) if gone else ("waiting", "")
+        causes.append((kind, reason, Ranges([(head.exported + 1, head.newest)])))
     causes += joined  # last: what is explained otherwise does not count there
     rest: list[Pair] = [hole]
     found: list[tuple[int, int, str, str]] = []

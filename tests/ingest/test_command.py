@@ -11,10 +11,13 @@ from pathlib import Path
 import boto3
 import pytest
 
+from bridge.ingest.heads import Head
+from bridge.ingest.planner import StreamId
+from bridge.ingest.state import State, StateStore
 from bridge.ingest.store import Place
-from bridge.ingest.table import TableOptions, read
+from bridge.ingest.table import TableOptions, open_sink, read
 from tests.ingest.conftest import need_java
-from tests.ingest.gateway import Gateway, head_of
+from tests.ingest.gateway import EPOCH, START, Gateway, head_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,6 +148,28 @@ def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(landing: Place, 
     assert "stopped by SIGTERM" in errors
     assert "Traceback" not in errors
     assert out == ""
+
+
+def test_a_stream_that_is_gone_is_reported_with_the_command_that_accepts_it(tmp_path: Path) -> None:
+    landing = Place(str(tmp_path / "landing"))
+    where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"))
+    state, sink = State(), open_sink(TableOptions(warehouse=str(tmp_path / "lake")))
+    state.of(StreamId("gw-a", "s0", EPOCH)).head = Head(START, 0, 99, -1)
+    sink.target()  # makes the table
+    sink.commit(None, StateStore(sink.state()).save(state, None), [])
+    Gateway(landing).head(updated=START + 1)  # it has no stream any more
+    lost = command("report", *where)
+    assert lost.returncode == 3, lost.stderr
+    assert "missing (its stream is gone): gw-a s0 0..99 (100)" in lost.stdout
+    assert "streambridge ingest accept gw-a/s0" in lost.stdout
+    typo = command("accept", "gw-a/s1", *where)
+    assert (typo.returncode, "there is gw-a/s0" in typo.stderr) == (1, True), typo.stderr
+    accepted = command("accept", "gw-a/s0", *where)
+    assert accepted.returncode == 0, accepted.stderr
+    assert accepted.stdout == "gw-a/s0: 100 messages that waited there count as trimmed from now on\n"
+    report = command("report", *where)
+    assert report.returncode == 0, report.stderr
+    assert "trimmed (accepted): gw-a s0 0..99 (100)" in report.stdout
 
 
 def test_an_s3_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path) -> None:

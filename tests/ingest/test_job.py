@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bridge.ingest.accept import accept
+from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
 from bridge.ingest.planner import Limits
 from bridge.ingest.store import Place
@@ -181,6 +183,29 @@ def test_heads_show_the_lost_tail_the_waiting_and_the_legally_dropped(
         (220, 259, "waiting", ""),
     ]
     assert (second.stream, second.rows, second.missing) == ("s1", 0, 10)
+
+
+def test_the_tail_of_a_gateway_that_was_replaced_is_missing_until_it_is_accepted(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    gateway, new = Gateway(landing), EPOCH + 10**9
+    gateway.export(0, 89)
+    gateway.head(head_of(99, exported=89), head_of(9, exported=-1, stream="never exported"))
+    assert run(spark, landing, sink()).report.total("waiting") == 20
+    gateway.export(0, 9, epoch=new)
+    gateway.head(head_of(9, epoch=new), updated=new)  # its disk died: an empty one, under the same id
+    report = run(spark, landing, sink()).report
+    assert (report.total("waiting"), report.total("missing"), report.complete) == (0, 20, False)
+    with pytest.raises(IngestError, match="gw-a/s1: nothing of it is known to be gone; there is gw-a/never"):
+        accept(landing, sink(), ["gw-a/s0", "gw-a/s1"])
+    assert accept(landing, sink(), ["gw-a/s0"]) == {"gw-a/s0": 10}
+    assert accept(landing, sink(), ["gw-a/never exported"]) == {"gw-a/never exported": 10}
+    gateway.export(10, 19, epoch=new)
+    gateway.head(head_of(19, epoch=new), updated=new + 1)
+    report = run(spark, landing, sink()).report  # it is in the state now, and stays there
+    assert (report.total("trimmed"), report.total("missing"), report.complete) == (20, 0, True)
+    assert {hole.reason for stream in report.streams for hole in stream.holes} == {"accepted"}
+    assert numbers(sink()) == sorted([*range(90), *range(20)])
 
 
 def test_columns_that_objects_add_later_are_added_to_the_table(

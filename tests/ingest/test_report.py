@@ -136,3 +136,34 @@ def test_a_range_that_a_gateway_has_joined_hides_no_loss_and_invents_none(
     assert found.complete == (not lost)
     first = [hole for hole in found.streams[0].holes if hole.first <= 18]
     assert {hole.reason for hole in first} == ({"10 of these 11 were dropped"} if 11 in lost else {"joined"})
+
+
+def of_a_stream_that_was(waiting: int, now: Heads) -> Report:
+    """A stream with 0..89 in the table, whose gateway said at EPOCH that so many more wait."""
+    stream, state = StreamId("gw-a", "s0", EPOCH), State()
+    state.of(stream).take([Piece(0, 89, EPOCH, EPOCH)], known_last=-1)
+    state.of(stream).head = Head(EPOCH, 0, 89 + waiting, 89)
+    return build(state, Inventory([]), now, "lake.messages", state.rows())
+
+
+def test_what_waited_on_a_stream_that_its_gateway_no_longer_has_is_missing_and_not_waiting() -> None:
+    replaced = Heads({StreamId("gw-a", "s0", EPOCH + 9): Head(EPOCH + 9, 0, -1, -1)}, {"gw-a": EPOCH + 9})
+    deleted = Heads({}, {"gw-a": EPOCH + 9})
+    for now in (replaced, deleted):
+        found = of_a_stream_that_was(10, now)
+        (hole,) = found.streams[0].holes
+        assert (hole.first, hole.last, hole.kind, hole.reason) == (90, 99, "missing", "its stream is gone")
+        assert (found.total("waiting"), found.complete) == (0, False)
+        (note,) = found.problems
+        assert note.startswith("no longer listed by its gateway: gw-a/s0; what waited there is lost")
+        assert "streambridge ingest accept gw-a/s0" in note
+        drained = of_a_stream_that_was(0, now)  # everything was uploaded before it was deleted
+        assert (drained.complete, drained.problems) == (True, [])
+
+
+def test_a_head_that_is_older_than_the_known_one_or_not_there_says_nothing_is_gone() -> None:
+    older = of_a_stream_that_was(10, Heads({}, {"gw-a": EPOCH - 1}))  # another run has read a newer one
+    assert (older.total("waiting"), older.complete, older.problems) == (10, True, [])
+    none = of_a_stream_that_was(10, Heads())
+    assert (none.total("waiting"), none.complete) == (10, True)
+    assert none.problems == ["no head of gw-a: a lost tail would not be seen"]
