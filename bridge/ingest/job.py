@@ -102,6 +102,7 @@ def run(
     states = StateStore(sink.state())
     pending = inventory.pending()
     rounds: list[Round] = []
+    vanished: set[tuple[str, str]] = set()
     losses = 0
     while True:
         start = time.monotonic()
@@ -125,6 +126,7 @@ def run(
         for work in news:  # gone since the listing: not to be planned again in this run
             items = [item for item in pending.get(work.stream, ()) if item.key != work.item.key]
             pending[work.stream] = items
+            vanished.add((work.item.key, work.item.etag))
         rounds.append(done)
         tell(done)
     states.prune(state.version)
@@ -137,7 +139,7 @@ def run(
         listed=inventory.objects,
         list_seconds=listed,
         seconds=time.monotonic() - began,
-        report=build(state, inventory, heads, sink.name, sink.rows()),
+        report=build(state, inventory, heads, sink.name, sink.rows(), vanished),
     )
 
 

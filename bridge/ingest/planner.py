@@ -75,8 +75,12 @@ class Tally:
 
     objects: int = 0
     rows: int = 0
-    distinct: int = 0
+    numbers: Ranges = field(default_factory=Ranges)
     bytes: int = 0
+
+    @property
+    def duplicates(self) -> int:
+        return self.rows - self.numbers.count()
 
 
 class Inventory:
@@ -110,20 +114,18 @@ class Inventory:
         """A copy that rounds may shorten while they take what is in it."""
         return dict(self.streams)
 
-    def tally(self, quarantined: Container[tuple[str, str]]) -> dict[StreamId, Tally]:
-        """Count objects and rows per stream; rows less distinct are duplicates."""
+    def tally(self, without: Container[tuple[str, str]]) -> dict[StreamId, Tally]:
+        """Count objects and rows per stream, but for those of these keys and ETags."""
         result: dict[StreamId, Tally] = {}
         for stream, items in self.streams.items():
             total = Tally()
-            seen = Ranges()
             for item in items:
-                if (item.key, item.etag) in quarantined:
+                if (item.key, item.etag) in without:
                     continue
                 total.objects += 1
                 total.rows += item.last - item.first + 1
                 total.bytes += item.size
-                seen.add(item.first, item.last)
-            total.distinct = seen.count()
+                total.numbers.add(item.first, item.last)
             result[stream] = total
         return result
 

@@ -4,6 +4,7 @@ It comes from the state, the names of the objects and the gateways' head objects
 read, so it costs the same at a thousand messages and at a billion. Numbers that are not in the table are,
 in this order of precedence:
 
+* waiting      they are in an object that no run has taken yet
 * trimmed      the gateway declared that it dropped them (overwritten, expired, purged)
 * quarantined  an object that should hold them was refused
 * waiting      the gateway has not uploaded them yet
@@ -13,8 +14,8 @@ Of drops long ago a gateway keeps ranges with a count (`joined:<count>`). Where 
 are neither in the table nor explained otherwise, they are those that it dropped: trimmed. Where there are
 more, something was lost; which ones cannot be told, so all of them are missing.
 
-A stream starts at 0 where its gateway's head is known, else at the first number that is in the table; it
-ends at the newest that anybody knows of. Without a head a lost tail is not seen, so that is said.
+A stream starts at 0 where its gateway's head is known, else at the first number that is in the table or in an
+object; it ends at the newest that anybody knows of. Without a head a lost tail is not seen, so that is said.
 
 A stream that its gateway's head no longer lists was deleted, is no longer exported, or its disk was replaced.
 What waited there according to the last head in the state comes no more: missing, unless somebody accepts it.
@@ -43,8 +44,10 @@ if TYPE_CHECKING:
 KINDS = ("trimmed", "quarantined", "waiting", "missing")
 SHOWN = 5  # gateways named in one line
 JOINED = "joined:"
+Name = tuple[str, str]  # of an object: key and ETag
 ILLEGAL = ("damaged", "unknown")  # reasons of a gateway that are losses, as in its head object
 GONE = "its stream is gone"
+UPLOADED = "uploaded, not taken yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +153,19 @@ def survey(store: Store, sink: Sink) -> tuple[State, Report]:
     return state, build(state, inventory, heads, sink.name, sink.rows())
 
 
-def build(state: State, inventory: Inventory, heads: Heads, table: str, rows: int) -> Report:
-    """Put the report together; reads nothing. `rows` is what the table itself says it has."""
-    tallies = inventory.tally(state.quarantine)
+def build(
+    state: State,
+    inventory: Inventory,
+    heads: Heads,
+    table: str,
+    rows: int,
+    vanished: Iterable[Name] = (),
+) -> Report:
+    """Put the report together; reads nothing. `rows` is what the table itself says it has.
+
+    `vanished` are objects (key, ETag) that are listed and that a run has found to be there no more.
+    """
+    tallies = inventory.tally(state.quarantine.keys() | set(vanished))
     refused: dict[StreamId, Ranges] = defaultdict(Ranges)
     listed = (
         {(item.key, item.etag) for items in inventory.streams.values() for item in items}
@@ -167,7 +180,8 @@ def build(state: State, inventory: Inventory, heads: Heads, table: str, rows: in
         documents.append(
             {"key": key, "size": entry.size, "reason": entry.reason, "present": (key, etag) in listed}
         )
-    names = set(state.streams) | set(heads.streams) | set(refused)
+    listing = {name for name, tally in tallies.items() if tally.numbers}
+    names = set(state.streams) | set(heads.streams) | set(refused) | listing
     now = time.time_ns() // 1_000_000
     streams = [
         _stream(
@@ -221,7 +235,7 @@ def _stream(
         and heads.gateways.get(name.gateway, -1) >= head.updated
     )
     covered = state.covered
-    report = StreamReport(*name, duplicates=tally.rows - tally.distinct)
+    report = StreamReport(*name, duplicates=tally.duplicates)
     report.head_ms = head.updated if head else None
     report.late_objects, report.late_rows = state.late_objects, state.late_rows
     if covered:
@@ -230,15 +244,16 @@ def _stream(
         report.lag_seconds = (
             round((now - report.newest_ms) / 1000, 3) if report.newest_ms is not None else None
         )
-    ends = [given.last for given in (covered, refused) if given] + ([head.newest] if head else [])
-    starts = [0] if head else [given.first for given in (covered, refused) if given]
+    known = [given for given in (covered, refused, tally.numbers) if given]
+    ends = [given.last for given in known] + ([head.newest] if head else [])
+    starts = [0] if head else [given.first for given in known]
     if not starts or not ends:
         return report
     for first, last in covered.missing(min(starts), max(ends)):
         after, before = state.times.get(first - 1), state.times.get(last + 1)
         report.holes += [
             Hole(low, high, kind, reason, after, before)
-            for low, high, kind, reason in _explain((first, last), head, refused, gone=gone)
+            for low, high, kind, reason in _explain((first, last), head, refused, tally.numbers, gone=gone)
         ]
     if head:
         report.holes = _judge(report.holes, head)
@@ -248,10 +263,10 @@ def _stream(
 
 
 def _explain(
-    hole: Pair, head: Head | None, refused: Ranges, *, gone: bool
+    hole: Pair, head: Head | None, refused: Ranges, uploaded: Ranges, *, gone: bool
 ) -> list[tuple[int, int, str, str]]:
     """Cut a hole by why it is there."""
-    causes: list[tuple[str, str, Ranges]] = []
+    causes: list[tuple[str, str, Ranges]] = [("waiting", UPLOADED, uploaded)]
     joined = []
     for first, last, reason in head.dropped if head else ():
         if reason.startswith(JOINED):

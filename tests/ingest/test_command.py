@@ -150,6 +150,16 @@ def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(landing: Place, 
     assert out == ""
 
 
+def test_a_report_between_upload_and_the_next_run_tells_of_no_loss(tmp_path: Path) -> None:
+    landing = Place(str(tmp_path / "landing"))
+    gateway = Gateway(landing)
+    gateway.export(0, 49)
+    gateway.head(head_of(49))
+    done = command("report", "--source", landing.url, "--warehouse", str(tmp_path / "lake"))
+    assert done.returncode == 0, done.stderr
+    assert "waiting (uploaded, not taken yet): gw-a s0 0..49 (50)" in done.stdout
+
+
 def test_a_stream_that_is_gone_is_reported_with_the_command_that_accepts_it(tmp_path: Path) -> None:
     landing = Place(str(tmp_path / "landing"))
     where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"))

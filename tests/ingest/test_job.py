@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bridge.ingest import job
 from bridge.ingest.accept import accept
 from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
@@ -206,6 +207,25 @@ def test_the_tail_of_a_gateway_that_was_replaced_is_missing_until_it_is_accepted
     assert (report.total("trimmed"), report.total("missing"), report.complete) == (20, 0, True)
     assert {hole.reason for stream in report.streams for hole in stream.holes} == {"accepted"}
     assert numbers(sink()) == sorted([*range(90), *range(20)])
+
+
+def test_an_object_that_vanishes_after_the_listing_is_missing_and_not_waited_for(
+    spark: Any, landing: Place, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 9)
+    second = gateway.export(10, 19)
+    gateway.head(head_of(19))
+    planned = job.plan
+
+    def and_delete(*arguments: Any) -> Any:
+        gateway.store.delete([second])
+        return planned(*arguments)
+
+    monkeypatch.setattr(job, "plan", and_delete)
+    summary = run(spark, landing, iceberg())
+    assert (summary.rounds[0].vanished, summary.report.total("missing")) == (1, 10)
+    assert summary.report.total("waiting") == 0
 
 
 def test_columns_that_objects_add_later_are_added_to_the_table(

@@ -167,3 +167,42 @@ def test_a_head_that_is_older_than_the_known_one_or_not_there_says_nothing_is_go
     none = of_a_stream_that_was(10, Heads())
     assert (none.total("waiting"), none.complete) == (10, True)
     assert none.problems == ["no head of gw-a: a lost tail would not be seen"]
+
+
+def uploaded(*pairs: tuple[int, int]) -> Inventory:
+    return Inventory(
+        Entry(data_key("gw-a", "s0", EPOCH, first, last, EPOCH, "parquet"), 1, "e", 0)
+        for first, last in pairs
+    )
+
+
+def test_what_is_uploaded_and_not_taken_yet_waits_and_is_not_lost() -> None:
+    stream, state = StreamId("gw-a", "s0", EPOCH), State()
+    state.of(stream).take([Piece(0, 49, EPOCH, EPOCH)], known_last=-1)
+    heads = Heads({stream: Head(EPOCH, 60, 109, 99, ((50, 54, "expired"), (70, 79, "damaged")))})
+    found = build(state, uploaded((0, 49), (50, 79), (85, 99)), heads, "lake.messages", state.rows())
+    assert [(hole.first, hole.last, hole.kind, hole.reason) for hole in found.streams[0].holes] == [
+        (50, 79, "waiting", "uploaded, not taken yet"),  # what is in an object counts, also if it was dropped
+        (80, 84, "missing", ""),
+        (85, 99, "waiting", "uploaded, not taken yet"),
+        (100, 109, "waiting", ""),
+    ]
+
+
+def test_objects_of_which_nothing_else_is_known_are_in_the_report() -> None:
+    found = build(State(), uploaded((10, 19), (30, 39)), Heads(), "lake.messages", 0)
+    (stream,) = found.streams
+    assert (stream.rows, stream.waiting, stream.missing) == (0, 20, 10)
+
+
+def test_an_object_that_was_refused_or_vanished_is_not_waited_for() -> None:
+    stream, state, inventory = StreamId("gw-a", "s0", EPOCH), State(), uploaded((0, 9), (10, 19), (20, 29))
+    heads = Heads({stream: Head(EPOCH, 0, 29, 29)})
+    items = [(item.key, item.etag) for item in inventory.streams[stream]]
+    state.quarantine[items[0]] = Quarantined(0, "empty: 0 bytes")
+    found = build(state, inventory, heads, "lake.messages", 0, vanished={items[1]})
+    assert [(hole.first, hole.last, hole.kind) for hole in found.streams[0].holes] == [
+        (0, 9, "quarantined"),
+        (10, 19, "missing"),
+        (20, 29, "waiting"),
+    ]
