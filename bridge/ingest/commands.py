@@ -49,8 +49,8 @@ _NOTHING = (
 app = typer.Typer(
     help="Bring exported objects from S3 into a table, exactly once, and report what is missing.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
-    "4 numbers only in quarantined objects, 5 other runs were always first, 6 nothing found, "
-    "143 stopped by SIGTERM.",
+    "4 numbers only in objects that were refused or could not be read, 5 other runs were always first, "
+    "6 nothing found, 143 stopped by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode=None,  # it would take a default in [] for markup
     pretty_exceptions_enable=False,
@@ -76,6 +76,9 @@ def ingest(
     every: Annotated[
         float | None, typer.Option(min=1, help="Go on: look for new objects every so many seconds [once].")
     ] = None,
+    retry_quarantined: Annotated[
+        bool, typer.Option("--retry-quarantined", help="Read the objects once more that were refused.")
+    ] = False,
     on: Spark,
     as_json: Json = False,
 ) -> None:
@@ -86,6 +89,8 @@ def ingest(
         signal.signal(signal.SIGTERM, stop)
         if source is None:
             raise usage("--source is missing: s3://bucket/prefix or a directory")
+        if retry_quarantined and every is not None:
+            raise usage("--retry-quarantined is for a single run, without --every")
         place = _landing(source, where.endpoint)
         require(*PACKAGES)
         require_java(on.remote)
@@ -103,7 +108,7 @@ def ingest(
                 return made
 
             def once() -> Report:
-                summary = run(session, place, sink, limits, tell)
+                summary = run(session, place, sink, limits, tell, retry_quarantined=retry_quarantined)
                 if as_json:
                     document(summary.to_json(), out)
                 elif summary.rounds or (summary.report.streams and every is None):

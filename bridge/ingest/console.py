@@ -5,7 +5,7 @@ Exit codes:
   1  the run failed; nothing of the failed round is in the table
   2  the options are wrong, or Java or a package is missing
   3  numbers are missing (what is there was committed)
-  4  nothing is missing, but quarantined objects hold numbers that are not in the table
+  4  nothing is missing, but quarantined or unreadable objects hold numbers that are not in the table
   5  other runs were always first; nothing was added twice
   6  nothing was found: no object of any gateway under --source, and none in the table
   143  SIGTERM stopped it before it was done; a run with --every ends with 0

@@ -2,9 +2,12 @@
 
 The name of an object is a promise: rows of that gateway, stream and epoch, numbered exactly first..last.
 Whatever does not keep it (truncated, foreign, empty, lying) raises `BadObject`, and none of its rows
-is used. Both formats give the same seven columns, all required. Further columns are kept when they have
-a plain name and a simple type: `extras` says which ones the table has already, and `NewColumns` is raised
-for others, so that the driver adds them before any row is written.
+is used. What the process lacks (memory, a module, a codec that its Arrow was built without) is no fault of
+the object and raises `Unreadable`.
+
+Both formats give the same seven columns, all required. Further columns are kept when they have a plain
+name and a simple type: `extras` says which ones the table has already, and `NewColumns` is raised for
+others, so that the driver adds them before any row is written.
 
 NDJSON is parsed by msgspec where it is installed (three times as fast) and by Arrow's reader where it
 is not, as on a cluster without compiled extras, and for objects with further columns.
@@ -25,7 +28,7 @@ import pyarrow.parquet as pq
 
 from bridge.deflate import GZIP, decompressobj
 from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
-from bridge.ingest.errors import BadObject
+from bridge.ingest.errors import BadObject, Unreadable
 from bridge.objectkeys import ObjectKey
 
 try:
@@ -70,11 +73,13 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
             raise NewColumns(new)
         columns |= {name: _cast(table, name, extras[name]) for name in more}
         return pa.table(columns)
-    except (BadObject, NewColumns):
+    except (BadObject, NewColumns, Unreadable):
         raise
+    except (MemoryError, ImportError) as error:
+        raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
     # Arrow, zlib and msgspec raise their own kinds, and a damaged file can raise any of them
     except Exception as error:
-        raise BadObject(f"{type(error).__name__}: {_line(error)}") from error
+        raise BadObject(f"{type(error).__name__}: {line(error)}") from error
 
 
 def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey) -> None:
@@ -105,7 +110,7 @@ def _cast(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
         column = column if column.type == wanted else column.cast(wanted)
         column.validate(full=True)  # text must be UTF-8, or the whole table could not be read any more
     except pa.ArrowInvalid as error:
-        raise BadObject(f"column {name} does not fit {wanted}: {_line(error)}") from error
+        raise BadObject(f"column {name} does not fit {wanted}: {line(error)}") from error
     return column
 
 
@@ -140,7 +145,10 @@ def _parquet(data: bytes) -> pa.Table:
     groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
     if sum(group.total_byte_size for group in groups) > MAX_UNPACKED:
         raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
-    return file.read(use_threads=False)
+    try:
+        return file.read(use_threads=False)
+    except pa.ArrowNotImplementedError as error:  # another build or version of Arrow can read it
+        raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
 
 
 def _gunzip(data: bytes) -> bytes:
@@ -234,5 +242,6 @@ def _unbase64(text: str | None) -> bytes | None:
     return None if text is None else binascii.a2b_base64(text, strict_mode=True)
 
 
-def _line(error: Exception) -> str:
+def line(error: BaseException) -> str:
+    """What an error says, short and in one line."""
     return " ".join(str(error).split())[:200]

@@ -33,3 +33,7 @@ class BadObject(StreamBridgeError):
 
 class Vanished(StreamBridgeError):
     """Raised when an object is no longer there, such as when it expired after it had been listed."""
+
+
+class Unreadable(StreamBridgeError):
+    """Raised when an object cannot be read now and may be good: the next run tries it again."""

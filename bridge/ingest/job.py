@@ -20,7 +20,7 @@ from bridge.ingest.errors import Moved
 from bridge.ingest.files import DataFile
 from bridge.ingest.heads import Heads, read_heads
 from bridge.ingest.planner import Inventory, Limits, Plan, Work, plan
-from bridge.ingest.report import Report, build
+from bridge.ingest.report import Name, Report, build
 from bridge.ingest.session import watched
 from bridge.ingest.sinks.base import Sink, discard
 from bridge.ingest.state import Piece, Quarantined, State, StateStore
@@ -46,6 +46,7 @@ class Round:
     tasks: int = 0
     quarantined: int = 0
     vanished: int = 0
+    unreadable: int = 0
     new_columns: list[str] = field(default_factory=list)
     version: int = 0
     plan_seconds: float = 0.0
@@ -81,6 +82,7 @@ class Summary:
 
 
 Tell = Callable[[Round], None]
+Aside = tuple[Work, str | None]  # an object that could not be read and why; None: it is there no more
 
 
 def run(
@@ -89,9 +91,12 @@ def run(
     sink: Sink,
     limits: Limits | None = None,
     tell: Tell = lambda done: None,
+    *,
+    retry_quarantined: bool = False,
 ) -> Summary:
     """Bring the table up to date with the objects under `source`; `tell` is called after every commit.
 
+    With `retry_quarantined` the objects that earlier runs refused are read once more.
     `spark` may be a function that opens the session: it is not called when there is nothing new.
     """
     began = time.monotonic()
@@ -102,19 +107,23 @@ def run(
     states = StateStore(sink.state())
     pending = inventory.pending()
     rounds: list[Round] = []
-    vanished: set[tuple[str, str]] = set()
+    vanished: set[Name] = set()
+    unreadable: dict[Name, Quarantined] = {}
+    retry: set[Name] | None = None if retry_quarantined else set()  # None: all that the state has
     losses = 0
     while True:
         start = time.monotonic()
         state = states.load(sink.pointer())
-        todo = plan(pending, state.covered(), state.quarantine, limits or Limits())
+        if retry is None:
+            retry = set(state.quarantine)
+        todo = plan(pending, state.covered(), state.quarantine.keys() - retry, limits or Limits())
         if not todo.work:
             break
         target = sink.target()
         done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
         try:
             session = spark() if callable(spark) else spark
-            news = _one(session, source, sink, target, states, state, todo, heads, done)
+            aside = _one(session, source, sink, target, states, state, todo, heads, done)
         except Moved:
             losses += 1
             if losses == LOSSES:
@@ -123,10 +132,14 @@ def run(
             pending = inventory.pending()
             continue
         losses = 0
-        for work in news:  # gone since the listing: not to be planned again in this run
+        retry -= {(work.item.key, work.item.etag) for work in todo.work}
+        for work, reason in aside:  # not to be planned again in this run
             items = [item for item in pending.get(work.stream, ()) if item.key != work.item.key]
             pending[work.stream] = items
-            vanished.add((work.item.key, work.item.etag))
+            if reason is None:
+                vanished.add((work.item.key, work.item.etag))
+            else:
+                unreadable[work.item.key, work.item.etag] = Quarantined(work.item.size, reason)
         rounds.append(done)
         tell(done)
     states.prune(state.version)
@@ -139,7 +152,7 @@ def run(
         listed=inventory.objects,
         list_seconds=listed,
         seconds=time.monotonic() - began,
-        report=build(state, inventory, heads, sink.name, sink.rows(), vanished),
+        report=build(state, inventory, heads, sink.name, sink.rows(), vanished, unreadable),
     )
 
 
@@ -153,8 +166,8 @@ def _one(
     todo: Plan,
     heads: Heads,
     done: Round,
-) -> list[Work]:
-    """Work and commit one plan; returns the work whose objects had vanished."""
+) -> list[Aside]:
+    """Work and commit one plan; returns what could be neither taken nor refused."""
     start = time.monotonic()
     parts = split(todo, _slots(spark))
     frame: Any = spark.range(0, len(parts), 1, len(parts))
@@ -166,7 +179,7 @@ def _one(
     done.work_seconds = time.monotonic() - start
 
     start = time.monotonic()
-    gone = _apply(state, todo.work, outcomes, done)
+    aside = _apply(state, todo.work, outcomes, done)
     for stream, head in heads.streams.items():  # also where nothing was uploaded: it may be lost before it is
         state.of(stream).head = head
     if done.new_columns:
@@ -182,14 +195,14 @@ def _one(
             raise
         done.version = version
     done.commit_seconds = time.monotonic() - start
-    return gone
+    return aside
 
 
 def _apply(
     state: State, work: Sequence[Work], outcomes: dict[str, dict[str, Any]], done: Round
-) -> list[Work]:
+) -> list[Aside]:
     """Bring the state up to what the tasks report."""
-    gone: list[Work] = []
+    aside: list[Aside] = []
     columns: set[str] = set()
     known_last: dict[Any, int] = {}
     once_bad = {key for key, _ in state.quarantine}
@@ -212,11 +225,14 @@ def _apply(
                 done.quarantined += 1
             case "gone":
                 done.vanished += 1
-                gone.append(piece_of)
+                aside.append((piece_of, None))
+            case "unreadable":
+                done.unreadable += 1
+                aside.append((piece_of, outcome["reason"]))
             case "columns":
                 columns |= set(_schema_of(outcome).names)
     done.new_columns = sorted(columns)
-    return gone
+    return aside
 
 
 def _columns(outcomes: dict[str, dict[str, Any]], room: int) -> dict[str, Any]:

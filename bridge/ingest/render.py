@@ -13,8 +13,8 @@ from bridge.ingest.job import Round, Summary
 from bridge.ingest.report import Report, StreamReport
 
 HOLES = 20  # printed at most; --json has all of them
-REMARKS = ("missing", "quarantined", "trimmed", "waiting", "duplicates", "late_rows")
-BAD = REMARKS[:2]
+REMARKS = ("missing", "quarantined", "unreadable", "trimmed", "waiting", "duplicates", "late_rows")
+BAD = REMARKS[:3]
 
 
 def round_line(done: Round) -> str:
@@ -24,6 +24,8 @@ def round_line(done: Round) -> str:
     parts += [f"in {done.tasks} tasks, {seconds:.1f} s ({done.rows / seconds:,.0f} rows/s)"]
     if done.quarantined:
         parts.append(f"{done.quarantined} quarantined")
+    if done.unreadable:
+        parts.append(f"{done.unreadable} unreadable")
     if done.vanished:
         parts.append(f"{done.vanished} vanished")
     if done.new_columns:
@@ -103,16 +105,15 @@ def _below(report: Report) -> Iterator[str]:
         yield f"{hole.kind}{why}: {where}{span}"
     if len(holes) > HOLES:
         yield f"... and {len(holes) - HOLES} more ranges (--json lists them)"
-    for refused in report.refused[:HOLES]:
-        yield f"quarantined object {refused['key']}: {refused['reason']}"
-    if len(report.refused) > HOLES:
-        yield f"... and {len(report.refused) - HOLES} more quarantined objects"
+    for kind, objects in (("quarantined", report.refused), ("unreadable", report.unreadable)):
+        for refused in objects[:HOLES]:
+            yield f"{kind} object {refused['key']}: {refused['reason']}"
+        if len(objects) > HOLES:
+            yield f"... and {len(objects) - HOLES} more {kind} objects"
     if report.foreign:
         first = ", ".join(report.foreign[:3]) + (", ..." if len(report.foreign) > 3 else "")
         yield f"not named like data ({len(report.foreign):,}): {first}"
     yield from (f"note: {problem}" for problem in report.problems)
     verdict = "complete" if report.complete else "NOT complete"
-    figures = ", ".join(
-        f"{name} {report.total(name):,}" for name in ("missing", "quarantined", "trimmed", "waiting")
-    )
+    figures = ", ".join(f"{name} {report.total(name):,}" for name in REMARKS[:5])
     yield f"{verdict}: {report.total('rows'):,} rows, {figures}"

@@ -7,6 +7,7 @@ in this order of precedence:
 * waiting      they are in an object that no run has taken yet
 * trimmed      the gateway declared that it dropped them (overwritten, expired, purged)
 * quarantined  an object that should hold them was refused
+* unreadable   an object that should hold them could not be read in this run; the next one tries it again
 * waiting      the gateway has not uploaded them yet
 * missing      none of these, or the gateway says that they were damaged or are gone unexplained: lost
 
@@ -27,24 +28,25 @@ import re
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from bridge.ingest.heads import Head, Heads, read_heads
+from bridge.ingest.heads import Heads, read_heads
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
-from bridge.ingest.state import State, StateStore, StreamState
+from bridge.ingest.state import Quarantined, State, StateStore, StreamState
 from bridge.ingest.store import Store
 from bridge.objectkeys import HEADS, parse_key
 
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
 
-KINDS = ("trimmed", "quarantined", "waiting", "missing")
+KINDS = ("trimmed", "quarantined", "unreadable", "waiting", "missing")
 SHOWN = 5  # gateways named in one line
 JOINED = "joined:"
 Name = tuple[str, str]  # of an object: key and ETag
+Cause = tuple[str, str, Ranges]  # kind of hole, reason, and the numbers that it explains
 ILLEGAL = ("damaged", "unknown")  # reasons of a gateway that are losses, as in its head object
 GONE = "its stream is gone"
 UPLOADED = "uploaded, not taken yet"
@@ -79,6 +81,7 @@ class StreamReport:
     missing: int = 0
     trimmed: int = 0
     quarantined: int = 0
+    unreadable: int = 0
     waiting: int = 0
     duplicates: int = 0
     late_objects: int = 0
@@ -121,6 +124,7 @@ class Report:
     table: str
     streams: list[StreamReport]
     refused: list[dict[str, Any]]  # quarantined objects
+    unreadable: list[dict[str, Any]]  # objects that the run of this report could not read
     foreign: list[str]  # objects that are not named like data
     problems: list[str]  # why what it says may not be all
 
@@ -130,7 +134,7 @@ class Report:
     @property
     def complete(self) -> bool:
         """Whether all is there; where nothing is known, nothing is proven."""
-        return bool(self.streams) and not (self.total("missing") or self.total("quarantined"))
+        return bool(self.streams) and not any(map(self.total, ("missing", "quarantined", "unreadable")))
 
     def to_json(self) -> dict[str, Any]:
         figures = ("rows", *KINDS, "duplicates", "late_objects", "late_rows")
@@ -140,6 +144,7 @@ class Report:
             "total": {name: self.total(name) for name in figures},
             "streams": [stream.to_json() for stream in self.streams],
             "quarantined_objects": self.refused,
+            "unreadable_objects": self.unreadable,
             "foreign_objects": {"count": len(self.foreign), "first": self.foreign[:20]},
             "problems": self.problems,
         }
@@ -160,36 +165,32 @@ def build(
     table: str,
     rows: int,
     vanished: Iterable[Name] = (),
+    unreadable: Mapping[Name, Quarantined] | None = None,
 ) -> Report:
     """Put the report together; reads nothing. `rows` is what the table itself says it has.
 
-    `vanished` are objects (key, ETag) that are listed and that a run has found to be there no more.
+    Of the listed objects, `vanished` are those that a run has found to be there no more, `unreadable` those
+    that it could not read, and why.
     """
-    tallies = inventory.tally(state.quarantine.keys() | set(vanished))
-    refused: dict[StreamId, Ranges] = defaultdict(Ranges)
+    unreadable = unreadable or {}
+    tallies = inventory.tally(state.quarantine.keys() | unreadable.keys() | set(vanished))
     listed = (
         {(item.key, item.etag) for items in inventory.streams.values() for item in items}
         if state.quarantine
         else ()
     )
-    documents = []
-    for (key, etag), entry in sorted(state.quarantine.items()):
-        name = parse_key(key)
-        assert name is not None, key  # only such keys are ever read
-        refused[StreamId(name.gateway, name.stream, name.epoch)].add(name.first, name.last)
-        documents.append(
-            {"key": key, "size": entry.size, "reason": entry.reason, "present": (key, etag) in listed}
-        )
+    refused, held = _numbers(state.quarantine), _numbers(unreadable)
     listing = {name for name, tally in tallies.items() if tally.numbers}
-    names = set(state.streams) | set(heads.streams) | set(refused) | listing
+    names = set(state.streams) | set(heads.streams) | set(refused) | set(held) | listing
     now = time.time_ns() // 1_000_000
     streams = [
         _stream(
             name,
             state.streams.get(name, StreamState()),
             heads,
-            refused.get(name, Ranges()),
             tallies.get(name, Tally()),
+            refused.get(name, Ranges()),
+            held.get(name, Ranges()),
             now,
         )
         for name in sorted(names)
@@ -197,7 +198,22 @@ def build(
     problems = [*heads.problems, *_gone(streams), *_unseen(streams, inventory, heads)]
     if rows != state.rows():
         problems.append(f"{table} has {rows} rows and its state says {state.rows()}: it was changed")
-    return Report(table, streams, documents, sorted(inventory.foreign), problems)
+    documents = [
+        {"key": key, "size": entry.size, "reason": entry.reason, "present": (key, etag) in listed}
+        for (key, etag), entry in sorted(state.quarantine.items())
+    ]
+    others = [{"key": key, **entry._asdict()} for (key, _), entry in sorted(unreadable.items())]
+    return Report(table, streams, documents, others, sorted(inventory.foreign), problems)
+
+
+def _numbers(objects: Iterable[Name]) -> dict[StreamId, Ranges]:
+    """The numbers that objects promise by their names."""
+    found: dict[StreamId, Ranges] = defaultdict(Ranges)
+    for key, _ in objects:
+        name = parse_key(key)
+        assert name is not None, key  # only such keys are ever read
+        found[StreamId(name.gateway, name.stream, name.epoch)].add(name.first, name.last)
+    return found
 
 
 def _gone(streams: list[StreamReport]) -> Iterator[str]:
@@ -225,7 +241,7 @@ def _unseen(streams: list[StreamReport], inventory: Inventory, heads: Heads) -> 
 
 
 def _stream(
-    name: StreamId, state: StreamState, heads: Heads, refused: Ranges, tally: Tally, now: int
+    name: StreamId, state: StreamState, heads: Heads, tally: Tally, refused: Ranges, held: Ranges, now: int
 ) -> StreamReport:
     head = heads.streams.get(name, state.head)
     # a run that began later may have left a head in the state that is newer than the one read here
@@ -244,16 +260,29 @@ def _stream(
         report.lag_seconds = (
             round((now - report.newest_ms) / 1000, 3) if report.newest_ms is not None else None
         )
-    known = [given for given in (covered, refused, tally.numbers) if given]
+    known = [given for given in (covered, refused, held, tally.numbers) if given]
     ends = [given.last for given in known] + ([head.newest] if head else [])
     starts = [0] if head else [given.first for given in known]
     if not starts or not ends:
         return report
+    causes: list[Cause] = [("waiting", UPLOADED, tally.numbers)]
+    joined: list[Cause] = []
+    for first, last, reason in head.dropped if head else ():
+        kind = "missing" if reason in ILLEGAL else "trimmed"
+        if reason.startswith(JOINED):
+            joined.append((JOINED, reason, Ranges([(first, last)])))
+        else:
+            causes.append((kind, reason, Ranges([(first, last)])))
+    causes += [("quarantined", "", refused), ("unreadable", "", held)]
+    if head and head.newest > head.exported:
+        kind, reason = ("missing", GONE) if gone else ("waiting", "")
+        causes.append((kind, reason, Ranges([(head.exported + 1, head.newest)])))
+    causes += joined  # last: what is explained otherwise does not count there
     for first, last in covered.missing(min(starts), max(ends)):
         after, before = state.times.get(first - 1), state.times.get(last + 1)
         report.holes += [
             Hole(low, high, kind, reason, after, before)
-            for low, high, kind, reason in _explain((first, last), head, refused, tally.numbers, gone=gone)
+            for low, high, kind, reason in _explain((first, last), causes)
         ]
     if head:
         report.holes = _judge(report.holes, head)
@@ -262,22 +291,8 @@ def _stream(
     return report
 
 
-def _explain(
-    hole: Pair, head: Head | None, refused: Ranges, uploaded: Ranges, *, gone: bool
-) -> list[tuple[int, int, str, str]]:
-    """Cut a hole by why it is there."""
-    causes: list[tuple[str, str, Ranges]] = [("waiting", UPLOADED, uploaded)]
-    joined = []
-    for first, last, reason in head.dropped if head else ():
-        if reason.startswith(JOINED):
-            joined.append((JOINED, reason, Ranges([(first, last)])))
-            continue
-        causes.append(("missing" if reason in ILLEGAL else "trimmed", reason, Ranges([(first, last)])))
-    causes.append(("quarantined", "", refused))
-    if head and head.newest > head.exported:
-        kind, reason = ("missing", GONE) if gone else ("waiting", "")
-        causes.append((kind, reason, Ranges([(head.exported + 1, head.newest)])))
-    causes += joined  # last: what is explained otherwise does not count there
+def _explain(hole: Pair, causes: Iterable[Cause]) -> list[tuple[int, int, str, str]]:
+    """Cut a hole by why it is there; the first cause counts."""
     rest: list[Pair] = [hole]
     found: list[tuple[int, int, str, str]] = []
     for kind, reason, numbers in causes:

@@ -3,12 +3,15 @@
 A task gets the names of its objects and gives back status rows (`STATUS`); messages go from S3 through
 Arrow into data files without ever crossing to the JVM or the driver. Kinds of rows, each with a JSON body:
 
-* object: {key, etag, status, reason, rows, pieces}, status one of taken, bad, gone, columns (good, but the
-  table has to get the columns of `columns` first);
+* object: {key, etag, status, reason, rows, pieces}, status one of taken, bad, gone, unreadable, columns
+  (good, but the table has to get the columns of `columns` first);
 * file:   a `DataFile` that the task has written.
 
-An object that does not keep its promise is a row, never an exception: it must not stop the others. What is
-not the object's fault (network, throttling) is raised, and Spark tries the task again.
+An object that does not keep its promise is a row, never an exception: it must not stop the others. Nor
+must one that S3 does not hand out (archived, no right to it or to its key) or that this process cannot
+unpack; but that may change while the object stays the same, so it is `unreadable`, and the next run tries it
+again. What is about no single object (network, throttling, credentials) is raised, and Spark tries the task
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bridge.ingest.errors import BadObject, Vanished
+from bridge.ingest.errors import BadObject, Unreadable, Vanished
 from bridge.ingest.planner import Work
 from bridge.ingest.store import Place, Store, shared
 from bridge.objectkeys import parse_key
@@ -31,6 +34,18 @@ if TYPE_CHECKING:
 
 STATUS = "kind string, body string"
 AHEAD = 2  # objects fetched while one is decoded
+# with these S3 refuses one object and may well hand out the next
+OF_THE_OBJECT = frozenset(
+    {
+        "AccessDenied",
+        "InvalidObjectState",  # archived (Glacier)
+        "InvalidRequest",  # encrypted with a customer's key
+        "KMS.DisabledException",
+        "KMS.InvalidKeyUsageException",
+        "KMS.KMSInvalidStateException",
+        "KMS.NotFoundException",
+    }
+)
 MAX_OBJECT = 256 << 20  # a larger one is refused unread: three of them are in memory at once
 
 
@@ -100,7 +115,15 @@ def _fetch(work: list[Any], source: Place) -> Iterator[tuple[str, str, list[list
 def _get(store: Store, key: str, size: int) -> bytes:
     if size > MAX_OBJECT:
         raise BadObject(f"{size} bytes are more than the {MAX_OBJECT} that one object may have")
-    return store.get(key)
+    try:
+        return store.get(key)
+    except PermissionError as error:  # of a file
+        raise Unreadable(f"{type(error).__name__}: {error.strerror}") from error
+    except Exception as error:
+        said = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
+        if said.get("Code") not in OF_THE_OBJECT:
+            raise
+        raise Unreadable(f"{said['Code']}: {' '.join(str(said.get('Message')).split())}") from error
 
 
 def _take(
@@ -123,6 +146,8 @@ def _take(
         return {"status": "bad", "reason": str(error)}
     except Vanished as error:
         return {"status": "gone", "reason": str(error)}
+    except Unreadable as error:
+        return {"status": "unreadable", "reason": str(error)}
     except NewColumns as news:
         found = pa.schema(list(news.columns.items()))
         return {"status": "columns", "columns": base64.b64encode(found.serialize()).decode()}

@@ -229,6 +229,10 @@ def test_without_the_spark_extra_the_command_says_what_to_install(tmp_path: Path
             "write it as namespace.table",
         ),
         (["--source", "s3://x"], "which catalog? give --warehouse DIR"),
+        (
+            ["--source", "s3://x", "--every", "9", "--retry-quarantined"],
+            "--retry-quarantined is for a single run, without --every",
+        ),
     ],
 )
 def test_wrong_options_are_named(arguments: list[str], complaint: str, tmp_path: Path) -> None:

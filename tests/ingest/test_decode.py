@@ -7,20 +7,21 @@ import json
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pytest
+from botocore.exceptions import ClientError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.ingest import decode as module
 from bridge.ingest.columns import MESSAGES
 from bridge.ingest.decode import NewColumns, decode
-from bridge.ingest.errors import BadObject
+from bridge.ingest.errors import BadObject, Unreadable
 from bridge.ingest.planner import Inventory, Limits, plan
-from bridge.ingest.store import Place
-from bridge.ingest.worker import MAX_OBJECT, Target, pack, process
+from bridge.ingest.store import Place, Store
+from bridge.ingest.worker import MAX_OBJECT, Target, _get, pack, process
 from bridge.objectkeys import ObjectKey, data_key, parse_key
 from tests.ingest.gateway import EPOCH, ndjson, parquet, rows
 
@@ -118,7 +119,7 @@ def test_a_flipped_bit_is_refused_or_harmless(place: int, bit: int, form: str) -
     data[place % len(data)] ^= 1 << bit
     try:
         table = decode(bytes(data), key(form), {})
-    except (BadObject, NewColumns):
+    except (BadObject, NewColumns, Unreadable):  # a length that no memory has may be a lie
         return
     assert table["sequence_number"].to_pylist() == list(range(10))
     if form == "ndjson.gz":
@@ -197,3 +198,60 @@ def test_an_object_of_more_bytes_than_a_worker_holds_is_refused_unread(tmp_path:
     ((kind, outcome),) = process(json.loads(zlib.decompress(pack(work))), landing, target)
     assert (kind, outcome["status"]) == ("object", "bad")
     assert "bytes are more than the" in outcome["reason"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("malloc of size 536870912 failed"),
+        pa.lib.ArrowMemoryError("malloc of size 536870912 failed"),
+        ImportError("no module named pytz"),
+    ],
+)
+def test_what_the_worker_lacks_is_not_the_fault_of_the_object(
+    error: BaseException, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise error
+
+    for form, step in (("ndjson.gz", "_gunzip"), ("parquet", "_parquet")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, step, fail)
+            with pytest.raises(Unreadable, match=f"{type(error).__name__}: {error}"):
+                decode(FORMS[form](content()), key(form), {})
+        assert decode(FORMS[form](content()), key(form), {}).num_rows == 10
+
+
+def test_a_codec_that_this_arrow_was_built_without_is_not_the_fault_of_the_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(file: Any, **options: Any) -> Any:  # as Arrow says it; what is installed here has all codecs
+        raise pa.ArrowNotImplementedError("Support for codec 'zstd' not built")
+
+    monkeypatch.setattr(module.pq.ParquetFile, "read", read)
+    with pytest.raises(Unreadable, match="Support for codec 'zstd' not built"):
+        decode(parquet(content()), key("parquet"), {})
+
+
+class Refusing:
+    """A store as S3 behaves when it does not hand out an object."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def get(self, key: str) -> bytes:
+        raise ClientError({"Error": {"Code": self.code, "Message": "no\n way"}}, "GetObject")
+
+
+@pytest.mark.parametrize(
+    "code", ["InvalidObjectState", "AccessDenied", "InvalidRequest", "KMS.DisabledException"]
+)
+def test_an_object_that_s3_does_not_hand_out_is_unreadable(code: str) -> None:
+    with pytest.raises(Unreadable, match=f"{code}: no way"):
+        _get(cast(Store, Refusing(code)), "key", 10)
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "SlowDown", "InternalError", "NoSuchBucket"])
+def test_a_failure_of_s3_that_is_not_about_the_object_is_raised_and_tried_again(code: str) -> None:
+    with pytest.raises(ClientError, match=code):
+        _get(cast(Store, Refusing(code)), "key", 10)

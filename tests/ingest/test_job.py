@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import boto3
 import pytest
 
 from bridge.ingest import job
@@ -13,6 +14,7 @@ from bridge.ingest.accept import accept
 from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
 from bridge.ingest.planner import Limits
+from bridge.ingest.state import Quarantined, State, StateStore
 from bridge.ingest.store import Place
 from tests.ingest.gateway import EPOCH, Gateway, head_of
 
@@ -226,6 +228,51 @@ def test_an_object_that_vanishes_after_the_listing_is_missing_and_not_waited_for
     summary = run(spark, landing, iceberg())
     assert (summary.rounds[0].vanished, summary.report.total("missing")) == (1, 10)
     assert summary.report.total("waiting") == 0
+
+
+def test_an_archived_object_is_reported_stops_nothing_and_is_tried_again(
+    spark: Any, bucket: Place, sink: Sink
+) -> None:
+    archived = Gateway(bucket).export(0, 9)
+    Gateway(bucket, "gw-b").export(0, 9)
+    name, _, prefix = bucket.url.removeprefix("s3://").partition("/")
+    s3, data = boto3.client("s3", endpoint_url=bucket.endpoint), bucket.open().get(archived)
+    s3.put_object(Bucket=name, Key=f"{prefix}/{archived}", Body=data, StorageClass="GLACIER")
+    for rows in (10, 0):  # the second run has nothing but this object to do, and is no failure
+        summary = run(spark, bucket, sink())
+        assert (summary.rows, summary.rounds[0].unreadable, summary.quarantined) == (rows, 1, 0)
+        (document,) = summary.report.unreadable
+        assert document["key"] == archived
+        assert document["reason"].startswith("InvalidObjectState: The operation is not valid")
+        totals = {name: summary.report.total(name) for name in ("unreadable", "waiting", "missing")}
+        assert (totals, summary.report.complete) == ({"unreadable": 10, "waiting": 0, "missing": 0}, False)
+    s3.put_object(
+        Bucket=name, Key=f"{prefix}/{archived}", Body=data
+    )  # restored: the same bytes, the same ETag
+    summary = run(spark, bucket, sink())
+    assert (summary.rows, summary.report.complete, summary.report.unreadable) == (10, True, [])
+
+
+def test_quarantined_objects_are_read_again_when_somebody_asks_for_it(
+    spark: Any, landing: Place, sink: Sink
+) -> None:
+    gateway = Gateway(landing)
+    good, bad = gateway.export(0, 9), gateway.export(10, 19, data=b"")
+    gateway.export(20, 29)
+    known, table = State(), sink()
+    for entry in landing.open().list():
+        if entry.key in (good, bad):
+            known.quarantine[entry.key, entry.etag] = Quarantined(entry.size, "by a version that erred")
+    table.target()  # makes the table
+    table.commit(None, StateStore(table.state()).save(known, None), [])
+    assert run(spark, landing, sink()).rows == 10
+    assert run(spark, landing, sink()).rounds == []
+    summary = run(spark, landing, sink(), Limits(objects=1), retry_quarantined=True)
+    assert (summary.rows, summary.quarantined) == (10, 1)
+    assert [(document["key"], document["reason"]) for document in summary.report.refused] == [
+        (bad, "empty: 0 bytes")
+    ]
+    assert numbers(sink()) == [*range(10), *range(20, 30)]
 
 
 def test_columns_that_objects_add_later_are_added_to_the_table(

@@ -12,7 +12,7 @@ from rich.console import Console
 from bridge.ingest.heads import Head, Heads, read_heads
 from bridge.ingest.planner import Inventory, StreamId
 from bridge.ingest.render import show
-from bridge.ingest.report import Report, build
+from bridge.ingest.report import KINDS, Report, build
 from bridge.ingest.state import Piece, Quarantined, State
 from bridge.ingest.store import Entry, Place
 from bridge.objectkeys import data_key
@@ -206,3 +206,15 @@ def test_an_object_that_was_refused_or_vanished_is_not_waited_for() -> None:
         (10, 19, "missing"),
         (20, 29, "waiting"),
     ]
+
+
+def test_numbers_of_an_unreadable_object_are_neither_waiting_nor_missing_and_not_complete() -> None:
+    stream, inventory = StreamId("gw-a", "s0", EPOCH), uploaded((0, 9))
+    (item,) = inventory.streams[stream]
+    heads = Heads({stream: Head(EPOCH, 0, 9, 9)}, {"gw-a": EPOCH})
+    denied = {(item.key, item.etag): Quarantined(1, "AccessDenied: Access Denied")}
+    found = build(State(), inventory, heads, "lake.messages", 0, unreadable=denied)
+    assert ([found.total(kind) for kind in KINDS], found.complete) == ([0, 0, 10, 0, 0], False)
+    lines = printed(found, 200)
+    assert f"unreadable object {item.key}: AccessDenied: Access Denied" in lines
+    assert lines[-1] == "NOT complete: 0 rows, missing 0, quarantined 0, unreadable 10, trimmed 0, waiting 0"
