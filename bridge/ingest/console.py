@@ -33,6 +33,16 @@ EXIT_MOVED = 5
 EXIT_NOTHING = 6
 EXIT_STOPPED = 143
 
+OTHERS = (
+    "_internal",
+    "botocore",
+    "deltalake",
+    "pyiceberg",
+    "requests",
+    "sqlalchemy",
+)  # the first: deltalake's
+ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\u21b3")  # colours and arrows of delta-rs
+
 
 class Stopped(BaseException):
     """Raised by SIGTERM: a round that is not committed leaves nothing."""
@@ -84,12 +94,16 @@ def result() -> Iterator[TextIO]:
 
 
 def outside(error: Exception) -> str | None:
-    """What an S3 or a catalog that fails or refuses says of it, for that needs no stack trace; else None."""
+    """What an S3 or a catalog that fails or refuses says of it, for that needs no stack trace; else None.
+
+    It is one line. Arrow and delta-rs raise an OSError for it, without the errno that one of a file or a
+    socket of this machine has.
+    """
     package = type(error).__module__.split(".")[0]
-    if package in ("botocore", "pyiceberg", "requests", "sqlalchemy"):
-        return f"{type(error).__name__}: {error}"
+    if package in OTHERS or (isinstance(error, OSError) and error.errno is None):
+        return f"{type(error).__name__}: {' '.join(ORNAMENTS.sub('', str(error)).split())}"
     if package in ("pyspark", "py4j"):  # in a task
-        found = re.search(r"botocore\.exceptions\.(\w+: .*)", str(error))
+        found = re.search(r"botocore\.\w+\.(\w+: .*)", str(error))
         return found[1] if found else None
     return None
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import boto3
 import pytest
 
+from bridge.ingest.console import outside
 from bridge.ingest.heads import Head
 from bridge.ingest.planner import StreamId
 from bridge.ingest.state import State, StateStore
@@ -192,6 +195,53 @@ def test_an_s3_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "Could not connect to the endpoint URL" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def of_an_iceberg_table(folder: Path) -> list[str]:
+    """Options for a table whose metadata are on an S3 that does not answer: Arrow reads them."""
+    options = ["--warehouse", str(folder / "lake")]
+    open_sink(TableOptions(warehouse=options[1])).target()  # makes the table
+    with closing(sqlite3.connect(folder / "lake" / "catalog.db")) as catalog, catalog:
+        catalog.execute("update iceberg_tables set metadata_location = 's3://nowhere/x.metadata.json'")
+    return options
+
+
+@pytest.mark.parametrize("kind", ["delta", "iceberg"])
+def test_a_table_on_an_s3_that_cannot_be_reached_is_said_in_one_line_and_tried_again_by_a_continuous_run(
+    tmp_path: Path, kind: str
+) -> None:
+    need_java()
+    landing = tmp_path / "landing"
+    landing.mkdir()
+    table = of_an_iceberg_table(tmp_path) if kind == "iceberg" else ["--delta", "s3://nowhere/x"]
+    where = ("--source", str(landing), "--endpoint-url", "http://127.0.0.1:1", *table)
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    done = command("report", *where, **keys)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("streambridge ingest: OSError: ")
+    assert "127.0.0.1:1" in line
+    assert line.isprintable()  # no colours of a terminal
+    with subprocess.Popen(
+        [sys.executable, "-m", "bridge.ingest.main", *where, "--every", "1"],
+        cwd=ROOT,
+        env=os.environ | keys,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stderr is not None
+        for _ in range(2):
+            assert running.stderr.readline().endswith("; next try in 1 s\n")
+        running.terminate()
+        assert running.wait(timeout=60) == 0
+
+
+@pytest.mark.parametrize("module", ["exceptions", "errorfactory"])  # what S3 refuses is of the second
+def test_what_s3_says_in_a_task_is_said_without_the_stack_traces_of_spark(module: str) -> None:
+    pyspark = pytest.importorskip("pyspark.errors")
+    trace = f"Job aborted\n  File ...\nbotocore.{module}.NoSuchBucket: An error occurred\n\tat org.apache"
+    assert outside(pyspark.PySparkException(trace)) == "NoSuchBucket: An error occurred"
 
 
 def test_missing_java_is_said_in_one_line_with_the_remedy(tmp_path: Path) -> None:
