@@ -89,8 +89,8 @@ def _pointer(pointer: str) -> _Part:
             value: Any = msgspec.json.decode(record.payload)
             for step in steps:
                 value = value[int(step)] if isinstance(value, list) else value[step]
-        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+            return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError, RecursionError):
             return None
-        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
     return part

@@ -95,11 +95,12 @@ def test_partition_keys_follow_their_template(fake: FakeAws, template: str, key:
 
 
 def test_records_without_a_key_get_random_ones_and_long_keys_are_hashed(fake: FakeAws) -> None:
-    deliver(kinesis(fake, partitionKey="{json:/id}"), batch_of(("t", b"no json"), ("t", b"{}")))
+    deep = b"[" * 10_000 + b"]" * 10_000
+    deliver(kinesis(fake, partitionKey="{json:/id}"), batch_of(("t", b"no json"), ("t", b"{}"), ("t", deep)))
     deliver(kinesis(fake, partitionKey="{topic}"), batch_of(("x" * 300, b"1")))
     keys = [record["PartitionKey"] for record in fake.taken]
-    assert len(set(keys)) == 3
-    assert [len(key) for key in keys] == [32, 32, 64]
+    assert len(set(keys)) == 4
+    assert [len(key) for key in keys] == [32, 32, 32, 64]
 
 
 @pytest.mark.parametrize("template", ["{nope}", "{topic", "", "{topic/x}"])
