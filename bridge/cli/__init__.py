@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bridge.cli import exports, integrity, service, streams, trial, users
-from bridge.cli.common import ExitCode
+from bridge.cli.common import ExitCode, denied
 from bridge.errors import (
     ConfigError,
     CorruptData,
@@ -94,9 +95,9 @@ def main() -> None:
     except OSError as error:
         if error.errno is None:
             raise
-        remedy = "; run as the service's user or with sudo" if error.errno == errno.EACCES else ""
         place = f"{error.filename}: " if error.filename else ""
-        _complain(f"{place}{error.strerror}{remedy}")
+        whom = denied(Path(error.filename)) if place and error.errno == errno.EACCES else ""
+        _complain(f"{place}{error.strerror}{whom}")
         sys.exit(ExitCode.FAILED)
 
 

@@ -76,6 +76,7 @@ def update(
         raise typer.BadParameter(f"--reset {unknown[0]}: no such setting; there are: {', '.join(fields)}")
     if not table and not reset:
         raise typer.BadParameter("name at least one setting, as KEY=VALUE or with --reset KEY")
+    declared = data_dir is None and name in known_config(config).streams
     old = _definition(where, name)
     given, default = stream_definition(name, table), stream_definition(name, {})
     changes: dict[str, Any] = {fields[key]: getattr(given, fields[key]) for key in table}
@@ -85,7 +86,7 @@ def update(
     definition = msgspec.structs.replace(old, **changes)
     _define(where, "updateMessageStream", definition)
     echo(f"updated {name}")
-    if data_dir is None and name in known_config(config).streams:
+    if declared:
         typer.echo(f"note: {config} declares {name}; its next start or reload sets that again", err=True)
 
 

@@ -16,9 +16,10 @@ import typer
 
 from bridge import tomlfile
 from bridge.config import Config, load, understand
-from bridge.errors import ConfigError
+from bridge.errors import ConfigError, StreamBridgeError
 from bridge.plugins import shipped
 from bridge.streams.layout import STREAMS
+from bridge.streams.store import LOCK, user_name
 from bridge.tomlfile import Keys
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
@@ -94,6 +95,37 @@ def data_directory(config: Path, data_dir: Path | None) -> Path:
             "directory that gateway.data_dir stands for"
         )
     return directory
+
+
+def act_as_owner(data_dir: Path) -> None:
+    """Go on with the rights of the service's user, if root has started this; there is no way back.
+
+    What root makes in a data directory is closed to that user. Whoever made the lock runs the service; a
+    directory in which it never ran has none. Raises StreamBridgeError where root has not the right to.
+    """
+    if os.geteuid() != 0:
+        return
+    lock = data_dir / LOCK
+    owner = (lock if lock.exists() else data_dir).stat()
+    if owner.st_uid == 0:
+        return
+    name = user_name(owner.st_uid)
+    try:
+        os.initgroups(name, owner.st_gid)
+        os.setgid(owner.st_gid)
+        os.setuid(owner.st_uid)
+    except OSError as error:  # in a container without the right to
+        raise StreamBridgeError(
+            f"{data_dir}: belongs to user {name}, and root cannot act as that user here: {error.strerror}; "
+            f"run this as {name}"
+        ) from None
+
+
+def denied(path: Path) -> str:
+    """To whom a path is closed, and who gets there: the owner of what is in the way."""
+    way = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+    user, owner = user_name(os.geteuid()), user_name(way.lstat().st_uid)
+    return f" to user {user}" + (f"; run this as user {owner}" if owner != user else "")
 
 
 def behave_in_pipes() -> None:

@@ -17,6 +17,7 @@ from bridge.cli.common import (
     ConfigOption,
     ExitCode,
     JsonOption,
+    act_as_owner,
     count,
     data_directory,
     echo,
@@ -46,7 +47,9 @@ Exit codes:
 
 _REPAIR = """\b
 Examples:
-  systemctl stop streambridge && streambridge repair /var/lib/streambridge
+  sudo systemctl stop streambridge
+  sudo -u streambridge streambridge repair /var/lib/streambridge
+  sudo systemctl start streambridge
 
 \b
 Exit codes:
@@ -73,9 +76,11 @@ def repair(
     directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
 ) -> None:
     """Set damage aside in quarantine/ and rebuild indexes, with the service stopped; says what was lost."""
+    data_dir = data_directory(config, directory)
+    act_as_owner(data_dir)
     with _bar("segments") as progress:
         found = integrity.repair(
-            data_directory(config, directory),
+            data_dir,
             lambda name: msgspec.json.encode(plain_definition(name)),
             progress,
         )

@@ -2,7 +2,8 @@
 
 While the service runs, it does it: the request goes to its unix socket, `streambridge.sock` in the data
 directory. When it is stopped, this process opens the streams itself, which takes the directory's lock, as
-the service does at its start; memory streams begin empty then, as they do there.
+the service does at its start; memory streams begin empty then, as they do there. Root does it with the
+rights of the service's user, who could not read what root has made.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import cbor2
 import msgspec
 
 from bridge import cbor, errors, plugins
-from bridge.cli.common import data_directory, known_config, note
+from bridge.cli.common import act_as_owner, data_directory, known_config, note
 from bridge.cli.lookup import find
 from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream, highest_exported
@@ -28,7 +28,7 @@ from bridge.greengrass.frontend import SOCKET
 from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition
 from bridge.mqtt import requests
-from bridge.streams.store import MEMORY, Store, is_running
+from bridge.streams.store import is_running, open_stopped
 
 ANSWER_WITHIN = 120.0  # seconds; to purge by topic, a whole stream is read
 LARGEST = 64 * 1024 * 1024  # bytes of a reply
@@ -116,19 +116,14 @@ def _ask(service: socket.socket, body: bytes) -> bytes:
 
 async def _here(where: Place, operation: str, body: bytes) -> bytes:
     data_dir = where.data_dir
-    link = data_dir / MEMORY
-    with tempfile.TemporaryDirectory(prefix="streambridge-") as unused:
-        store = Store(
-            data_dir,
-            link.readlink() if link.is_symlink() else Path(unused),
-            on_event=lambda stream, what: note(f"{stream}: {what}"),
-            floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
-        )
-        try:
-            manager = StreamManager(store, plugins.load(where.plugin_dirs), _Stopped(data_dir))
-            return await requests.answer(manager, operation, body, LARGEST)
-        finally:
-            await store.close()
+    act_as_owner(data_dir)
+    async with open_stopped(
+        data_dir,
+        on_event=lambda stream, what: note(f"{stream}: {what}"),
+        floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
+    ) as store:
+        manager = StreamManager(store, plugins.load(where.plugin_dirs), _Stopped(data_dir))
+        return await requests.answer(manager, operation, body, LARGEST)
 
 
 class _Stopped:

@@ -13,6 +13,8 @@ from pathlib import Path
 from bridge.errors import ConfigError
 from bridge.mqtt.access import read_users
 from bridge.preflight.look import Finding, Look, existing, unreadable
+from bridge.streams.layout import STREAMS
+from bridge.streams.reader import stream_directories
 from bridge.tomlfile import Keys
 
 EXPIRES_SOON = timedelta(days=30)
@@ -52,6 +54,14 @@ def directories(look: Look) -> Iterator[Finding]:
                 f"user {os.geteuid()} may not {verb} {there}; run this as the service's user, chown the "
                 "directory, or choose another",
             )
+        elif key == "data_dir" and os.access(wanted / STREAMS, os.R_OK | os.X_OK):
+            for stream in stream_directories(wanted):
+                if not os.access(stream, os.R_OK | os.W_OK | os.X_OK):
+                    yield look.error(
+                        ("gateway", key),
+                        f"user {os.geteuid()} may not read and write {stream}; run this as the service's "
+                        "user, or `chown -R` it to that user",
+                    )
 
 
 def secrets(look: Look) -> Iterator[Finding]:

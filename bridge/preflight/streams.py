@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import msgspec
@@ -95,10 +95,11 @@ def _stored(look: Look) -> tuple[dict[str, StreamMeta], list[str]]:
     if not look.knows("gateway", "data_dir"):
         return {}, []
     data_dir = look.config.gateway.data_dir
-    try:
-        return {meta.name: meta for meta in list_streams(data_dir)}, list_damaged(data_dir)
-    except OSError:
-        return {}, []  # said where the directories are looked at
+    stored, damaged = {}, []
+    with suppress(OSError):  # said where the directories are looked at
+        stored = {meta.name: meta for meta in list_streams(data_dir)}
+        damaged = list_damaged(data_dir)
+    return stored, damaged
 
 
 def _size(stored: StreamMeta) -> int:

@@ -107,13 +107,18 @@ def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) 
 
 
 def load(directory: Path) -> tuple[Meta | None, list[Path]]:
-    """The definition, None if no copy is sound, and the copies that are damaged or missing."""
+    """The definition, None if no copy is sound, and the copies that are damaged or missing.
+
+    Raises PermissionError: what this user may not read is not damaged, and must not be written anew.
+    """
     best: Meta | None = None
     bad: list[Path] = []
     for name in NAMES:
         path = directory / name
         try:
             meta = decode(path.read_bytes())
+        except PermissionError:
+            raise
         except OSError:
             meta = None
         if meta is None:

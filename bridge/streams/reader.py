@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -38,10 +39,15 @@ class StreamMeta(NamedTuple):
 
 
 def list_streams(data_dir: Path) -> list[StreamMeta]:
-    """The streams of a data directory by name; those whose definition is damaged are left out."""
+    """The streams of a data directory by name.
+
+    Those whose definition is damaged or may not be read are left out; `list_damaged` tells of both.
+    """
     found = []
     for directory in stream_directories(data_dir):
-        known, _ = meta.load(directory)
+        known = None
+        with suppress(PermissionError):
+            known, _ = meta.load(directory)
         if known is not None:
             found.append(
                 StreamMeta(known.name, known.epoch, directory, known.definition, known.settings.memory)
@@ -50,7 +56,7 @@ def list_streams(data_dir: Path) -> list[StreamMeta]:
 
 
 def list_damaged(data_dir: Path) -> list[str]:
-    """The names of the streams whose definition is damaged."""
+    """The names of the streams whose definition is damaged; raises PermissionError if one is closed to us."""
     return [unquote(one.name) for one in stream_directories(data_dir) if meta.load(one)[0] is None]
 
 

@@ -17,10 +17,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import pwd
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -51,6 +53,14 @@ def is_running(data_dir: Path) -> bool:
     return any(f":{inode} " in line for line in locks.splitlines() if " FLOCK " in line)
 
 
+def user_name(user: int) -> str:
+    """The name of a user id, or the number if it has none."""
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
+
+
 class Unopened(NamedTuple):
     """A stream that is there and could not be opened. `definition` is None if it is lost."""
 
@@ -69,10 +79,12 @@ class Store:
         on_event: Event,
         floor: Callable[[str, int], int] = lambda name, epoch: 0,
         files: Files | None = None,
+        link: bool = True,
     ) -> None:
         """Open the directory, making it if need be; raises DataDirectoryBusy or OSError.
 
-        `floor` gives for a stream (name, epoch) the lowest number that its next message may have.
+        `floor` gives for a stream (name, epoch) the lowest number that its next message may have. `link`:
+        whether `<data_dir>/memory` is made to lead to `memory_dir`.
         """
         self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.committer = Committer(on_event)
@@ -82,7 +94,7 @@ class Store:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = self._take_lock()
         try:
-            self._memory = self._prepare_memory(memory_dir)
+            self._memory = self._prepare_memory(memory_dir, link)
             for directory in sorted(self._root.iterdir()):
                 if directory.name.startswith("."):
                     shutil.rmtree(directory)
@@ -104,8 +116,8 @@ class Store:
             ) from None
         return lock
 
-    def _prepare_memory(self, memory_dir: Path) -> Path:
-        """Empty the place of memory streams, and link to it."""
+    def _prepare_memory(self, memory_dir: Path, linked: bool) -> Path:
+        """Make the place of memory streams, and a link to it."""
         link = self.data_dir / MEMORY
         memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = memory_dir.lstat()
@@ -116,7 +128,7 @@ class Store:
                 "belongs to somebody else or is open to others; set gateway.memory_dir",
                 str(memory_dir),
             )
-        if memory_dir.absolute() == link.absolute():
+        if not linked or memory_dir.absolute() == link.absolute():
             return memory_dir  # it was put where the link would be
         if not link.is_symlink() or link.readlink() != memory_dir:
             if link.is_dir() and not link.is_symlink():
@@ -129,7 +141,15 @@ class Store:
         return self._memory / directory.name if settings.memory else directory
 
     def _open(self, directory: Path) -> None:
-        known, bad = meta.load(directory)
+        try:
+            known, bad = meta.load(directory)
+        except PermissionError as error:
+            why = (
+                f"{error.filename}: user {user_name(os.geteuid())} may not read it; `chown -R` {directory} "
+                "to the service's user, and restart the service"
+            )
+            self._cannot_open(unquote(directory.name), Unopened(why, None))
+            return
         if known is None:
             why = (
                 f"{directory}: both copies of its definition are damaged; stop the service and run "
@@ -243,3 +263,23 @@ class Store:
         with contextlib.suppress(OSError):  # not ours alone, or not empty
             self._memory.rmdir()
         os.close(self._lock)
+
+
+@contextlib.asynccontextmanager
+async def open_stopped(
+    data_dir: Path, *, on_event: Event, floor: Callable[[str, int], int] = lambda name, epoch: 0
+) -> AsyncIterator[Store]:
+    """The streams of a service that is stopped, for a command; raises as `Store`.
+
+    Memory streams are where the service had them, if that is still there: systemd removes its part of /run
+    at a stop. Otherwise they are in a directory that goes away again, and the link stays as it is.
+    """
+    link = data_dir / MEMORY
+    with tempfile.TemporaryDirectory(prefix="streambridge-") as passing:
+        there = link.readlink() if link.is_symlink() else link
+        memory = there if os.path.isdir(link) else Path(passing)  # noqa: PTH112 - Path's raises where it may not look
+        store = Store(data_dir, memory, on_event=on_event, floor=floor, link=False)
+        try:
+            yield store
+        finally:
+            await store.close()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
@@ -26,7 +25,7 @@ from bridge.streams.drops import ILLEGAL, DropLog
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, Settings
 from bridge.streams.reader import stream_directories
-from bridge.streams.store import MEMORY, Store
+from bridge.streams.store import MEMORY, open_stopped
 
 Progress = Callable[[str, int, int], None]  # stream, bytes read, bytes in all
 
@@ -196,17 +195,12 @@ def repair(
 
 
 async def _mend(data_dir: Path, note: Callable[[str, str], None], progress: Progress) -> None:
-    link = data_dir / MEMORY
-    with tempfile.TemporaryDirectory(prefix="streambridge-") as unused:
-        store = Store(data_dir, link.readlink() if link.is_symlink() else Path(unused), on_event=note)
-        try:
-            for stream in store.streams.values():
-                bases = list(stream.log.sizes)[:-1]  # opening it has seen to the last one
-                for done, base in enumerate(bases, 1):
-                    stream.heal(base)
-                    progress(stream.name, done, len(bases))
-        finally:
-            await store.close()
+    async with open_stopped(data_dir, on_event=note) as store:
+        for stream in store.streams.values():
+            bases = list(stream.log.sizes)[:-1]  # opening it has seen to the last one
+            for done, base in enumerate(bases, 1):
+                stream.heal(base)
+                progress(stream.name, done, len(bases))
 
 
 def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> Problem | None:

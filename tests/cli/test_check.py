@@ -34,7 +34,7 @@ OFFLINE = {
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
 # Root without the right to pass over file modes.
-WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
+WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 
 
 @pytest.fixture
@@ -130,6 +130,20 @@ def test_a_data_directory_that_cannot_be_written_is_an_error(path: Path) -> None
     assert (
         f"x.toml:3: gateway.data_dir: user {os.geteuid()} may not write to {path.parent}/data" in done.stdout
     )
+
+
+def test_a_stream_that_may_not_be_read_is_an_error_and_the_others_are_looked_at(
+    path: Path, fill: Fill
+) -> None:
+    fill([("a", b"x" * 5000)])
+    closed = fill(name="closed") / "streams" / "closed"
+    closed.chmod(0)
+    path.write_text(QUIET + "[streams.sensors]\nmax_size = 2048\n[streams.closed]\n")
+    done = streambridge("check", "-c", path, prefix=WITHOUT_RIGHTS)
+    closed.chmod(0o700)
+    assert f"gateway.data_dir: user {os.geteuid()} may not read and write {closed}; run" in done.stdout
+    assert "streams.sensors.max_size: the stream holds" in done.stdout
+    assert "damaged" not in done.stdout
 
 
 def test_a_data_directory_below_a_file_is_an_error(path: Path) -> None:

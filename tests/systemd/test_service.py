@@ -94,6 +94,22 @@ def test_install_service_sets_up_what_pip_has_installed(machine: Machine) -> Non
     publish(machine, "21.5")
 
 
+def test_the_commands_of_the_documentation_work_while_the_service_is_stopped(machine: Machine) -> None:
+    install(machine)
+    publish(machine, "21.5")
+    machine.run("systemctl", "stop", "streambridge")
+    as_user = ("runuser", "-u", "streambridge", "--", "streambridge")
+    assert machine.run(*as_user, "repair", "/var/lib/streambridge").endswith("1 message: all sound")
+    assert machine.run(*as_user, "streams", "create", "pumps") == "created pumps"
+    assert machine.run("streambridge", "streams", "create", "valves") == "created valves"
+    assert machine.run("find", "/var/lib/streambridge", "!", "-user", "streambridge") == ""
+    machine.run("systemctl", "start", "streambridge")
+    listed = machine.run(*as_user, "streams", "list")
+    assert "pumps" in listed
+    assert "valves" in listed
+    assert machine.run(*as_user, "streams", "append", "valves", "open") == "stored as 0"
+
+
 def test_a_reload_takes_over_what_is_right_and_refuses_what_is_wrong(machine: Machine) -> None:
     install(machine)
     process = machine.state("MainPID")
