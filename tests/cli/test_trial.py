@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import streambridge
 
 
@@ -24,4 +26,22 @@ def test_the_bench_measures_both_promises_and_leaves_nothing(tmp_path: Path) -> 
     for promise in ("written", "flushed"):
         assert told[promise]["messagesPerSecond"] > 100
         assert 0 < told[promise]["medianMillis"] <= told[promise]["worstPercentMillis"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_bench_writes_more_than_a_stream_may_hold_and_needs_little_disk(tmp_path: Path) -> None:
+    done = streambridge("bench", "--size", "60000", "--seconds", "4", "--directory", tmp_path, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    if told["written"]["messagesPerSecond"] * 4 * 60_000 < 64 << 20:
+        pytest.skip("this machine is too slow now to fill the stream")
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_gateway_that_cannot_store_ends_a_trial_in_one_line(tmp_path: Path, command: str) -> None:
+    small = ("prlimit", "--fsize=1500")  # of every file, as a full disk would
+    done = streambridge(command, "--seconds", "2", env={"TMPDIR": str(tmp_path)}, prefix=small)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert done.stderr.startswith("streambridge: the gateway of this trial ")
+    assert "File too large" in done.stderr
     assert list(tmp_path.iterdir()) == []
