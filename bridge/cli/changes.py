@@ -78,7 +78,10 @@ def update(
         raise typer.BadParameter("name at least one setting, as KEY=VALUE or with --reset KEY")
     declared = data_dir is None and name in known_config(config).streams
     old = _definition(where, name)
-    given, default = stream_definition(name, table), stream_definition(name, {})
+    # The stream's size, which a segment may have at most, is the one that it has afterwards.
+    kept = {} if "max_size" in (reset or []) else {"max_size": old.max_size}
+    given = stream_definition(name, kept | table)
+    default = stream_definition(name, {"max_size": given.max_size})
     changes: dict[str, Any] = {fields[key]: getattr(given, fields[key]) for key in table}
     if "export_definition" in changes:
         changes["export_definition"] = old.export_definition | changes["export_definition"]

@@ -96,6 +96,24 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
 
 
 @pytest.mark.parametrize("on", ["stopped"], indirect=True)
+def test_a_segment_size_is_measured_by_the_size_that_the_stream_has(on: Command) -> None:
+    on("streams", "create", "pumps", "max_size=1GiB")
+    on("streams", "update", "pumps", "segment_size=512MiB")
+    assert described(on, "pumps")["definition"]["streamSegmentSize"] == 512 << 20
+    too_large = on("streams", "update", "pumps", "segment_size=1536MiB", code=78)
+    assert "is larger than max_size; make it at most that" in too_large
+    too_large = on("streams", "update", "pumps", "segment_size=512MiB", "--reset", "max_size", code=78)
+    assert "is larger than max_size; make it at most that" in too_large
+    assert "segment_size" in on("streams", "update", "pumps", "--reset", "max_size", code=1)
+    on("streams", "update", "pumps", "max_size=1MiB", "--reset", "segment_size")
+    definition = described(on, "pumps")["definition"]
+    assert (definition["maxSize"], definition["streamSegmentSize"]) == (1 << 20, 1 << 20)
+    on("streams", "update", "pumps", "--reset", "max_size", "--reset", "segment_size")
+    definition = described(on, "pumps")["definition"]
+    assert (definition["maxSize"], definition["streamSegmentSize"]) == (256 << 20, 16 << 20)
+
+
+@pytest.mark.parametrize("on", ["stopped"], indirect=True)
 def test_mistakes_are_named_with_a_remedy_and_change_nothing(on: Command) -> None:
     assert "exists already" in on("streams", "create", "declared", code=1)
     assert "did you mean `max_size`?" in on("streams", "create", "x", "max_siz=1GiB", code=78)
