@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -31,6 +31,7 @@ from bridge.model import MessageStreamDefinition
 from bridge.tomlstruct import keys_of
 
 TOGETHER = 1000  # messages that `append` sends in one request
+AT_MOST = 8 * 1024 * 1024  # bytes of them, unless one alone has more; a request may have 64 MiB
 
 Settings = Annotated[
     list[str] | None,
@@ -125,7 +126,7 @@ def append(
     where = place(config, data_dir)
     lines = (line.rstrip(b"\r\n") for line in sys.stdin.buffer)
     messages = (payload.encode() for payload in payloads) if payloads else (line for line in lines if line)
-    while group := list(islice(messages, TOGETHER)):
+    for group in _groups(messages):
         numbers = operate(where, "appendMessages", name=name, payloads=group)["sequenceNumbers"]
         if as_json:
             print_json({"sequenceNumbers": numbers})
@@ -186,6 +187,20 @@ Examples:
   streambridge streams purge pumps --topic 'pumps/7/#' --yes
 """
     )(purge)
+
+
+def _groups(messages: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Messages as they are sent together."""
+    group: list[bytes] = []
+    size = 0
+    for message in messages:
+        if group and (len(group) == TOGETHER or size + len(message) > AT_MOST):
+            yield group
+            group, size = [], 0
+        group.append(message)
+        size += len(message)
+    if group:
+        yield group
 
 
 def _confirm(sure: bool, question: str) -> None:

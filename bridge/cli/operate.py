@@ -107,6 +107,10 @@ def _ask(service: socket.socket, body: bytes) -> bytes:
                     raise ConnectionResetError
                 if head[4] == wire.COMMAND_REPLY:
                     return body
+                if head[4] == wire.UNKNOWN_OPERATION_ERROR:  # to whatever is wrong with the request itself
+                    failure = cbor.decode_map(body)
+                    if failure["status"] != wire.Status.UNKNOWN_OPERATION:
+                        raise StreamBridgeError(str(failure["errorMessage"]))
         raise StreamBridgeError("the running service is of another version; restart it")
     except (ConnectionError, TimeoutError):
         raise StreamBridgeError(

@@ -113,6 +113,24 @@ def test_a_segment_size_is_measured_by_the_size_that_the_stream_has(on: Command)
     assert (definition["maxSize"], definition["streamSegmentSize"]) == (256 << 20, 16 << 20)
 
 
+def test_many_large_messages_are_appended_in_requests_that_the_service_takes(on: Command) -> None:
+    line = "x" * 70_000
+    told = on("streams", "append", "declared", given=f"{line}\n" * 1000)
+    numbers = [re.fullmatch(r"stored as (\d+) to (\d+)", group) for group in told.splitlines()]
+    assert [int(group[1]) for group in numbers if group] == [0, *(int(g[2]) + 1 for g in numbers[:-1] if g)]
+    assert numbers[-1] is not None
+    assert numbers[-1][2] == "999"
+    assert described(on, "declared")["messages"] == 1000
+
+
+@pytest.mark.parametrize("on", ["running"], indirect=True)
+def test_a_message_that_is_too_large_for_a_request_is_refused_as_that(on: Command) -> None:
+    on("streams", "append", "declared", given="one\n")
+    told = on("streams", "append", "declared", given="x" * (65 << 20), code=1)
+    assert "a request may have 67108864 bytes; send smaller messages" in told
+    assert described(on, "declared")["messages"] == 1
+
+
 @pytest.mark.parametrize("on", ["stopped"], indirect=True)
 def test_mistakes_are_named_with_a_remedy_and_change_nothing(on: Command) -> None:
     assert "exists already" in on("streams", "create", "declared", code=1)
