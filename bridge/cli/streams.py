@@ -182,6 +182,7 @@ Examples:
   streambridge streams read sensors --count 5
   streambridge streams read sensors --from-time 10m --topic 'sensors/+/temperature'
   streambridge streams read sensors --start 1000 --json | jq .payload
+  streambridge streams read sensors --all --json >sensors.jsonl
 """
 )
 def read(
@@ -195,6 +196,7 @@ def read(
     count: Annotated[
         int, typer.Option("--count", "-n", min=1, metavar="NUMBER", help="At most so many messages.")
     ] = 100,
+    everything: Annotated[bool, typer.Option("--all", help="All messages, whatever --count says.")] = False,
     from_time: Annotated[
         str | None,
         typer.Option(
@@ -228,7 +230,7 @@ def read(
         shown, more = 0, None
         for message in read_messages(reader, start, end):
             if topic is None or topics.matches(topic, _topic(message)):
-                if shown == count:
+                if shown == count and not everything:
                     more = message.sequence_number
                     break
                 _print(message, as_json)

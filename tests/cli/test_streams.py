@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.model import Persistence
 from bridge.streams.reader import list_streams
-from tests.cli.conftest import COMMAND, Fill, environment, streambridge
+from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 
 READINGS = [(f"sensors/{'ab'[n % 2]}/temperature", b'{"value":%d}' % n) for n in range(6)]
 
@@ -82,6 +83,14 @@ def test_read_says_where_to_go_on_when_there_is_more(fill: Fill) -> None:
     done = streambridge("streams", "read", "sensors", "--data-dir", data, "--count", "4")
     assert len(done.stdout.splitlines()) == 4
     assert done.stderr == "sensors: there is more; go on with --start 4\n"
+
+
+def test_the_recovery_of_the_documentation_reads_every_message_of_an_old_disk(fill: Fill) -> None:
+    data = fill([("sensors/a", b"%d" % number) for number in range(250)])
+    page = (CHECKOUT / "docs/howto/disaster-recovery.md").read_text()
+    (command,) = re.findall(r"^sudo streambridge (streams read .*) >sensors\.jsonl$", page, re.MULTILINE)
+    shown = lines(*command.replace("/mnt/old/streambridge", str(data)).split())
+    assert [json.loads(line)["payload"] for line in shown] == [str(number) for number in range(250)]
 
 
 def test_read_filters_by_topic_and_time(fill: Fill) -> None:
