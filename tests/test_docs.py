@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tomllib
@@ -132,6 +133,18 @@ def refuses(command: Any, words: list[str]) -> str | None:
         return None
     except Exception as error:
         return repr(error)
+
+
+def test_the_settings_of_the_timer_are_for_root_alone_because_they_may_hold_secrets(tmp_path: Path) -> None:
+    page = (DOCS / "ingest.md").read_text().partition("### Laptop or a small server")[2]
+    (commands,) = (text for _, _, text in FENCE.findall(page) if "ingest.env" in text)
+    lines = [line for line in commands.replace("\\\n", " ").splitlines() if "systemctl" not in line]
+    local = "\n".join(lines).replace("sudo ", "").replace("/etc/streambridge", str(tmp_path))
+    assert not re.search("/(etc|opt)/", local)  # it is run here
+    subprocess.run(["sh", "-ec", f"umask 022\n{local}"], check=True, stdout=subprocess.DEVNULL)
+    written = tmp_path / "ingest.env"
+    assert written.read_text().startswith("INGEST_OPTIONS=--source s3://")
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
 
 
 def test_every_configuration_in_the_documentation_is_valid(
