@@ -15,6 +15,7 @@ from bridge.ingest.store import Place
 from tests.fakes.certificates import Authority
 from tests.ingest.gateway import Gateway, head_of
 from tests.systemd.machine import Machine, until
+from tests.test_packaging import CHECKOUT, copy_sources, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -183,7 +184,15 @@ def test_a_secret_that_only_root_can_read_reaches_the_service_as_a_credential(
     assert ssl.PEM_cert_to_DER_cert(shown) == ssl.PEM_cert_to_DER_cert(pair.cert.read_text())
 
 
-def test_the_timer_runs_the_ingest_job_in_its_sandbox(machine: Machine, tmp_path: Path) -> None:
+def told(title: str) -> str:
+    """What the ingest page has root do, in its block of this title."""
+    page = (CHECKOUT / "docs/ingest.md").read_text()
+    return page.partition(f'```sh title="{title}"\n')[2].partition("```\n")[0].replace("sudo ", "")
+
+
+def test_the_timer_runs_the_ingest_job_in_its_sandbox_as_the_documentation_sets_it_up(
+    machine: Machine, tmp_path: Path
+) -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     if machine.run("/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])") != version:
         pytest.skip(f"the system's Python is not {version}, and cannot use this environment's Spark")
@@ -192,24 +201,28 @@ def test_the_timer_runs_the_ingest_job_in_its_sandbox(machine: Machine, tmp_path
     gateway.export(0, 99)
     gateway.head(head_of(99))
     shutil.copytree(tmp_path / "landing", machine.file("/srv/landing"))
-    machine.file("/etc/streambridge/ingest.env").write_text(
-        "INGEST_OPTIONS=--source /srv/landing --warehouse /var/lib/streambridge-ingest --table lake.rows\n"
-    )
-    unit = "streambridge-ingest.service"
-    machine.file(f"/etc/systemd/system/{unit}.d/test.conf").write_text(
-        "[Service]\nEnvironment=PYTHONPATH=/srv/python\n"
-    )
     machine.file("/etc/systemd/system/streambridge-ingest.timer.d/test.conf").write_text(
         "[Timer]\nOnCalendar=*:*:0/2\nRandomizedDelaySec=0\nAccuracySec=100ms\n"
     )
-    machine.run("systemctl", "daemon-reload")
-    machine.run("systemctl", "start", "streambridge-ingest.timer")
+    tree = copy_sources(tmp_path / "tree")
+    wheel = ("pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
+    run(sys.executable, "-m", *wheel, cwd=tree)
+    (built,) = tmp_path.glob("*.whl")
+    shutil.copy(built, machine.file(f"/srv/{built.name}"))
+    home = "/opt/streambridge-ingest"
+    # There is no network: what apt-get and pip would bring is bound into the machine.
+    offline = told("the timer's environment").replace("apt-get", ": apt-get")
+    offline = offline.replace("-c constraints.txt '.[spark]'", f"--no-index --no-deps /srv/{built.name}")
+    assert "--no-index" in offline
+    machine.run("sh", "-ec", offline)
+    machine.file(f"{home}/lib/python{version}/site-packages/here.pth").write_text("/srv/python\n")
+    machine.run("sh", "-ec", told("the timer").replace("s3://my-bucket/gateways", "/srv/landing"))
+    assert machine.run("stat", "--format=%a", "/etc/streambridge/ingest.env") == "600"
+    unit = "streambridge-ingest.service"
     ended = "ExecMainExitTimestampMonotonic"
     until("the job ran", lambda: machine.state(ended, unit) not in ("", "0"), seconds=400)
     machine.run("systemctl", "stop", "streambridge-ingest.timer")
     assert (machine.state("ExecMainStatus", unit), machine.state("Result", unit)) == ("0", "success")
     places = ("--source", "/srv/landing", "--warehouse", "/var/lib/streambridge-ingest")
-    report = machine.run(
-        "env", "PYTHONPATH=/srv/python", "streambridge", "ingest", "report", *places, "--table", "lake.rows"
-    )
+    report = machine.run(f"{home}/bin/streambridge", "ingest", "report", *places)
     assert report.splitlines()[-1].startswith("complete: 100 rows, missing 0")
