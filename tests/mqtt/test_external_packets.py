@@ -1,0 +1,239 @@
+"""Mode "external", packet by packet: what a broker made of bytes is asked for, and what is acknowledged to it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge import metrics
+from bridge.errors import StreamFull
+from bridge.http.observer import Observer
+from tests.fakes.brokers import BrokerOfBytes
+
+from .harness import Bridge, run_async, running, until
+from .test_external import connected, external, redefine, stored
+
+
+def with_bytes(test: Callable[[BrokerOfBytes, Bridge], Awaitable[None]]) -> Callable[[Path], None]:
+    """Make a test of a coroutine that takes a broker made of bytes and a bridge that has subscribed there."""
+
+    def run(tmp_path: Path) -> None:
+        async def main() -> None:
+            async with (
+                asyncio.timeout(60),
+                BrokerOfBytes() as broker,
+                running(tmp_path, **external(broker.port)) as bridge,
+            ):
+                await until(lambda: broker.got("SUBSCRIBE streams/s/#"))
+                await test(broker, bridge)
+
+        run_async(main())
+
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    return run
+
+
+@with_bytes
+async def test_an_update_ends_no_subscription_that_a_stream_still_has(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.log.clear()
+    redefine(bridge, max_size=2**29)
+    bridge.stream("end", "end")
+    await until(lambda: broker.got("SUBSCRIBE end"))
+    assert broker.log == ["1 SUBSCRIBE end", "1 SUBSCRIBE streams/end/#"], "nothing for the other size"
+
+    broker.log.clear()
+    redefine(bridge, topics=["in/a", "new"])
+    await until(lambda: broker.got("UNSUBSCRIBE"))
+    assert broker.log == ["1 SUBSCRIBE in/a", "1 SUBSCRIBE new", "1 UNSUBSCRIBE in/#"], "never without in/a"
+
+
+@with_bytes
+async def test_a_topic_that_moves_from_one_stream_to_another_stays_subscribed(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.log.clear()
+    redefine(bridge, topics=[])  # as a reload does it: one stream after the other
+    bridge.stream("heir", "in/#")
+    bridge.stream("end", "end")
+    await until(lambda: broker.got("SUBSCRIBE streams/end/#"))
+    redefine(bridge, topics=["last"])
+    await until(lambda: broker.got("SUBSCRIBE last"))
+    assert not broker.got("UNSUBSCRIBE")
+
+
+async def fill(bridge: Bridge, name: str) -> None:
+    """A small stream bound to its own name, with no room left for 300 bytes."""
+    bridge.stream(name, name, max_size=4096, stream_segment_size=1024)
+    with pytest.raises(StreamFull):
+        while True:
+            await bridge.manager.append(name, bytes(200))
+
+
+@with_bytes
+async def test_what_came_on_an_earlier_connection_is_stored_and_not_acknowledged_on_the_next(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    await fill(bridge, "x")
+    await fill(bridge, "y")
+    broker.send("x", b"A" * 300, 1, 1)
+    await until(lambda: bridge.stat("held"))
+    broker.cut()
+    await connected(bridge, 2)
+    broker.send("y", b"B" * 300, 1, 1)  # another message with the same id: the session is new
+    await until(lambda: bridge.stat("waiting") == 2)
+    purged = await bridge.manager.purge("x")
+    await until(lambda: bridge.store.streams["x"].next_sequence > purged)
+    tries = bridge.stat("held")
+    await until(lambda: bridge.stat("held") > tries + 1)
+    assert not broker.got("PUBACK"), "B is not stored yet"
+    await bridge.manager.purge("y")
+    broker.send("in/a", b"C", 1, 2)
+    await until(lambda: broker.got("PUBACK 2"))
+    assert broker.got("PUBACK") == ["2 PUBACK 1", "2 PUBACK 2"]
+    assert [(await bridge.payloads(name))[-1][:1] for name in ("x", "y")] == [b"A", b"B"]
+
+
+@with_bytes
+async def test_after_a_failed_commit_nothing_more_is_taken_from_that_connection(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    segments = bridge.store.streams["s"].log
+    write = segments.write
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    segments.write = full  # type: ignore[method-assign]
+    broker.session_present = True
+    broker.send("in/a", b"first", 1, 1)
+    await until(lambda: bridge.stat("rejected_storage"))
+    segments.write = write  # type: ignore[method-assign]
+    broker.send("in/a", b"second", 1, 2)
+    broker.send("in/a", b"nobody brings it again")
+    assert await stored(bridge, 1) == [b"nobody brings it again"], "QoS 0 has no second chance"
+    await connected(bridge, 2)
+    for number, payload in enumerate((b"first", b"second"), 1):
+        broker.send("in/a", payload, 1, number)
+    assert (await stored(bridge, 3))[1:] == [b"first", b"second"], "in their order, and once"
+    await until(lambda: broker.got("PUBACK 2"))
+    assert broker.got("PUBACK") == ["2 PUBACK 1", "2 PUBACK 2"]
+    broker.send("in/a", b"third", 1, 3)
+    await until(lambda: broker.got("PUBACK 3"))
+    assert broker.connections == 2
+
+
+class Worker:
+    """An export worker, as far as an observer looks."""
+
+    restarts = memory = 0
+    pid = 1
+
+
+def test_a_refused_subscription_is_told_and_its_stream_shown_as_refused_until_it_is_granted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @with_bytes
+    async def test(broker: BrokerOfBytes, bridge: Bridge) -> None:
+        observer = Observer("plant-7", bridge.root / "data", bridge.manager, Worker(), {"mqtt": bridge.front})
+        observer.phase = "running"
+        try:
+            assert observer.state(fresh=True).ready
+            broker.refused = {"here/#": 0x80, "there/#": 0x80}
+            bridge.stream("t", "here/#", "there/#", "everywhere/#")
+            await until(lambda: bridge.stat("refused_subscriptions") == 2)
+            assert "to 'here/#'" in caplog.text
+            assert "allow that to client id 'streambridge'" in caplog.text
+            state = observer.state(fresh=True)
+            assert list(state.refused) == ["t"]
+            assert "to 'here/#', 'there/#'" in state.refused["t"]
+            assert not state.ready
+            told = metrics.render(state).decode()
+            assert 'streambridge_refused_total{front_end="mqtt",reason="subscriptions"} 2.0' in told
+            assert "streambridge_streams_refused 1.0" in told
+
+            broker.refused.clear()
+            broker.session_present = True
+            broker.cut()  # on the next connection it is asked for again; what was granted is not
+            await until(lambda: bridge.stat("connects") == 2 and not bridge.front.refused)
+            assert broker.got("2 SUBSCRIBE") == ["2 SUBSCRIBE here/#", "2 SUBSCRIBE there/#"]
+            assert observer.state(fresh=True).ready
+        finally:
+            observer.close()
+
+    test(tmp_path)
+
+
+def test_a_refused_subscription_is_asked_for_again_from_time_to_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @with_bytes
+    async def test(broker: BrokerOfBytes, bridge: Bridge) -> None:
+        broker.refused = {"here": 0x80}
+        bridge.stream("t", "here")
+        await until(lambda: bridge.stat("refused_subscriptions") > 2)
+        broker.refused.clear()
+        await until(lambda: not bridge.front.refused)
+
+    monkeypatch.setattr("bridge.mqtt.subscribing.ASK_AGAIN", 0.05)
+    test(tmp_path)
+
+
+@with_bytes
+async def test_a_subscription_that_was_not_answered_is_asked_for_again_on_the_next_connection(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.silent, broker.session_present = {"late"}, True
+    bridge.stream("late", "late")
+    bridge.stream("end", "end")
+    await until(lambda: broker.got("SUBSCRIBE streams/end/#"))
+    broker.cut()
+    await until(lambda: "2 SUBSCRIBE late" in broker.log)
+
+
+@with_bytes
+async def test_requests_that_wait_are_bounded_and_hold_no_message_up(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    waiting = b'{"requestId": "w", "name": "s", "readMessagesOptions": {"readTimeoutMillis": 3600000}}'
+    for number in range(1, 1001):
+        broker.send("streambridge/dev/readMessages", waiting, 1, number)
+    broker.send("in/a", b"x", 1, 1001)
+    await until(lambda: broker.got("PUBACK 1001"))
+    assert len(broker.got("PUBACK")) == 1001, "the broker keeps none of them"
+    under_way = 1000 - bridge.stat("refused_requests")
+    assert 16 <= under_way <= 256
+    # The message has ended the waiting of those that were let in; the others were answered at once.
+    await until(lambda: len(broker.got("PUBLISH streambridge/dev/readMessages/reply")) == 1000)
+    replies = [json.loads(line.split(" ", 3)[3]) for line in broker.got("PUBLISH")]
+    refused = [reply for reply in replies if "too many requests" in reply.get("errorMessage", "")]
+    assert len(refused) == 1000 - under_way
+    assert {reply["requestId"] for reply in refused} == {"w"}
+    broker.send("streambridge/dev/listStreams", b'{"requestId": "l"}', 1, 1)
+    await until(lambda: [line for line in broker.got("PUBLISH") if '"streams":["s"]' in line])
+
+
+@with_bytes
+async def test_replies_that_the_broker_does_not_take_count_as_requests_under_way(
+    broker: BrokerOfBytes, bridge: Bridge
+) -> None:
+    broker.acknowledges = False
+    for number in range(1, 1001):
+        broker.send("streambridge/dev/listStreams", b"{}", 1, number)
+    await until(lambda: len(broker.got("PUBACK")) == 1000)
+    assert bridge.stat("refused_requests") >= 1000 - 256
+    broker.acknowledges, broker.session_present = True, True
+    broker.cut()
+    await connected(bridge, 2)
+    under_way = 1000 - bridge.stat("refused_requests")
+    await until(lambda: len(broker.got("2 PUBLISH")) == under_way)
+    broker.send("streambridge/dev/listStreams", b"{}", 1, 1)
+    await until(lambda: len(broker.got("2 PUBLISH")) == under_way + 1)
+    assert bridge.stat("refused_requests") == 1000 - under_way
