@@ -1,4 +1,4 @@
-"""Mode "external", packet by packet: what a broker made of bytes is asked for, and what is acknowledged to it."""
+"""Mode "external", packet by packet: what a broker made of bytes is asked for and told."""
 
 from __future__ import annotations
 
