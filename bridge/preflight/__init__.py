@@ -21,6 +21,7 @@ PARTS = (
     network.listeners,
     network.exposure,
     files.directories,
+    files.closed_streams,
     streams.room,
     streams.streams,
     files.secrets,
