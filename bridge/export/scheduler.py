@@ -259,7 +259,7 @@ class Scheduler:
             with self._changed:
                 task.running = False
                 del self._running[me]
-                if task.gone:
+                if task.over:  # not only gone: it may have been deleted in the middle of this step
                     self._tasks.remove(task)
                 self._changed.notify_all()
                 if me in self._hung:  # it came back after all; its place is taken

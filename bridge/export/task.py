@@ -54,7 +54,7 @@ class Task:
         self.source, self.kind, self.config = source, kind, config
         self.running = False
         self.alone = False
-        self.gone = False
+        self.gone = self.over = False  # deleted; and closed since
         self.last_step = 0.0
         self.not_before = 0.0
         self._scheduler, self._cls = scheduler, exporter
@@ -464,6 +464,7 @@ class Task:
         if self._file is not None:
             self._file.close()
         self._planner.close()
+        self.over = True
 
     def save_state(self, state: bytes) -> None:
         """Keep an exporter's own state with the cursor."""

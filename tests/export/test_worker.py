@@ -330,6 +330,57 @@ def test_a_thread_of_a_plugin_may_say_that_its_export_is_working(tmp_path: Path)
     asyncio.run(scenario())
 
 
+BUSY = """
+    import time
+    from pathlib import Path
+    from bridge import ACCEPTED, BatchedConfig, Exporter, hookimpl
+
+    class Config(BatchedConfig, frozen=True):
+        path: str
+
+    class Busy(Exporter):
+        kind = "busy"
+        Config = Config
+
+        def export(self, batch):
+            place = Path(self.config.path)
+            (place / "begun").touch()
+            while not (place / "go").exists():
+                time.sleep(0.01)
+            return ACCEPTED
+
+        def cancelled(self, records):
+            (Path(self.config.path) / "cancelled").touch()
+
+        def close(self):
+            (Path(self.config.path) / "closed").touch()
+
+    @hookimpl
+    def register_exporters(register):
+        register(Busy)
+"""
+
+
+def test_an_export_that_is_deleted_while_it_sends_is_closed_after_that(tmp_path: Path) -> None:
+    drop_in(tmp_path, "busy", BUSY)
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("a", {"busy": [{"identifier": "x", "path": str(tmp_path)}]})
+            await gateway.append("a", b"x")
+            await until((tmp_path / "begun").exists)
+            gateway.update("a", {})
+            (other := tmp_path / "other").mkdir()
+            (other / "go").touch()
+            gateway.create("b", {"busy": [{"identifier": "y", "path": str(other)}]})
+            await gateway.append("b", b"x")
+            await gateway.exported("b", 0)  # so the worker has heard of both
+            (tmp_path / "go").touch()
+            await until(lambda: (tmp_path / "cancelled").exists() and (tmp_path / "closed").exists())
+
+    asyncio.run(scenario())
+
+
 TALKER = """
     import logging
     from bridge import ACCEPTED, BatchedConfig, Exporter, hookimpl
