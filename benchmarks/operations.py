@@ -349,6 +349,7 @@ def real_sdk(service: Service, number: int, rounds: int) -> list[dict[str, Any]]
     """The AWS SDK (as tests/greengrass install it): appends to the service, and to nothing."""
     homes = sorted((CHECKOUT / ".sdks").glob("stream-manager-*"))
     if not homes:
+        print("the AWS SDK is left out: pytest tests/greengrass installs it")
         return None
     port, rows = brokers.free_port(), []
     floor = [sys.executable, "-m", "benchmarks.operations", "--answer-at-once", str(port)]
