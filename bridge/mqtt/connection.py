@@ -471,7 +471,7 @@ class Connection(asyncio.Protocol):
                 session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | names
                 if batch.lasting is not None:
                     self.lane.journal.held(session, packet_id)
-                    self.lane.journal.settled_in(stored.items(), batch)
+        self.lane.journal.failed(batch.ids.values(), batch.failed, batch)
 
     def _throttle(self, seconds: float) -> None:
         """Read no further for as long as what was read should have taken, beyond the last second's worth."""

@@ -35,7 +35,8 @@ from bridge.errors import StorageFailed, StreamError
 from bridge.mqtt.marks import Mark
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Set as AbstractSet
 
     from bridge.mqtt.message import Message, Subscription
     from bridge.mqtt.outbox import Outgoing
@@ -237,6 +238,15 @@ class Journal:
             mark = self.marks[stream.name]
             above = mark.settle(some, owner, stream.next_sequence)
             self._add(Marked(stream.name, mark.upto, above))
+
+    def failed(
+        self, places: Iterable[Mapping[Stream, int]], failed: AbstractSet[object], owner: object
+    ) -> None:
+        """What became of messages of which some stream has failed, or the only one if none is named."""
+        known = [(at, n) for one in places for at, n in one.items() if at.name in self.marks]
+        self.settled_in((pair for pair in known if failed and pair[0] not in failed), owner)
+        for stream, number in known:
+            self.marks[stream.name].forget(number, owner)
 
     def released(self, session: Session, packet_id: int) -> None:
         """A persistent session has released a QoS 2 packet id."""

@@ -30,14 +30,18 @@ class Mark:
             self._waiting.popitem()  # a commit has failed, and its numbers are given out again
         self._waiting[number] = owner
 
+    def forget(self, number: int, owner: object) -> None:
+        """A message was not stored after all: its number is another's now, or will be."""
+        if self._waiting.get(number) is owner:
+            del self._waiting[number]
+
     def settle(self, numbers: list[int], owner: object, following: int) -> list[int]:
         """The ids of these are in the journal; `following` is the stream's next number.
 
         Moves the mark as far as it may go; returns those that are above it.
         """
         for number in numbers:
-            if self._waiting.get(number) is owner:
-                del self._waiting[number]
+            self.forget(number, owner)
         self.add(min(following, next(iter(self._waiting), following)), numbers)
         return [number for number in numbers if number >= self.upto]
 

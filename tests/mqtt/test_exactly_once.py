@@ -132,6 +132,28 @@ def test_a_kill_while_a_message_waits_for_its_second_stream_doubles_and_loses_no
 
 
 @bridge_test
+async def test_what_a_full_disk_has_refused_is_not_waited_for(bridge: Bridge) -> None:
+    bridge.stream("other", "in/both")
+    client = await bridge.connect("c", clean=False)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_: Any, **_options: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(bridge.store.streams["s"].log, "write", full)
+        for number in range(1, 20):  # of the other stream too, which has stored it
+            client.send(publish("in/both" if number % 2 else "in/a", b"x", 2, number))
+        assert await client.closed()
+    client = await bridge.connect("c", clean=False)
+    for number in range(100, 150):  # numbers that the refused ones had, and others
+        await client.exchange(publish("in/a", b"y", 1 + number % 3 // 2, number))
+    await client.exchange(publish("in/both", b"z", 2, 200))
+    for name in ("s", "other"):
+        mark = bridge.lane.journal.marks[name]
+        assert (mark.upto, mark.known) == (bridge.store.streams[name].next_sequence, set())
+
+
+@bridge_test
 async def test_messages_for_streams_that_do_not_exist_leave_nothing_behind(bridge: Bridge) -> None:
     client = await bridge.connect("c", level=V5, properties={p.SESSION_EXPIRY: 60})
     for number in range(1, 100):
