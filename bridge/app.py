@@ -151,6 +151,8 @@ class Service:
                 exports,
                 {"mqtt": front_end, "greengrass": greengrass},
             )
+            for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can see that we are there
+                loop.add_signal_handler(number, self._told_to_stop)
             addresses: list[str] = []
             if config.http.listen:  # opened first and closed last, to show a start and a stop that take time
                 page: FrontEnd = HttpFrontEnd(config.http.listen, observer)
@@ -162,8 +164,6 @@ class Service:
             stack.push_async_callback(greengrass.stop)
             addresses += await front_end.start()
             stack.push_async_callback(front_end.stop)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._told_to_stop)
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._spawn(store.keep(gateway.sync_interval / 1000))
             self._spawn(self._refresh())
