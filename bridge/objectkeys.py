@@ -27,6 +27,10 @@ from urllib.parse import quote, unquote
 
 HEADS = "_gateway/"
 MAX_SEQUENCE = 2**63 - 1
+# Of the reasons in a head object (see `bridge.export.heads`): those that are losses, never joined with
+# others; and how the reason of a range begins that was joined from several, before their count.
+LOSSES = ("damaged", "unknown")
+JOINED = "joined:"
 
 _KEY = re.compile(
     r"(?:^|/)gateway=([^/]+)/stream=([^/]+)/epoch=(\d{1,19})/date=(\d{4}-\d{2}-\d{2})/hour=(\d{2})"

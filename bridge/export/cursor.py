@@ -39,13 +39,12 @@ from msgspec import Struct
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
 from bridge.model import ExportStatus
+from bridge.objectkeys import JOINED, LOSSES
 from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096
 STATE_LIMIT = 2000
 KEPT = 1000
-_LOSSES = ("damaged", "unknown")
-_JOINED = "joined:"
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
 
@@ -246,8 +245,8 @@ class Skipped:
         old, kept = self.ranges[:-KEPT], self.ranges[-KEPT:]
         joined: list[tuple[int, int, str]] = []
         for entry in old:
-            if joined and entry[2] not in _LOSSES and joined[-1][2] not in _LOSSES:
-                reason = f"{_JOINED}{_count(joined[-1]) + _count(entry)}"
+            if joined and entry[2] not in LOSSES and joined[-1][2] not in LOSSES:
+                reason = f"{JOINED}{_count(joined[-1]) + _count(entry)}"
                 joined[-1] = joined[-1][0], entry[1], reason
             else:
                 joined.append(entry)
@@ -276,7 +275,7 @@ class Skipped:
 
 def _count(entry: tuple[int, int, str]) -> int:
     first, last, reason = entry
-    return int(reason.removeprefix(_JOINED)) if reason.startswith(_JOINED) else last - first + 1
+    return int(reason.removeprefix(JOINED)) if reason.startswith(JOINED) else last - first + 1
 
 
 def _lines(ranges: list[tuple[int, int, str]]) -> bytes:

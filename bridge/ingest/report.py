@@ -37,17 +37,15 @@ from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.state import Quarantined, State, StateStore, StreamState
 from bridge.ingest.store import Store
-from bridge.objectkeys import HEADS, parse_key
+from bridge.objectkeys import HEADS, JOINED, LOSSES, parse_key
 
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
 
 KINDS = ("trimmed", "quarantined", "unreadable", "waiting", "missing")
 SHOWN = 5  # gateways named in one line
-JOINED = "joined:"
 Name = tuple[str, str]  # of an object: key and ETag
 Cause = tuple[str, str, Ranges]  # kind of hole, reason, and the numbers that it explains
-ILLEGAL = ("damaged", "unknown")  # reasons of a gateway that are losses, as in its head object
 GONE = "its stream is gone"
 UPLOADED = "uploaded, not taken yet"
 
@@ -268,7 +266,7 @@ def _stream(
     causes: list[Cause] = [("waiting", UPLOADED, tally.numbers)]
     joined: list[Cause] = []
     for first, last, reason in head.dropped if head else ():
-        kind = "missing" if reason in ILLEGAL else "trimmed"
+        kind = "missing" if reason in LOSSES else "trimmed"
         if reason.startswith(JOINED):
             joined.append((JOINED, reason, Ranges([(first, last)])))
         else:

@@ -465,10 +465,9 @@ class Connection(asyncio.Protocol):
             return
         session.incoming.difference_update(batch.ids)
         for packet_id, places in batch.ids.items():
-            stored = {at: n for at, n in places.items() if at not in batch.failed} if batch.failed else {}
+            stored = {at.name for at in places if at not in batch.failed} if batch.failed else set()
             if stored:
-                names = frozenset(at.name for at in stored)
-                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | names
+                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
                 if batch.lasting is not None:
                     self.lane.journal.held(session, packet_id)
         self.lane.journal.failed(batch.ids.values(), batch.failed, batch)

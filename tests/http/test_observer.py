@@ -16,14 +16,7 @@ from bridge.manager import StreamManager
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.plugins import Registry
 from bridge.streams.store import Store
-from tests.mqtt.harness import NoExports
-
-
-class Worker:
-    """An export side that only has numbers."""
-
-    restarts = memory = 0
-    pid = 1
+from tests.mqtt.harness import NoExports, NoWorker
 
 
 def test_a_disk_that_hangs_is_reported_in_time_and_only_asked_once(
@@ -38,7 +31,7 @@ def test_a_disk_that_hangs_is_reported_in_time_and_only_asked_once(
     async def look() -> None:
         store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
         manager = StreamManager(store, Registry(), NoExports())
-        watching = Observer("plant-7", tmp_path / "data", manager, Worker(), {})
+        watching = Observer("plant-7", tmp_path / "data", manager, NoWorker(), {})
         monkeypatch.setattr(observer, "PROBE_TIMEOUT", 0.05)
         monkeypatch.setattr(os, "fdatasync", hang)
         try:
@@ -72,7 +65,7 @@ def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path
         manager.create(MessageStreamDefinition(name="s", strategy_on_full=StrategyOnFull.RejectNewData))
         for what in ("overwritten", "full", "too_large", "failed", "delete_failed", "corrupt_reads"):
             manager.stream("s").count(what)
-        watching = Observer("plant-7", tmp_path / "data", manager, Worker(), {"mqtt": Door()})
+        watching = Observer("plant-7", tmp_path / "data", manager, NoWorker(), {"mqtt": Door()})
         try:
             state = watching.state()
         finally:

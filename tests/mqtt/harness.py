@@ -56,6 +56,13 @@ class NoExports:
         return None
 
 
+class NoWorker:
+    """An export side that only has numbers, for an observer to look at."""
+
+    restarts = memory = 0
+    pid = 1
+
+
 class Bridge:
     """A front end on a store in a directory."""
 

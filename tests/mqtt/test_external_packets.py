@@ -16,7 +16,7 @@ from bridge.errors import StreamFull
 from bridge.http.observer import Observer
 from tests.fakes.brokers import BrokerOfBytes
 
-from .harness import Bridge, run_async, running, until
+from .harness import Bridge, NoWorker, run_async, running, until
 from .test_external import connected, external, redefine, stored
 
 
@@ -130,19 +130,14 @@ async def test_after_a_failed_commit_nothing_more_is_taken_from_that_connection(
     assert broker.connections == 2
 
 
-class Worker:
-    """An export worker, as far as an observer looks."""
-
-    restarts = memory = 0
-    pid = 1
-
-
 def test_a_refused_subscription_is_told_and_its_stream_shown_as_refused_until_it_is_granted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     @with_bytes
     async def test(broker: BrokerOfBytes, bridge: Bridge) -> None:
-        observer = Observer("plant-7", bridge.root / "data", bridge.manager, Worker(), {"mqtt": bridge.front})
+        observer = Observer(
+            "plant-7", bridge.root / "data", bridge.manager, NoWorker(), {"mqtt": bridge.front}
+        )
         observer.phase = "running"
         try:
             assert observer.state(fresh=True).ready

@@ -29,9 +29,8 @@ class LiveFile:
     size: int
     rows: int
     added: int
-    marked: bool = (
-        False  # another engine has marked rows of it as deleted (merge-on-read): they are in it yet
-    )
+    # Another engine has marked rows of it as deleted (merge-on-read): they are in it yet.
+    marked: bool = False
 
 
 @dataclass(slots=True)
