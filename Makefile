@@ -24,7 +24,8 @@ test-slow: venv ## the tests that take minutes
 	@.ci/tools java mosquitto strace systemd nspawn
 	$(BIN)/python -m pytest -m slow
 
-bench: venv ## every benchmark beside its peers, and docs/results.md from them (half an hour)
+bench: venv ## every benchmark beside its peers, and docs/results.md from them (three quarters of an hour)
+	@.ci/tools java mosquitto nats redis rabbitmq
 	$(BIN)/python -m benchmarks
 
 test-spark: venv ## the Spark job on every version that is promised, by spark-submit and Spark Connect

@@ -4,8 +4,8 @@
 
 Each program is run in turn with `--output DIR` and leaves NAME.json, NAME.md (tables) and, if it draws,
 NAME.png there. The page has for each its first line, the command, its caveats, its tables and its
-picture; a program that was not run keeps what an earlier run has left in DIR. With peers from Debian:
-apt-get install mosquitto nats-server redis-server rabbitmq-server.
+picture; a program that was not run keeps what an earlier run has left in DIR. `make bench` installs the
+peers first (`.ci/tools`, as root on Debian or Ubuntu); one that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "export": ("--rounds", "1", "--seconds", "15"),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
     "scale": (),
+    "scale_ingest": (),
 }
 LIBRARIES = ("uvloop", "amqtt", "boto3", "pyspark", "pyarrow", "pyiceberg", "moto")
 SERVERS = {

@@ -8,7 +8,7 @@ of 100 messages) and a head object. For each number of gateways:
 * the requests to S3 before a run knows what is new, against a server that answers after `--wait` ms: how long
   reading the heads and listing the objects takes.
 
-Caveats: one machine; files instead of S3, but for the requests, and their server is on this machine.
+Caveats. Files instead of S3, but for the requests, and their server is on this machine.
 """
 
 from __future__ import annotations
@@ -175,7 +175,35 @@ def main() -> None:
         print(json.dumps({gateways: found}), flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "scale_ingest.json").write_text(json.dumps(results, indent=1) + "\n")
+    (options.output / "scale_ingest.md").write_text(table(results))
     spark.stop()
+
+
+def column(found: dict[str, Any]) -> dict[str, str]:
+    """What was measured with one number of gateways, by what it is called in the table."""
+    asked, first, none, more = (found[k] for k in ("requests", "everything", "nothing_new", "one_more_each"))
+    each = f"s ({asked['wait_ms']:.0f} ms a request)"
+    return {
+        f"heads read, {each}": f"{asked['heads_seconds']}",
+        f"objects listed, {each}": f"{asked['list_seconds']}",
+        "first run: rows, objects": f"{first['rows']:,}, {first['objects']:,}",
+        "first run, s (of it: list, plan, commit)": f"{first['seconds']} ({first['list_seconds']}, "
+        f"{first['plan_seconds']}, {first['commit_seconds']})",
+        "first run, objects/s": f"{first['objects_per_second']:,}",
+        "a run that finds nothing new, s": f"{none['seconds']}",
+        "one more object each, s": f"{more['seconds']}",
+        "state document, MB": f"{more['state_mb']}",
+        "driver, peak MiB": f"{found['driver_peak_mib']}",
+    }
+
+
+def table(results: dict[int, dict[str, Any]]) -> str:
+    """All of it as Markdown: a column for each number of gateways."""
+    columns = [column(found) for found in results.values()]
+    lines = ["| | " + " | ".join(f"{gateways:,} gateways" for gateways in results) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    lines += [f"| {name} | " + " | ".join(one[name] for one in columns) + " |" for name in columns[0]]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
