@@ -157,7 +157,7 @@ def client(
                 defaults["inject_host_prefix"] = False
             session = _session(settings)
             try:
-                _clients[key] = session.client(
+                made = session.client(
                     service,
                     region_name=region or settings.region or _region(session, endpoint_url),
                     endpoint_url=endpoint_url,
@@ -166,7 +166,18 @@ def client(
             except Exception:
                 _sessions.clear()  # it keeps what it read of ~/.aws/config, such as that there is no region
                 raise
+            made.meta.events.register("before-send", _in_pieces)
+            _clients[key] = made
         return _clients[key]
+
+
+def _in_pieces(request: Any, **_: Any) -> None:
+    """Have a body sent piece by piece: the time-out is for each, so that a slow link only takes longer.
+
+    Bytes go out in one call, for which the whole time-out is allowed.
+    """
+    if isinstance(request.body, bytes | bytearray):
+        request.body = io.BytesIO(request.body)
 
 
 def _region(session: Any, endpoint_url: str | None) -> str | None:
@@ -304,11 +315,7 @@ class _IotAnswer(Struct):
 
 
 class Body(io.BytesIO):
-    """A request's body that is read as it is sent, and tells that the export still works.
-
-    botocore sends bytes in one call, for which the whole time-out is allowed: over a slow link a large
-    object would never arrive. It sends a file piece by piece.
-    """
+    """A request's body that is read as it is sent, piece by piece, and tells that the export still works."""
 
     def __init__(self, content: bytes, context: Context) -> None:
         super().__init__(content)
@@ -357,4 +364,18 @@ def failure(error: BaseException, doing: str) -> Retry:
         wait = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
         if wait.isdecimal():
             after = min(float(wait), timedelta(minutes=5).total_seconds())
-    return Retry(f"{doing}: {error}", after=after)
+    return Retry(f"{doing}: {error}", after=after, unsent=is_unsent(error))
+
+
+def is_unsent(error: BaseException) -> bool:
+    """Whether nothing of the request was sent: there was no connection, or nothing to sign it with."""
+    from botocore import exceptions as botocore
+
+    return isinstance(
+        error,
+        botocore.EndpointConnectionError
+        | botocore.ConnectTimeoutError
+        | botocore.ProxyConnectionError
+        | botocore.NoCredentialsError
+        | botocore.CredentialRetrievalError,
+    )

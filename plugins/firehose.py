@@ -30,7 +30,7 @@ PACKED = 10_000  # messages of a batch, when they are packed
 class FirehoseConfig(AwsBatchedConfig, frozen=True):
     """Where records go and how messages become records."""
 
-    delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[\w.-]+\Z")]
+    delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+\Z")]
     delimiter: str = "\n"
     pack_bytes: Annotated[int, Meta(ge=0, le=MAX_RECORD)] = 0
 

@@ -35,6 +35,7 @@ from bridge import (
     hookimpl,
     send_split,
 )
+from bridge.aws import Body, is_unsent
 
 REFUSED = frozenset({400, 411, 413, 414, 415, 421, 422, 431})
 
@@ -129,12 +130,12 @@ class HttpExporter(Exporter):
         from botocore.exceptions import BotoCoreError
 
         self.context.working()
-        request = AWSRequest("POST", self.config.uri, headers=headers, data=body)
+        request = AWSRequest("POST", self.config.uri, headers=headers, data=Body(body, self.context))
         try:
             response = self._session.send(request.prepare())
             text = response.content[:200].decode("utf-8", "replace")
         except BotoCoreError as error:
-            raise Retry(f"posting to {self.config.uri}: {error}") from error
+            raise Retry(f"posting to {self.config.uri}: {error}", unsent=is_unsent(error)) from error
         if not 200 <= response.status_code < 300:
             reason = f"{self.config.uri} answered {response.status_code}: {text}"
             if response.status_code in REFUSED:

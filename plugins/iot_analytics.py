@@ -35,7 +35,7 @@ class IotAnalyticsConfig(AwsBatchedConfig, kw_only=True, frozen=True):
     iot_channel: Annotated[str, Meta(min_length=1)]
     iot_msg_id_prefix: Annotated[str, Meta(max_length=32)] | None = None
     batch_size: Annotated[int, Meta(ge=1, le=100)] | None = None
-    delivery_stream_name: Annotated[str, Meta(pattern=r"^[\w.-]{1,64}\Z")] | None = None
+    delivery_stream_name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}\Z")] | None = None
 
 
 class IotAnalyticsExporter(Exporter):

@@ -46,7 +46,7 @@ SHARDS_EVERY = 300.0  # seconds between two looks at how many shards there are
 class KinesisConfig(AwsBatchedConfig, kw_only=True, frozen=True):
     """The SDK's KinesisConfig, and our extensions."""
 
-    kinesis_stream_name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.-]+\Z")]
+    kinesis_stream_name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+\Z")]
     batch_size: Annotated[int, Meta(ge=1, le=500)] | None = None
     partition_key: str | None = None
     order_per_key: bool = True

@@ -51,7 +51,7 @@ from bridge.model import MIB, Name
 
 MIN_PART = 5 * MIB
 MAX_PARTS = 10_000
-MAX_PART = 5 * 1024 * MIB  # and of an upload in one part
+MAX_WHOLE = 32 * MIB  # of a file that goes in one part, which is held in memory
 HOPELESS = frozenset(
     {"EntityTooLarge", "InvalidArgument", "InvalidBucketName", "KeyTooLongError", "MetadataTooLarge"}
     | {"NoSuchBucket"}
@@ -142,6 +142,9 @@ class S3TaskExporter(Exporter):
                 raise TaskError(f"no S3ExportTaskDefinition: {error}") from error
             self._run(record, task)
         except TaskError as error:
+            upload = self._upload
+            if upload and upload.upload_id and upload.number == record.sequence_number:
+                self._abort(task, upload)
             self._tell(Status.Failure, record.sequence_number, task, str(error))
             return Outcome(rejected={0: str(error)})
         self._upload = None
@@ -183,7 +186,7 @@ class S3TaskExporter(Exporter):
                     if upload and upload.upload_id:  # the file is another one by now: begin again
                         self._abort(task, upload)
                     upload = self._keep(Upload(record.sequence_number, task.bucket, key, size, changed))
-                if upload.size > self.config.size_threshold_for_multipart_upload_bytes:
+                if upload.size > min(self.config.size_threshold_for_multipart_upload_bytes, MAX_WHOLE):
                     self._put_parts(task, upload, file)
                 else:
                     self._put(task, upload, file)
@@ -313,15 +316,13 @@ def _read(file: BinaryIO, upload: Upload, start: int, size: int, *, more: bool =
 
     Raises Retry, or TaskError for a file of which that can never be right.
     """
-    if size > MAX_PART:
-        raise TaskError(f"the file needs a part of {size} bytes; S3 takes at most {MAX_PART}")
     file.seek(start)
     body = file.read(size + more)
-    if len(body) == size:
-        return body
-    if _looks(file) == (upload.size, upload.changed):  # such as in /proc
+    if _looks(file) != (upload.size, upload.changed):  # all parts are of one version of the file
+        raise Retry("the file changes while it is uploaded")
+    if len(body) != size:  # such as in /proc
         raise TaskError(f"the file does not have the {upload.size} bytes that its size says")
-    raise Retry("the file changes while it is uploaded")
+    return body
 
 
 @hookimpl

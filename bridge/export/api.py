@@ -101,11 +101,15 @@ ACCEPTED = Outcome()
 
 
 class Retry(Exception):  # noqa: N818 - named for what it asks for
-    """Raise it to have the whole batch tried again, after `after` seconds at the earliest."""
+    """Raise it to have the whole batch tried again, after `after` seconds at the earliest.
 
-    def __init__(self, reason: str, *, after: float | None = None) -> None:
+    `unsent` says that nothing was sent, such as without a connection: then the attempt does not count
+    against the bandwidth ceiling.
+    """
+
+    def __init__(self, reason: str, *, after: float | None = None, unsent: bool = False) -> None:
         super().__init__(reason)
-        self.after = after
+        self.after, self.unsent = after, unsent
 
 
 class Refused(Exception):  # noqa: N818 - named for what the destination did

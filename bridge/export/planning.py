@@ -14,6 +14,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from itertools import count, repeat
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ class Source:
 
     def __init__(self, name: str, directory: Path, epoch: int) -> None:
         self.name, self.directory, self.epoch = name, directory, epoch
+        self.revision = 0  # of the definition of its exports
         self.oldest = 0
         self.next = 0
 
@@ -72,11 +74,12 @@ class Planner:
         self._full_at = 0.0
         self._look_at = 0.0
 
-    def configure(self, limits: BatchLimits, batching: Batching) -> None:
-        """Take over an exporter's limits and wishes."""
+    def configure(self, limits: BatchLimits, batching: Batching, most: int) -> None:
+        """Take over an exporter's limits and wishes, and how many bytes a batch may have at `most`."""
         self._limits, self._batching = limits, batching
         self._records = min(batching.records or MAX_RECORDS, limits.records or MAX_RECORDS)
-        self._bytes = min(batching.size or limits.batch_bytes or MAX_BYTES, limits.batch_bytes or 2**62)
+        wanted = batching.size or limits.batch_bytes or MAX_BYTES
+        self._bytes = min(wanted, limits.batch_bytes or wanted, most)
         self._count_from = -1
 
     def due(self, position: int) -> float:
@@ -107,8 +110,16 @@ class Planner:
         return Plan(records[0].sequence_number if records else reach + 1, records, skipped)
 
     def again(self, first: int, last: int, config: ExportConfig) -> Plan | None:
-        """The batch first..last once more, with what is left of it; None if it must be planned anew."""
+        """The batch first..last once more, with what is left of it; None if it must be planned anew.
+
+        Raises CorruptData if anything in it is damaged, and has not been set aside yet.
+        """
         found = self._read(first, last + 1, last - first + 1, 2**62)
+        # Reading ends at damage without a word if it has found anything; from there on, it raises.
+        while found and (after := found[-1].sequence_number + 1) <= last:
+            if not (rest := self._read(after, last + 1, last - first + 1, 2**62)):
+                break
+            found += rest
         records = self._records_of(found, config)
         if len(records) == last - first + 1:
             return Plan(first, records, [])
@@ -141,6 +152,10 @@ class Planner:
         self._drops.refresh()
         return [part for hole in holes for part in self._explain(*hole)]
 
+    def oldest(self) -> int:
+        """The number of the oldest message that is still there, or the next number if there is none."""
+        return self._stream().oldest()
+
     def waiting(self, position: int) -> list[Record]:
         """The first records that wait, as far as they can still be read."""
         try:
@@ -156,11 +171,14 @@ class Planner:
             self._reader = None
 
     def _read(self, start: int, end: int, records: int, size: int) -> list[Record]:
-        if self._reader is None:
-            self._reader = StreamReader(self._source.directory)
         if len(self._topics) > _TOPICS:
             self._topics.clear()
-        return self._reader.read_as(self._decode, start, end=end, max_messages=records, max_bytes=size)
+        return self._stream().read_as(self._decode, start, end=end, max_messages=records, max_bytes=size)
+
+    def _stream(self) -> StreamReader:
+        if self._reader is None:
+            self._reader = StreamReader(self._source.directory)
+        return self._reader
 
     def _decode(self, data: bytes, frame: Frame) -> list[Record]:
         topics, payloads, headers = columns(data, frame)
@@ -204,14 +222,24 @@ class Planner:
 
     def _explain(self, first: int, last: int) -> list[tuple[int, int, str]]:
         assert self._drops is not None
+        ranges = self._drops.ranges
+        begin = bisect_left(ranges, first, key=attrgetter("last"))
+        end = bisect_right(ranges, last, key=attrgetter("first"))
         parts = [
             (max(first, drop.first), min(last, drop.last), Reason(drop.reason).name.lower())
-            for drop in self._drops.ranges
-            if drop.first <= last and drop.last >= first
+            for drop in ranges[begin:end]
         ]
         # The drop log keeps a reason of every drop: what is gone without one is lost.
         parts += [(a, b, "unknown") for a, b in self._drops.live(first, last)]
         return sorted(parts)
+
+
+def too_large(records: Sequence[Record], limit: int | None) -> dict[int, str]:
+    """Which of the records have a larger payload than the destination takes, and what is wrong with each."""
+    if limit is None:
+        return {}
+    sizes = {n: len(record.payload) for n, record in enumerate(records) if len(record.payload) > limit}
+    return {n: f"the message of {size} bytes is larger than {limit} bytes" for n, size in sizes.items()}
 
 
 def among(ranges: list[tuple[int, int, str]], numbers: Collection[int]) -> list[tuple[int, int, str]]:

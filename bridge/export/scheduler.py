@@ -26,9 +26,12 @@ from bridge.export.api import AwsBatchedConfig, AwsConfig, Batch, ExportConfig, 
 from bridge.export.planning import Transform
 from bridge.export.task import NEVER, Task
 from bridge.hookspecs import Event
+from bridge.model import MIB
 from bridge.plugins import Registry
 
 APPEND_TIMEOUT = 30.0
+IDLE_MEMORY = 96 * MIB  # more than what the process has without any batch
+LEAST_BATCH = 5 * MIB
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -56,7 +59,10 @@ class Parent(Protocol):
 class Scheduler:
     """Runs the tasks of one worker."""
 
-    def __init__(self, hello: wire.Hello, registry: Registry, parent: Parent) -> None:
+    def __init__(self, hello: wire.Hello, registry: Registry, parent: Parent, memory: int) -> None:
+        """`memory` is how large the process may be, in bytes."""
+        # All threads may hold a batch at a time, each as records, as a request and on its way between.
+        self.batch_bytes = max((memory - IDLE_MEMORY) // (3 * hello.export.threads), LEAST_BATCH)
         self.data_dir: Path = hello.data_dir
         self.gateway = hello.gateway
         self.tuning = hello.tuning
@@ -171,22 +177,30 @@ class Scheduler:
                     self._running[thread] = task, time.monotonic() + task.timeout
                     return
 
-    def charge(self, batch: Batch) -> None:
-        """Count a batch against the bandwidth ceiling: the next one waits for it."""
+    def charge(self, batch: Batch, task: Task) -> None:
+        """Count a batch against the bandwidth ceiling: what comes next waits for it."""
         if self._bandwidth is not None:
-            self._charge(sum([len(record.payload) + len(record.topic) for record in batch.records]))
+            self._charge(sum([len(record.payload) + len(record.topic) for record in batch.records]), task)
 
-    def _charge(self, size: int) -> None:
+    def _charge(self, size: int, task: Task) -> None:
         if self._bandwidth is not None:
             with self._changed:
-                self._allowed_at = max(self._allowed_at, time.monotonic()) + size * 8 / self._bandwidth
+                task.charged = size * 8 / self._bandwidth
+                self._allowed_at = max(self._allowed_at, time.monotonic()) + task.charged
+
+    def give_back(self, task: Task) -> None:
+        """What a task was last charged for was not sent: it holds up nobody."""
+        with self._changed:
+            self._allowed_at -= task.charged
+            task.charged = 0.0
+            self._changed.notify_all()
 
     def throttle(self, size: int, task: Task) -> None:
-        """Count bytes, and wait until the ceiling allows them."""
-        self._charge(size)
+        """Wait until the ceiling allows more, and count these bytes: what comes next waits for them."""
         while (wait := self._allowed_at - time.monotonic()) > 0 and not self._stopping:
             time.sleep(min(wait, 1.0))
             self.working(task)
+        self._charge(size, task)
 
     def append(self, stream: str, payload: bytes) -> None:
         """Append to a stream of the gateway."""

@@ -27,7 +27,7 @@ import msgspec
 from bridge import logs
 from bridge.aws import AwsSettings
 from bridge.export import wire
-from bridge.export.cursor import forget_stream, highest_exported, stored_status
+from bridge.export.cursor import forget_others, forget_stream, highest_exported, stored_status
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
 
@@ -46,7 +46,8 @@ log = logging.getLogger("bridge.export")
 class _Stream:
     """What the worker must know of a stream, and what it said of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, since: int) -> None:
+        self.since = since  # what the worker says by older definitions is of exports that were deleted
         self.define: wire.Define | None = None
         self.oldest = self.next = 0
         self.enabled: set[str] = set()
@@ -86,6 +87,7 @@ class ExportSupervisor:
         self._append_status, self._damaged = append_status, damaged
         self._tuning = tuning or wire.Tuning()
         self._streams: dict[str, _Stream] = {}
+        self._revision = 0  # of the newest definition of any stream
         self._redefined: set[str] = set()
         self._moved: set[str] = set()
         self._appends: set[asyncio.Future[None]] = set()
@@ -119,7 +121,7 @@ class ExportSupervisor:
         """A stream was found, created or updated."""
         stream = self._streams.get(name)
         if stream is None or (stream.define is not None and stream.define.epoch != epoch):
-            stream = self._streams[name] = _Stream()
+            stream = self._streams[name] = _Stream(self._revision + 1)
             # What is known until the worker says more, which takes it a second or two to start.
             stream.statuses = {
                 identifier: stored_status(self._data_dir, name, epoch, kind, identifier)
@@ -127,13 +129,21 @@ class ExportSupervisor:
                 for identifier in (str(item.get("identifier")) for item in items)
             }
         exports = definition.export_definition
-        stream.define = wire.Define(name, directory, epoch, exports)
+        self._revision += 1
+        stream.define = wire.Define(name, self._revision, directory, epoch, exports)
         configs = [config for configs in exports.values() for config in configs]
-        stream.identifiers = [str(config.get("identifier")) for config in configs]
+        before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]
         stream.enabled = {str(c.get("identifier")) for c in configs if not c.get("disabled")}
         for known in (stream.statuses, stream.positions):
             for identifier in known.keys() - set(stream.identifiers):
                 del known[identifier]
+        if set(before) - set(stream.identifiers):
+            # At once: one that is deleted and made again is another, and begins at its start.
+            stream.since = self._revision
+            self._send(stream.define)
+            if self._writer is None:
+                with contextlib.suppress(OSError):  # the next worker tries again
+                    forget_others(self._data_dir, name, set(stream.identifiers))
         self._redefined.add(name)
         self._soon()
 
@@ -334,13 +344,15 @@ class ExportSupervisor:
                 began = self._flight.pop((name, identifier), None)
                 if began is not None and began.doing.startswith("exporting"):
                     self._suspicions.pop((name, identifier), None)
-            case wire.Statuses(name, statuses, positions):
+            case wire.Statuses(name, revision, statuses, positions):
                 stream = self._streams.get(name)
-                if stream is not None:
-                    for status in statuses:
-                        if status.export_config_identifier in stream.identifiers:
-                            stream.statuses[status.export_config_identifier] = status
-                    stream.positions.update(positions)
+                if stream is not None and revision >= stream.since:
+                    told = {status.export_config_identifier: status for status in statuses}
+                    for identifier in stream.identifiers:
+                        if identifier in told:
+                            stream.statuses[identifier] = told[identifier]
+                        if identifier in positions:
+                            stream.positions[identifier] = positions[identifier]
             case wire.Append(number, name, payload):
                 task = asyncio.ensure_future(self._append(self._writer, number, name, payload))
                 self._appends.add(task)

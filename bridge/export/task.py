@@ -30,7 +30,7 @@ from bridge.export.api import (
     Retry,
 )
 from bridge.export.context import WorkerContext
-from bridge.export.planning import Planner, Source, among
+from bridge.export.planning import Planner, Source, among, too_large
 from bridge.model import ExportStatus
 from bridge.streams.layout import directory_name
 
@@ -57,6 +57,7 @@ class Task:
         self.gone = self.over = False  # deleted; and closed since
         self.last_step = 0.0
         self.not_before = 0.0
+        self.charged = 0.0  # seconds, at the bandwidth ceiling, of what it sends
         self._scheduler, self._cls = scheduler, exporter
         self._exporter: Exporter | None = None
         self._renewed: ExportConfig | None = None
@@ -95,6 +96,10 @@ class Task:
                 found = None
             elif found.start != fresh.start:
                 found = None  # a moved start moves the position
+        if found is None and not self._cls.limits.contiguous:
+            # What was gone before the export began was never for it: it counts, and nobody is told.
+            oldest = max(self._planner.oldest(), fresh.position)
+            fresh.position, fresh.skipped = oldest, oldest - fresh.position
         loaded = found or fresh
         loaded.error = self.cursor.error or loaded.error
         # Only who sends what is contiguous, and as a whole, has gaps to explain; all others count.
@@ -160,10 +165,10 @@ class Task:
             return 0.0
         if self._file is None:
             return self.not_before
-        if self.config.disabled:
-            return 0.0 if self._dirty or self._renewed else NEVER
         if self._renewed:
             return 0.0
+        if self.config.disabled:
+            return self.not_before if self._dirty else NEVER
         if self.cursor.planned:
             return self.not_before
         waiting = (
@@ -243,7 +248,9 @@ class Task:
             with self._scheduler.in_plugin(self, "opening it"):
                 self._context.state = self.cursor.state
                 self._exporter = self._cls(self.config, self._context)
-            self._planner.configure(self._cls.limits, self._cls.batching(self.config))
+            self._planner.configure(
+                self._cls.limits, self._cls.batching(self.config), self._scheduler.batch_bytes
+            )
         return self._exporter
 
     def _close(self) -> None:
@@ -326,17 +333,24 @@ class Task:
             self.skipped.add(ranges)
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
-        self._scheduler.charge(batch)
+        self._scheduler.charge(batch, self)
         self.cursor.last_time = time.time_ns() // 1_000_000
-        large = _too_large(batch, exporter.limits.record_bytes)
+        large = too_large(batch.records, exporter.limits.record_bytes)
         if large and not exporter.limits.contiguous:
-            if self._settle(batch, Outcome(rejected=large, retry=_others(batch, large))):
+            if self._settle(
+                batch, Outcome(rejected=large, retry=sorted(set(range(len(batch.records))) - large.keys()))
+            ):
                 return
             batch = msgspec.structs.replace(
                 batch, records=[r for n, r in enumerate(batch.records) if n not in large]
             )
         with self._scheduler.in_plugin(self, f"exporting {batch.first} to {batch.last}"):
-            outcome = exporter.export(batch)
+            try:
+                outcome = exporter.export(batch)
+            except Retry as error:
+                if error.unsent:
+                    self._scheduler.give_back(self)
+                raise
         if not isinstance(outcome, Outcome):
             raise Retry(f"the plugin returned {type(outcome).__name__} instead of an Outcome")
         if not self._settle(batch, outcome):
@@ -479,16 +493,5 @@ def _short(reason: str) -> str:
     return reason.encode(errors="backslashreplace")[:_ERROR_SIZE].decode(errors="ignore")
 
 
-def _too_large(batch: Batch, limit: int | None) -> dict[int, str]:
-    if limit is None:
-        return {}
-    sizes = {n: len(record.payload) for n, record in enumerate(batch.records) if len(record.payload) > limit}
-    return {n: f"the message of {size} bytes is larger than {limit} bytes" for n, size in sizes.items()}
-
-
 def _start_of(config: ExportConfig) -> int:
     return getattr(config, "start_sequence_number", 0)
-
-
-def _others(batch: Batch, without: dict[int, str]) -> list[int]:
-    return [n for n in range(len(batch.records)) if n not in without]

@@ -56,9 +56,10 @@ class Hello(Message, frozen=True, array_like=True, tag=True):
 
 
 class Define(Message, frozen=True, array_like=True, tag=True):
-    """To the worker: a stream and its exports as they are from now on."""
+    """To the worker: a stream and its exports as they are from now on. Each has a higher `revision`."""
 
     name: str
+    revision: int
     directory: Path
     epoch: int
     exports: dict[str, list[dict[str, Any]]]
@@ -122,9 +123,13 @@ class Ended(Message, frozen=True, array_like=True, tag=True):
 
 
 class Statuses(Message, frozen=True, array_like=True, tag=True):
-    """From the worker: a stream's exports; `positions` maps identifiers to the next number to send."""
+    """From the worker: a stream's exports; `positions` maps identifiers to the next number to send.
+
+    `revision` is that of the definition by which it works.
+    """
 
     stream: str
+    revision: int
     statuses: list[ExportStatus]
     positions: dict[str, int]
 

@@ -112,8 +112,8 @@ class Worker:
         aws.use_provider(lambda settings: self._registry.hook.aws_credentials(settings=settings))
         self._hello = hello
         self._crashes = {(crash.stream, crash.identifier): crash for crash in hello.crashes}
-        self._scheduler = Scheduler(hello, self._registry, self)
         self._max_memory = hello.tuning.max_memory or max(_memory() // 4, 256 * 1024 * 1024)
+        self._scheduler = Scheduler(hello, self._registry, self, self._max_memory)
         threading.Thread(target=self._tell_hooks, name="events", daemon=True).start()
         self._scheduler.start()
         status = self._loop()
@@ -210,6 +210,7 @@ class Worker:
             source = None
         if source is None:
             source = self._sources[message.name] = Source(message.name, message.directory, message.epoch)
+        source.revision = message.revision
         wanted = []
         broken = self._broken[message.name] = []
         for kind, configs in message.exports.items():
@@ -266,10 +267,12 @@ class Worker:
     def _send_statuses(self) -> None:
         while self._changed_streams:
             name = self._changed_streams.pop()
+            if (source := self._sources.get(name)) is None:
+                continue  # it was deleted
             tasks = self._scheduler.of_stream(name)
             positions = {task.config.identifier: task.cursor.position for task in tasks if task.is_loaded}
             statuses = [task.status() for task in tasks if task.is_loaded or task.cursor.error]
-            self.send(wire.Statuses(name, statuses + self._broken.get(name, []), positions))
+            self.send(wire.Statuses(name, source.revision, statuses + self._broken.get(name, []), positions))
 
     def _tell_hooks(self) -> None:
         while True:

@@ -277,7 +277,8 @@ class StreamReader:
                 # from the limit on, what a failed write left behind is no data
                 for data, frame in self._segment(base).frames(max(position, base), limit):
                     yield data, frame
-                    position, delivered = frame.next, True
+                    delivered = delivered or self._drops.first_live(max(position, frame.base)) < frame.next
+                    position = frame.next
             except FileNotFoundError:
                 self._refresh()
                 continue

@@ -50,6 +50,19 @@ class Gateway:
             raise OSError(f"{name} is full")
         await self.manager.append(name, payload)
 
+    def heal(self, name: str) -> None:
+        """Set damage aside, as the service does when an export has met it."""
+        stream = self.store.streams[name]
+        for base in list(stream.log.sizes):
+            stream.heal(base)
+
+    def flip(self, name: str, payload: bytes) -> None:
+        """Flip a bit of a stored message."""
+        (path,) = self.store.streams[name].directory.glob("*.seg")
+        data = bytearray(path.read_bytes())
+        data[data.index(payload)] ^= 1
+        path.write_bytes(data)
+
     def read(self, name: str) -> list[bytes]:
         stream = self.store.streams[name]
         with closing(stream.reader()) as reader:
@@ -95,6 +108,7 @@ async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> Asyn
         export=export,
         aws=AwsSettings(),
         append_status=lambda name, payload: gateway.append_status(name, payload),
+        damaged=lambda name, what: gateway.heal(name),
         tuning=tuning,
     )
     gateway = Gateway(root, store, exports, StreamManager(store, plugins.load([drop_in]), exports))

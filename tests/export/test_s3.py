@@ -14,6 +14,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from bridge import objectkeys
+from bridge.export.wire import Tuning
+from bridge.model import MIB
 from bridge.streams.drops import Reason
 from tests.export.harness import Bucket, running, until
 from tests.fakes.door import Door
@@ -45,6 +47,24 @@ def test_every_message_is_in_exactly_the_object_that_its_name_promises(
     payloads = [base64.b64decode(r["payload"]) for r in sorted(found, key=lambda r: r["sequence_number"])]
     assert payloads == [f"{n}-{i}".encode() for n in range(5) for i in range(40)]
     assert found[0]["topic"] == "streams/plant 1"
+
+
+def test_objects_are_smaller_than_asked_for_where_the_worker_may_not_grow_so_much(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    small = Tuning(beat=0.05, max_memory=144 * MIB)  # (144 - 96) / 3
+
+    async def scenario() -> None:
+        async with running(tmp_path, tuning=small, threads=1) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(sizeHintBytes=256 * MIB, disabled=True)]})
+            for _ in range(40):
+                await gateway.append("plant", os.urandom(MIB))
+            gateway.update("plant", {"s3": [bucket.config(sizeHintBytes=256 * MIB)]})
+            await gateway.exported("plant", 39)
+            assert gateway.exports.restarts == 0
+
+    asyncio.run(scenario())
+    assert len(bucket.data_keys()) == 3
 
 
 def test_parquet_objects_have_the_same_columns(tmp_path: Path, bucket: Bucket) -> None:

@@ -114,14 +114,60 @@ def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
     assert statuses(context)[-1] == 0
 
 
-def test_a_file_too_large_for_one_part_is_a_failure_before_it_is_read(tmp_path: Path, bucket: Bucket) -> None:
-    path, context = tmp_path / "f", Notes()
-    with path.open("wb") as file:
-        file.truncate(6 * 1024 * MIB)  # a hole: it takes no room
+def test_a_large_file_goes_in_parts_whatever_the_threshold_since_one_part_is_held_in_memory(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(os.urandom(33 * MIB))
     config = {"identifier": "up", "endpointUrl": bucket.url}
     config["sizeThresholdForMultipartUploadBytes"] = 10 * 1024 * MIB  # type: ignore[assignment]
-    rejected = deliver(CLS(convert_config(CLS, config), context), make_batch([task(bucket, path)]))
-    assert "part of 6442450944 bytes" in rejected[0]
+    deliver(CLS(convert_config(CLS, config), Notes()), make_batch([task(bucket, path)]))
+    assert bucket.client.head_object(Bucket=bucket.name, Key="k")["ETag"].endswith('-7"')
+    assert bucket.body("k") == path.read_bytes()
+
+
+def test_a_file_rewritten_while_it_is_uploaded_arrives_as_it_is_at_the_end(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"a" * (11 * MIB))
+
+    class Rewriting(Notes):
+        parts = 0
+
+        def throttle(self, size: int) -> None:
+            self.parts += 1
+            if self.parts == 2:
+                path.write_bytes(b"b" * (11 * MIB))
+
+    context = Rewriting()
+    exporter, batch = make(bucket, context), make_batch([task(bucket, path)])
+    with pytest.raises(Retry, match="changes while it is uploaded"):
+        exporter.export(batch)
+    deliver(exporter, batch)
+    assert bucket.body("k") == b"b" * (11 * MIB)
+    assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
+
+
+def test_the_parts_of_a_task_that_fails_in_the_middle_are_removed(tmp_path: Path, bucket: Bucket) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(11 * MIB))
+
+    class Vanishing(Notes):
+        def throttle(self, size: int) -> None:
+            if not path.exists():
+                return
+            path.unlink()
+            raise Retry("the link is down")
+
+    context = Vanishing()
+    exporter, batch = make(bucket, context), make_batch([task(bucket, path)])
+    with pytest.raises(Retry):
+        exporter.export(batch)
+    assert bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
+    assert "No such file" in deliver(exporter, batch)[0]
+    assert statuses(context) == [2, 1]
+    assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
 
 
 def test_files_in_one_part_count_against_the_bandwidth_ceiling(tmp_path: Path, bucket: Bucket) -> None:
@@ -132,11 +178,11 @@ def test_files_in_one_part_count_against_the_bandwidth_ceiling(tmp_path: Path, b
         async with running(tmp_path, max_bandwidth=4_000_000) as gateway:  # 500 kB/s
             gateway.create("tasks", {"s3TaskExecutor": [{"identifier": "up", "endpointUrl": bucket.url}]})
             began = time.monotonic()
-            await gateway.append("tasks", *(task(bucket, path, key=f"k{n}") for n in range(3)))
-            await gateway.exported("tasks", 2)
+            await gateway.append("tasks", *(task(bucket, path, key=f"k{n}") for n in range(4)))
+            await gateway.exported("tasks", 3)
             return time.monotonic() - began
 
-    assert asyncio.run(scenario()) > 2.9  # a second each
+    assert asyncio.run(scenario()) > 2.9  # a second for each but the last
 
 
 def test_levels_are_thresholds(tmp_path: Path, bucket: Bucket) -> None:

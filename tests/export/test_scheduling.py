@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,72 @@ def test_the_bandwidth_ceiling_holds_over_all_exports(recorder: Path) -> None:
             assert 1.5 < time.monotonic() - began < 4.5  # 200 kB, the first batch at once
 
     asyncio.run(scenario())
+
+
+def test_a_dead_destination_uses_nothing_of_the_bandwidth_of_others(recorder: Path) -> None:
+    async def scenario(port: int) -> None:
+        async with running(recorder, max_bandwidth=80_000) as gateway:  # 10 kB/s
+            gateway.create("dead", {"http": [{"identifier": "up", "uri": f"http://127.0.0.1:{port}/"}]})
+            await gateway.append("dead", *(bytes(5000) for _ in range(100)))  # 50 s
+            await until(lambda: gateway.status("dead").error_message)
+            gateway.create("live", {"recorder": [to(recorder)]})
+            await gateway.append("live", b"alarm")
+            await gateway.exported("live", 0)
+
+    with socket.socket() as unheard:  # bound and not listening: refused
+        unheard.bind(("127.0.0.1", 0))
+        asyncio.run(scenario(unheard.getsockname()[1]))
+
+
+def test_a_disabled_export_whose_position_cannot_be_written_waits_between_attempts(tmp_path: Path) -> None:
+    drop_in(tmp_path, "faulty", FAULTY)
+    attempts, broken = tmp_path / "attempts", tmp_path / "broken"
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            faulty = {"identifier": "out", "path": str(tmp_path)}
+            gateway.create("a", {"faulty": [faulty]})
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            broken.touch()  # the disk goes bad before the position is written
+            gateway.update("a", {"faulty": [faulty | {"disabled": True}]})
+            await until(lambda: attempts.exists() and attempts.stat().st_size >= 2)
+            began = attempts.stat().st_size
+            await asyncio.sleep(1)
+            assert attempts.stat().st_size - began < 20
+            broken.unlink()
+
+    asyncio.run(scenario())
+
+
+# An exporter after whose first batch the disk fails as long as there is a file `broken`.
+FAULTY = """
+    import os
+    from bridge import *
+    from bridge import hookimpl
+
+    class Config(BatchedConfig, frozen=True):
+        path: str
+
+    class Faulty(Exporter):
+        kind = "faulty"
+        Config = Config
+
+        def export(self, batch):
+            real = os.fdatasync
+            def sync(fd):
+                if os.path.exists(self.config.path + "/broken"):
+                    with open(self.config.path + "/attempts", "a") as out:
+                        out.write("x")
+                    raise OSError(5, "Input/output error")
+                real(fd)
+            os.fdatasync = sync
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Faulty)
+"""
 
 
 def test_a_disabled_export_keeps_its_place_and_goes_on_when_enabled(recorder: Path) -> None:

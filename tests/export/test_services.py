@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import msgspec
 import paho.mqtt.client as paho
 import pytest
 
@@ -23,6 +24,7 @@ from bridge.mqtt.settings import MqttConfig
 from bridge.testing import deliver, make_batch
 from tests.export.harness import Bucket, certificate, running, until
 from tests.fakes.aws import FakeAws, error, partial
+from tests.fakes.door import Door
 from tests.fakes.web import Web
 
 EXPORTERS = plugins.load().exporters
@@ -47,6 +49,38 @@ def kinesis(fake: FakeAws, **config: Any) -> Exporter:
 def batch_of(*rows: tuple[str, bytes]) -> Batch:
     records = [Record(n, 0, topic, payload) for n, (topic, payload) in enumerate(rows)]
     return Batch("gw", "plant", 1, 0, len(records) - 1, records)
+
+
+# --- all
+
+
+@pytest.mark.parametrize("kind", ["kinesis", "http"])
+def test_a_large_request_over_a_slow_link_takes_long_but_gets_there(
+    fake: FakeAws, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # 13 MB take more than three seconds; of these the kernel's 4 MB go out after the last was taken from us.
+    monkeypatch.setattr("bridge.aws.CONNECT_TIMEOUT", 1.8)
+    monkeypatch.setattr("bridge.aws.READ_TIMEOUT", 1.8)
+    web = Web()
+    door = Door(web.url if kind == "http" else fake.url, rate=4_000_000)
+    configs = {
+        "kinesis": {"kinesisStreamName": "s", "endpointUrl": door.url},
+        "http": {"uri": door.url, "timeoutMillis": 1800, "exportFormat": 1},
+    }
+    try:
+        deliver(make(kind, **configs[kind]), make_batch([bytes(975_000)] * 10), attempts=1)
+    finally:
+        door.close()
+        web.close()
+
+
+@pytest.mark.parametrize("kind", ["kinesis", "firehose", "iotAnalytics"])
+def test_a_name_that_the_service_does_not_allow_is_refused_before_it_costs_a_message(kind: str) -> None:
+    key = "kinesisStreamName" if kind == "kinesis" else "deliveryStreamName"
+    config = {"identifier": "x", "iotChannel": "c"} if kind == "iotAnalytics" else {"identifier": "x"}
+    convert_config(EXPORTERS[kind], {**config, key: "press-hall_2.raw"})
+    with pytest.raises(msgspec.ValidationError, match=key):
+        convert_config(EXPORTERS[kind], {**config, key: "prüfstand"})
 
 
 # --- Kinesis

@@ -92,7 +92,7 @@ def test_a_plugin_that_holds_the_interpreter_is_killed(recorder: Path) -> None:
 
 
 def test_a_plugin_that_leaks_has_the_worker_replaced_before_the_machine_suffers(recorder: Path) -> None:
-    small = Tuning(beat=0.1, first_backoff=0.4, max_backoff=3.0, drain=2.0, max_memory=120 << 20)
+    small = Tuning(beat=0.1, first_backoff=2.0, max_backoff=3.0, drain=2.0, max_memory=120 << 20)
     the_good_one_goes_on(recorder, "leak", "the export worker grew to", tuning=small)
 
 

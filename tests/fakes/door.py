@@ -23,6 +23,8 @@ class Door:
         target = urlsplit(url)
         self._target = ("127.0.0.1", target.port or 80)
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if rate:  # what is on its way waits with who sends it, not here
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.open = True
         self.close_at: int | None = None  # it shuts when so many bytes have passed
