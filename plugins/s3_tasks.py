@@ -1,8 +1,8 @@
 """Exporter `s3TaskExecutor`: uploads files of this machine that messages of a stream name.
 
 A message is one S3ExportTaskDefinition in JSON. Tasks run one at a time, in the order of the stream;
-the file itself is never changed or deleted. Files over `sizeThresholdForMultipartUploadBytes` go in
-parts, and an upload that was interrupted, also by a crash, goes on after its last part. The key, the
+the file itself is never changed or deleted. Files over `sizeThresholdForMultipartUploadBytes`, or over
+32 MiB, go in parts, and an upload that was interrupted, also by a crash, goes on after its last part. The key, the
 upload's id and what the file looked like are kept durably at the first attempt, so that all attempts
 are the same upload.
 
