@@ -2,9 +2,9 @@
 
 A message is one S3ExportTaskDefinition in JSON. Tasks run one at a time, in the order of the stream;
 the file itself is never changed or deleted. Files over `sizeThresholdForMultipartUploadBytes`, or over
-32 MiB, go in parts, and an upload that was interrupted, also by a crash, goes on after its last part. The key, the
-upload's id and what the file looked like are kept durably at the first attempt, so that all attempts
-are the same upload.
+32 MiB, go in parts, and an upload that was interrupted, also by a crash, goes on after its last part.
+The key, the upload's id and what the file looked like are kept durably at the first attempt, so that all
+attempts are the same upload.
 
 Each task ends with one status message: Success; Failure for what can never succeed (no such file, a
 FIFO or a device, no such bucket, a bad definition), and then the next task is taken; Canceled when the
