@@ -4,7 +4,7 @@
 
 Each program is run in turn with `--output DIR` and leaves NAME.json, NAME.md (tables) and, if it draws,
 NAME.png there. The page has for each its first line, the command, its caveats, its tables and its
-picture; a program that was not run keeps what an earlier run has left in DIR. `make bench` installs the
+picture; a program that was not run keeps what the page has of it, with its date. `make bench` installs the
 peers first (`.ci/tools`, as root on Debian or Ubuntu); one that is not installed is left out.
 """
 
@@ -48,7 +48,7 @@ HEAD = """\
 <!-- Made by `make bench`; a change here is lost. -->
 
 Every benchmark, run one after the other on one machine. Absolute numbers belong to it; ratios within a table
-travel better. What they mean, and where we are behind and why, is in [Performance](performance.md).
+travel better. A section with an older date was kept from an earlier run. What they mean, and where we are behind and why, is in [Performance](performance.md).
 
 """
 
@@ -88,17 +88,19 @@ def _version(command: tuple[str, ...]) -> str:
     return next((word.lstrip("v=") for word in words if "." in word and any(map(str.isdigit, word))), "")
 
 
-def section(name: str, output: Path) -> str:
-    """One program's part of the page; empty if there is no result of it."""
-    tables = output / f"{name}.md"
-    if not tables.exists():
-        return ""
+def section(name: str, output: Path, page: str) -> str:
+    """One program's part of the page: of this run, or else as the page has it; empty if there is none."""
     doc = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or ""
     title, _, rest = doc.partition("\n\n")
+    heading = f"## {title.partition(':')[0].rstrip('.')}"
+    tables = output / f"{name}.md"
+    if not tables.exists():
+        parts = ("\n" + page).split("\n## ")
+        return next((f"## {part.strip()}" for part in parts if f"## {part}".startswith(heading + "\n")), "")
     caveats = [paragraph for paragraph in rest.split("\n\n") if paragraph.startswith("Caveats")]
     when = time.strftime("%Y-%m-%d", time.gmtime(tables.stat().st_mtime))
     command = " ".join(["python -m", f"benchmarks.{name}", *PROGRAMS[name]])
-    parts = [f"## {title.partition(':')[0].rstrip('.')}", f"`{command}`, {when}.", *caveats]
+    parts = [heading, f"`{command}`, {when}.", *caveats]
     parts.append(tables.read_text(encoding="utf-8").strip())
     if (output / f"{name}.png").exists():
         parts.append(f"![{title}](images/bench-{name}.png)")
@@ -117,6 +119,8 @@ def main() -> None:
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     failed = []
+    for old in output.glob("*.md"):  # of an earlier run: the page has it
+        old.unlink()
     for name in given.only:
         print(f"--- {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output), *PROGRAMS[name]]
@@ -128,7 +132,8 @@ def main() -> None:
         if (output / f"{name}.png").exists():
             shutil.copyfile(output / f"{name}.png", images / f"bench-{name}.png")
     table = "\n".join(f"| {what} | {value} |" for what, value in machine())
-    sections = [part for name in PROGRAMS if (part := section(name, output))]
+    page = given.page.read_text(encoding="utf-8") if given.page.exists() else ""
+    sections = [part for name in PROGRAMS if (part := section(name, output, page))]
     text = HEAD + f"| what | |\n|---|---|\n{table}\n\n" + "\n\n".join(sections) + "\n"
     given.page.write_text(text, encoding="utf-8")
     print(f"written: {given.page}")

@@ -120,19 +120,21 @@ def cpu_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def bare_kinesis(url: str, rows: list[bytes]) -> float:
-    """PutRecords of 500 from memory, one after the other; seconds."""
+def bare_kinesis(url: str, rows: list[bytes]) -> Callable[[], None]:
+    """PutRecords of 500 from memory, one after the other: what is to be timed, with all else made ready."""
     kinesis = client(AwsSettings(), "kinesis", endpoint_url=url)
     kinesis.put_records(StreamName="s", Records=[{"Data": b"warm", "PartitionKey": "k"}])
-    began = time.perf_counter()
-    for n in range(0, len(rows), 500):
-        records = [{"Data": row, "PartitionKey": os.urandom(8).hex()} for row in rows[n : n + 500]]
-        kinesis.put_records(StreamName="s", Records=records)
-    return time.perf_counter() - began
+
+    def send() -> None:
+        for n in range(0, len(rows), 500):
+            records = [{"Data": row, "PartitionKey": os.urandom(8).hex()} for row in rows[n : n + 500]]
+            kinesis.put_records(StreamName="s", Records=records)
+
+    return send
 
 
-def bare_s3(url: str, rows: list[bytes]) -> float:
-    """The same objects from memory, encoded as the exporter does; seconds."""
+def bare_s3(url: str, rows: list[bytes]) -> Callable[[], None]:
+    """The same objects from memory, encoded as the exporter does."""
     from bridge import Batch, Record
 
     encode = load().exporters["s3"].__init__.__globals__["_ndjson"]()[0]
@@ -140,24 +142,30 @@ def bare_s3(url: str, rows: list[bytes]) -> float:
     s3.put_object(Bucket="bbb", Key="warm", Body=b"x")
     records = [Record(n, 1_700_000_000_000, "streams/plant", row) for n, row in enumerate(rows)]
     per_object = 5 * MIB // (len(rows[0]) + len("streams/plant"))
-    began = time.perf_counter()
-    for n in range(0, len(rows), per_object):
-        part = records[n : n + per_object]
-        body = encode(Batch("gw", "plant", 1, n, n + len(part) - 1, part))
-        s3.put_object(Bucket="bbb", Key=f"k/{n}", Body=body)
-    return time.perf_counter() - began
+
+    def send() -> None:
+        for n in range(0, len(rows), per_object):
+            part = records[n : n + per_object]
+            body = encode(Batch("gw", "plant", 1, n, n + len(part) - 1, part))
+            s3.put_object(Bucket="bbb", Key=f"k/{n}", Body=body)
+
+    return send
 
 
-def apart(loop: Callable[[str, list[bytes]], float], url: str, rows: list[bytes]) -> tuple[float, float]:
+Loop = Callable[[str, list[bytes]], Callable[[], None]]
+
+
+def apart(loop: Loop, url: str, rows: list[bytes]) -> tuple[float, float]:
     """A bare loop in a process of its own; seconds, and CPU seconds."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def run() -> None:
         os.nice(5)
-        cpu = time.process_time()
-        took = loop(url, rows)
-        theirs.send((took, time.process_time() - cpu))
+        send = loop(url, rows)
+        began, cpu = time.perf_counter(), time.process_time()
+        send()
+        theirs.send((time.perf_counter() - began, time.process_time() - cpu))
 
     process = context.Process(target=run)
     process.start()
@@ -411,9 +419,7 @@ def draw(drains: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def measure(
-    kind: str, loop: Callable[[str, list[bytes]], float], url: str, rows: list[bytes]
-) -> tuple[float, ...]:
+def measure(kind: str, loop: Loop, url: str, rows: list[bytes]) -> tuple[float, ...]:
     """One round: the limit and its CPU, one thread and its CPU, two threads, the worker's memory."""
     limit, limit_cpu = apart(loop, url, rows)
     one, cpu, memory = asyncio.run(drain(kind, url, rows, 1))
