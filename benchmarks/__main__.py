@@ -48,7 +48,8 @@ HEAD = """\
 <!-- Made by `make bench`; a change here is lost. -->
 
 Every benchmark, run one after the other on one machine. Absolute numbers belong to it; ratios within a table
-travel better. A section with an older date was kept from an earlier run. What they mean, and where we are behind and why, is in [Performance](performance.md).
+travel better. A section with an older date was kept from an earlier run. What they mean, and where we are behind and
+why, is in [Performance](performance.md).
 
 """
 
@@ -88,23 +89,34 @@ def _version(command: tuple[str, ...]) -> str:
     return next((word.lstrip("v=") for word in words if "." in word and any(map(str.isdigit, word))), "")
 
 
-def section(name: str, output: Path, page: str) -> str:
-    """One program's part of the page: of this run, or else as the page has it; empty if there is none."""
+def docstring(name: str) -> tuple[str, str]:
+    """The first line of a program's docstring, and what follows it."""
     doc = ast.get_docstring(ast.parse((HERE / f"{name}.py").read_text(encoding="utf-8"))) or ""
     title, _, rest = doc.partition("\n\n")
-    heading = f"## {title.partition(':')[0].rstrip('.')}"
-    tables = output / f"{name}.md"
-    if not tables.exists():
-        parts = ("\n" + page).split("\n## ")
-        return next((f"## {part.strip()}" for part in parts if f"## {part}".startswith(heading + "\n")), "")
+    return title, rest
+
+
+def heading(name: str) -> str:
+    """What a program's part of the page begins with."""
+    return f"## {docstring(name)[0].partition(':')[0].rstrip('.')}\n\n"
+
+
+def section(name: str, output: Path) -> str:
+    """The part of the page of a program that was run just now."""
+    title, rest = docstring(name)
     caveats = [paragraph for paragraph in rest.split("\n\n") if paragraph.startswith("Caveats")]
-    when = time.strftime("%Y-%m-%d", time.gmtime(tables.stat().st_mtime))
     command = " ".join(["python -m", f"benchmarks.{name}", *PROGRAMS[name]])
-    parts = [heading, f"`{command}`, {when}.", *caveats]
-    parts.append(tables.read_text(encoding="utf-8").strip())
+    parts = [f"`{command}`, {time.strftime('%Y-%m-%d', time.gmtime())}.", *caveats]
+    parts.append((output / f"{name}.md").read_text(encoding="utf-8").strip())
     if (output / f"{name}.png").exists():
         parts.append(f"![{title}](images/bench-{name}.png)")
-    return "\n\n".join(parts)
+    return heading(name) + "\n\n".join(parts)
+
+
+def kept(name: str, page: str) -> str:
+    """The part of a program that was not run, as the page has it; empty if it has none."""
+    parts = [f"## {part.strip()}" for part in ("\n" + page).split("\n## ")]
+    return next((part for part in parts if part.startswith(heading(name))), "")
 
 
 def main() -> None:
@@ -118,26 +130,23 @@ def main() -> None:
     given = parser.parse_args()
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    failed = []
-    for old in output.glob("*.md"):  # of an earlier run: the page has it
-        old.unlink()
+    images = given.page.parent / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    done = set()
     for name in given.only:
         print(f"--- {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{name}", "--output", str(output), *PROGRAMS[name]]
-        if subprocess.run(command, check=False, cwd=HERE.parent).returncode:
-            failed.append(name)
-    images = given.page.parent / "images"
-    images.mkdir(parents=True, exist_ok=True)
-    for name in PROGRAMS:
-        if (output / f"{name}.png").exists():
-            shutil.copyfile(output / f"{name}.png", images / f"bench-{name}.png")
+        if subprocess.run(command, check=False, cwd=HERE.parent).returncode == 0:
+            done.add(name)
+            if (output / f"{name}.png").exists():
+                shutil.copyfile(output / f"{name}.png", images / f"bench-{name}.png")
     table = "\n".join(f"| {what} | {value} |" for what, value in machine())
     page = given.page.read_text(encoding="utf-8") if given.page.exists() else ""
-    sections = [part for name in PROGRAMS if (part := section(name, output, page))]
-    text = HEAD + f"| what | |\n|---|---|\n{table}\n\n" + "\n\n".join(sections) + "\n"
+    sections = [section(name, output) if name in done else kept(name, page) for name in PROGRAMS]
+    text = HEAD + f"| what | |\n|---|---|\n{table}\n\n" + "\n\n".join(filter(None, sections)) + "\n"
     given.page.write_text(text, encoding="utf-8")
     print(f"written: {given.page}")
-    if failed:
+    if failed := [name for name in given.only if name not in done]:
         sys.exit(f"failed: {', '.join(failed)}; the page has their earlier results, if there are any")
 
 
