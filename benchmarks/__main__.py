@@ -48,8 +48,8 @@ HEAD = """\
 <!-- Made by `make bench`; a change here is lost. -->
 
 Every benchmark, run one after the other on one machine. Absolute numbers belong to it; ratios within a table
-travel better. A section with an older date was kept from an earlier run. What they mean, and where we are behind and
-why, is in [Performance](performance.md).
+travel better. A section with an older date was kept from an earlier run. What they mean, and where we are
+behind and why, is in [Performance](performance.md).
 
 """
 
