@@ -67,7 +67,7 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
         _check(columns, key)
         more = [name for name in table.column_names if name not in columns]
         new = {name: _plain(table, name) for name in more if name not in extras}
-        if len(new) + len(extras) > MAX_EXTRAS:
+        if new and len(new) + len(extras) > MAX_EXTRAS:
             raise BadObject(f"{len(new)} new columns would make more than {MAX_EXTRAS}")
         if new:
             raise NewColumns(new)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.ingest import decode as module
-from bridge.ingest.columns import MESSAGES
+from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
 from bridge.ingest.decode import NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable
 from bridge.ingest.planner import Inventory, Limits, plan
@@ -173,6 +173,14 @@ def test_columns_that_the_table_cannot_have_are_refused(
 ) -> None:
     with pytest.raises(BadObject, match=reason):
         decode(FORMS[form](content(**extra)), key(form), {})
+
+
+def test_an_object_without_new_columns_is_taken_also_when_others_gave_the_table_too_many(reader: str) -> None:
+    extras = {f"column_{number}": pa.int64() for number in range(MAX_EXTRAS + 1)}
+    assert decode(ndjson(content()), key(), extras).num_rows == 10
+    assert decode(ndjson(content(column_7=1)), key(), extras)["column_7"].to_pylist() == [1] * 10
+    with pytest.raises(BadObject, match="1 new columns would make more than 100"):
+        decode(ndjson(content(another=1)), key(), extras)
 
 
 def test_text_that_is_not_utf8_is_refused() -> None:
