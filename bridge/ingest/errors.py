@@ -6,6 +6,13 @@ from __future__ import annotations
 
 from bridge.errors import StreamBridgeError
 
+REASON = 200  # characters: what others wrote may be in a reason, and every state has it until it is cured
+
+
+def line(said: object) -> str:
+    """What an error or anything else says, short and in one line."""
+    return " ".join(str(said).split())[:REASON]
+
 
 class IngestError(StreamBridgeError):
     """The base of what stops a run; the message says what to do."""
@@ -30,6 +37,9 @@ class Moved(IngestError):
 class BadObject(StreamBridgeError):
     """Raised when an object does not hold what its name promises; it is quarantined with this reason."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(line(reason))
+
 
 class Vanished(StreamBridgeError):
     """Raised when an object is no longer there, such as when it expired after it had been listed."""
@@ -37,3 +47,6 @@ class Vanished(StreamBridgeError):
 
 class Unreadable(StreamBridgeError):
     """Raised when an object cannot be read now and may be good: the next run tries it again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(line(reason))

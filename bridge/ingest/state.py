@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from bridge.ingest.errors import StateMissing, Vanished
+from bridge.ingest.errors import StateMissing, Vanished, line
 from bridge.ingest.heads import Head
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Pair, Ranges
@@ -123,7 +123,9 @@ class StateStore:
             name = StreamId(stream["gateway"], stream["stream"], stream["epoch"])
             state.streams[name] = _stream_from_json(stream)
         state.notes = raw["notes"]
-        state.quarantine = {(key, etag): Quarantined(size, why) for key, etag, size, why in raw["quarantine"]}
+        state.quarantine = {  # earlier versions did not cut the reasons
+            (key, etag): Quarantined(size, line(why)) for key, etag, size, why in raw["quarantine"]
+        }
         return state
 
     def _read(self, version: int) -> dict[str, Any]:

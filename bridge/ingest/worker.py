@@ -123,7 +123,7 @@ def _get(store: Store, key: str, size: int) -> bytes:
         said = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
         if said.get("Code") not in OF_THE_OBJECT:
             raise
-        raise Unreadable(f"{said['Code']}: {' '.join(str(said.get('Message')).split())}") from error
+        raise Unreadable(f"{said['Code']}: {said.get('Message')}") from error
 
 
 def _take(

@@ -244,11 +244,11 @@ def test_a_codec_that_this_arrow_was_built_without_is_not_the_fault_of_the_objec
 class Refusing:
     """A store as S3 behaves when it does not hand out an object."""
 
-    def __init__(self, code: str) -> None:
-        self.code = code
+    def __init__(self, code: str, message: str = "no\n way") -> None:
+        self.error = {"Code": code, "Message": message}
 
     def get(self, key: str) -> bytes:
-        raise ClientError({"Error": {"Code": self.code, "Message": "no\n way"}}, "GetObject")
+        raise ClientError({"Error": self.error}, "GetObject")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +257,12 @@ class Refusing:
 def test_an_object_that_s3_does_not_hand_out_is_unreadable(code: str) -> None:
     with pytest.raises(Unreadable, match=f"{code}: no way"):
         _get(cast(Store, Refusing(code)), "key", 10)
+
+
+def test_what_s3_says_is_kept_in_short() -> None:
+    with pytest.raises(Unreadable) as refused:
+        _get(cast(Store, Refusing("AccessDenied", "no way " * 1000)), "key", 10)
+    assert len(str(refused.value)) <= 200
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "SlowDown", "InternalError", "NoSuchBucket"])

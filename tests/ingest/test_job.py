@@ -16,7 +16,7 @@ from bridge.ingest.job import run
 from bridge.ingest.planner import Limits
 from bridge.ingest.state import Quarantined, State, StateStore
 from bridge.ingest.store import Place
-from tests.ingest.gateway import EPOCH, Gateway, head_of
+from tests.ingest.gateway import EPOCH, Gateway, head_of, ndjson, rows
 
 pytestmark = pytest.mark.spark
 Sink = Callable[[], Any]
@@ -124,6 +124,20 @@ def test_bad_objects_are_quarantined_with_a_reason_and_stop_nothing(
     assert (summary.rows, summary.report.total("quarantined")) == (100, 400)
     assert cut not in {document["key"] for document in summary.report.refused}
     assert numbers(sink()) == [*range(100), *range(200, 300), *range(500, 510)]
+
+
+def test_a_bad_object_that_says_much_leaves_little_in_the_state(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    much = "x" * 1_000_000
+    gateway = Gateway(landing)
+    gateway.export(0, 0, data=ndjson(rows(much, "s0", [0])))
+    gateway.export(1, 1, form="parquet", **{much: 1})
+    summary = run(spark, landing, iceberg())
+    reasons = [document["reason"] for document in summary.report.refused]
+    assert [reason[:20] for reason in reasons] == ["gateway is 'xxxxxxxx", "column 'xxxxxxxxxxxx"]
+    assert max(map(len, reasons)) <= 200
+    assert sum(entry.size for entry in iceberg().state().open().list()) < 2000
 
 
 def test_a_stream_made_again_under_its_name_is_another_one(spark: Any, landing: Place, sink: Sink) -> None:
@@ -238,9 +252,9 @@ def test_an_archived_object_is_reported_stops_nothing_and_is_tried_again(
     name, _, prefix = bucket.url.removeprefix("s3://").partition("/")
     s3, data = boto3.client("s3", endpoint_url=bucket.endpoint), bucket.open().get(archived)
     s3.put_object(Bucket=name, Key=f"{prefix}/{archived}", Body=data, StorageClass="GLACIER")
-    for rows in (10, 0):  # the second run has nothing but this object to do, and is no failure
+    for count in (10, 0):  # the second run has nothing but this object to do, and is no failure
         summary = run(spark, bucket, sink())
-        assert (summary.rows, summary.rounds[0].unreadable, summary.quarantined) == (rows, 1, 0)
+        assert (summary.rows, summary.rounds[0].unreadable, summary.quarantined) == (count, 1, 0)
         (document,) = summary.report.unreadable
         assert document["key"] == archived
         assert document["reason"].startswith("InvalidObjectState: The operation is not valid")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bridge.ingest.report import KINDS, Report, build
 from bridge.ingest.state import Piece, Quarantined, State
 from bridge.ingest.store import Entry, Place
 from bridge.objectkeys import data_key
+from tests.ingest.gateway import Gateway, head_of
 
 EPOCH = 1_795_000_000_000
 HEAD = Head(EPOCH, oldest=0, newest=2_000_000_999, exported=2_000_000_499, dropped=((90, 99, "expired"),))
@@ -101,6 +103,34 @@ def test_a_head_object_that_cannot_be_is_a_note_and_stops_nothing(tmp_path: Path
     found = build(State(), Inventory([]), heads, "lake.messages", 0)
     assert found.streams == []
     assert found.problems[0].startswith("_gateway/gw-a.json: not a head object")
+
+
+def test_a_head_object_that_says_much_is_told_and_kept_in_short(tmp_path: Path) -> None:
+    much = "x" * 1_000_000
+    landing = Place(str(tmp_path))
+    Gateway(landing).head(head_of(9, dropped=[[0, 4, much]]))
+    other = {"gateway": much, "updated": 1, "streams": []}
+    (tmp_path / "_gateway" / "other.json").write_text(json.dumps(other))
+    heads = read_heads(landing.open())
+    assert [len(reason) for _, _, reason in heads.streams[StreamId("gw-a", "s0", EPOCH)].dropped] == [200]
+    assert max(map(len, heads.problems)) < 300
+
+
+def test_what_is_not_named_as_the_head_of_its_gateway_is_not_taken_for_one(tmp_path: Path) -> None:
+    landing = Place(str(tmp_path))
+    older, newer = Gateway(landing), Gateway(landing)
+    older.head(head_of(9))
+    copies = [tmp_path / "_gateway" / name for name in ("gw-a.json.bak", "gw-b.json", "old/gw-a.json")]
+    for copy in copies:
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes((tmp_path / "_gateway" / "gw-a.json").read_bytes())
+    newer.head(head_of(99), updated=EPOCH + 1)
+    heads = read_heads(landing.open())
+    assert heads.streams[StreamId("gw-a", "s0", EPOCH)].newest == 99
+    assert heads.gateways == {"gw-a": EPOCH + 1}
+    assert sorted(problem.partition(":")[0] for problem in heads.problems) == sorted(
+        str(copy.relative_to(tmp_path)) for copy in copies
+    )
 
 
 def test_where_nothing_is_known_nothing_is_complete() -> None:
