@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.errors import BadOption
 from bridge.ingest.session import require
+from bridge.ingest.store import Place
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,6 +39,7 @@ def open_sink(options: TableOptions, schema: pa.Schema | None = None) -> Sink:
     from bridge.ingest.columns import MESSAGES
 
     schema = MESSAGES if schema is None else schema
+    Place(options.state or "")  # a place that cannot be is refused before anything is made
     if options.delta:
         require("deltalake")
         from bridge.ingest.sinks.delta import DeltaSink
