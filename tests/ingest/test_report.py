@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,26 @@ def test_a_range_that_a_gateway_has_joined_hides_no_loss_and_invents_none(
     assert found.complete == (not lost)
     first = [hole for hole in found.streams[0].holes if hole.first <= 18]
     assert {hole.reason for hole in first} == ({"10 of these 11 were dropped"} if 11 in lost else {"joined"})
+
+
+@pytest.mark.parametrize("reason", ["expired", "joined:9"])
+def test_a_report_on_many_dropped_ranges_costs_what_they_are_and_not_their_square(reason: str) -> None:
+    def calls(ranges: int) -> int:
+        stream, state = StreamId("gw-a", "s0", EPOCH), State()
+        there = [Piece(n, n, EPOCH, EPOCH) for n in range(9, 10 * ranges, 10)]
+        state.of(stream).take(there, known_last=-1)
+        dropped = tuple((n, n + 8, reason) for n in range(0, 10 * ranges, 10))
+        heads = Heads({stream: Head(EPOCH, 0, 10 * ranges - 1, 10 * ranges - 1, dropped)})
+        counted: Counter[str] = Counter()
+        sys.setprofile(lambda frame, event, value: counted.update([event]))
+        try:
+            found = build(state, Inventory([]), heads, "lake.messages", state.rows())
+        finally:
+            sys.setprofile(None)
+        assert (found.total("trimmed"), len(found.streams[0].holes)) == (9 * ranges, ranges)
+        return counted.total()
+
+    assert calls(200) < 5 * calls(50)
 
 
 def of_a_stream_that_was(waiting: int, now: Heads) -> Report:
