@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.ingest.heads import Head, Heads, read_heads
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
-from bridge.ingest.state import Quarantined, State, StateStore, StreamState
+from bridge.ingest.state import Quarantined, State, StreamState, load_state
 from bridge.ingest.store import Store
 from bridge.objectkeys import HEADS, JOINED, LOSSES, parse_key
 
@@ -153,7 +153,7 @@ def survey(store: Store, sink: Sink) -> tuple[State, Report]:
     """Report on the table and the prefix as they are, without a run."""
     heads = read_heads(store)
     inventory = Inventory(store.list())
-    state = StateStore(sink.state()).load(sink.pointer())
+    state = load_state(sink)
     return state, build(state, inventory, heads, sink.name, sink.rows())
 
 

@@ -92,7 +92,8 @@ class IcebergSink:
         at = self._state_at or (table.properties.get(STATE_AT) if table else None)
         if at is None:
             raise BadOption(f"{self.name}: where is its state? give --state URL, or --warehouse")
-        return state_of(self.name, Place(at, self.endpoint))
+        identity = str(table.metadata.table_uuid) if table else None
+        return state_of(self.name, Place(at, self.endpoint), identity)
 
     def pointer(self) -> int | None:
         table = self.table()
