@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pyarrow as pa
 import pytest
 from botocore.exceptions import ClientError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge import plugins
+from bridge.export.planning import MAX_RECORDS
 from bridge.ingest import decode as module
 from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
 from bridge.ingest.decode import NewColumns, decode
@@ -193,6 +197,19 @@ def test_text_that_is_not_utf8_is_refused() -> None:
     pq.write_table(table, sink)
     with pytest.raises(BadObject, match=r"UTF-?8"):
         decode(sink.getvalue().to_pybytes(), key("parquet"), {})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_largest_object_that_a_gateway_makes_is_taken(form: str) -> None:
+    fields = msgspec.inspect.type_info(plugins.load().exporters["s3"].Config).fields  # type: ignore[attr-defined]
+    (most,) = (field.type.le for field in fields if field.name == "size_hint_bytes")
+    part, size = 64, most // MAX_RECORDS  # a part of it: all of it would take long
+    numbers = range(MAX_RECORDS // part)
+    messages = rows("g" * 255, "s" * 255, numbers, payload=lambda number: os.urandom(size))
+    data = FORMS[form](messages)
+    assert most < len(data) * part < MAX_OBJECT
+    if form == "ndjson.gz":
+        assert len(gzip.decompress(data)) * part < module.MAX_UNPACKED
 
 
 def test_an_object_of_more_bytes_than_a_worker_holds_is_refused_unread(tmp_path: Path) -> None:
