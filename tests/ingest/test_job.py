@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -351,3 +357,43 @@ def test_two_runs_at_once_store_everything_once(
     assert others == [200]
     assert summary.rows == 0  # its round was thrown away, and what was left to plan had been done
     assert numbers(sink()) == [*range(150), *range(200, 250)]
+
+
+def test_a_run_that_is_stopped_ends_its_own_jobs_and_none_of_others_in_the_session(
+    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+) -> None:
+    started, go = tmp_path / "started", tmp_path / "go"
+
+    def slow(batches: Iterator[Any]) -> Iterator[Any]:
+        started.touch()
+        while not go.exists():
+            time.sleep(0.05)
+        yield from batches
+
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    def stop_in_the_task() -> None:
+        with held.open("wb"):  # waits for the task that reads it
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stopped.wait(60)
+
+    held, stopped = Path(landing.url) / Gateway(landing).export(0, 9), threading.Event()
+    held.unlink()
+    os.mkfifo(held)
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            other = pool.submit(spark.range(0, 3, 1, 1).mapInArrow(slow, "id bigint").collect)
+            while not started.exists():
+                time.sleep(0.05)
+            pool.submit(stop_in_the_task)
+            with pytest.raises(InterruptedError):
+                run(spark, landing, iceberg())
+            stopped.set()
+            go.touch()
+            assert [row.id for row in other.result(60)] == [0, 1, 2]
+    finally:
+        go.touch()
+        stopped.set()
+        signal.signal(signal.SIGUSR1, before)
