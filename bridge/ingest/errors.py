@@ -26,6 +26,15 @@ class NotInstalled(IngestError):
     """Raised when Java or a package of the extra [spark] is missing."""
 
 
+class NoTable(IngestError):
+    """Raised when there is no such table, for who works on one that is there and makes none."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where}: there is no such table; check the options, or let `streambridge ingest` make it"
+        )
+
+
 class StateMissing(IngestError):
     """Raised when the table points to a state document that is not there; going on would store twice."""
 

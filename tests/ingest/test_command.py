@@ -201,8 +201,33 @@ def test_a_url_of_another_store_is_refused_and_not_taken_for_a_directory(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("mistake", ["warehouse", "other warehouse", "table", "delta"])
+def test_a_report_on_a_table_that_is_not_there_says_so_and_makes_nothing(
+    tmp_path: Path, mistake: str
+) -> None:
+    landing = Place(str(tmp_path / "landing"))
+    Gateway(landing).head(head_of(-1))
+    open_sink(TableOptions(warehouse=str(tmp_path / "lake"))).target()
+    (tmp_path / "other").mkdir()
+    table = {
+        "warehouse": ["--warehouse", str(tmp_path / "lak")],
+        "other warehouse": ["--warehouse", str(tmp_path / "other")],
+        "table": ["--warehouse", str(tmp_path / "lake"), "--table", "lake.mesages"],
+        "delta": ["--delta", str(tmp_path / "lake")],
+    }[mistake]
+    there = sorted(tmp_path.rglob("*"))
+    for subcommand in (["report"], ["accept", "gw-a/s0"], ["prune"]):
+        done = command(*subcommand, "--source", landing.url, *table)
+        assert (done.returncode, done.stdout) == (6, ""), done.stderr
+        (line,) = done.stderr.splitlines()
+        assert "there is no such table" in line
+        assert "lake.mesages" in line if mistake == "table" else table[1] in line
+    assert sorted(tmp_path.rglob("*")) == there
+
+
 def test_a_report_between_upload_and_the_next_run_tells_of_no_loss(tmp_path: Path) -> None:
     landing = Place(str(tmp_path / "landing"))
+    open_sink(TableOptions(warehouse=str(tmp_path / "lake"))).target()  # makes the table
     gateway = Gateway(landing)
     gateway.export(0, 49)
     gateway.head(head_of(49))
@@ -234,6 +259,7 @@ def test_a_stream_that_is_gone_is_reported_with_the_command_that_accepts_it(tmp_
 
 
 def test_an_s3_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path) -> None:
+    open_sink(TableOptions(warehouse=str(tmp_path))).target()  # makes the table
     done = command(
         *("report", "--source", "s3://nowhere/x", "--endpoint-url", "http://127.0.0.1:1"),
         *("--warehouse", str(tmp_path)),
@@ -345,6 +371,8 @@ def test_a_prefix_without_any_gateway_does_not_look_complete(bucket: Place, subc
     need_java()
     Gateway(bucket.join("deeper")).head(head_of(9))  # a typo, or one level too high
     where = ("--source", bucket.url, "--endpoint-url", str(bucket.endpoint))
+    if subcommand:
+        open_sink(TableOptions(delta=f"{bucket.url}-lake", endpoint=bucket.endpoint)).target()
     done = command(*subcommand, *where, "--delta", f"{bucket.url}-lake")
     assert done.returncode == 6
     assert f"nothing found under {bucket.url}: no object and no head of any gateway" in done.stderr

@@ -50,6 +50,9 @@ class Sink(Protocol):
     def name(self) -> str:
         """What the table is called in messages."""
 
+    def exists(self) -> bool:
+        """Whether the table has been made."""
+
     def pointer(self) -> int | None:
         """The version of the state that the table's content agrees with; None: nothing committed yet."""
 

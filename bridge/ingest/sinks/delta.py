@@ -54,6 +54,9 @@ class DeltaSink:
             return DeltaTable(self.place.url, storage_options=self._options)
         return None
 
+    def exists(self) -> bool:
+        return self.table() is not None
+
     def _made(self) -> DeltaTable:
         table = self.table()
         if table is None:

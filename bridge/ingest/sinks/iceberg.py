@@ -29,7 +29,7 @@ from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
 from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
-from bridge.ingest.errors import BadOption, IngestError, Moved
+from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
 from bridge.ingest.store import Place, table_folder
@@ -72,6 +72,9 @@ class IcebergSink:
             return self.catalog.load_table(self.identifier)
         except NoSuchTableError:
             return None
+
+    def exists(self) -> bool:
+        return self.table() is not None
 
     def _made(self) -> Table:
         found = self.table()
@@ -226,8 +229,13 @@ class IcebergSink:
         return table.scan(selected_fields=tuple(columns) if columns else ("*",), limit=limit).to_arrow()
 
 
-def open_catalog(warehouse: str | None, properties: Mapping[str, str], endpoint: str | None) -> Catalog:
-    """The catalog that the properties name; without any, an SQLite file in the warehouse directory."""
+def open_catalog(
+    warehouse: str | None, properties: Mapping[str, str], endpoint: str | None, *, make: bool = True
+) -> Catalog:
+    """The catalog that the properties name; without any, an SQLite file in the warehouse directory.
+
+    Without `make` that file must be there: raises NoTable if it is not, and makes nothing.
+    """
     options = dict(properties)
     if endpoint:
         options.setdefault("s3.endpoint", endpoint)
@@ -239,9 +247,13 @@ def open_catalog(warehouse: str | None, properties: Mapping[str, str], endpoint:
         place = Place(warehouse)
         if not place.is_s3:
             folder = table_folder("--warehouse", warehouse, "%#?")
-            folder.mkdir(parents=True, exist_ok=True)
             warehouse = f"file://{folder}"  # not quoted: pyiceberg takes the rest for the path as it is
-            if "uri" not in options and "type" not in options:
+            own = "uri" not in options and "type" not in options
+            if make:
+                folder.mkdir(parents=True, exist_ok=True)
+            elif own and not (folder / "catalog.db").exists():
+                raise NoTable(str(folder))
+            if own:
                 options |= {"type": "sql", "uri": f"sqlite:///{folder / 'catalog.db'}"}
         options.setdefault("warehouse", warehouse)
     if "type" not in options and "uri" not in options:
