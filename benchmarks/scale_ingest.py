@@ -121,7 +121,7 @@ def upload(place: Place, gateways: int, objects: range) -> int:
 def stages(summary: Summary, state: Path) -> dict[str, Any]:
     """Where the time of a run went."""
     rounds = summary.rounds
-    documents = sorted(state.glob("*.json"))
+    documents = sorted(state.rglob("*.json"))
     return {
         "rows": summary.rows,
         "objects": summary.objects,

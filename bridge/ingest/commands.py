@@ -34,7 +34,7 @@ from bridge.ingest.options import Json, Source, Spark, spark, table, takes
 from bridge.ingest.planner import Limits
 from bridge.ingest.session import PACKAGES, require, require_java
 from bridge.ingest.store import Place
-from bridge.ingest.table import TableOptions, open_sink
+from bridge.ingest.table import TableOptions, open_existing, open_sink
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -50,7 +50,7 @@ app = typer.Typer(
     help="Bring exported objects from S3 into a table, exactly once, and report what is missing.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
     "4 numbers only in objects that were refused or could not be read, 5 other runs were always first, "
-    "6 nothing found, 143 stopped by SIGTERM.",
+    "6 nothing found or no such table, 143 stopped by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode=None,  # it would take a default in [] for markup
     pretty_exceptions_enable=False,
@@ -134,7 +134,7 @@ def report(
     with result() as out:
         require("pyarrow")
         store = _landing(source, where.endpoint).open()
-        sink = open_sink(where)
+        sink = open_existing(where)
         from bridge.ingest.report import survey
 
         _, found = survey(store, sink)
@@ -162,7 +162,7 @@ def accept(
         require("pyarrow")
         from bridge.ingest.accept import accept as go
 
-        done = go(_landing(source, where.endpoint), open_sink(where), streams)
+        done = go(_landing(source, where.endpoint), open_existing(where), streams)
         if as_json:
             document({"accepted": done}, out)
         for path, count in () if as_json else done.items():
@@ -198,7 +198,7 @@ def refine(
         if form not in ("json", "cbor"):
             raise usage(f"--format {form}: it is json or cbor")
         require(*PACKAGES, *(["cbor2"] if form == "cbor" else []))
-        messages = open_sink(where)
+        messages = open_existing(where)
         session = on.open("streambridge ingest refine")
         from bridge.ingest.refine import Step
 
@@ -239,7 +239,7 @@ def compact(
     """
     with result() as out:
         require(*PACKAGES)
-        sink = open_sink(where)
+        sink = open_existing(where)
         session = on.open("streambridge ingest compact")
         try:
             done = sink.compact(session)
@@ -279,7 +279,7 @@ def prune(
         from bridge.ingest.prune import prune as go
 
         place = _landing(source, where.endpoint)
-        sink = open_sink(where)
+        sink = open_existing(where)
         done = go(place, sink, older_than_days, dry_run=dry_run, trust_state=trust_state)
         if as_json:
             document(asdict(done), out)

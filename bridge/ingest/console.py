@@ -7,7 +7,7 @@ Exit codes:
   3  numbers are missing (what is there was committed)
   4  nothing is missing, but quarantined or unreadable objects hold numbers that are not in the table
   5  other runs were always first; nothing was added twice
-  6  nothing was found: no object of any gateway under --source, and none in the table
+  6  nothing was found: no object of any gateway under --source, and none in the table; or no such table
   143  SIGTERM stopped it before it was done; a run with --every ends with 0
 """
 
@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import typer
 
-from bridge.ingest.errors import BadOption, IngestError, Moved, NotInstalled
+from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, NotInstalled
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -117,6 +117,9 @@ def errors() -> Iterator[None]:
     except Moved as error:
         say(f"streambridge ingest: {error}; nothing was added")
         raise typer.Exit(EXIT_MOVED) from None
+    except NoTable as error:
+        say(f"streambridge ingest: {error}")
+        raise typer.Exit(EXIT_NOTHING) from None
     except IngestError as error:
         say(f"streambridge ingest: {error}")
         raise typer.Exit(EXIT_FAILED) from None

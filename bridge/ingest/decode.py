@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 
 from bridge.deflate import GZIP, decompressobj
 from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
-from bridge.ingest.errors import BadObject, Unreadable
+from bridge.ingest.errors import BadObject, Unreadable, line
 from bridge.objectkeys import ObjectKey
 
 try:
@@ -67,7 +67,7 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
         _check(columns, key)
         more = [name for name in table.column_names if name not in columns]
         new = {name: _plain(table, name) for name in more if name not in extras}
-        if len(new) + len(extras) > MAX_EXTRAS:
+        if new and len(new) + len(extras) > MAX_EXTRAS:
             raise BadObject(f"{len(new)} new columns would make more than {MAX_EXTRAS}")
         if new:
             raise NewColumns(new)
@@ -240,8 +240,3 @@ def _times(text: Any) -> Any:
 
 def _unbase64(text: str | None) -> bytes | None:
     return None if text is None else binascii.a2b_base64(text, strict_mode=True)
-
-
-def line(error: BaseException) -> str:
-    """What an error says, short and in one line."""
-    return " ".join(str(error).split())[:200]

@@ -6,6 +6,13 @@ from __future__ import annotations
 
 from bridge.errors import StreamBridgeError
 
+REASON = 200  # characters: what others wrote may be in a reason, and every state has it until it is cured
+
+
+def line(said: object) -> str:
+    """What an error or anything else says, short and in one line."""
+    return " ".join(str(said).split())[:REASON]
+
 
 class IngestError(StreamBridgeError):
     """The base of what stops a run; the message says what to do."""
@@ -19,6 +26,15 @@ class NotInstalled(IngestError):
     """Raised when Java or a package of the extra [spark] is missing."""
 
 
+class NoTable(IngestError):
+    """Raised when there is no such table, for who works on one that is there and makes none."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where}: there is no such table; check the options, or let `streambridge ingest` make it"
+        )
+
+
 class StateMissing(IngestError):
     """Raised when the table points to a state document that is not there; going on would store twice."""
 
@@ -30,6 +46,9 @@ class Moved(IngestError):
 class BadObject(StreamBridgeError):
     """Raised when an object does not hold what its name promises; it is quarantined with this reason."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(line(reason))
+
 
 class Vanished(StreamBridgeError):
     """Raised when an object is no longer there, such as when it expired after it had been listed."""
@@ -37,3 +56,6 @@ class Vanished(StreamBridgeError):
 
 class Unreadable(StreamBridgeError):
     """Raised when an object cannot be read now and may be good: the next run tries it again."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(line(reason))

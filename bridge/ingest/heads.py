@@ -6,6 +6,7 @@
 `newest` is the newest number that the gateway has committed, `exported` the highest that it has
 uploaded (-1: none), `dropped` are the numbers that it legally dropped before they were uploaded. From
 the names of data objects alone a lost tail could not be seen, and a legal drop would look like loss.
+What else lies there, such as a copy of a head, is a problem to be told of and never taken for a head.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from bridge.ingest.errors import Vanished
+from bridge.ingest.errors import Vanished, line
 from bridge.ingest.planner import StreamId
 from bridge.ingest.store import Store
-from bridge.objectkeys import HEADS, MAX_SEQUENCE
+from bridge.objectkeys import HEADS, MAX_SEQUENCE, head_key
 
 YEAR_10000 = 253_402_300_800_000  # in ms
 
@@ -47,7 +48,7 @@ class Head:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], updated: int) -> Head:
-        dropped = tuple((int(low), int(high), str(why)) for low, high, why in data.get("dropped") or ())
+        dropped = tuple((int(low), int(high), line(why)) for low, high, why in data.get("dropped") or ())
         oldest, newest, exported = (
             int(data.get("oldest", 0)),
             int(data["newest"]),
@@ -84,13 +85,15 @@ def read_heads(store: Store) -> Heads:
         try:
             document = json.loads(content)
             gateway, updated = str(document["gateway"]), int(document["updated"])
+            if key != head_key(gateway):  # a copy, perhaps of an older one
+                raise ValueError(f"it is of {gateway}, whose head has another name")
             for stream in document["streams"]:
                 name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
                 found.streams[name] = Head.from_json(stream, updated)
             found.gateways[gateway] = updated
         # what others can write must stop nothing, and a hostile document can raise nearly anything
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-            found.problems.append(f"{key}: not a head object ({type(error).__name__}: {error})")
+            found.problems.append(f"{key}: not a head object ({type(error).__name__}: {line(error)})")
     return found
 
 

@@ -104,7 +104,7 @@ def run(
     heads = read_heads(store)
     inventory = Inventory(store.list())
     listed = time.monotonic() - began
-    states = StateStore(sink.state())
+    states: StateStore | None = None
     pending = inventory.pending()
     rounds: list[Round] = []
     vanished: set[Name] = set()
@@ -113,13 +113,16 @@ def run(
     losses = 0
     while True:
         start = time.monotonic()
-        state = states.load(sink.pointer())
+        version = sink.pointer()  # before its place: a table that is made meanwhile has its own
+        known = states or StateStore(sink.state())
+        state = known.load(version)
         if retry is None:
             retry = set(state.quarantine)
         todo = plan(pending, state.covered(), state.quarantine.keys() - retry, limits or Limits())
         if not todo.work:
             break
         target = sink.target()
+        states = StateStore(sink.state()) if version is None else known  # the table is made by now
         done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
         try:
             session = spark() if callable(spark) else spark
@@ -142,7 +145,8 @@ def run(
                 unreadable[work.item.key, work.item.etag] = Quarantined(work.item.size, reason)
         rounds.append(done)
         tell(done)
-    states.prune(state.version)
+    if state.version is not None:
+        known.prune(state.version)
     return Summary(
         rounds,
         rows=sum(done.rows for done in rounds),

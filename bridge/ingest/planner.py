@@ -95,7 +95,7 @@ class Inventory:
             folder, _, name = key.rpartition("/")
             stream = names.get(folder)
             if stream is None or not _is_plain(name):
-                parsed = parse_key(key)
+                parsed = parse_key(key) if _is_text(key) else None
                 if parsed is None:
                     if not key.startswith(HEADS):
                         self.foreign.append(key)
@@ -128,6 +128,15 @@ class Inventory:
                 total.numbers.add(item.first, item.last)
             result[stream] = total
         return result
+
+
+def _is_text(key: str) -> bool:
+    """Whether a column of text can hold the key: names of local folders may be any bytes."""
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_plain(name: str) -> bool:

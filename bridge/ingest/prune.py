@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bridge.ingest.errors import IngestError
 from bridge.ingest.planner import Inventory
 from bridge.ingest.sinks.base import Sink
-from bridge.ingest.state import StateStore
+from bridge.ingest.state import load_state
 from bridge.ingest.store import Place
 
 DAY_MS = 24 * 3600 * 1000
@@ -33,7 +33,7 @@ def prune(source: Place, sink: Sink, older_than_days: float, *, dry_run: bool, t
     """Delete what is in the table and older than so many days."""
     store = source.open()
     inventory = Inventory(store.list())
-    state = StateStore(sink.state()).load(sink.pointer())
+    state = load_state(sink)
     if not trust_state:
         promised = state.rows()
         found = sink.rows()

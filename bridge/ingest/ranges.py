@@ -60,10 +60,22 @@ class Ranges:
         """What of first..last is in the set."""
         shared: list[Pair] = []
         index = bisect_left(self._high, first)
-        while index < len(self._low) and self._low[index] <= last:
+        while first <= last and index < len(self._low) and self._low[index] <= last:
             shared.append((max(first, self._low[index]), min(last, self._high[index])))
             index += 1
         return shared
+
+    def take(self, first: int, last: int) -> list[Pair]:
+        """Remove first..last, and return what of it was in the set."""
+        taken = self.common(first, last)
+        if taken:
+            left = bisect_left(self._high, first)
+            right = left + len(taken)
+            ends = ((self._low[left], first - 1), (last + 1, self._high[right - 1]))
+            kept = [(low, high) for low, high in ends if low <= high]
+            self._low[left:right] = [low for low, _ in kept]
+            self._high[left:right] = [high for _, high in kept]
+        return taken
 
     def covers(self, first: int, last: int) -> bool:
         """Whether all of first..last is in the set."""

@@ -29,7 +29,7 @@ from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
 from bridge.ingest.session import watched
 from bridge.ingest.sinks.base import LiveFile, Sink, discard
-from bridge.ingest.state import State, StateStore
+from bridge.ingest.state import State, StateStore, load_state
 from bridge.ingest.worker import STATUS
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Step:
 
     def run(self, spark: SparkSession) -> Refined:
         """Refine all that the table of messages has and the typed table has not."""
-        source = StateStore(self.messages.state()).load(self.messages.pointer())
+        source = load_state(self.messages)
         wanted = {
             name: state.covered
             for name, state in source.streams.items()
@@ -248,7 +248,7 @@ def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFram
 
 
 def _load(sink: Sink) -> State:
-    return StateStore(sink.state()).load(sink.pointer())
+    return load_state(sink)
 
 
 def _fresh(wanted: Fresh, state: State) -> Fresh:

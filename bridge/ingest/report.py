@@ -29,13 +29,13 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.heads import Head, Heads, read_heads
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
-from bridge.ingest.state import Quarantined, State, StateStore, StreamState
+from bridge.ingest.state import Quarantined, State, StreamState, load_state
 from bridge.ingest.store import Store
 from bridge.objectkeys import HEADS, JOINED, LOSSES, parse_key
 
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 KINDS = ("trimmed", "quarantined", "unreadable", "waiting", "missing")
 SHOWN = 5  # gateways named in one line
 Name = tuple[str, str]  # of an object: key and ETag
-Cause = tuple[str, str, Ranges]  # kind of hole, reason, and the numbers that it explains
+Cause = tuple[str, str, Iterable[Pair]]  # kind of hole, reason, and the numbers that it explains
+Part = tuple[int, int, str, str]  # of a gap: first and last number, kind and reason
 GONE = "its stream is gone"
 UPLOADED = "uploaded, not taken yet"
 
@@ -152,7 +153,7 @@ def survey(store: Store, sink: Sink) -> tuple[State, Report]:
     """Report on the table and the prefix as they are, without a run."""
     heads = read_heads(store)
     inventory = Inventory(store.list())
-    state = StateStore(sink.state()).load(sink.pointer())
+    state = load_state(sink)
     return state, build(state, inventory, heads, sink.name, sink.rows())
 
 
@@ -263,63 +264,63 @@ def _stream(
     starts = [0] if head else [given.first for given in known]
     if not starts or not ends:
         return report
-    causes: list[Cause] = [("waiting", UPLOADED, tally.numbers)]
-    joined: list[Cause] = []
-    for first, last, reason in head.dropped if head else ():
-        kind = "missing" if reason in LOSSES else "trimmed"
-        if reason.startswith(JOINED):
-            joined.append((JOINED, reason, Ranges([(first, last)])))
-        else:
-            causes.append((kind, reason, Ranges([(first, last)])))
-    causes += [("quarantined", "", refused), ("unreadable", "", held)]
-    if head and head.newest > head.exported:
-        kind, reason = ("missing", GONE) if gone else ("waiting", "")
-        causes.append((kind, reason, Ranges([(head.exported + 1, head.newest)])))
-    causes += joined  # last: what is explained otherwise does not count there
-    for first, last in covered.missing(min(starts), max(ends)):
-        after, before = state.times.get(first - 1), state.times.get(last + 1)
-        report.holes += [
-            Hole(low, high, kind, reason, after, before)
-            for low, high, kind, reason in _explain((first, last), causes)
-        ]
-    if head:
-        report.holes = _judge(report.holes, head)
+    gaps = covered.missing(min(starts), max(ends))
+    causes = _causes(head, tally.numbers, refused, held, gone=gone)
+    report.holes = list(_holes(gaps, _explain(gaps, causes), state.times))
     for kind in KINDS:
         setattr(report, kind, sum(hole.count for hole in report.holes if hole.kind == kind))
     return report
 
 
-def _explain(hole: Pair, causes: Iterable[Cause]) -> list[tuple[int, int, str, str]]:
-    """Cut a hole by why it is there; the first cause counts."""
-    rest: list[Pair] = [hole]
-    found: list[tuple[int, int, str, str]] = []
+def _causes(
+    head: Head | None, uploaded: Ranges, refused: Ranges, held: Ranges, *, gone: bool
+) -> Iterator[Cause]:
+    """Why numbers may be missing; the first cause counts."""
+    dropped = head.dropped if head else ()
+    joined = [drop for drop in dropped if drop[2].startswith(JOINED)]
+    yield "waiting", UPLOADED, uploaded
+    for first, last, reason in dropped:
+        if not reason.startswith(JOINED):
+            yield "missing" if reason in LOSSES else "trimmed", reason, [(first, last)]
+    yield "quarantined", "", refused
+    yield "unreadable", "", held
+    if head and head.newest > head.exported:
+        kind, reason = ("missing", GONE) if gone else ("waiting", "")
+        yield kind, reason, [(head.exported + 1, head.newest)]
+    for first, last, reason in joined:  # last: what is explained otherwise does not count there
+        yield JOINED, reason, [(first, last)]
+
+
+def _explain(gaps: Iterable[Pair], causes: Iterable[Cause]) -> list[Part]:
+    """Cut what is missing by why it is; each range of a cause costs a search, however many gaps there are."""
+    rest = Ranges(gaps)
+    found: list[Part] = []
     for kind, reason, numbers in causes:
-        explained = [part for pair in rest for part in numbers.common(*pair)]
-        found += [(first, last, kind, reason) for first, last in explained]
-        if size(explained):
-            rest = _without(rest, explained)
+        if not rest:
+            break
+        parts = [part for pair in numbers for part in rest.take(*pair)]
+        why = _judge(reason, size(parts)) if kind == JOINED else (kind, reason)
+        found += [(first, last, *why) for first, last in parts]
     return sorted(found + [(first, last, "missing", "") for first, last in rest])
 
 
-def _judge(holes: list[Hole], head: Head) -> list[Hole]:
-    """Decide of what lies in joined ranges whether it is no more than what was dropped there."""
-    judged = [hole for hole in holes if hole.kind != JOINED]
-    for first, last, reason in dict.fromkeys(head.dropped):
-        if reason.startswith(JOINED):
-            inside = [
-                h for h in holes if h.kind == JOINED and first <= h.first <= last and h.reason == reason
-            ]
-            text, gone = reason.removeprefix(JOINED), sum(hole.count for hole in inside)
-            dropped = int(text) if re.fullmatch("[0-9]{1,20}", text) else 0
-            kind = "trimmed" if gone <= dropped else "missing"
-            why = "joined" if gone <= dropped else f"{dropped} of these {gone} were dropped"
-            judged += [replace(hole, kind=kind, reason=why) for hole in inside]
-    return sorted(judged, key=lambda hole: hole.first)
+def _judge(reason: str, gone: int) -> tuple[str, str]:
+    """Whether what is gone in a joined range is no more than what was dropped there."""
+    text = reason.removeprefix(JOINED)
+    dropped = int(text) if re.fullmatch("[0-9]{1,20}", text) else 0
+    if gone <= dropped:
+        return "trimmed", "joined"
+    return "missing", f"{dropped} of these {gone} were dropped"
 
 
-def _without(pairs: Iterable[Pair], taken: Iterable[Pair]) -> list[Pair]:
-    gone = Ranges(taken)
-    return [part for pair in pairs for part in gone.missing(*pair)]
+def _holes(gaps: list[Pair], parts: Iterable[Part], times: Mapping[int, int]) -> Iterator[Hole]:
+    """The parts of the gaps, both in order, with the times of their neighbours."""
+    following = iter(gaps)
+    first = last = -1
+    for part in parts:
+        while part[0] > last:
+            first, last = next(following)
+        yield Hole(*part, times.get(first - 1), times.get(last + 1))
 
 
 def _iso(ms: int | None) -> str | None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 from bridge.ingest.errors import NotInstalled
 
@@ -143,23 +144,33 @@ def watched(spark: SparkSession, what: str, work: Callable[[], T], every: float 
     """Do the work of a Spark job, and say on standard error how far its tasks are when it takes long.
 
     It is done in a thread of its own: one that has asked the JVM for something is deaf to signals until the
-    answer is there. A signal's exception cancels the job.
+    answer is there. A signal's exception cancels the job, and none that others have in this session.
     """
     try:
-        tracker: Any = spark.sparkContext.statusTracker()
+        context: Any = spark.sparkContext
     except Exception:  # Spark Connect has none, and each version says so in another way
-        tracker = None
+        context = None
+    tracker = context.statusTracker() if context else None
+    group = f"streambridge-{uuid4()}"
+
+    def grouped() -> T:
+        if context:
+            context.setJobGroup(group, what)  # of this thread's jobs, as is a tag
+        else:
+            spark.addTag(group)
+        return work()
+
     with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(work)
+        working = pool.submit(grouped)
         try:
             while not wait([working], every).done:
                 stages = map(tracker.getStageInfo, tracker.getActiveStageIds()) if tracker else ()
                 for info in filter(None, stages):
                     sys.stderr.write(f"{what}: {info.numCompletedTasks} of {info.numTasks} tasks\n")
         except BaseException:
-            if tracker:
-                spark.sparkContext.cancelAllJobs()
+            if context:
+                context.cancelJobGroup(group)
             else:
-                spark.interruptAll()
+                spark.interruptTag(group)
             raise
         return working.result()

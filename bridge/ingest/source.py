@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from bridge.ingest.errors import BadObject, BadOption, Vanished
+from bridge.ingest.errors import BadObject, BadOption, IngestError, Vanished
 from bridge.ingest.planner import Inventory, Item
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import Place, shared
@@ -107,7 +107,7 @@ class ObjectReader(DataSourceReader):
                 except (BadObject, Vanished) as error:
                     if self.skip:
                         continue
-                    raise BadObject(f"{key}: {error}; option badObjects = skip passes it over") from error
+                    raise IngestError(f"{key}: {error}; option badObjects = skip passes it over") from error
                 given.update(fresh)
                 for low, high in fresh:
                     part = table.slice(low - name.first, high - low + 1)

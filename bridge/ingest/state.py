@@ -8,7 +8,7 @@
 A document is written under a new name before the commit, and the commit of the table carries its
 version: the commit decides which document is true, and one that was never committed is never read. It
 costs O(streams + holes), not O(objects). Versions grow, and hold when they were made (ms in the upper bits).
-Earlier ones of a table with an explicit --state may be one folder up: they are read there, and stay.
+Earlier ones may be one or two folders up, where other tables may have theirs: they are read there, and stay.
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bridge.ingest.errors import StateMissing, Vanished
+from bridge.ingest.errors import StateMissing, Vanished, line
 from bridge.ingest.heads import Head
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Pair, Ranges
 from bridge.ingest.store import Place
+
+if TYPE_CHECKING:
+    from bridge.ingest.sinks.base import Sink
 
 FORMAT = 1
 KEEP_MS = 7 * 24 * 3600 * 1000  # a table may be rolled back by as much
@@ -101,7 +105,6 @@ class StateStore:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._store = place.open()
-        self._above = Place(place.url.rstrip("/").rpartition("/")[0], place.endpoint)
 
     def load(self, version: int | None) -> State:
         """Read the document that the table points to; no pointer is an empty table."""
@@ -123,16 +126,17 @@ class StateStore:
             name = StreamId(stream["gateway"], stream["stream"], stream["epoch"])
             state.streams[name] = _stream_from_json(stream)
         state.notes = raw["notes"]
-        state.quarantine = {(key, etag): Quarantined(size, why) for key, etag, size, why in raw["quarantine"]}
+        state.quarantine = {  # earlier versions did not cut the reasons
+            (key, etag): Quarantined(size, line(why)) for key, etag, size, why in raw["quarantine"]
+        }
         return state
 
     def _read(self, version: int) -> dict[str, Any]:
-        try:
-            found = self._store.get(_name(version))
-        except Vanished:
-            found = self._above.open().get(_name(version))
-        document: dict[str, Any] = json.loads(found)
-        return document
+        for store in (self._store, *map(Place.open, _above(self.place))):
+            with suppress(Vanished):
+                document: dict[str, Any] = json.loads(store.get(_name(version)))
+                return document
+        raise Vanished(f"{_name(version)}: no such document")
 
     def save(self, state: State, previous: int | None) -> int:
         """Write the state as a new document and return its version; it counts once the table points to it."""
@@ -149,7 +153,7 @@ class StateStore:
         self._store.put(_name(version), json.dumps(document, separators=(",", ":")).encode())
         return version
 
-    def prune(self, current: int | None) -> None:
+    def prune(self, current: int) -> None:
         """Remove documents that nobody needs who rolls the table back by a week.
 
         A week ago the table pointed to what the first document since then was planned from, however old that
@@ -162,6 +166,21 @@ class StateStore:
         since = versions[len(old) :]
         needed = {current, self._read(since[0])["previous"] if old and since else None}
         self._store.delete(_name(version) for version in old if version not in needed)
+
+
+def load_state(sink: Sink) -> State:
+    """The state that the table points to; an empty one if there is no table, or nothing was committed."""
+    version = sink.pointer()  # first: a table that another run makes meanwhile has its state elsewhere
+    return StateStore(sink.state()).load(version)
+
+
+def _above(place: Place) -> Iterator[Place]:
+    """The folders one and two levels up, as far as there are such."""
+    url = place.url.rstrip("/")
+    for _ in range(2):
+        url = url.rpartition("/")[0]
+        if url and not url.endswith("/"):
+            yield Place(url, place.endpoint)
 
 
 def _name(version: int) -> str:

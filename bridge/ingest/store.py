@@ -11,6 +11,7 @@ library raises, so that Spark tries the task again. A `Place` travels to the exe
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -55,10 +56,21 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where objects are: a URL and, for S3 services that are not AWS, their endpoint."""
+    """Where objects are: a URL and, for S3 services that are not AWS, their endpoint.
+
+    Raises BadOption at a URL of any other store: it must not be taken for a path.
+    """
 
     url: str
     endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        scheme = urlparse(self.url).scheme
+        if scheme not in ("", "file", *S3_SCHEMES):
+            raise BadOption(
+                f"{self.url}: objects cannot be kept at {scheme}:, use s3://bucket/prefix or a directory "
+                f"(one of that name as ./{self.url})"
+            )
 
     @property
     def is_s3(self) -> bool:
@@ -69,9 +81,7 @@ class Place:
         parsed = urlparse(self.url)
         if self.is_s3:
             return S3Store(parsed.netloc, parsed.path.strip("/"), self.endpoint)
-        if parsed.scheme in ("", "file"):
-            return LocalStore(Path(unquote(parsed.path) if parsed.scheme else self.url))
-        raise BadOption(f"{self.url}: cannot read {parsed.scheme}://; use s3://bucket/prefix or a directory")
+        return LocalStore(Path(unquote(parsed.path) if parsed.scheme else self.url))
 
     def join(self, name: str) -> Place:
         return Place(f"{self.url.rstrip('/')}/{name}", self.endpoint)
@@ -79,7 +89,7 @@ class Place:
 
 def table_folder(option: str, given: str, refused: str) -> Path:
     """The directory of a local table, absolute; `refused` are characters that mean something in URLs."""
-    folder = Path(given.removeprefix("file://")).resolve()
+    folder = Path(re.sub("^file:(//)?", "", given, flags=re.IGNORECASE)).resolve()
     for character in refused:
         if character in str(folder):
             raise BadOption(f"{option} {folder}: the path of a local table may not have {character!r} in it")
@@ -105,14 +115,15 @@ class LocalStore:
         return self.under("")
 
     def under(self, prefix: str) -> Iterator[Entry]:
-        for folder, _, names in os.walk(self.root / prefix):
+        for folder, _, names in os.walk(self.root / prefix, onerror=_unlisted):
             for name in names:
                 path = os.path.join(folder, name)
                 if name.endswith(".tmp"):
                     continue
                 try:
                     found = os.stat(path)
-                except FileNotFoundError:  # removed since the directory was read
+                except OSError as error:
+                    _unlisted(error)
                     continue
                 stamp = found.st_mtime_ns
                 yield Entry(os.path.relpath(path, self.root), found.st_size, f"{stamp:x}", stamp // 1_000_000)
@@ -145,6 +156,15 @@ class LocalStore:
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
+
+
+def _unlisted(error: OSError) -> None:
+    """Raise that something cannot be listed; what is there no more, or never was, is no error."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise IngestError(
+            f"{error.filename}: cannot be listed: {error.strerror}; "
+            "let the user of this process read it, or move it elsewhere"
+        ) from error
 
 
 class S3Store:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bridge.ingest.errors import BadOption
+from bridge.ingest.errors import BadOption, NoTable
 from bridge.ingest.session import require
+from bridge.ingest.store import Place
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,12 +33,24 @@ class TableOptions:
     endpoint: str | None = None
 
 
-def open_sink(options: TableOptions, schema: pa.Schema | None = None) -> Sink:
-    """The table as a sink; nothing is created before the first round, then with these columns."""
+def open_existing(options: TableOptions) -> Sink:
+    """The table as a sink; raises NoTable if it is not there, and makes nothing, no directory either."""
+    sink = open_sink(options, make=False)
+    if not sink.exists():
+        raise NoTable(options.delta or f"{options.name} in {options.warehouse or 'the catalog'}")
+    return sink
+
+
+def open_sink(options: TableOptions, schema: pa.Schema | None = None, *, make: bool = True) -> Sink:
+    """The table as a sink; nothing is created before the first round, then with these columns.
+
+    But for an SQLite catalog: it is made here, or without `make` NoTable is raised if there is none.
+    """
     require("pyarrow")
     from bridge.ingest.columns import MESSAGES
 
     schema = MESSAGES if schema is None else schema
+    Place(options.state or "")  # a place that cannot be is refused before anything is made
     if options.delta:
         require("deltalake")
         from bridge.ingest.sinks.delta import DeltaSink
@@ -48,7 +61,7 @@ def open_sink(options: TableOptions, schema: pa.Schema | None = None) -> Sink:
 
     if "." not in options.name:
         raise BadOption(f"--table {options.name}: write it as namespace.table, such as lake.messages")
-    catalog = open_catalog(options.warehouse, options.catalog, options.endpoint)
+    catalog = open_catalog(options.warehouse, options.catalog, options.endpoint, make=make)
     state = options.state
     if state is None and options.warehouse:
         # not below the table: engines that remove orphan files there would remove it

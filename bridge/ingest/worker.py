@@ -46,7 +46,11 @@ OF_THE_OBJECT = frozenset(
         "KMS.NotFoundException",
     }
 )
-MAX_OBJECT = 256 << 20  # a larger one is refused unread: three of them are in memory at once
+# The largest object that the s3 exporter makes: 256 MiB of payloads and topics (the most that `sizeHintBytes`
+# can be; gzip brings base64 back to the size of what is in it), the rest of 100,000 lines (two names of at
+# most 255 characters, epoch, number, time and keys), and 2 % for what packing adds to what it cannot shrink.
+# A larger one is refused unread: three of them are in memory at once.
+MAX_OBJECT = (256 * 1024 * 1024 + 100_000 * 700) * 102 // 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ def _get(store: Store, key: str, size: int) -> bytes:
         said = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
         if said.get("Code") not in OF_THE_OBJECT:
             raise
-        raise Unreadable(f"{said['Code']}: {' '.join(str(said.get('Message')).split())}") from error
+        raise Unreadable(f"{said['Code']}: {said.get('Message')}") from error
 
 
 def _take(

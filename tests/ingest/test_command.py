@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 
 from bridge.ingest.console import outside
+from bridge.ingest.errors import IngestError
 from bridge.ingest.heads import Head
+from bridge.ingest.job import run
 from bridge.ingest.planner import StreamId
 from bridge.ingest.state import State, StateStore
 from bridge.ingest.store import Place
@@ -25,11 +30,11 @@ from tests.ingest.gateway import EPOCH, START, Gateway, head_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "bridge.ingest.main", *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -153,8 +158,76 @@ def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(landing: Place, 
     assert out == ""
 
 
+def test_a_directory_that_cannot_be_read_ends_a_run_and_is_not_taken_for_an_empty_one(
+    tmp_path: Path, iceberg: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    landing = Place(str(tmp_path / "landing"))
+    Gateway(landing).export(0, 9)
+    closed, scandir = str(tmp_path / "landing" / "gateway=gw-a"), os.scandir
+
+    def denied(path: Any) -> Any:  # root, who may run this, can read every directory
+        if str(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", closed)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(IngestError, match=f"^{closed}: cannot be listed: Permission denied; "):
+        run(pytest.fail, landing, iceberg())
+
+
+def test_a_folder_whose_name_is_no_text_is_told_of_and_stops_nothing(tmp_path: Path) -> None:
+    landing = Place(str(tmp_path / "landing"))
+    need_java()
+    Gateway(landing).export(0, 9)
+    latin = tmp_path / "landing" / os.fsdecode(b"Z\xfcrich")
+    key = Gateway(Place(str(latin)), "gw-b").export(0, 9)
+    where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"))
+    done = command(*where, "--master", "local[2]")
+    assert done.returncode == 0, done.stderr
+    assert "complete: 10 rows" in done.stdout
+    assert f"not named like data (1): Z\\udcfcrich/{key}" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--source", "--warehouse", "--delta", "--state"])
+@pytest.mark.parametrize("url", ["gs://bucket/lake", "abfss:box/lake"])
+def test_a_url_of_another_store_is_refused_and_not_taken_for_a_directory(
+    tmp_path: Path, option: str, url: str
+) -> None:
+    given = {"--source": str(tmp_path), "--warehouse": str(tmp_path / "lake"), option: url}
+    done = command("report", *(part for pair in given.items() for part in pair), folder=tmp_path)
+    assert done.returncode == 2, done.stderr
+    scheme = url.partition(":")[0]
+    assert f"{url}: objects cannot be kept at {scheme}:, use s3://bucket/prefix or" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mistake", ["warehouse", "other warehouse", "table", "delta"])
+def test_a_report_on_a_table_that_is_not_there_says_so_and_makes_nothing(
+    tmp_path: Path, mistake: str
+) -> None:
+    landing = Place(str(tmp_path / "landing"))
+    Gateway(landing).head(head_of(-1))
+    open_sink(TableOptions(warehouse=str(tmp_path / "lake"))).target()
+    (tmp_path / "other").mkdir()
+    table = {
+        "warehouse": ["--warehouse", str(tmp_path / "lak")],
+        "other warehouse": ["--warehouse", str(tmp_path / "other")],
+        "table": ["--warehouse", str(tmp_path / "lake"), "--table", "lake.mesages"],
+        "delta": ["--delta", str(tmp_path / "lake")],
+    }[mistake]
+    there = sorted(tmp_path.rglob("*"))
+    for subcommand in (["report"], ["accept", "gw-a/s0"], ["prune"]):
+        done = command(*subcommand, "--source", landing.url, *table)
+        assert (done.returncode, done.stdout) == (6, ""), done.stderr
+        (line,) = done.stderr.splitlines()
+        assert "there is no such table" in line
+        assert "lake.mesages" in line if mistake == "table" else table[1] in line
+    assert sorted(tmp_path.rglob("*")) == there
+
+
 def test_a_report_between_upload_and_the_next_run_tells_of_no_loss(tmp_path: Path) -> None:
     landing = Place(str(tmp_path / "landing"))
+    open_sink(TableOptions(warehouse=str(tmp_path / "lake"))).target()  # makes the table
     gateway = Gateway(landing)
     gateway.export(0, 49)
     gateway.head(head_of(49))
@@ -186,6 +259,7 @@ def test_a_stream_that_is_gone_is_reported_with_the_command_that_accepts_it(tmp_
 
 
 def test_an_s3_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path) -> None:
+    open_sink(TableOptions(warehouse=str(tmp_path))).target()  # makes the table
     done = command(
         *("report", "--source", "s3://nowhere/x", "--endpoint-url", "http://127.0.0.1:1"),
         *("--warehouse", str(tmp_path)),
@@ -297,6 +371,8 @@ def test_a_prefix_without_any_gateway_does_not_look_complete(bucket: Place, subc
     need_java()
     Gateway(bucket.join("deeper")).head(head_of(9))  # a typo, or one level too high
     where = ("--source", bucket.url, "--endpoint-url", str(bucket.endpoint))
+    if subcommand:
+        open_sink(TableOptions(delta=f"{bucket.url}-lake", endpoint=bucket.endpoint)).target()
     done = command(*subcommand, *where, "--delta", f"{bucket.url}-lake")
     assert done.returncode == 6
     assert f"nothing found under {bucket.url}: no object and no head of any gateway" in done.stderr

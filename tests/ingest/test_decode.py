@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pyarrow as pa
 import pytest
 from botocore.exceptions import ClientError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge import plugins
+from bridge.export.planning import MAX_RECORDS
 from bridge.ingest import decode as module
-from bridge.ingest.columns import MESSAGES
+from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
 from bridge.ingest.decode import NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable
 from bridge.ingest.planner import Inventory, Limits, plan
@@ -175,6 +179,14 @@ def test_columns_that_the_table_cannot_have_are_refused(
         decode(FORMS[form](content(**extra)), key(form), {})
 
 
+def test_an_object_without_new_columns_is_taken_also_when_others_gave_the_table_too_many(reader: str) -> None:
+    extras = {f"column_{number}": pa.int64() for number in range(MAX_EXTRAS + 1)}
+    assert decode(ndjson(content()), key(), extras).num_rows == 10
+    assert decode(ndjson(content(column_7=1)), key(), extras)["column_7"].to_pylist() == [1] * 10
+    with pytest.raises(BadObject, match="1 new columns would make more than 100"):
+        decode(ndjson(content(another=1)), key(), extras)
+
+
 def test_text_that_is_not_utf8_is_refused() -> None:
     table = pa.Table.from_pylist(content())
     table = table.set_column(5, "topic", pa.array([b"\xff"] * 10).view(pa.string()))
@@ -185,6 +197,19 @@ def test_text_that_is_not_utf8_is_refused() -> None:
     pq.write_table(table, sink)
     with pytest.raises(BadObject, match=r"UTF-?8"):
         decode(sink.getvalue().to_pybytes(), key("parquet"), {})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_largest_object_that_a_gateway_makes_is_taken(form: str) -> None:
+    fields = msgspec.inspect.type_info(plugins.load().exporters["s3"].Config).fields  # type: ignore[attr-defined]
+    (most,) = (field.type.le for field in fields if field.name == "size_hint_bytes")
+    part, size = 64, most // MAX_RECORDS  # a part of it: all of it would take long
+    numbers = range(MAX_RECORDS // part)
+    messages = rows("g" * 255, "s" * 255, numbers, payload=lambda number: os.urandom(size))
+    data = FORMS[form](messages)
+    assert most < len(data) * part < MAX_OBJECT
+    if form == "ndjson.gz":
+        assert len(gzip.decompress(data)) * part < module.MAX_UNPACKED
 
 
 def test_an_object_of_more_bytes_than_a_worker_holds_is_refused_unread(tmp_path: Path) -> None:
@@ -236,11 +261,11 @@ def test_a_codec_that_this_arrow_was_built_without_is_not_the_fault_of_the_objec
 class Refusing:
     """A store as S3 behaves when it does not hand out an object."""
 
-    def __init__(self, code: str) -> None:
-        self.code = code
+    def __init__(self, code: str, message: str = "no\n way") -> None:
+        self.error = {"Code": code, "Message": message}
 
     def get(self, key: str) -> bytes:
-        raise ClientError({"Error": {"Code": self.code, "Message": "no\n way"}}, "GetObject")
+        raise ClientError({"Error": self.error}, "GetObject")
 
 
 @pytest.mark.parametrize(
@@ -249,6 +274,12 @@ class Refusing:
 def test_an_object_that_s3_does_not_hand_out_is_unreadable(code: str) -> None:
     with pytest.raises(Unreadable, match=f"{code}: no way"):
         _get(cast(Store, Refusing(code)), "key", 10)
+
+
+def test_what_s3_says_is_kept_in_short() -> None:
+    with pytest.raises(Unreadable) as refused:
+        _get(cast(Store, Refusing("AccessDenied", "no way " * 1000)), "key", 10)
+    assert len(str(refused.value)) <= 200
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "SlowDown", "InternalError", "NoSuchBucket"])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -16,7 +22,7 @@ from bridge.ingest.job import run
 from bridge.ingest.planner import Limits
 from bridge.ingest.state import Quarantined, State, StateStore
 from bridge.ingest.store import Place
-from tests.ingest.gateway import EPOCH, Gateway, head_of
+from tests.ingest.gateway import EPOCH, Gateway, head_of, ndjson, rows
 
 pytestmark = pytest.mark.spark
 Sink = Callable[[], Any]
@@ -124,6 +130,20 @@ def test_bad_objects_are_quarantined_with_a_reason_and_stop_nothing(
     assert (summary.rows, summary.report.total("quarantined")) == (100, 400)
     assert cut not in {document["key"] for document in summary.report.refused}
     assert numbers(sink()) == [*range(100), *range(200, 300), *range(500, 510)]
+
+
+def test_a_bad_object_that_says_much_leaves_little_in_the_state(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    much = "x" * 1_000_000
+    gateway = Gateway(landing)
+    gateway.export(0, 0, data=ndjson(rows(much, "s0", [0])))
+    gateway.export(1, 1, form="parquet", **{much: 1})
+    summary = run(spark, landing, iceberg())
+    reasons = [document["reason"] for document in summary.report.refused]
+    assert [reason[:20] for reason in reasons] == ["gateway is 'xxxxxxxx", "column 'xxxxxxxxxxxx"]
+    assert max(map(len, reasons)) <= 200
+    assert sum(entry.size for entry in iceberg().state().open().list()) < 2000
 
 
 def test_a_stream_made_again_under_its_name_is_another_one(spark: Any, landing: Place, sink: Sink) -> None:
@@ -238,9 +258,9 @@ def test_an_archived_object_is_reported_stops_nothing_and_is_tried_again(
     name, _, prefix = bucket.url.removeprefix("s3://").partition("/")
     s3, data = boto3.client("s3", endpoint_url=bucket.endpoint), bucket.open().get(archived)
     s3.put_object(Bucket=name, Key=f"{prefix}/{archived}", Body=data, StorageClass="GLACIER")
-    for rows in (10, 0):  # the second run has nothing but this object to do, and is no failure
+    for count in (10, 0):  # the second run has nothing but this object to do, and is no failure
         summary = run(spark, bucket, sink())
-        assert (summary.rows, summary.rounds[0].unreadable, summary.quarantined) == (rows, 1, 0)
+        assert (summary.rows, summary.rounds[0].unreadable, summary.quarantined) == (count, 1, 0)
         (document,) = summary.report.unreadable
         assert document["key"] == archived
         assert document["reason"].startswith("InvalidObjectState: The operation is not valid")
@@ -337,3 +357,43 @@ def test_two_runs_at_once_store_everything_once(
     assert others == [200]
     assert summary.rows == 0  # its round was thrown away, and what was left to plan had been done
     assert numbers(sink()) == [*range(150), *range(200, 250)]
+
+
+def test_a_run_that_is_stopped_ends_its_own_jobs_and_none_of_others_in_the_session(
+    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+) -> None:
+    started, go = tmp_path / "started", tmp_path / "go"
+
+    def slow(batches: Iterator[Any]) -> Iterator[Any]:
+        started.touch()
+        while not go.exists():
+            time.sleep(0.05)
+        yield from batches
+
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    def stop_in_the_task() -> None:
+        with held.open("wb"):  # waits for the task that reads it
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stopped.wait(60)
+
+    held, stopped = Path(landing.url) / Gateway(landing).export(0, 9), threading.Event()
+    held.unlink()
+    os.mkfifo(held)
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            other = pool.submit(spark.range(0, 3, 1, 1).mapInArrow(slow, "id bigint").collect)
+            while not started.exists():
+                time.sleep(0.05)
+            pool.submit(stop_in_the_task)
+            with pytest.raises(InterruptedError):
+                run(spark, landing, iceberg())
+            stopped.set()
+            go.touch()
+            assert [row.id for row in other.result(60)] == [0, 1, 2]
+    finally:
+        go.touch()
+        stopped.set()
+        signal.signal(signal.SIGUSR1, before)

@@ -29,6 +29,9 @@ def test_intervals_behave_as_the_set_of_their_numbers(
     assert plain(ranges.missing(low, low + length)) == wanted - numbers
     assert plain(ranges.common(low, low + length)) == wanted & numbers
     assert ranges.covers(low, low + length) == (wanted <= numbers)
+    assert ranges.common(low + 1, low) == ranges.missing(low + 1, low) == []
+    assert plain(ranges.take(low, low + length)) == wanted & numbers
+    assert ranges == Ranges((number, number) for number in sorted(numbers - wanted))
 
 
 @given(pairs)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from bridge.ingest.report import KINDS, Report, build
 from bridge.ingest.state import Piece, Quarantined, State
 from bridge.ingest.store import Entry, Place
 from bridge.objectkeys import data_key
+from tests.ingest.gateway import Gateway, head_of
 
 EPOCH = 1_795_000_000_000
 HEAD = Head(EPOCH, oldest=0, newest=2_000_000_999, exported=2_000_000_499, dropped=((90, 99, "expired"),))
@@ -103,6 +107,34 @@ def test_a_head_object_that_cannot_be_is_a_note_and_stops_nothing(tmp_path: Path
     assert found.problems[0].startswith("_gateway/gw-a.json: not a head object")
 
 
+def test_a_head_object_that_says_much_is_told_and_kept_in_short(tmp_path: Path) -> None:
+    much = "x" * 1_000_000
+    landing = Place(str(tmp_path))
+    Gateway(landing).head(head_of(9, dropped=[[0, 4, much]]))
+    other = {"gateway": much, "updated": 1, "streams": []}
+    (tmp_path / "_gateway" / "other.json").write_text(json.dumps(other))
+    heads = read_heads(landing.open())
+    assert [len(reason) for _, _, reason in heads.streams[StreamId("gw-a", "s0", EPOCH)].dropped] == [200]
+    assert max(map(len, heads.problems)) < 300
+
+
+def test_what_is_not_named_as_the_head_of_its_gateway_is_not_taken_for_one(tmp_path: Path) -> None:
+    landing = Place(str(tmp_path))
+    older, newer = Gateway(landing), Gateway(landing)
+    older.head(head_of(9))
+    copies = [tmp_path / "_gateway" / name for name in ("gw-a.json.bak", "gw-b.json", "old/gw-a.json")]
+    for copy in copies:
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes((tmp_path / "_gateway" / "gw-a.json").read_bytes())
+    newer.head(head_of(99), updated=EPOCH + 1)
+    heads = read_heads(landing.open())
+    assert heads.streams[StreamId("gw-a", "s0", EPOCH)].newest == 99
+    assert heads.gateways == {"gw-a": EPOCH + 1}
+    assert sorted(problem.partition(":")[0] for problem in heads.problems) == sorted(
+        str(copy.relative_to(tmp_path)) for copy in copies
+    )
+
+
 def test_where_nothing_is_known_nothing_is_complete() -> None:
     assert not build(State(), Inventory([]), Heads(), "lake.messages", 0).complete
 
@@ -136,6 +168,26 @@ def test_a_range_that_a_gateway_has_joined_hides_no_loss_and_invents_none(
     assert found.complete == (not lost)
     first = [hole for hole in found.streams[0].holes if hole.first <= 18]
     assert {hole.reason for hole in first} == ({"10 of these 11 were dropped"} if 11 in lost else {"joined"})
+
+
+@pytest.mark.parametrize("reason", ["expired", "joined:9"])
+def test_a_report_on_many_dropped_ranges_costs_what_they_are_and_not_their_square(reason: str) -> None:
+    def calls(ranges: int) -> int:
+        stream, state = StreamId("gw-a", "s0", EPOCH), State()
+        there = [Piece(n, n, EPOCH, EPOCH) for n in range(9, 10 * ranges, 10)]
+        state.of(stream).take(there, known_last=-1)
+        dropped = tuple((n, n + 8, reason) for n in range(0, 10 * ranges, 10))
+        heads = Heads({stream: Head(EPOCH, 0, 10 * ranges - 1, 10 * ranges - 1, dropped)})
+        counted: Counter[str] = Counter()
+        sys.setprofile(lambda frame, event, value: counted.update([event]))
+        try:
+            found = build(state, Inventory([]), heads, "lake.messages", state.rows())
+        finally:
+            sys.setprofile(None)
+        assert (found.total("trimmed"), len(found.streams[0].holes)) == (9 * ranges, ranges)
+        return counted.total()
+
+    assert calls(200) < 5 * calls(50)
 
 
 def of_a_stream_that_was(waiting: int, now: Heads) -> Report:

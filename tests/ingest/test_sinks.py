@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from bridge.ingest import state
 from bridge.ingest.decode import decode
 from bridge.ingest.errors import BadOption, Moved, StateMissing
 from bridge.ingest.files import DataFile, DayFiles
-from bridge.ingest.state import State, StateStore
+from bridge.ingest.job import run
+from bridge.ingest.state import State, StateStore, load_state
 from bridge.ingest.store import Place
 from bridge.ingest.table import TableOptions, open_sink
 from bridge.objectkeys import parse_key
@@ -192,15 +194,57 @@ def test_tables_with_one_place_for_their_state_leave_each_others_alone(
     assert [known.notes["note"] for known in found] == ["one again", "other again"]
 
 
+@pytest.mark.parametrize("kind", ["iceberg of two catalogs", "delta", "delta of two hosts"])
+def test_tables_whose_names_are_alike_never_lose_their_state_to_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    options = {
+        "iceberg of two catalogs": [TableOptions(warehouse=str(tmp_path / name)) for name in ("a", "b")],
+        "delta": [TableOptions(delta=str(tmp_path / name)) for name in ("site_a/m", "site/a_m")],
+        "delta of two hosts": [TableOptions(delta=str(tmp_path / "m"))] * 2,
+    }[kind]
+    one, other = (open_sink(replace(each, state=str(tmp_path / "state"))) for each in options)
+    monkeypatch.setattr(state, "time", days_ago(8))
+    committed(one, "one")
+    if kind == "delta of two hosts":
+        (tmp_path / "m").rename(tmp_path / "of one host")
+    committed(other, "other")
+    monkeypatch.setattr(state, "time", time)
+    committed(other, "other again")
+    committed(other, "and again")
+    if kind == "delta of two hosts":
+        (tmp_path / "m").rename(tmp_path / "of the other host")
+        (tmp_path / "of one host").rename(tmp_path / "m")
+    assert StateStore(one.state()).load(one.pointer()).notes == {"note": "one"}
+
+
+def test_a_table_that_is_not_made_yet_deletes_no_state_of_its_namesake(
+    tmp_path: Path, landing: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Gateway(landing).head()
+    options = TableOptions(warehouse=str(tmp_path / "old"), state=str(tmp_path / "state"))
+    open_sink(options).target()
+    monkeypatch.setattr(state, "time", days_ago(8))
+    at = Place(str(tmp_path / "state" / "lake.messages"))  # where earlier versions had it
+    version = StateStore(at).save(State(notes={"note": "old"}), None)
+    open_sink(options).commit(None, version, [])
+    monkeypatch.setattr(state, "time", time)
+    run(pytest.fail, landing, open_sink(replace(options, warehouse=str(tmp_path / "new"))))
+    assert load_state(open_sink(options)).notes == {"note": "old"}
+
+
+@pytest.mark.parametrize("folder", ["", "of its name"])
 @pytest.mark.parametrize("kind", ["iceberg", "delta"])
-def test_a_state_that_an_earlier_version_wrote_is_found(tmp_path: Path, kind: str) -> None:
+def test_a_state_that_an_earlier_version_wrote_is_found(tmp_path: Path, kind: str, folder: str) -> None:
     where = {"delta": str(tmp_path / "messages")} if kind == "delta" else {"warehouse": str(tmp_path)}
+    name = f"{tmp_path}/messages".strip("/").replace("/", "_") if kind == "delta" else "lake.messages"
 
     def opened() -> Any:
         return open_sink(TableOptions(**where, state=str(tmp_path / "state")))
 
     opened().target()
-    before = StateStore(Place(str(tmp_path / "state"))).save(State(notes={"note": "before"}), None)
+    older = tmp_path / "state" / (name if folder else "")
+    before = StateStore(Place(str(older))).save(State(notes={"note": "before"}), None)
     opened().commit(None, before, [])
     assert StateStore(opened().state()).load(opened().pointer()).notes == {"note": "before"}
     committed(opened(), "after")
@@ -216,7 +260,7 @@ def test_the_state_of_a_table_in_a_catalog_is_found_without_naming_the_warehouse
     sql = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
     open_sink(TableOptions(warehouse=str(tmp_path), catalog=sql)).target()
     known = open_sink(TableOptions(catalog=sql)).state()
-    assert known.url == f"{tmp_path}/_streambridge/lake.messages"
+    assert known.url.rpartition("/")[0] == f"{tmp_path}/_streambridge/lake.messages"
     with pytest.raises(BadOption, match="where is its state"):
         open_sink(TableOptions("lake.other", catalog=sql)).state()
 

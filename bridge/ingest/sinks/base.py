@@ -50,6 +50,9 @@ class Sink(Protocol):
     def name(self) -> str:
         """What the table is called in messages."""
 
+    def exists(self) -> bool:
+        """Whether the table has been made."""
+
     def pointer(self) -> int | None:
         """The version of the state that the table's content agrees with; None: nothing committed yet."""
 
@@ -57,7 +60,7 @@ class Sink(Protocol):
         """Where and with which columns data files are to be written; makes the table if there is none."""
 
     def state(self) -> Place:
-        """Where the state documents are."""
+        """Where the state documents are; a table that is made has a place that no other one has."""
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         """Add columns that the table does not have yet."""
@@ -81,9 +84,14 @@ class Sink(Protocol):
         """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""
 
 
-def state_of(name: str, at: Place) -> Place:
-    """Where a table's state is at a place that tables may share: below it, in a folder of its name."""
-    return at if at.url.rstrip("/").endswith(f"/{name}") else at.join(name)
+def state_of(name: str, at: Place, identity: str | None) -> Place:
+    """Where a table's state is at a place that tables may share: below it, in a folder of its own.
+
+    The name alone may be that of another catalog's or host's table too, so the identity that the table got
+    when it was made is in it; None is a table that is not made yet, which has no state.
+    """
+    named = at if at.url.rstrip("/").endswith(f"/{name}") else at.join(name)
+    return named.join(identity) if identity else named
 
 
 def discard(sink: Sink, files: Sequence[DataFile]) -> None:

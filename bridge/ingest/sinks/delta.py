@@ -54,6 +54,9 @@ class DeltaSink:
             return DeltaTable(self.place.url, storage_options=self._options)
         return None
 
+    def exists(self) -> bool:
+        return self.table() is not None
+
     def _made(self) -> DeltaTable:
         table = self.table()
         if table is None:
@@ -69,7 +72,9 @@ class DeltaSink:
         # VACUUM leaves folders alone whose names begin with an underscore
         if self._state_at:
             path = self.place.url.rpartition("://")[2].strip("/")
-            return state_of(path.replace("/", "_"), Place(self._state_at, self.place.endpoint))
+            table = self.table()
+            identity = str(table.metadata().id) if table else None
+            return state_of(path.replace("/", "_"), Place(self._state_at, self.place.endpoint), identity)
         return self.place.join("_streambridge")
 
     def pointer(self) -> int | None:

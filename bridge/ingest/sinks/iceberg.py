@@ -29,7 +29,7 @@ from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
 from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
-from bridge.ingest.errors import BadOption, IngestError, Moved
+from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
 from bridge.ingest.store import Place, table_folder
@@ -73,6 +73,9 @@ class IcebergSink:
         except NoSuchTableError:
             return None
 
+    def exists(self) -> bool:
+        return self.table() is not None
+
     def _made(self) -> Table:
         found = self.table()
         if found is not None:
@@ -92,7 +95,8 @@ class IcebergSink:
         at = self._state_at or (table.properties.get(STATE_AT) if table else None)
         if at is None:
             raise BadOption(f"{self.name}: where is its state? give --state URL, or --warehouse")
-        return state_of(self.name, Place(at, self.endpoint))
+        identity = str(table.metadata.table_uuid) if table else None
+        return state_of(self.name, Place(at, self.endpoint), identity)
 
     def pointer(self) -> int | None:
         table = self.table()
@@ -225,8 +229,13 @@ class IcebergSink:
         return table.scan(selected_fields=tuple(columns) if columns else ("*",), limit=limit).to_arrow()
 
 
-def open_catalog(warehouse: str | None, properties: Mapping[str, str], endpoint: str | None) -> Catalog:
-    """The catalog that the properties name; without any, an SQLite file in the warehouse directory."""
+def open_catalog(
+    warehouse: str | None, properties: Mapping[str, str], endpoint: str | None, *, make: bool = True
+) -> Catalog:
+    """The catalog that the properties name; without any, an SQLite file in the warehouse directory.
+
+    Without `make` that file must be there: raises NoTable if it is not, and makes nothing.
+    """
     options = dict(properties)
     if endpoint:
         options.setdefault("s3.endpoint", endpoint)
@@ -238,9 +247,13 @@ def open_catalog(warehouse: str | None, properties: Mapping[str, str], endpoint:
         place = Place(warehouse)
         if not place.is_s3:
             folder = table_folder("--warehouse", warehouse, "%#?")
-            folder.mkdir(parents=True, exist_ok=True)
             warehouse = f"file://{folder}"  # not quoted: pyiceberg takes the rest for the path as it is
-            if "uri" not in options and "type" not in options:
+            own = "uri" not in options and "type" not in options
+            if make:
+                folder.mkdir(parents=True, exist_ok=True)
+            elif own and not (folder / "catalog.db").exists():
+                raise NoTable(str(folder))
+            if own:
                 options |= {"type": "sql", "uri": f"sqlite:///{folder / 'catalog.db'}"}
         options.setdefault("warehouse", warehouse)
     if "type" not in options and "uri" not in options:
