@@ -31,7 +31,7 @@ from pyiceberg.typedef import Record
 from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
-from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
+from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
 from bridge.ingest.store import Place, table_folder
 from bridge.ingest.worker import Target
 
@@ -98,10 +98,17 @@ class IcebergSink:
         table = self.table()
         return _pointer(table) if table else None
 
+    def differences(self) -> list[Difference]:
+        table = self.table()
+        return self._differences(table) if table else []
+
+    def _differences(self, table: Table) -> list[Difference]:
+        return differences(_arrow(_schema(self.schema)), _arrow(table.schema()))
+
     def target(self) -> Target:
         table = self._made()
-        schema = schema_to_pyarrow(table.schema(), include_field_ids=True)
-        schema = pa.schema([_narrow(field) for field in schema])
+        check(self.name, self._differences(table))
+        schema = _arrow(table.schema())
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
         return Target(
@@ -114,8 +121,8 @@ class IcebergSink:
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         for attempt in range(ATTEMPTS):
             table = self._made()
-            known = {field.name for field in table.schema().fields}
-            wanted = {name: kind for name, kind in columns.items() if name not in known}
+            known = {field.name.lower() for field in table.schema().fields}
+            wanted = {name: kind for name, kind in columns.items() if name.lower() not in known}
             if not wanted:
                 return
             added = _schema(pa.schema(list(wanted.items())))
@@ -136,6 +143,7 @@ class IcebergSink:
                 return
             if found != previous:
                 raise Moved(f"{self.name}: another run committed first")
+            check(self.name, self._differences(table))
             try:
                 with table.transaction() as change:
                     with change.update_snapshot(
@@ -368,6 +376,11 @@ def _inner(kind: pa.DataType, ids: Iterator[int]) -> list[dict[str, Any]]:
     else:
         return []
     return [{"field-id": next(ids), "names": [name], "fields": _inner(inner, ids)} for name, inner in fields]
+
+
+def _arrow(schema: Schema) -> pa.Schema:
+    """The columns as data files have them, with their field ids."""
+    return pa.schema([_narrow(field) for field in schema_to_pyarrow(schema, include_field_ids=True)])
 
 
 def _narrow(field: pa.Field) -> pa.Field:
