@@ -203,9 +203,8 @@ class Step:
             fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
 
     def _read(self, spark: SparkSession, parts: list[list[str]], fresh: Fresh) -> DataFrame:
-        place = self.messages.target().place
         frame = spark.range(0, len(parts), 1, len(parts))
-        return frame.mapInArrow(reading(parts, place, pack_fresh(fresh), self.form), READ)
+        return frame.mapInArrow(reading(parts, self.messages.target(), pack_fresh(fresh), self.form), READ)
 
 
 def _parsed(spark: SparkSession, ddl: str) -> StructType:

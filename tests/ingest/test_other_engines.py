@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyiceberg.types import BinaryType
 
 from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
 from bridge.ingest.store import Place
+from bridge.ingest.table import open_sink
 from tests.ingest.gateway import Gateway
+from tests.ingest.test_command import command
 from tests.ingest.test_job import numbers
+from tests.ingest.test_refine import Lake
 
 pytestmark = pytest.mark.spark
 Sink = Callable[[], Any]
@@ -120,3 +125,127 @@ def test_an_object_with_a_column_that_the_table_has_in_another_case_is_quarantin
     assert numbers(sink()) == [*range(10), *range(20, 30)]
     sink().add_columns({"temp": pa.float64()})  # of a round that had planned before
     assert [name for name in sink().read().column_names if name.lower() == "temp"] == ["Temp"]
+
+
+def values(sink: Any) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = sink.read().sort_by("sequence_number").to_pylist()
+    return rows
+
+
+def test_compaction_keeps_the_values_of_columns_that_were_renamed(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    for first in (0, 10):
+        Gateway(landing).export(first, first + 9, qos=lambda n: n)
+        run(spark, landing, iceberg())
+    renamed(iceberg(), "payload", "body")
+    renamed(iceberg(), "qos", "quality")
+    before = values(iceberg())
+    assert (before[7]["body"], before[7]["quality"]) == (b'{"n":7,"temp":20.70}', 7)
+    done = iceberg().compact(spark)
+    assert (done.before, done.after, done.rows, done.left) == (2, 1, 20, 0)
+    assert values(iceberg()) == before
+
+
+def test_compaction_leaves_files_alone_that_hold_a_column_which_was_dropped(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    for first in (0, 10, 20, 30):
+        Gateway(landing).export(first, first + 9, **({"qos": 1} if first < 20 else {}))
+        run(spark, landing, iceberg())
+        if first == 10:
+            snapshot = iceberg().table().current_snapshot().snapshot_id
+            with iceberg().table().update_schema() as update:
+                update.delete_column("qos")
+    done = iceberg().compact(spark)
+    assert (done.before, done.after, done.left) == (2, 1, 2)
+    old = iceberg().table().scan(snapshot_id=snapshot).to_arrow()
+    assert old["qos"].to_pylist() == [1] * 20
+
+
+def test_compaction_refuses_a_table_that_does_not_say_any_more_which_message_a_row_is(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    Gateway(landing).export(0, 9)
+    run(spark, landing, iceberg())
+    renamed(iceberg(), "sequence_number", "number")
+    with pytest.raises(IngestError, match=r"its column sequence_number \(int64\) was renamed"):
+        iceberg().compact(spark)
+
+
+def test_a_refined_table_can_be_compacted(spark: Any, landing: Place, tmp_path: Path) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    for first in (0, 10):
+        Gateway(landing).export(first, first + 9, payload=b'{"n":1,"at":{"lat":[47.1]},"tags":["a","b"]}')
+        lake.ingest()
+        lake.refine()
+    before = lake.rows("readings")
+    assert (before[0]["tags"], before[0]["at"]) == (["a", "b"], {"lat": [47.1]})
+    done = open_sink(lake._options("readings")).compact(spark)
+    assert (done.before, done.after, done.rows) == (2, 1, 20)
+    assert lake.rows("readings") == before
+
+
+def test_files_that_unpack_to_much_are_not_put_together_in_one(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    big = bytes(1 << 20)
+    for first in (0, 100, 200):
+        Gateway(landing).export(first, first + 99, form="parquet", payload=big)
+        run(spark, landing, iceberg())
+    assert sum(file.size for file in iceberg().files()) < 1 << 20
+    done = iceberg().compact(spark)
+    assert (done.before, done.after, done.rows, done.left) == (2, 1, 200, 0)
+    assert sorted(file.rows for file in iceberg().files()) == [100, 200]
+    assert iceberg().compact(spark).before == 0
+    assert numbers(iceberg()) == list(range(300))
+
+
+def test_values_that_another_engine_has_stored_only_once_stay_so_in_compaction(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    for first in (0, 10):
+        Gateway(landing).export(first, first + 9, qos=lambda n: n)
+        run(spark, landing, iceberg())
+    for file in iceberg().files():  # as one that writes dictionaries of all columns
+        path = Path(iceberg().table().location().removeprefix("file://")) / file.path
+        table = pq.read_table(path)
+        last = table["sequence_number"][-1].as_py()
+        table = table.set_column(6, table.schema.field("payload"), pa.array([b"%d" % (last % 2)] * 10))
+        pq.write_table(table, path, use_dictionary=True)
+    before = values(iceberg())
+    assert iceberg().compact(spark).before == 2
+    assert values(iceberg()) == before
+
+
+def swapped(sink: Any, one: str, other: str) -> None:
+    renamed(sink, one, "between")
+    renamed(sink, other, one)
+    renamed(sink, "between", other)
+
+
+def test_refine_reads_the_column_that_has_the_name_now(spark: Any, landing: Place, tmp_path: Path) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    Gateway(landing).export(0, 4, form="parquet", raw=b'{"n":77}')
+    lake.ingest()
+    swapped(open_sink(lake.options), "payload", "raw")
+    lake.refine(schema="n BIGINT")
+    assert [row["n"] for row in lake.rows("readings")] == [77] * 5
+
+
+def test_refine_says_in_one_line_which_file_has_no_payloads(
+    landing: Place, tmp_path: Path, spark: Any
+) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    Gateway(landing).export(0, 4)
+    lake.ingest()
+    with open_sink(lake.options).table().update_schema() as update:
+        update.delete_column("payload")
+    with open_sink(lake.options).table().update_schema() as update:
+        update.add_column("payload", BinaryType())
+    where = ("--warehouse", str(tmp_path / "lake"), "--to", "lake.readings", "--schema", "n BIGINT")
+    done = command("refine", *where)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("streambridge ingest: data/ingest_day=2026-11-18/")
+    assert "this data file has no values of the table's column payload" in last

@@ -36,7 +36,10 @@ class LiveFile:
 
 @dataclass(slots=True)
 class Compacted:
-    """What was put together: files before and after, and the rows in them; `left` are marked files."""
+    """What was put together: files before and after, and the rows in them.
+
+    `left` are files that another engine has changed so that they are left alone.
+    """
 
     before: int = 0
     after: int = 0

@@ -28,7 +28,7 @@ from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
-from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
+from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, has_variant
 from bridge.ingest.errors import BadOption, IngestError, Moved
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
@@ -100,14 +100,15 @@ class IcebergSink:
 
     def differences(self) -> list[Difference]:
         table = self.table()
-        return self._differences(table) if table else []
-
-    def _differences(self, table: Table) -> list[Difference]:
-        return differences(_arrow(_schema(self.schema)), _arrow(table.schema()))
+        return _differences(table, self.schema) if table else []
 
     def target(self) -> Target:
+        return self.layout(self.schema)
+
+    def layout(self, needed: pa.Schema) -> Target:
+        """Like `target`, for what does with these columns."""
         table = self._made()
-        check(self.name, self._differences(table))
+        check(self.name, _differences(table, needed))
         schema = _arrow(table.schema())
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
@@ -143,7 +144,7 @@ class IcebergSink:
                 return
             if found != previous:
                 raise Moved(f"{self.name}: another run committed first")
-            check(self.name, self._differences(table))
+            check(self.name, _differences(table, self.schema))
             try:
                 with table.transaction() as change:
                     with change.update_snapshot(
@@ -186,6 +187,7 @@ class IcebergSink:
                 raise Moved(f"{self.name}: another run has compacted it")
             if any(file.marked for file, _ in old):
                 raise Moved(f"{self.name}: another engine has deleted rows in what was to be compacted")
+            check(self.name, _differences(table, IDENTITY))
             try:
                 with (
                     table.transaction() as change,
@@ -285,6 +287,10 @@ def data_file(table: Table, file: DataFile) -> IcebergFile:
         sort_order_id=None,
         spec_id=table.spec().spec_id,
     )
+
+
+def _differences(table: Table, needed: pa.Schema) -> list[Difference]:
+    return differences(_arrow(_schema(needed)), _arrow(table.schema()))
 
 
 def _keep(table: Table) -> dict[str, str]:
