@@ -251,7 +251,8 @@ def compact(
         else:
             left = (
                 f"; {done.left:,} left as they are, for another engine has deleted rows in them or a column "
-                "of theirs: let it rewrite them (Athena: OPTIMIZE, Spark: rewrite_data_files)"
+                "of theirs, or gave them partitions of its own: let it rewrite them "
+                "(Athena: OPTIMIZE, Spark: rewrite_data_files)"
             )
             print(
                 f"{done.before:,} files became {done.after:,}; {deleted:,} unused files deleted"

@@ -4,7 +4,8 @@ Rounds leave a file for each task and day. `compact` puts the small files of a d
 stream and number, in Spark tasks; one commit replaces them. It may run beside an ingest run: whichever
 commits later looks again. Rows are counted before and after, and a difference stops it. Files are left alone
 in which another engine has marked rows as deleted (in a file put together these would be back), or that
-hold a column which the table has no more (its values would be gone when the table is rolled back).
+hold a column which the table has no more (its values would be gone when the table is rolled back), or whose
+partitions are not days.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     """Replace the small files of each day by large ones, in one commit."""
     target = sink.layout(IDENTITY)
     files = sink.files()
-    bins = list(_bins([file for file in files if not file.marked]))
+    apart = [file for file in files if file.marked or (not file.day and file.size < SMALL)]
+    bins = list(_bins([file for file in files if file.day and not file.marked]))
     parts = [[file.path for file in group] for group in bins]
     rows: list[Any] = []
     if parts:
@@ -63,7 +65,7 @@ def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     }
     old, written = set(bodies["old"]), [DataFile(**body) for body in bodies["file"]]
     removed = [file for file in files if file.path in old]
-    left = sum(file.marked for file in files) + len(bodies["left"])
+    left = len(apart) + len(bodies["left"])
     done = Compacted(len(removed), len(written), sum(file.rows for file in written), left)
     if done.rows != sum(file.rows for file in removed):
         raise IngestError(f"{sink.name}: {done.rows} rows were written for {sum(f.rows for f in removed)}")

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.transforms import IdentityTransform, MonthTransform
 from pyiceberg.types import BinaryType
 
 from bridge.ingest.errors import IngestError
@@ -216,6 +217,71 @@ def test_values_that_another_engine_has_stored_only_once_stay_so_in_compaction(
     before = values(iceberg())
     assert iceberg().compact(spark).before == 2
     assert values(iceberg()) == before
+
+
+def other_partitions(sink: Any, evolution: str) -> None:
+    with sink.table().update_spec() as update:
+        if evolution != "added":
+            update.remove_field("ingest_day")
+        if evolution == "added":
+            update.add_field("stream", IdentityTransform())
+        if evolution == "replaced":
+            update.add_field("ingest_time", MonthTransform(), "ingest_month")
+
+
+@pytest.mark.parametrize("evolution", ["added", "replaced", "removed"])
+def test_partitions_that_another_engine_has_changed_do_not_matter(
+    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink, evolution: str
+) -> None:
+    day = 86_400_000
+    for first in (0, 4):
+        Gateway(landing).export(first, first + 3, step_ms=day)
+        run(spark, landing, iceberg())
+    other_partitions(iceberg(), evolution)
+    rows, path = values(iceberg())[:1], tmp_path / "warehouse" / "by-another-engine.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    iceberg().table().add_files([f"file://{path}"])
+    Gateway(landing).export(8, 11, step_ms=day)
+    assert run(spark, landing, iceberg()).rows == 4
+    Gateway(landing).export(12, 15, stream="s1", step_ms=day)
+    assert run(spark, landing, iceberg()).rows == 4
+    assert (iceberg().rows(), sum(file.rows for file in iceberg().files())) == (17, 17)
+    specs = [file["spec_id"] for file in iceberg().table().inspect.files().to_pylist()]
+    assert (specs.count(0), specs.count(1)) == (16, 1)
+    start = "2026-11-18T00:00:00+00:00"
+    found = iceberg().table().scan(f"ingest_time >= '{start}' and ingest_time < '2026-11-20T00:00:00+00:00'")
+    assert sorted(found.to_arrow()["sequence_number"].to_pylist()) == [0, 0, 1]
+    before = values(iceberg())
+    assert iceberg().compact(spark).left == 1
+    assert values(iceberg()) == before
+    assert iceberg().table().spec().spec_id == 1
+    iceberg().expire(0)
+    assert values(iceberg()) == before
+
+
+def test_files_of_days_are_compacted_also_when_the_table_has_other_partitions_by_now(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    for first in (0, 10):
+        Gateway(landing).export(first, first + 9)
+        run(spark, landing, iceberg())
+    other_partitions(iceberg(), "replaced")
+    assert iceberg().compact(spark).before == 2
+    assert [(file.day, file.rows) for file in iceberg().files()] == [("2026-11-18", 20)]
+    assert iceberg().table().inspect.files()["spec_id"].to_pylist() == [0]
+    assert numbers(iceberg()) == list(range(20))
+
+
+def test_a_table_that_was_never_partitioned_by_day_is_refused(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    iceberg().target()
+    schema = iceberg().table().schema()
+    iceberg().catalog.drop_table("lake.messages")
+    iceberg().catalog.create_table("lake.messages", schema)
+    Gateway(landing).export(0, 9)
+    with pytest.raises(IngestError, match=r"not partitioned by day\(ingest_time\) and never was"):
+        run(spark, landing, iceberg())
 
 
 def swapped(sink: Any, one: str, other: str) -> None:

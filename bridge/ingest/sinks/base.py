@@ -26,7 +26,7 @@ class LiveFile:
     """A data file that the table consists of; a file that came later has a larger `added`."""
 
     path: str  # relative to the table
-    day: str
+    day: str  # empty: another engine wrote it, and put it into partitions of its own
     size: int
     rows: int
     added: int

@@ -98,6 +98,25 @@ class IcebergSink:
         table = self.table()
         return _pointer(table) if table else None
 
+    def _ready(self, table: Table) -> Table:
+        """For a commit: as if its partitions were the days, which pyiceberg takes for all that it adds.
+
+        Another engine may have made other partitions the table's own; a file may have any that it ever had.
+        pyiceberg's own retry fails: it would commit on top of a run that it has not looked at.
+        """
+        days = [spec.spec_id for spec in table.specs().values() if _by_day(table, spec)]
+        if not days:
+            raise IngestError(
+                f"{self.name}: it is not partitioned by day(ingest_time) and never was, so nothing was "
+                "written; add a partition spec that has this field alone (other specs may follow), or use a new table"
+            )
+        update = {
+            "properties": {**table.metadata.properties, "commit.retry.num-retries": "0"},
+            "default_spec_id": max(days),
+        }
+        table.metadata = table.metadata.model_copy(update=update)
+        return table
+
     def differences(self) -> list[Difference]:
         table = self.table()
         return _differences(table, self.schema) if table else []
@@ -109,6 +128,7 @@ class IcebergSink:
         """Like `target`, for what does with these columns."""
         table = self._made()
         check(self.name, _differences(table, needed))
+        self._ready(table)  # says whether it is partitioned as files are written
         schema = _arrow(table.schema())
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
@@ -138,13 +158,14 @@ class IcebergSink:
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         for attempt in range(ATTEMPTS):
-            table = without_retry(self._made())
+            table = self._made()
             found = _pointer(table)
             if found == version:  # an attempt whose answer was lost did commit
                 return
             if found != previous:
                 raise Moved(f"{self.name}: another run committed first")
             check(self.name, _differences(table, self.schema))
+            self._ready(table)
             try:
                 with table.transaction() as change:
                     with change.update_snapshot(
@@ -179,7 +200,7 @@ class IcebergSink:
         """Put files in the place of others, in one step; the state stays the one it was."""
         paths = {file.path for file in removed}
         for attempt in range(ATTEMPTS):
-            table = without_retry(self._made())
+            table = self._ready(self._made())
             marked = _marked(table)
             known = [(live_file(table, entry, marked), entry.data_file) for entry in _entries(table)]
             old = [(file, entry) for file, entry in known if file.path in paths]
@@ -299,11 +320,10 @@ def _keep(table: Table) -> dict[str, str]:
     return {} if version is None else {POINTER: str(version)}
 
 
-def without_retry(table: Table) -> Table:
-    """Make pyiceberg's own retry fail: it would commit on top of a run that it has not looked at."""
-    properties = {**table.metadata.properties, "commit.retry.num-retries": "0"}
-    table.metadata = table.metadata.model_copy(update={"properties": properties})
-    return table
+def _by_day(table: Table, spec: PartitionSpec) -> bool:
+    """Whether these partitions are those of the job: days of ingest_time, and nothing else."""
+    fields = [(field.transform, table.schema().find_column_name(field.source_id)) for field in spec.fields]
+    return fields == [(DayTransform(), "ingest_time")]
 
 
 def _entries(table: Table) -> list[ManifestEntry]:
@@ -337,10 +357,10 @@ def live_file(table: Table, entry: ManifestEntry, marked: Container[str] = ()) -
     """A manifest entry, as the job sees it; `marked` are paths of files with deleted rows."""
     file = entry.data_file
     path = file.file_path.removeprefix(f"{table.location().rstrip('/')}/")
-    day = date(1970, 1, 1) + timedelta(days=file.partition[0])
+    daily = _by_day(table, table.specs()[file.spec_id])
     return LiveFile(
         path,
-        day.isoformat(),
+        (date(1970, 1, 1) + timedelta(days=file.partition[0])).isoformat() if daily else "",
         file.file_size_in_bytes,
         file.record_count,
         entry.file_sequence_number or 0,
