@@ -13,7 +13,7 @@ import pytest
 from pyiceberg.transforms import IdentityTransform, MonthTransform
 from pyiceberg.types import BinaryType
 
-from bridge.ingest.errors import IngestError
+from bridge.ingest.errors import IngestError, StateMissing
 from bridge.ingest.job import run
 from bridge.ingest.store import Place
 from bridge.ingest.table import open_sink
@@ -281,6 +281,74 @@ def test_a_table_that_was_never_partitioned_by_day_is_refused(
     iceberg().catalog.create_table("lake.messages", schema)
     Gateway(landing).export(0, 9)
     with pytest.raises(IngestError, match=r"not partitioned by day\(ingest_time\) and never was"):
+        run(spark, landing, iceberg())
+
+
+def newest(sink: Any) -> int:
+    found: int = sink.table().current_snapshot().snapshot_id
+    return found
+
+
+def rewritten(sink: Any) -> int:
+    """A snapshot of another engine, which knows nothing of the state."""
+    with sink.table().transaction() as change, change.update_snapshot().fast_append():
+        pass
+    return newest(sink)
+
+
+def expired(sink: Any, snapshots: list[int]) -> None:
+    sink.table().maintenance.expire_snapshots().by_ids(snapshots).commit()
+
+
+def rolled_back(sink: Any, snapshot: int) -> None:
+    sink.table().manage_snapshots().rollback_to_snapshot(snapshot).commit()
+
+
+def taken(spark: Any, landing: Place, iceberg: Sink, first: int) -> int:
+    Gateway(landing).export(first, first + 9)
+    assert run(spark, landing, iceberg()).rows == 10
+    return newest(iceberg())
+
+
+@pytest.mark.parametrize("compacted", [False, True], ids=["plain", "compacted"])
+def test_a_table_rolled_back_to_a_snapshot_of_another_engine_takes_again_what_it_lost_and_no_more(
+    spark: Any, landing: Place, iceberg: Sink, compacted: bool
+) -> None:
+    before = [taken(spark, landing, iceberg, first) for first in (0, 10)]
+    then = rewritten(iceberg())
+    rewritten(iceberg())
+    if compacted:
+        assert iceberg().compact(spark).before == 2
+    for first in (20, 30):
+        taken(spark, landing, iceberg, first)
+    expired(iceberg(), before)
+    rolled_back(iceberg(), then)
+    assert numbers(iceberg()) == list(range(20))
+    summary = run(spark, landing, iceberg())
+    assert (summary.rows, summary.report.complete, summary.report.problems[1:]) == (20, True, [])
+    assert numbers(iceberg()) == list(range(40))
+
+
+def test_a_table_whose_rounds_have_expired_is_not_ingested_anew(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    before = taken(spark, landing, iceberg, 0)
+    rewritten(iceberg())
+    expired(iceberg(), [before])
+    assert run(spark, landing, iceberg()).rounds == []
+    taken(spark, landing, iceberg, 10)
+    assert numbers(iceberg()) == list(range(20))
+
+
+def test_after_a_rollback_to_a_snapshot_of_an_unknown_state_the_run_says_so(
+    spark: Any, landing: Place, iceberg: Sink
+) -> None:
+    before = taken(spark, landing, iceberg, 0)
+    then, between = rewritten(iceberg()), rewritten(iceberg())
+    taken(spark, landing, iceberg, 10)
+    rolled_back(iceberg(), then)
+    expired(iceberg(), [before, between])
+    with pytest.raises(StateMissing, match="it was rolled back, and the snapshots that said which state"):
         run(spark, landing, iceberg())
 
 

@@ -2,8 +2,9 @@
 
 The pointer to the state is in the summary of the snapshot that added the files, so rolling the table back
 rolls the state back with it; and in a table property of the same commit, for when that snapshot
-has expired. Every round is a snapshot, even one without files: the catalog then refuses a commit on top
-of a snapshot that is not the newest any more, which is what keeps two runs apart.
+has expired (but not when the table was rolled back then: the property stays what it was). Every round is a
+snapshot, even one without files: the catalog then refuses a commit on top of a snapshot that is not the
+newest any more, which is what keeps two runs apart.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from pyiceberg.manifest import DataFileContent, FileFormat, ManifestContent, Man
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
+from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, has_variant
-from bridge.ingest.errors import BadOption, IngestError, Moved
+from bridge.ingest.errors import BadOption, IngestError, Moved, StateMissing
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
+from bridge.ingest.state import StateStore
 from bridge.ingest.store import Place, table_folder
 from bridge.ingest.worker import Target
 
@@ -96,7 +99,42 @@ class IcebergSink:
 
     def pointer(self) -> int | None:
         table = self.table()
-        return _pointer(table) if table else None
+        return self._pointer(table) if table else None
+
+    def _pointer(self, table: Table) -> int | None:
+        known = list(_ancestry(table))
+        for snapshot in known:
+            if (version := _said(snapshot)) is not None:
+                return version
+        value = table.properties.get(POINTER)  # the snapshot that said it has expired
+        if value is None:
+            return None
+        ids = {snapshot.snapshot_id for snapshot in known}
+        others = [snapshot for snapshot in table.snapshots() if snapshot.snapshot_id not in ids]
+        if any(_said(snapshot) == int(value) for snapshot in others):
+            return self._rolled_back(ids, others)
+        return int(value)
+
+    def _rolled_back(self, known: set[int], others: Sequence[Snapshot]) -> int | None:
+        """The state of a table whose property is that of a snapshot which was rolled back.
+
+        Its own snapshots, `known`, do not say it; but one of the `others` that came right after them tells
+        what it was planned from.
+        """
+        silent = {other.snapshot_id: other.parent_snapshot_id for other in others if _said(other) is None}
+        for other in others:
+            version, below = _said(other), other.parent_snapshot_id
+            while below in silent:
+                below = silent[below]
+            if version is None or below not in known:
+                continue
+            made_it = other.summary is not None and other.summary.operation == Operation.APPEND
+            # what is no round, but a compaction, says the state that was there already
+            return StateStore(self.state()).previous(version) if made_it else version
+        raise StateMissing(
+            f"{self.name}: it was rolled back, and the snapshots that said which state it had then have "
+            f"expired; roll it back to a snapshot whose summary has {POINTER}"
+        )
 
     def _ready(self, table: Table) -> Table:
         """For a commit: as if its partitions were the days, which pyiceberg takes for all that it adds.
@@ -108,7 +146,8 @@ class IcebergSink:
         if not days:
             raise IngestError(
                 f"{self.name}: it is not partitioned by day(ingest_time) and never was, so nothing was "
-                "written; add a partition spec that has this field alone (other specs may follow), or use a new table"
+                "written; add a partition spec that has this field alone (others may follow), or use a new "
+                "table"
             )
         update = {
             "properties": {**table.metadata.properties, "commit.retry.num-retries": "0"},
@@ -159,7 +198,7 @@ class IcebergSink:
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         for attempt in range(ATTEMPTS):
             table = self._made()
-            found = _pointer(table)
+            found = self._pointer(table)
             if found == version:  # an attempt whose answer was lost did commit
                 return
             if found != previous:
@@ -209,10 +248,13 @@ class IcebergSink:
             if any(file.marked for file, _ in old):
                 raise Moved(f"{self.name}: another engine has deleted rows in what was to be compacted")
             check(self.name, _differences(table, IDENTITY))
+            version = self._pointer(table)
+            # the new snapshot says it again: the last one that did may expire
+            keep = {} if version is None else {POINTER: str(version)}
             try:
                 with (
                     table.transaction() as change,
-                    change.update_snapshot(snapshot_properties=_keep(table)).overwrite() as overwrite,
+                    change.update_snapshot(snapshot_properties=keep).overwrite() as overwrite,
                 ):
                     for _, gone in old:
                         overwrite.delete_data_file(gone)
@@ -314,12 +356,6 @@ def _differences(table: Table, needed: pa.Schema) -> list[Difference]:
     return differences(_arrow(_schema(needed)), _arrow(table.schema()))
 
 
-def _keep(table: Table) -> dict[str, str]:
-    """Say in a new snapshot what the last one said about the state: that one may expire."""
-    version = _pointer(table)
-    return {} if version is None else {POINTER: str(version)}
-
-
 def _by_day(table: Table, spec: PartitionSpec) -> bool:
     """Whether these partitions are those of the job: days of ingest_time, and nothing else."""
     fields = [(field.transform, table.schema().find_column_name(field.source_id)) for field in spec.fields]
@@ -368,15 +404,18 @@ def live_file(table: Table, entry: ManifestEntry, marked: Container[str] = ()) -
     )
 
 
-def _pointer(table: Table) -> int | None:
+def _ancestry(table: Table) -> Iterator[Snapshot]:
+    """The current snapshot and those that it was made from, as far as they have not expired."""
     snapshot = table.current_snapshot()
     while snapshot is not None:
-        summary = snapshot.summary
-        if summary is not None and (value := summary.additional_properties.get(POINTER)):
-            return int(value)
+        yield snapshot
         parent = snapshot.parent_snapshot_id
         snapshot = table.snapshot_by_id(parent) if parent is not None else None
-    value = table.properties.get(POINTER)  # the snapshot that said it has expired
+
+
+def _said(snapshot: Snapshot) -> int | None:
+    """The version of the state that a snapshot names."""
+    value = snapshot.summary.additional_properties.get(POINTER) if snapshot.summary else None
     return int(value) if value else None
 
 
