@@ -352,6 +352,20 @@ def test_after_a_rollback_to_a_snapshot_of_an_unknown_state_the_run_says_so(
         run(spark, landing, iceberg())
 
 
+def test_rows_of_files_without_statistics_are_counted(spark: Any, landing: Place, delta: Sink) -> None:
+    for first in (0, 10):
+        Gateway(landing).export(first, first + 9)
+        run(spark, landing, delta())
+    log = max((Path(delta().place.url) / "_delta_log").glob("*.json"))
+    actions = [json.loads(line) for line in log.read_text().splitlines()]
+    for action in actions:
+        action.get("add", {}).pop("stats", None)
+    log.write_text("".join(json.dumps(action) + "\n" for action in actions))
+    summary = run(spark, landing, delta())
+    assert not any("it was changed" in problem for problem in summary.report.problems)
+    assert (delta().rows(), [file.rows for file in delta().files()]) == (20, [10, 10])
+
+
 def swapped(sink: Any, one: str, other: str) -> None:
     renamed(sink, one, "between")
     renamed(sink, other, one)

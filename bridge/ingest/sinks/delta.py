@@ -23,6 +23,7 @@ from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
 from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
 from bridge.ingest.store import Place, table_folder
+from bridge.ingest.stored import footer
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -141,18 +142,14 @@ class DeltaSink:
         if table is None:
             return []
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        deleted = _deleted(table)
-        found = [
-            LiveFile(
-                unquote(action["path"]),
-                str(action[f"partition.{PARTITION}"]),
-                action["size_bytes"],
-                action["num_records"],
-                _millis(action["modification_time"]),
-                _name(action["path"]) in deleted,
-            )
-            for action in actions
-        ]
+        deleted, store = _deleted(table), self.place.open()
+        found = []
+        for action in actions:
+            path, rows = unquote(action["path"]), action.get("num_records")
+            if rows is None:  # another engine, told to collect no statistics
+                rows = footer(store, path).num_rows
+            day, added = str(action[f"partition.{PARTITION}"]), _millis(action["modification_time"])
+            found.append(LiveFile(path, day, action["size_bytes"], rows, added, _name(path) in deleted))
         return sorted(found, key=lambda file: file.added)
 
     def rows(self) -> int:
