@@ -50,7 +50,6 @@ class _Found:
 
 def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     """Replace the small files of each day by large ones, in one commit."""
-    target = sink.layout(IDENTITY)
     files = sink.files()
     apart = [file for file in files if file.marked or (not file.day and file.size < SMALL)]
     bins = list(_bins([file for file in files if file.day and not file.marked]))
@@ -58,7 +57,7 @@ def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     rows: list[Any] = []
     if parts:
         frame = spark.range(0, len(parts), 1, len(parts))
-        work: Any = frame.mapInArrow(_task(parts, target), STATUS)
+        work: Any = frame.mapInArrow(_task(parts, sink.layout(IDENTITY)), STATUS)
         rows = watched(spark, "compact", work.collect)
     bodies = {
         kind: [json.loads(row.body) for row in rows if row.kind == kind] for kind in ("file", "old", "left")

@@ -46,8 +46,7 @@ def named(path: str, file: pa.Schema, table: pa.Schema, wanted: Sequence[str]) -
         if name not in known:
             raise IngestError(
                 f"{path}: this data file has no values of the table's column {name}, for another engine "
-                "wrote it, or made that column anew; roll the table back to before that, or give --to rows "
-                "of a table that has them"
+                "wrote the file, or dropped the column and made it anew; roll the table back to before that"
             )
     return [known[name] for name in wanted]
 

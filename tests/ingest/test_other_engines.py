@@ -15,6 +15,7 @@ from pyiceberg.types import BinaryType
 
 from bridge.ingest.errors import IngestError, StateMissing
 from bridge.ingest.job import run
+from bridge.ingest.prune import prune
 from bridge.ingest.store import Place
 from bridge.ingest.table import open_sink
 from tests.ingest.gateway import Gateway
@@ -64,6 +65,9 @@ def test_a_column_of_the_job_that_was_renamed_stops_the_run_before_anything_is_w
     with pytest.raises(IngestError, match=message):
         run(spark, landing, sink())
     assert sink().rows() == 10
+    with pytest.raises(IngestError, match=message):
+        prune(landing, sink(), 0, dry_run=False, trust_state=False)
+    assert len(list(landing.open().list())) == 2
 
 
 def test_a_column_that_is_renamed_while_a_round_works_stops_its_commit(
@@ -167,8 +171,10 @@ def test_compaction_leaves_files_alone_that_hold_a_column_which_was_dropped(
 def test_compaction_refuses_a_table_that_does_not_say_any_more_which_message_a_row_is(
     spark: Any, landing: Place, iceberg: Sink
 ) -> None:
-    Gateway(landing).export(0, 9)
-    run(spark, landing, iceberg())
+    iceberg().compact(spark)
+    assert iceberg().table() is None
+    for first in (0, 10):
+        taken(spark, landing, iceberg, first)
     renamed(iceberg(), "sequence_number", "number")
     with pytest.raises(IngestError, match=r"its column sequence_number \(int64\) was renamed"):
         iceberg().compact(spark)
@@ -280,7 +286,7 @@ def test_a_table_that_was_never_partitioned_by_day_is_refused(
     iceberg().catalog.drop_table("lake.messages")
     iceberg().catalog.create_table("lake.messages", schema)
     Gateway(landing).export(0, 9)
-    with pytest.raises(IngestError, match=r"not partitioned by day\(ingest_time\) and never was"):
+    with pytest.raises(IngestError, match=r"no partition spec of day\(ingest_time\) alone"):
         run(spark, landing, iceberg())
 
 
@@ -397,3 +403,19 @@ def test_refine_says_in_one_line_which_file_has_no_payloads(
     last = done.stderr.splitlines()[-1]
     assert last.startswith("streambridge ingest: data/ingest_day=2026-11-18/")
     assert "this data file has no values of the table's column payload" in last
+
+
+def test_refine_adds_no_column_to_a_table_whose_files_have_one_under_another_name(
+    spark: Any, landing: Place, tmp_path: Path, delta: Sink
+) -> None:
+    lake = Lake(spark, landing, "delta", tmp_path)
+    Gateway(landing).export(0, 4)
+    lake.ingest()
+    lake.refine(schema="n BIGINT")
+    readings = open_sink(lake._options("readings"))
+    altered(readings, n={"name": "m"})
+    Gateway(landing).export(5, 9)
+    lake.ingest()
+    with pytest.raises(IngestError, match="its files have the column m under the name n"):
+        lake.refine(schema="n BIGINT")
+    assert "n" not in readings.read().column_names

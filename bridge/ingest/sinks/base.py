@@ -117,8 +117,8 @@ def check(name: str, found: Sequence[Difference]) -> None:
         now = f"it has {described(other)}" if other is not None else "it is gone"
         raise IngestError(
             f"{name}: its column {described(wanted)} was renamed, dropped or changed by another engine: "
-            f"{now}; nothing was written, for the values would be lost. Give the column its name and type "
-            "back, or ingest into a new table"
+            f"{now}; nothing was done, for its values would be lost. Give the column its name and type back, "
+            "or ingest into a new table"
         )
 
 

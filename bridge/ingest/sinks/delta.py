@@ -99,6 +99,7 @@ class DeltaSink:
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         for attempt in range(ATTEMPTS):
             table = self._made()
+            _check_names(self.name, table)
             known = {field.name.lower() for field in table.schema().fields}
             wanted = [pa.field(name, kind) for name, kind in columns.items() if name.lower() not in known]
             if not wanted:

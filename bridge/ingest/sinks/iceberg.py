@@ -145,9 +145,9 @@ class IcebergSink:
         days = [spec.spec_id for spec in table.specs().values() if _by_day(table, spec)]
         if not days:
             raise IngestError(
-                f"{self.name}: it is not partitioned by day(ingest_time) and never was, so nothing was "
-                "written; add a partition spec that has this field alone (others may follow), or use a new "
-                "table"
+                f"{self.name}: it has no partition spec of day(ingest_time) alone, so nothing was written; "
+                "partition it by that once (Spark: ALTER TABLE ... ADD PARTITION FIELD days(ingest_time), "
+                "and DROP the others; they may come back), or use a new table"
             )
         update = {
             "properties": {**table.metadata.properties, "commit.retry.num-retries": "0"},
