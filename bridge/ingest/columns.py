@@ -17,6 +17,8 @@ BASE = pa.schema(
     ]
 )
 MESSAGES = BASE.append(pa.field("object_key", pa.string()))
+# every table of the job has these, the refined ones too: they say which message a row is, and when it came
+IDENTITY = pa.schema([field for field in BASE if field.name not in ("topic", "payload")])
 VARIANT = pa.struct([pa.field("value", pa.binary(), False), pa.field("metadata", pa.binary(), False)])
 PARTITIONS = ("ingest_date", "ingest_day")  # the sinks' own columns and partitions: no column has such a name
 MAX_EXTRAS = 100  # columns that objects may add to the table, all together

@@ -250,8 +250,9 @@ def compact(
             document({**asdict(done), "deleted": deleted}, out)
         else:
             left = (
-                f"; {done.left:,} left as they are, for another engine has deleted rows in them: let it "
-                "rewrite them (Athena: OPTIMIZE, Spark: rewrite_data_files)"
+                f"; {done.left:,} left as they are, for another engine has deleted rows in them or a column "
+                "of theirs, or gave them partitions of its own: let it rewrite them "
+                "(Athena: OPTIMIZE, Spark: rewrite_data_files)"
             )
             print(
                 f"{done.before:,} files became {done.after:,}; {deleted:,} unused files deleted"

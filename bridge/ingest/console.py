@@ -103,8 +103,8 @@ def outside(error: Exception) -> str | None:
     if package in OTHERS or (isinstance(error, OSError) and error.errno is None):
         return f"{type(error).__name__}: {' '.join(ORNAMENTS.sub('', str(error)).split())}"
     if package in ("pyspark", "py4j"):  # in a task
-        found = re.search(r"botocore\.\w+\.(\w+: .*)", str(error))
-        return found[1] if found else None
+        found = re.search(r"botocore\.\w+\.(\w+: .*)|bridge\.ingest\.errors\.\w+: (.*)", str(error))
+        return found[1] or found[2] if found else None
     return None
 
 

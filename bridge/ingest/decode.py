@@ -66,7 +66,7 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
         columns = {name: _cast(table, name, BASE.field(name).type) for name in BASE.names}
         _check(columns, key)
         more = [name for name in table.column_names if name not in columns]
-        new = {name: _plain(table, name) for name in more if name not in extras}
+        new = {name: _plain(table, name, extras) for name in more if name not in extras}
         if new and len(new) + len(extras) > MAX_EXTRAS:
             raise BadObject(f"{len(new)} new columns would make more than {MAX_EXTRAS}")
         if new:
@@ -114,12 +114,14 @@ def _cast(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
     return column
 
 
-def _plain(table: pa.Table, name: str) -> pa.DataType:
+def _plain(table: pa.Table, name: str, extras: Extras) -> pa.DataType:
     """The type that a new column gets in the table."""
     if not PLAIN_NAME.match(name) or name in MESSAGES.names:
         raise BadObject(f"column {name!r} cannot be added to the table: not a plain name")
     if name in PARTITIONS:
         raise BadObject(f"column {name!r} cannot be added to the table: its partition has that name")
+    if same := [known for known in extras if known.lower() == name]:  # one column to most engines
+        raise BadObject(f"column {name!r} cannot be added to the table: it has {same[0]!r}, another case")
     found = table[name].type
     if pa.types.is_dictionary(found):
         found = found.value_type

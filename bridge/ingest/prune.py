@@ -1,7 +1,8 @@
 """Retention of the landing prefix: delete objects that are provably in the table.
 
 An object goes when all of its numbers are in the table's state, it is older than asked for, and the
-table really holds as many rows as its state says. Quarantined, foreign and head objects always stay.
+table really holds as many rows as its state says, with all columns. Quarantined, foreign and head objects
+always stay.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from bridge.ingest.errors import IngestError
 from bridge.ingest.planner import Inventory
-from bridge.ingest.sinks.base import Sink
+from bridge.ingest.sinks.base import Sink, check
 from bridge.ingest.state import load_state
 from bridge.ingest.store import Place
 
@@ -32,6 +33,7 @@ class Pruned:
 def prune(source: Place, sink: Sink, older_than_days: float, *, dry_run: bool, trust_state: bool) -> Pruned:
     """Delete what is in the table and older than so many days."""
     store = source.open()
+    check(sink.name, sink.differences())
     inventory = Inventory(store.list())
     state = load_state(sink)
     if not trust_state:

@@ -28,7 +28,7 @@ from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import LiveFile, Sink, discard
+from bridge.ingest.sinks.base import LiveFile, Sink, described, discard
 from bridge.ingest.state import State, StateStore, load_state
 from bridge.ingest.worker import STATUS
 
@@ -97,7 +97,7 @@ class Step:
         if any(has_variant(column.type) and not is_variant(column.type) for column in columns):
             raise BadOption(f"--schema {ddl}: VARIANT can be a column of its own, not a part of one")
         typed = self.make("typed", _joined(keys, columns))
-        typed.target()  # makes the table when there is none
+        _same_types(ddl, typed)
         typed.add_columns({column.name: column.type for column in columns})
         outputs = {kind: Output(sink, _load(sink)) for kind, sink in (("rejects", rejects), ("typed", typed))}
         fresh = {kind: _fresh(wanted, output.state) for kind, output in outputs.items()}
@@ -203,9 +203,8 @@ class Step:
             fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
 
     def _read(self, spark: SparkSession, parts: list[list[str]], fresh: Fresh) -> DataFrame:
-        place = self.messages.target().place
         frame = spark.range(0, len(parts), 1, len(parts))
-        return frame.mapInArrow(reading(parts, place, pack_fresh(fresh), self.form), READ)
+        return frame.mapInArrow(reading(parts, self.messages.target(), pack_fresh(fresh), self.form), READ)
 
 
 def _parsed(spark: SparkSession, ddl: str) -> StructType:
@@ -217,6 +216,16 @@ def _parsed(spark: SparkSession, ddl: str) -> StructType:
     except PySparkException as error:
         line = " ".join(str(error).split())[:200]
         raise BadOption(f"--schema {ddl}: Spark cannot read it ({line})") from None
+
+
+def _same_types(ddl: str, typed: Sink) -> None:
+    """Raise BadOption if the typed table has a column of the schema with another type."""
+    for wanted, found in typed.differences():
+        if found is not None:
+            raise BadOption(
+                f"--schema {ddl}: it has the column {described(wanted)}, and {typed.name} has "
+                f"{described(found)} since an earlier run; give that type, or refine --to another table"
+            )
 
 
 def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFrame:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.ingest.payloads import KEYS, texts
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
-from bridge.ingest.store import Place, shared
+from bridge.ingest.store import shared
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -38,25 +38,31 @@ def pack_fresh(fresh: Fresh) -> bytes:
     return zlib.compress(json.dumps([[*stream, list(ranges)] for stream, ranges in fresh.items()]).encode())
 
 
-def reading(parts: list[list[str]], place: Place, packed: bytes, form: str) -> Function:
-    """For `spark.range(len(parts)).mapInArrow`: each id is the paths of some data files."""
+def reading(parts: list[list[str]], messages: Target, packed: bytes, form: str) -> Function:
+    """For `spark.range(len(parts)).mapInArrow`: each id is the paths of some data files of the messages."""
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        from bridge.ingest.stored import named
+
+        wanted = [*KEYS, "payload"]
+        schema = pa.ipc.read_schema(pa.py_buffer(messages.schema))
         pa.set_cpu_count(1)
         fresh = {
             (gateway, stream, str(epoch)): Ranges(pairs)
             for gateway, stream, epoch, pairs in json.loads(zlib.decompress(packed))
         }
-        store = shared(place)
+        store = shared(messages.place)
         for batch in batches:
             for part in batch.column(0).to_pylist():
                 for path in parts[part]:
                     file = pq.ParquetFile(pa.BufferReader(store.get(path)))
-                    for rows in file.iter_batches(BATCH_ROWS, columns=[*KEYS, "payload"], use_threads=False):
-                        kept = _fresh_rows(rows, fresh)
+                    columns = named(path, file.schema_arrow, schema, wanted)
+                    for rows in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                        batch_of = pa.RecordBatch.from_arrays([rows.column(name) for name in columns], wanted)
+                        kept = _fresh_rows(batch_of, fresh)
                         if kept.num_rows:
                             text = pa.array(texts(kept["payload"].to_pylist(), form), pa.string())
                             yield from kept.append_column("text", text).combine_chunks().to_batches()

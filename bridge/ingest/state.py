@@ -110,13 +110,7 @@ class StateStore:
         """Read the document that the table points to; no pointer is an empty table."""
         if version is None:
             return State()
-        try:
-            raw = self._read(version)
-        except Vanished as error:
-            raise StateMissing(
-                f"{self.place.url}/{_name(version)}: the table points to this state and it is gone; "
-                "restore it, or roll the table back to a snapshot whose state is there"
-            ) from error
+        raw = self._known(version)
         if raw.get("format") != FORMAT:
             raise StateMissing(
                 f"{self.place.url}/{_name(version)}: format {raw.get('format')!r} is not known here"
@@ -130,6 +124,20 @@ class StateStore:
             (key, etag): Quarantined(size, line(why)) for key, etag, size, why in raw["quarantine"]
         }
         return state
+
+    def previous(self, version: int) -> int | None:
+        """The version that the round of this one was planned from; None: it was the first."""
+        found: int | None = self._known(version)["previous"]
+        return found
+
+    def _known(self, version: int) -> dict[str, Any]:
+        try:
+            return self._read(version)
+        except Vanished as error:
+            raise StateMissing(
+                f"{self.place.url}/{_name(version)}: the table points to this state and it is gone; "
+                "restore it, or roll the table back to a snapshot whose state is there"
+            ) from error
 
     def _read(self, version: int) -> dict[str, Any]:
         for store in (self._store, *map(Place.open, _above(self.place))):

@@ -49,6 +49,7 @@ class Store(Protocol):
     def list(self) -> Iterator[Entry]: ...
     def under(self, prefix: str) -> Iterator[Entry]: ...
     def get(self, key: str) -> bytes: ...
+    def tail(self, key: str, size: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
     def writer(self, key: str) -> Any: ...
     def delete(self, keys: Iterable[str]) -> None: ...
@@ -134,6 +135,15 @@ class LocalStore:
         except FileNotFoundError as error:
             raise Vanished(f"{key}: no such file") from error
 
+    def tail(self, key: str, size: int) -> bytes:
+        """The last bytes of an object, all of a smaller one."""
+        try:
+            with (self.root / key).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+                return file.read()
+        except FileNotFoundError as error:
+            raise Vanished(f"{key}: no such file") from error
+
     def put(self, key: str, data: bytes) -> None:
         with self.writer(key) as file:
             file.write(data)
@@ -212,13 +222,20 @@ class S3Store:
             yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
 
     def get(self, key: str) -> bytes:
+        return self._get(key)
+
+    def tail(self, key: str, size: int) -> bytes:
+        """The last bytes of an object, all of a smaller one."""
+        return self._get(key, Range=f"bytes=-{size}")
+
+    def _get(self, key: str, **what: str) -> bytes:
         from botocore.exceptions import HTTPClientError, IncompleteReadError
 
         left = READS
         while True:
             left -= 1
             try:
-                found = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key)
+                found = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key, **what)
                 data: bytes = found["Body"].read()
             except self.client.exceptions.NoSuchKey as error:
                 raise Vanished(f"{key}: no such object") from error

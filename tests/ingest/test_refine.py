@@ -10,6 +10,7 @@ from typing import Any
 
 import cbor2
 import deltalake
+import pyarrow as pa
 import pyspark
 import pytest
 
@@ -247,7 +248,7 @@ def test_two_runs_at_once_store_everything_once(
             lake.refine(schema="temp INT")
     assert (lake.numbers("readings"), lake.numbers("rejects")) == ([*range(0, 10, 2)], [*range(1, 10, 2)])
     for name in ("readings", "rejects"):  # the files of the round that lost are gone
-        sink = open_sink(lake._options(name))
+        sink = open_sink(lake._options(name), pa.schema([]))
         target = sink.target()
         written = {entry.key for entry in target.place.open().list() if entry.key.startswith(target.folder)}
         assert written == {file.path for file in sink.files()}
@@ -283,6 +284,30 @@ def test_columns_that_a_later_schema_adds_are_added(spark: Any, landing: Place, 
     lake.ingest()
     lake.refine(schema="n BIGINT, temp DOUBLE")
     assert [(row["n"], row["temp"]) for row in lake.rows("readings")][4:6] == [(4, None), (5, 20.5)]
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    ("old", "new", "types"),
+    [
+        ("temp BIGINT", "temp DOUBLE", r"temp \(double\).* has temp \(int64\)"),
+        ("temp DOUBLE", "temp BIGINT", r"temp \(int64\).* has temp \(double\)"),
+        ("n STRUCT<a: INT>", "n STRUCT<b: INT>", r"b: int32>\).* has n \(struct<a: int32>\)"),
+    ],
+)
+def test_a_later_schema_with_another_type_for_a_column_is_refused_before_anything_is_done(
+    lake: Lake, landing: Place, old: str, new: str, types: str
+) -> None:
+    Gateway(landing).export(0, 4)
+    lake.ingest()
+    lake.refine(schema=old)
+    before = open_sink(lake._options("readings")).read().column_names
+    Gateway(landing).export(5, 9)
+    lake.ingest()
+    with pytest.raises(BadOption, match=f"--schema more INT, {new}: it has the column .*{types}"):
+        lake.refine(schema=f"more INT, {new}")
+    assert open_sink(lake._options("readings")).read().column_names == before
+    assert lake.refine(schema=old).rounds == 1
 
 
 @pytest.mark.spark

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
 from botocore.exceptions import BotoCoreError
 
 from bridge.ingest import store
+from bridge.ingest.errors import Vanished
 from bridge.ingest.store import Place
 
 CONTENT = bytes(range(256)) * 4096
@@ -52,3 +54,14 @@ def test_an_object_whose_connection_breaks_is_read_again_and_not_its_whole_task(
         assert Place("s3://bucket", endpoint).open().get("key") == CONTENT
     with breaking(store.READS) as endpoint, pytest.raises(BotoCoreError):
         Place("s3://bucket", endpoint).open().get("key")
+
+
+@pytest.mark.parametrize("kind", ["directory", "bucket"])
+def test_the_end_of_an_object_can_be_read_alone(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    place: Place = request.getfixturevalue("bucket") if kind == "bucket" else Place(str(tmp_path))
+    place.open().put("key", b"0123456789")
+    assert [place.open().tail("key", size) for size in (4, 10, 99)] == [b"6789", *[b"0123456789"] * 2]
+    with pytest.raises(Vanished):
+        place.open().tail("other", 4)

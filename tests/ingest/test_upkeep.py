@@ -73,7 +73,8 @@ def test_compaction_leaves_files_alone_in_which_another_engine_has_deleted_rows(
     done = command("compact", "--warehouse", str(tmp_path / "warehouse"))
     assert done.stdout == (
         "2 files became 1; 0 unused files deleted; 1 left as they are, for another engine has deleted rows "
-        "in them: let it rewrite them (Athena: OPTIMIZE, Spark: rewrite_data_files)\n"
+        "in them or a column of theirs, or gave them partitions of its own: let it rewrite them "
+        "(Athena: OPTIMIZE, Spark: rewrite_data_files)\n"
     )
     assert numbers(iceberg()) == left
     assert sorted(file.rows for file in iceberg().files()) == [10, 20]

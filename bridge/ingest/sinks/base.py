@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from bridge.ingest.errors import IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.store import Place
 from bridge.ingest.worker import Target
@@ -25,7 +26,7 @@ class LiveFile:
     """A data file that the table consists of; a file that came later has a larger `added`."""
 
     path: str  # relative to the table
-    day: str
+    day: str  # empty: another engine wrote it, and put it into partitions of its own
     size: int
     rows: int
     added: int
@@ -35,12 +36,22 @@ class LiveFile:
 
 @dataclass(slots=True)
 class Compacted:
-    """What was put together: files before and after, and the rows in them; `left` are marked files."""
+    """What was put together: files before and after, and the rows in them.
+
+    `left` are files that another engine has changed so that they are left alone.
+    """
 
     before: int = 0
     after: int = 0
     rows: int = 0
     left: int = 0
+
+
+class Difference(NamedTuple):
+    """A column that a table should have, and what it has by that name, in whatever case; None: nothing."""
+
+    wanted: pa.Field
+    found: pa.Field | None
 
 
 class Sink(Protocol):
@@ -56,14 +67,21 @@ class Sink(Protocol):
     def pointer(self) -> int | None:
         """The version of the state that the table's content agrees with; None: nothing committed yet."""
 
+    def differences(self) -> list[Difference]:
+        """The columns of the job that the table, if there is one, lacks or has with another type."""
+
     def target(self) -> Target:
-        """Where and with which columns data files are to be written; makes the table if there is none."""
+        """Where and with which columns data files are to be written; makes the table if there is none.
+
+        Raises IngestError if another engine has renamed, dropped or changed a column of the job: its values
+        would be written where nobody reads them.
+        """
 
     def state(self) -> Place:
         """Where the state documents are; a table that is made has a place that no other one has."""
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
-        """Add columns that the table does not have yet."""
+        """Add columns that the table does not have yet; names that differ in case only are the same."""
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         """Add the files and point to `version`, in one step."""
@@ -82,6 +100,29 @@ class Sink(Protocol):
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""
+
+
+def differences(wanted: pa.Schema, found: pa.Schema) -> list[Difference]:
+    """What of `wanted` is not in `found` with the same name and type."""
+    known = {field.name.lower(): field for field in found} | {field.name: field for field in found}
+    pairs = (Difference(field, known.get(field.name) or known.get(field.name.lower())) for field in wanted)
+    return [pair for pair in pairs if pair.found is None or described(pair.found) != described(pair.wanted)]
+
+
+def described(field: pa.Field) -> str:
+    """A column, as messages name it."""
+    return f"{field.name} ({field.type})"
+
+
+def check(name: str, found: Sequence[Difference]) -> None:
+    """Raise IngestError about the first difference of the table `name`."""
+    for wanted, other in found:
+        now = f"it has {described(other)}" if other is not None else "it is gone"
+        raise IngestError(
+            f"{name}: its column {described(wanted)} was renamed, dropped or changed by another engine: "
+            f"{now}; nothing was done, for its values would be lost. Give the column its name and type back, "
+            "or ingest into a new table"
+        )
 
 
 def state_of(name: str, at: Place, identity: str | None) -> Place:

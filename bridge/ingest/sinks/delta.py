@@ -21,8 +21,9 @@ from deltalake.transaction import AddAction
 from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
 from bridge.ingest.errors import IngestError, Moved
 from bridge.ingest.files import DataFile
-from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
+from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
 from bridge.ingest.store import Place, table_folder
+from bridge.ingest.stored import footer
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -81,16 +82,21 @@ class DeltaSink:
         table = self.table()
         return table.transaction_version(APPLICATION) if table else None
 
+    def differences(self) -> list[Difference]:
+        table = self.table()
+        return self._differences(table) if table else []
+
+    def _differences(self, table: DeltaTable) -> list[Difference]:
+        return differences(_arrow(Schema(_fields(self.schema))), _arrow(table.schema()))
+
+    def _check(self, table: DeltaTable) -> None:
+        check(self.name, self._differences(table))
+        _check_names(self.name, table)
+
     def target(self) -> Target:
-        known = self._made().schema()
-        variants = {field.name for field in known.fields if isinstance(field.type, VariantType)}
-        schema = pa.schema(
-            [
-                pa.field(field.name, VARIANT) if field.name in variants else _narrow(field)
-                for field in pa.schema(known.to_arrow())
-                if field.name != PARTITION
-            ]
-        )
+        table = self._made()
+        self._check(table)
+        schema = _arrow(table.schema())
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
         return Target(self.place, PARTITION, schema.serialize().to_pybytes(), extras)
@@ -98,8 +104,9 @@ class DeltaSink:
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         for attempt in range(ATTEMPTS):
             table = self._made()
-            known = {field.name for field in table.schema().fields}
-            wanted = [pa.field(name, kind) for name, kind in columns.items() if name not in known]
+            _check_names(self.name, table)
+            known = {field.name.lower() for field in table.schema().fields}
+            wanted = [pa.field(name, kind) for name, kind in columns.items() if name.lower() not in known]
             if not wanted:
                 return
             added = _fields(wanted)
@@ -119,6 +126,7 @@ class DeltaSink:
             return
         if found != previous:
             raise Moved(f"{self.name}: another run committed first")
+        self._check(table)
         properties = CommitProperties(app_transactions=[Transaction(APPLICATION, version)])
         try:
             table.create_write_transaction(
@@ -140,18 +148,14 @@ class DeltaSink:
         if table is None:
             return []
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        deleted = _deleted(table)
-        found = [
-            LiveFile(
-                unquote(action["path"]),
-                str(action[f"partition.{PARTITION}"]),
-                action["size_bytes"],
-                action["num_records"],
-                _millis(action["modification_time"]),
-                _name(action["path"]) in deleted,
-            )
-            for action in actions
-        ]
+        deleted, store = _deleted(table), self.place.open()
+        found = []
+        for action in actions:
+            path, rows = unquote(action["path"]), action.get("num_records")
+            if rows is None:  # another engine, told to collect no statistics
+                rows = footer(store, path).num_rows
+            day, added = str(action[f"partition.{PARTITION}"]), _millis(action["modification_time"])
+            found.append(LiveFile(path, day, action["size_bytes"], rows, added, _name(path) in deleted))
         return sorted(found, key=lambda file: file.added)
 
     def rows(self) -> int:
@@ -164,6 +168,7 @@ class DeltaSink:
         table = self.table()
         if table is None:
             return Compacted()
+        _check_names(self.name, table)
         done = table.optimize.compact()
         return Compacted(
             done["numFilesRemoved"], done["numFilesAdded"], sum(file.rows for file in self.files())
@@ -195,6 +200,30 @@ def _deleted(table: DeltaTable) -> dict[str, int]:
 
 def _name(path: str) -> str:
     return unquote(path.rpartition("/")[2])
+
+
+def _check_names(name: str, table: DeltaTable) -> None:
+    """Raise IngestError where files have a column under another name: delta-rs would read and write nulls."""
+    for field in table.schema().fields:
+        stored = field.metadata.get("delta.columnMapping.physicalName", field.name)
+        if stored != field.name:
+            raise IngestError(
+                f"{name}: its files have the column {field.name} under the name {stored}, for another engine "
+                "has renamed or added it by column mapping, which is not known here; nothing was written. "
+                f"Give it the name {stored} back, or copy the table into a new one without column mapping"
+            )
+
+
+def _arrow(schema: Schema) -> pa.Schema:
+    """The columns as data files have them: without the partition."""
+    variants = {field.name for field in schema.fields if isinstance(field.type, VariantType)}
+    return pa.schema(
+        [
+            pa.field(field.name, VARIANT) if field.name in variants else _narrow(field)
+            for field in pa.schema(schema.to_arrow())
+            if field.name != PARTITION
+        ]
+    )
 
 
 def _fields(columns: Iterable[pa.Field]) -> list[Field]:

@@ -2,8 +2,9 @@
 
 The pointer to the state is in the summary of the snapshot that added the files, so rolling the table back
 rolls the state back with it; and in a table property of the same commit, for when that snapshot
-has expired. Every round is a snapshot, even one without files: the catalog then refuses a commit on top
-of a snapshot that is not the newest any more, which is what keeps two runs apart.
+has expired (but not when the table was rolled back then: the property stays what it was). Every round is a
+snapshot, even one without files: the catalog then refuses a commit on top of a snapshot that is not the
+newest any more, which is what keeps two runs apart.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from pyiceberg.manifest import DataFileContent, FileFormat, ManifestContent, Man
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
+from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
-from bridge.ingest.columns import MESSAGES, PARTITIONS, has_variant
-from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable
+from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, has_variant
+from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, StateMissing
 from bridge.ingest.files import DataFile, day_number
-from bridge.ingest.sinks.base import Compacted, LiveFile, state_of
+from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
+from bridge.ingest.state import StateStore
 from bridge.ingest.store import Place, table_folder
 from bridge.ingest.worker import Target
 
@@ -100,12 +103,76 @@ class IcebergSink:
 
     def pointer(self) -> int | None:
         table = self.table()
-        return _pointer(table) if table else None
+        return self._pointer(table) if table else None
+
+    def _pointer(self, table: Table) -> int | None:
+        known = list(_ancestry(table))
+        for snapshot in known:
+            if (version := _said(snapshot)) is not None:
+                return version
+        value = table.properties.get(POINTER)  # the snapshot that said it has expired
+        if value is None:
+            return None
+        ids = {snapshot.snapshot_id for snapshot in known}
+        others = [snapshot for snapshot in table.snapshots() if snapshot.snapshot_id not in ids]
+        if any(_said(snapshot) == int(value) for snapshot in others):
+            return self._rolled_back(ids, others)
+        return int(value)
+
+    def _rolled_back(self, known: set[int], others: Sequence[Snapshot]) -> int | None:
+        """The state of a table whose property is that of a snapshot which was rolled back.
+
+        Its own snapshots, `known`, do not say it; but one of the `others` that came right after them tells
+        what it was planned from.
+        """
+        silent = {other.snapshot_id: other.parent_snapshot_id for other in others if _said(other) is None}
+        for other in others:
+            version, below = _said(other), other.parent_snapshot_id
+            while below in silent:
+                below = silent[below]
+            if version is None or below not in known:
+                continue
+            made_it = other.summary is not None and other.summary.operation == Operation.APPEND
+            # what is no round, but a compaction, says the state that was there already
+            return StateStore(self.state()).previous(version) if made_it else version
+        raise StateMissing(
+            f"{self.name}: it was rolled back, and the snapshots that said which state it had then have "
+            f"expired; roll it back to a snapshot whose summary has {POINTER}"
+        )
+
+    def _ready(self, table: Table) -> Table:
+        """For a commit: as if its partitions were the days, which pyiceberg takes for all that it adds.
+
+        Another engine may have made other partitions the table's own; a file may have any that it ever had.
+        pyiceberg's own retry fails: it would commit on top of a run that it has not looked at.
+        """
+        days = [spec.spec_id for spec in table.specs().values() if _by_day(table, spec)]
+        if not days:
+            raise IngestError(
+                f"{self.name}: it has no partition spec of day(ingest_time) alone, so nothing was written; "
+                "partition it by that once (Spark: ALTER TABLE ... ADD PARTITION FIELD days(ingest_time), "
+                "and DROP the others; they may come back), or use a new table"
+            )
+        update = {
+            "properties": {**table.metadata.properties, "commit.retry.num-retries": "0"},
+            "default_spec_id": max(days),
+        }
+        table.metadata = table.metadata.model_copy(update=update)
+        return table
+
+    def differences(self) -> list[Difference]:
+        table = self.table()
+        return _differences(table, self.schema) if table else []
 
     def target(self) -> Target:
+        return self.layout(self.schema)
+
+    def layout(self, needed: pa.Schema) -> Target:
+        """Like `target`, for what does with these columns."""
         table = self._made()
-        schema = schema_to_pyarrow(table.schema(), include_field_ids=True)
-        schema = pa.schema([_narrow(field) for field in schema])
+        check(self.name, _differences(table, needed))
+        self._ready(table)  # says whether it is partitioned as files are written
+        schema = _arrow(table.schema())
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
         return Target(
@@ -118,8 +185,8 @@ class IcebergSink:
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         for attempt in range(ATTEMPTS):
             table = self._made()
-            known = {field.name for field in table.schema().fields}
-            wanted = {name: kind for name, kind in columns.items() if name not in known}
+            known = {field.name.lower() for field in table.schema().fields}
+            wanted = {name: kind for name, kind in columns.items() if name.lower() not in known}
             if not wanted:
                 return
             added = _schema(pa.schema(list(wanted.items())))
@@ -134,12 +201,14 @@ class IcebergSink:
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         for attempt in range(ATTEMPTS):
-            table = without_retry(self._made())
-            found = _pointer(table)
+            table = self._made()
+            found = self._pointer(table)
             if found == version:  # an attempt whose answer was lost did commit
                 return
             if found != previous:
                 raise Moved(f"{self.name}: another run committed first")
+            check(self.name, _differences(table, self.schema))
+            self._ready(table)
             try:
                 with table.transaction() as change:
                     with change.update_snapshot(
@@ -174,7 +243,7 @@ class IcebergSink:
         """Put files in the place of others, in one step; the state stays the one it was."""
         paths = {file.path for file in removed}
         for attempt in range(ATTEMPTS):
-            table = without_retry(self._made())
+            table = self._ready(self._made())
             marked = _marked(table)
             known = [(live_file(table, entry, marked), entry.data_file) for entry in _entries(table)]
             old = [(file, entry) for file, entry in known if file.path in paths]
@@ -182,10 +251,14 @@ class IcebergSink:
                 raise Moved(f"{self.name}: another run has compacted it")
             if any(file.marked for file, _ in old):
                 raise Moved(f"{self.name}: another engine has deleted rows in what was to be compacted")
+            check(self.name, _differences(table, IDENTITY))
+            version = self._pointer(table)
+            # the new snapshot says it again: the last one that did may expire
+            keep = {} if version is None else {POINTER: str(version)}
             try:
                 with (
                     table.transaction() as change,
-                    change.update_snapshot(snapshot_properties=_keep(table)).overwrite() as overwrite,
+                    change.update_snapshot(snapshot_properties=keep).overwrite() as overwrite,
                 ):
                     for _, gone in old:
                         overwrite.delete_data_file(gone)
@@ -292,17 +365,14 @@ def data_file(table: Table, file: DataFile) -> IcebergFile:
     )
 
 
-def _keep(table: Table) -> dict[str, str]:
-    """Say in a new snapshot what the last one said about the state: that one may expire."""
-    version = _pointer(table)
-    return {} if version is None else {POINTER: str(version)}
+def _differences(table: Table, needed: pa.Schema) -> list[Difference]:
+    return differences(_arrow(_schema(needed)), _arrow(table.schema()))
 
 
-def without_retry(table: Table) -> Table:
-    """Make pyiceberg's own retry fail: it would commit on top of a run that it has not looked at."""
-    properties = {**table.metadata.properties, "commit.retry.num-retries": "0"}
-    table.metadata = table.metadata.model_copy(update={"properties": properties})
-    return table
+def _by_day(table: Table, spec: PartitionSpec) -> bool:
+    """Whether these partitions are those of the job: days of ingest_time, and nothing else."""
+    fields = [(field.transform, table.schema().find_column_name(field.source_id)) for field in spec.fields]
+    return fields == [(DayTransform(), "ingest_time")]
 
 
 def _entries(table: Table) -> list[ManifestEntry]:
@@ -336,10 +406,10 @@ def live_file(table: Table, entry: ManifestEntry, marked: Container[str] = ()) -
     """A manifest entry, as the job sees it; `marked` are paths of files with deleted rows."""
     file = entry.data_file
     path = file.file_path.removeprefix(f"{table.location().rstrip('/')}/")
-    day = date(1970, 1, 1) + timedelta(days=file.partition[0])
+    daily = _by_day(table, table.specs()[file.spec_id])
     return LiveFile(
         path,
-        day.isoformat(),
+        (date(1970, 1, 1) + timedelta(days=file.partition[0])).isoformat() if daily else "",
         file.file_size_in_bytes,
         file.record_count,
         entry.file_sequence_number or 0,
@@ -347,15 +417,18 @@ def live_file(table: Table, entry: ManifestEntry, marked: Container[str] = ()) -
     )
 
 
-def _pointer(table: Table) -> int | None:
+def _ancestry(table: Table) -> Iterator[Snapshot]:
+    """The current snapshot and those that it was made from, as far as they have not expired."""
     snapshot = table.current_snapshot()
     while snapshot is not None:
-        summary = snapshot.summary
-        if summary is not None and (value := summary.additional_properties.get(POINTER)):
-            return int(value)
+        yield snapshot
         parent = snapshot.parent_snapshot_id
         snapshot = table.snapshot_by_id(parent) if parent is not None else None
-    value = table.properties.get(POINTER)  # the snapshot that said it has expired
+
+
+def _said(snapshot: Snapshot) -> int | None:
+    """The version of the state that a snapshot names."""
+    value = snapshot.summary.additional_properties.get(POINTER) if snapshot.summary else None
     return int(value) if value else None
 
 
@@ -381,6 +454,11 @@ def _inner(kind: pa.DataType, ids: Iterator[int]) -> list[dict[str, Any]]:
     else:
         return []
     return [{"field-id": next(ids), "names": [name], "fields": _inner(inner, ids)} for name, inner in fields]
+
+
+def _arrow(schema: Schema) -> pa.Schema:
+    """The columns as data files have them, with their field ids."""
+    return pa.schema([_narrow(field) for field in schema_to_pyarrow(schema, include_field_ids=True)])
 
 
 def _narrow(field: pa.Field) -> pa.Field:
