@@ -39,7 +39,8 @@ from bridge.mqtt.packets import (
 from bridge.topics import is_topic_filter
 
 if TYPE_CHECKING:
-    from bridge.mqtt.connection import Batch, Connection
+    from bridge.mqtt.batch import Batch
+    from bridge.mqtt.connection import Connection
     from bridge.mqtt.packets import TopicRequest
     from bridge.mqtt.sessions import Session
 
@@ -78,7 +79,12 @@ assert (SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT, AUTH) == (0x82, 0xA2, 0xC0,
 
 
 def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) -> None:
-    """The client is done with a QoS 2 id. Always answered, known or not, or it would ask for ever (4.3.3)."""
+    """The client is done with a QoS 2 id. Answered, known or not, or it would ask for ever (4.3.3).
+
+    It comes after PUBREC: an id that were free before would be given to two messages under way.
+    """
+    if packet_id in batch.ids or conn.is_unstored(packet_id):
+        raise ProtocolError(f"PUBREL for packet id {packet_id} before its PUBREC", PROTOCOL_ERROR)
     raw = packet_id.to_bytes(2, "big")
     session.partial.pop(packet_id, None)
     if packet_id in session.incoming:

@@ -84,17 +84,17 @@ async def _open(conn: Connection, connect: Connect) -> None:
         elif will.topic.partition("/")[0] == REQUEST_LEVEL or not identity.may_publish(will.topic):
             refused = Refused(NOT_AUTHORIZED, f"a will on {will.topic!r}, where it may not publish")
     while refused is None:
-        old = lane.sessions.get(client_id)
-        if old is None:
-            break
-        if old.identity.user != user:
+        old, newest = lane.sessions.get(client_id), lane.newest.get(client_id)
+        if old is not None and old.identity.user != user:
             refused = Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user")
-        elif old.connection is not None:
+        elif old is not None and old.connection is not None:
             old.connection.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
-        elif old.last is not None and old.last.unsettled:
-            # Its QoS 2 ids count only once the messages are stored: they must not be looked at before.
-            if not await _settled(old.last):
+        elif newest is not None and newest.unstored_ids:
+            # They count only once the messages are stored, and only in the session that they were sent in.
+            if not await _settled(newest):
                 refused = Refused(SERVER_BUSY, "what its last connection sent is not stored yet")
+        elif old is None:
+            break
         elif connect.clean:
             lane.sessions.end(old)
         else:
@@ -160,7 +160,7 @@ def _adopt(conn: Connection, connect: Connect, session: Session) -> None:
     lane, properties = conn.lane, connect.properties
     lane.sessions.enter(session)
     lane.cancel_will(session)
-    session.connection = session.last = conn
+    session.connection = lane.newest[session.client_id] = conn
     conn.session, conn.will = session, connect.will
     if connect.level == V5:
         lane.set_expiry(session, properties.get(p.SESSION_EXPIRY, 0))

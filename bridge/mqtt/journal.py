@@ -128,7 +128,7 @@ class Released(Record, frozen=True, tag=9):
 
 
 class Marked(Record, frozen=True, tag=10):
-    """The QoS 2 messages of a stream below number `upto` have their ids in the journal, and so have these."""
+    """Of a stream's QoS 2 messages below number `upto`, and of these, the journal has what it needs."""
 
     stream: str
     upto: int

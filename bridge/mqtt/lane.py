@@ -76,6 +76,8 @@ class Lane:
         self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts)
         self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)
         self.connections: set[Connection] = set()
+        # Each client's newest connection, until it is closed and all that it published is settled.
+        self.newest: dict[str, Connection] = {}
         self.crowding: set[Connection] = set()  # publishers that wait for `delivery`
         self.reading: dict[Connection, set[asyncio.Task[None]]] = {}  # requests that end with it
         self.stopping = False

@@ -158,7 +158,8 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         yield Opened(session.client_id, session.identity.user, session.expiry, session.left)
         for subscription in session.subscriptions.values():
             yield Subscribed(session.client_id, subscription)
-        unstored = session.last.unstored_ids if session.last is not None else set()
+        newest = lane.newest.get(session.client_id)
+        unstored = newest.unstored_ids if newest is not None else set()
         for packet_id in session.incoming - unstored:
             yield Received(session.client_id, packet_id)
         for packet_id, streams in session.partial.items():

@@ -31,8 +31,8 @@ class Session:
     """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
 
     __slots__ = (
-        "client_id", "connection", "expiry", "identity", "incoming", "last", "left", "outbox", "partial",
-        "seen", "subscriptions", "timer", "will", "will_timer",
+        "client_id", "connection", "expiry", "identity", "incoming", "left", "outbox", "partial", "seen",
+        "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
@@ -43,7 +43,6 @@ class Session:
         # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
         self.partial: dict[int, frozenset[str]] = {}
         self.connection: Connection | None = None
-        self.last: Connection | None = None  # the newest connection, until all that it published is settled
         self.left = 0.0  # Unix time at which the connection was lost
         self.seen: object = None  # the newest live message that it got
         self.timer: TimerHandle | None = None
