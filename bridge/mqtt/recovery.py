@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
-from bridge.errors import NotEnoughMessages
+from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.mqtt import headers
 from bridge.mqtt.journal import (
     Ended,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.lane import Lane
     from bridge.mqtt.sessions import Session
 
+log = logging.getLogger(__name__)
 
 LAST_MESSAGES = 10_000  # of a stream that are looked through at most
 
@@ -117,6 +119,7 @@ async def find_stored_ids(lane: Lane) -> None:
 
     Their headers have client and id. Only streams with such messages are read, from the mark on. A message
     that one of its streams has and another has not is not stored yet: its client will send it again.
+    What cannot be read is passed over.
     """
     found: dict[tuple[Session, int, bytes], set[str]] = {}
     for name, mark in list(lane.journal.marks.items()):
@@ -131,6 +134,10 @@ async def find_stored_ids(lane: Lane) -> None:
             try:
                 messages = await lane.manager.read(name, options)
             except NotEnoughMessages:
+                break
+            except (CorruptData, OSError) as error:
+                # Twice is better than never, and no reason for all others to wait.
+                log.error("%s; what QoS 2 clients send to stream %r again may be stored twice", error, name)
                 break
             for message in messages:
                 if not message.headers or message.sequence_number in mark.known:

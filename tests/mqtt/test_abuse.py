@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import stat
 import time
@@ -15,6 +16,7 @@ import pytest
 from bridge.mqtt import journal as journal_module
 from bridge.mqtt.marks import Mark
 from bridge.mqtt.recovery import find_stored_ids
+from bridge.streams.layout import Files
 
 from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until
 
@@ -341,3 +343,49 @@ async def test_a_full_disk_is_no_acknowledgement_and_no_end(bridge: Bridge) -> N
     await bridge.restart()
     subscriber = await bridge.connect("s", clean=False)
     assert {(await subscriber.message()).payload for _ in range(2)} == {b"lost?", b"again"}
+
+
+async def _with_a_mark(bridge: Bridge) -> list[Path]:
+    """A stream of several segments that is read from its beginning at the next start; the sealed ones."""
+    bridge.stream("small", "small", stream_segment_size=1024)
+    client = await bridge.connect("c", clean=False)
+    await client.exchange(publish("small", b"", 2, 1))
+    for number in range(2, 8):
+        await client.exchange(publish("small", b"%d" % number * 600, 1, number))
+    await bridge.stop()
+    return sorted((bridge.root / "data" / "streams" / "small").glob("*.seg"))[1:-1]
+
+
+@bridge_test
+async def test_several_damaged_segments_do_not_keep_the_front_end_from_starting(bridge: Bridge) -> None:
+    segments = await _with_a_mark(bridge)
+    assert len(segments) > 2
+    for path in segments:
+        data = bytearray(path.read_bytes())
+        data[500] ^= 1
+        path.write_bytes(data)
+    await bridge.start()
+    assert len(await bridge.payloads("small")) == 7 - len(segments)
+
+
+def test_a_segment_that_the_disk_does_not_give_back_does_not_keep_the_front_end_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        segments = await _with_a_mark(bridge)
+        read = Files.read
+
+        def failing(files: Files, fd: int, size: int, offset: int) -> bytes:
+            if Path(f"/proc/self/fd/{fd}").readlink() == segments[0]:
+                raise OSError(errno.EIO, "Input/output error")
+            return read(files, fd, size, offset)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Files, "read", failing)
+            await bridge.start()
+        client = await bridge.connect("c", clean=False)
+        assert (await client.exchange(publish("small", b"new", 2, 2))).head == 0x50
+        assert "Input/output error" in caplog.text
+
+    run(tmp_path)
