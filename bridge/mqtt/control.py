@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from bridge.mqtt.packets import TopicRequest
     from bridge.mqtt.sessions import Session
 
-WITH_WILL = 0x04  # DISCONNECT's reason code "disconnect with will message" (MQTT 5 section 3.14.2.1)
-
 
 def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
     """Handle one packet; anything that a client may not send is an error (MQTT-2.2.2-2)."""
@@ -184,4 +182,4 @@ def _disconnect(conn: Connection, session: Session, body: bytes) -> None:
         if expiry and not session.expiry:
             raise ProtocolError("a session expiry that was 0 at CONNECT (MQTT-3.1.2-23)", PROTOCOL_ERROR)
         conn.lane.set_expiry(session, expiry)
-    conn.end("", "", will=reason == WITH_WILL)
+    conn.end("", "", will=reason != SUCCESS)  # (MQTT 5 section 3.14.4-3)
