@@ -139,9 +139,10 @@ async def _confirm(
     if session.connection is conn:
         empty = b"\0" if conn.level == V5 else b""
         conn.send(packet(SUBACK, packet_id.to_bytes(2, "big") + empty + codes))
-        for subscription, new in granted:
-            if subscription.retain_handling == 0 or (subscription.retain_handling == 1 and new):
-                lane.router.send_retained(session, subscription)
+        wanted = [
+            one for one, new in granted if one.retain_handling == 0 or (one.retain_handling == 1 and new)
+        ]
+        await lane.router.send_retained(session, wanted)
     conn.release("subscribe")
 
 

@@ -83,7 +83,7 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
             case Settled(client, number) if client in saved:
                 saved[client].queue.pop(number, None)
             case Retained(topic):
-                lane.router.keep(text(topic), _message(record, record.qos, retain=True))
+                lane.router.retained.keep(text(topic), _message(record, record.qos, retain=True))
             case Marked(stream, upto, known):
                 lane.journal.marks.setdefault(stream, Mark(upto)).add(upto, known)
             case Received(client, packet_id) if client in saved:
@@ -96,6 +96,7 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
                 saved[client].partial[packet_id] = frozenset(streams)
             case _:
                 pass  # about a session that had ended by then
+    lane.router.retained.drop_expired()
     lane.journal.resume_numbers(numbers)
     whole = survived(records)
     if not whole:
@@ -177,7 +178,7 @@ def snapshot(lane: Lane) -> Iterator[Record]:
     for number in sorted(waiting):
         message, copies = waiting[number]
         yield queued_record(message, number, copies)
-    for message in lane.router.retained.values():
+    for message in lane.router.retained.all():
         yield retained_record(message)
     for stream, mark in lane.journal.marks.items():
         yield Marked(stream, mark.upto, sorted(mark.known))

@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from bridge.mqtt import journal as journal_module
+from bridge.mqtt import properties as p
 from bridge.mqtt.marks import Mark
+from bridge.mqtt.packets import V5
 from bridge.mqtt.recovery import find_stored_ids
 from bridge.streams.layout import Files
 
@@ -389,3 +391,27 @@ def test_a_segment_that_the_disk_does_not_give_back_does_not_keep_the_front_end_
         assert "Input/output error" in caplog.text
 
     run(tmp_path)
+
+
+@bridge_test(retained_messages=5)
+async def test_retained_messages_that_have_expired_take_no_room_from_others(bridge: Bridge) -> None:
+    client = await bridge.connect("c", level=V5)
+
+    async def retain(topic: str, seconds: int) -> None:
+        expiry = {p.MESSAGE_EXPIRY: seconds}
+        await client.exchange(publish(topic, b"x", 1, 1, retain=True, level=V5, properties=expiry))
+
+    for number in range(5):
+        await retain(f"over/{number}", 0)
+    for number in range(5):
+        await retain(f"new/{number}", 1000)
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (5, 0)
+    for _ in range(1000):
+        await retain("new/0", 1000)
+    assert len(bridge.lane.router.retained._expiring) < 150, "only what counts is kept"
+    await retain("new/4", 0)
+    await retain("new/5", 1000)
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (5, 0)
+    await retain("new/5", 0)
+    await bridge.restart()
+    assert bridge.stat("retained") == 4
