@@ -193,6 +193,8 @@ class Router:
         qos = min(message.qos, subscription.qos)
         identifiers = (subscription.identifier,) if subscription.identifier else ()
         out = Outgoing(message, qos, True, identifiers)
+        if qos and session.persistent and not self._store.bound(name):
+            self._journal.queued(message, [session], [out])
         session.outbox.put(out)
 
     def _without_own(self, route: Route, origin: Session | None) -> dict[Session, Receiver]:

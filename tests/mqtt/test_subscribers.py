@@ -378,3 +378,24 @@ async def test_many_filters_and_retained_messages_keep_nobody_else_waiting(bridg
         assert await other.alive()
         assert session.connection._holds, "it is still being looked at"
     assert await subscriber.silent()
+
+
+@bridge_test
+async def test_retained_messages_on_their_way_to_a_persistent_session_survive_a_restart(
+    bridge: Bridge,
+) -> None:
+    publisher = await bridge.connect("p")
+    for topic in ("plain/r", "in/r"):
+        await publisher.exchange(publish(topic, b"kept", 1, 1, retain=True))
+    subscriber = await bridge.connect("s", clean=False)
+    await subscriber.subscribe(("plain/#", 1), ("in/#", 1))
+    assert [subscriber.parse(*await subscriber.receive()).topic for _ in range(2)] == ["plain/r", "in/r"]
+    assert await subscriber.alive(), "neither is acknowledged"
+    await bridge.restart()
+    subscriber = await bridge.connect("s", clean=False)
+    got = await subscriber.message()
+    assert (got.topic, got.payload, got.qos, got.retain) == ("plain/r", b"kept", 1, True)
+    assert await subscriber.silent(), "the other one is in its stream"
+    await bridge.restart()
+    subscriber = await bridge.connect("s", clean=False)
+    assert await subscriber.silent()
