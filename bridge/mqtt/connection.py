@@ -45,7 +45,6 @@ from bridge.mqtt.packets import (
 
 if TYPE_CHECKING:
     from bridge.mqtt.lane import Lane, Listener
-    from bridge.mqtt.packets import Will
     from bridge.mqtt.router import Route
     from bridge.mqtt.sessions import Session
     from bridge.mqtt.store import Committer
@@ -72,7 +71,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes", "_tail", "_timer",
         "address", "aliases", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
-        "receive_maximum", "requests", "session", "state", "transport", "will", "writable",
+        "receive_maximum", "requests", "session", "state", "transport", "writable",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, listener: Listener) -> None:
@@ -81,7 +80,6 @@ class Connection(asyncio.Protocol):
         self.level = V311
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
         self.session: Session | None = None
-        self.will: Will | None = None
         self.writable = True
         self.receive_maximum = self.max_packet_out = 0xFFFF_FFFF
         self.keep_alive = 0.0  # seconds of silence until the connection counts as lost; 0: never

@@ -159,15 +159,15 @@ def _adopt(conn: Connection, connect: Connect, session: Session) -> None:
     """Join a connection and its session."""
     lane, properties = conn.lane, connect.properties
     lane.sessions.enter(session)
-    lane.cancel_will(session)
     session.connection = lane.newest[session.client_id] = conn
-    conn.session, conn.will = session, connect.will
+    conn.session = session
     if connect.level == V5:
         lane.set_expiry(session, properties.get(p.SESSION_EXPIRY, 0))
         conn.receive_maximum = properties.get(p.RECEIVE_MAXIMUM, 65_535)
         conn.max_packet_out = properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
     else:
         lane.set_expiry(session, 0 if connect.clean else NEVER)
+    lane.set_will(session, connect.will)
     seconds = min(connect.keep_alive, lane.limits.max_keep_alive)
     if connect.level == V5 and not seconds:
         seconds = lane.limits.max_keep_alive

@@ -5,7 +5,8 @@ power cut loses at most the last second (the file is synced once a second, in a 
 is not known which QoS 2 ids are still in use, and none is taken to be: stored twice is better than never.
 What it keeps:
 persistent sessions with their subscriptions, QoS 1 and 2 messages of ordinary topics until each
-persistent subscriber has acknowledged them, QoS 2 ids between PUBLISH and PUBREL, retained messages.
+persistent subscriber has acknowledged them, QoS 2 ids between PUBLISH and PUBREL, wills of persistent
+sessions that may still have to be published, retained messages.
 Messages on stream topics are not here: the stream has them.
 
 Layout: frames, one after the other. A frame whose CRC is wrong ends the journal (a torn tail).
@@ -149,6 +150,17 @@ class Booted(Record, frozen=True, tag=12):
     boot: str
 
 
+class Willed(Record, frozen=True, tag=13):
+    """What is to be published when a session's client is gone: `packets.Will`; without a topic: nothing."""
+
+    client: str
+    topic: str = ""
+    payload: bytes = b""
+    qos: int = 0
+    retain: bool = False
+    properties: dict[int, Any] = {}
+
+
 Any_ = (
     Opened
     | Ended
@@ -162,6 +174,7 @@ Any_ = (
     | Marked
     | Held
     | Booted
+    | Willed
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
@@ -211,6 +224,10 @@ class Journal:
     def settled(self, session: Session, out: Outgoing) -> None:
         """A session has acknowledged a queued message, or it was dropped."""
         self._add(Settled(session.client_id, out.number))
+
+    def willed(self, session: Session) -> None:
+        """A persistent session has another will, or none any more."""
+        self._add(will_record(session))
 
     def retained(self, message: Message) -> None:
         """A topic has a new retained message."""
@@ -423,6 +440,11 @@ def queued_record(message: Message, number: int, copies: Iterable[tuple[Session,
     return Queued(
         number, message.topic, message.payload, message.qos, message.properties, message.expires, homes
     )
+
+
+def will_record(session: Session) -> Willed:
+    """The record of a session's will."""
+    return Willed(session.client_id, *session.will) if session.will is not None else Willed(session.client_id)
 
 
 def retained_record(message: Message) -> Retained:

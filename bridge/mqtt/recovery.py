@@ -21,14 +21,16 @@ from bridge.mqtt.journal import (
     Settled,
     Subscribed,
     Unsubscribed,
+    Willed,
     queued_record,
     retained_record,
     survived,
+    will_record,
 )
 from bridge.mqtt.marks import Mark
 from bridge.mqtt.message import Message, Subscription
 from bridge.mqtt.outbox import Outgoing
-from bridge.mqtt.packets import text
+from bridge.mqtt.packets import Will, text
 from bridge.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class _Saved:
         self.queue: dict[int, Outgoing] = {}
         self.incoming: set[int] = set()
         self.partial: dict[int, frozenset[str]] = {}
+        self.will: Will | None = None
 
 
 def recover(records: Sequence[Record], lane: Lane) -> None:
@@ -94,6 +97,8 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
                 saved[client].partial.pop(packet_id, None)
             case Held(client, packet_id, streams) if client in saved:
                 saved[client].partial[packet_id] = frozenset(streams)
+            case Willed(client, topic, payload, qos, retain, properties) if client in saved:
+                saved[client].will = Will(topic, payload, qos, retain, properties) if topic else None
             case _:
                 pass  # about a session that had ended by then
     lane.router.retained.drop_expired()
@@ -108,11 +113,11 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
         if whole:
             session.incoming, session.partial = past.incoming, past.partial
         session.left = past.opened.left or time.time()
+        session.will = past.will
         for subscription in past.subscriptions.values():
             lane.router.subscribe(session, subscription)
         for out in past.queue.values():
             session.outbox.put(out)
-        lane.sessions.leave(session)
 
 
 async def find_stored_ids(lane: Lane) -> None:
@@ -164,6 +169,8 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         if not session.persistent:
             continue
         yield Opened(session.client_id, session.identity.user, session.expiry, session.left)
+        if session.will is not None:
+            yield will_record(session)
         for subscription in session.subscriptions.values():
             yield Subscribed(session.client_id, subscription)
         newest = lane.newest.get(session.client_id)

@@ -46,8 +46,8 @@ class Session:
         self.left = 0.0  # Unix time at which the connection was lost
         self.seen: object = None  # the newest live message that it got
         self.timer: TimerHandle | None = None
-        self.will: Will | None = None  # waiting for its delay to pass
-        self.will_timer: TimerHandle | None = None
+        self.will: Will | None = None  # to be published when the client has gone, and its delay is over
+        self.will_timer: TimerHandle | None = None  # runs while it is the delay that is waited for
 
     @property
     def persistent(self) -> bool:

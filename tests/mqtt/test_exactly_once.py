@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +13,10 @@ from bridge.mqtt import journal
 from bridge.mqtt import properties as p
 from bridge.mqtt.packets import V5, packet
 from bridge.mqtt.properties import write_properties
-from bridge.mqtt.settings import MqttConfig
 
-from .harness import Bridge, Packet, ack, bridge_test, publish, until
+from .harness import Bridge, Packet, ack, bridge_test, copied, found_again, publish, until
 
 RECEIVED, COMPLETE = 0x50, 0x70
-
-
-@asynccontextmanager
-async def found_again(bridge: Bridge, taken: Path) -> AsyncIterator[Bridge]:
-    """A bridge on a copy that was taken of another's files, as a kill or a power cut leaves them."""
-    again = Bridge(taken, MqttConfig(listen=["tcp://127.0.0.1:0"]))
-    await again.start()
-    try:
-        yield again
-    finally:
-        await again.stop()
-
-
-def copied(bridge: Bridge) -> Path:
-    """The files as they are at this moment."""
-    taken = bridge.root / f"taken-{len(list(bridge.root.iterdir()))}"
-    shutil.copytree(bridge.root / "data", taken / "data", symlinks=True)
-    return taken
 
 
 def sessions(root: Path) -> Path:
