@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 
 from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.mqtt import headers
-from bridge.mqtt.journal import (
+from bridge.mqtt.journal import survived
+from bridge.mqtt.marks import Mark
+from bridge.mqtt.message import Message, Subscription
+from bridge.mqtt.outbox import Outgoing
+from bridge.mqtt.packets import Will, text
+from bridge.mqtt.records import (
     Ended,
     Held,
     Marked,
@@ -24,13 +29,8 @@ from bridge.mqtt.journal import (
     Willed,
     queued_record,
     retained_record,
-    survived,
     will_record,
 )
-from bridge.mqtt.marks import Mark
-from bridge.mqtt.message import Message, Subscription
-from bridge.mqtt.outbox import Outgoing
-from bridge.mqtt.packets import Will, text
 from bridge.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
