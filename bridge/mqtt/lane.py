@@ -1,8 +1,8 @@
 """The lane: the listening sockets, all connections, and what they share.
 
 What it promises: as many connections as `limits` allow and no more, those in their TLS handshake among
-them; a stop that stores and acknowledges everything that had been read, leaves the wills of persistent
-sessions to the next start and sends no others, and leaves no task behind.
+them; a stop that stores and acknowledges everything that had been read, sends no wills (the next start sends
+those of persistent MQTT 5 sessions), and leaves no task behind.
 """
 
 from __future__ import annotations
@@ -263,18 +263,19 @@ class Lane:
         session = conn.session
         if session is None or session.connection is not conn:
             return
+        lost = self.stopping and will and session.will is not None and session.lasting_will is None
         session.connection = session.seen = None
         session.outbox.detach()
         self.delivery.leave(session)
         session.left = time.time()
         if session.persistent:
             self.journal.opened(session)
-        if not will:
+        if lost:
+            self.counts["dropped_wills"] += 1
+        if lost or not will:
             self.set_will(session, None)
         elif not self.stopping:
             self._await_will(session)
-        elif session.will is not None and not session.persistent:
-            self.counts["dropped_wills"] += 1
         self.sessions.leave(session)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -153,8 +153,9 @@ def queued_record(message: Message, number: int, copies: Iterable[tuple[Session,
 
 
 def will_record(session: Session) -> Willed:
-    """The record of a session's will."""
-    return Willed(session.client_id, *session.will) if session.will is not None else Willed(session.client_id)
+    """The record of a session's will, if that is to survive a restart."""
+    will = session.lasting_will
+    return Willed(session.client_id, *will) if will is not None else Willed(session.client_id)
 
 
 def retained_record(message: Message) -> Retained:

@@ -169,7 +169,7 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         if not session.persistent:
             continue
         yield Opened(session.client_id, session.identity.user, session.expiry, session.left)
-        if session.will is not None:
+        if session.lasting_will is not None:
             yield will_record(session)
         for subscription in session.subscriptions.values():
             yield Subscribed(session.client_id, subscription)

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from bridge.mqtt.outbox import Outbox, Outgoing
+from bridge.mqtt.packets import V5
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle
@@ -53,6 +54,12 @@ class Session:
     def persistent(self) -> bool:
         """Whether it outlives its connection."""
         return self.expiry > 0
+
+    @property
+    def lasting_will(self) -> Will | None:
+        """The will, if it survives a restart. One of 3.1.1 does not: it has no delay to come back in."""
+        here = self.connection is None or self.connection.level == V5  # away, it waits for its delay
+        return self.will if self.persistent and here else None
 
 
 class Sessions:

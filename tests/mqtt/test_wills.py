@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5
+from bridge.mqtt.packets import V5, V311
 
 from .harness import Bridge, Client, bridge_test, copied, decoded, found_again, until
 
@@ -62,12 +62,12 @@ def test_wills_of_persistent_sessions_are_published_after_a_restart(tmp_path: Pa
 
 
 @bridge_test
-async def test_the_will_of_a_clean_session_is_counted_as_dropped_when_the_bridge_stops(
-    bridge: Bridge,
-) -> None:
-    client = await bridge.connect("c", will=("in/w", b"gone", 1))
+async def test_wills_that_do_not_survive_a_restart_are_counted_when_the_bridge_stops(bridge: Bridge) -> None:
+    kept: list[Client] = []
+    for level, clean in ((V5, True), (V311, True), (V311, False)):
+        name = f"{level} {clean}"
+        kept.append(await bridge.connect(name, level=level, clean=clean, will=("in/w", b"gone", 1)))
     await bridge.stop()
-    assert bridge.stat("dropped_wills") == 1
-    assert await client.closed()
+    assert bridge.stat("dropped_wills") == 3
     await bridge.start()
     assert await bridge.payloads() == []
