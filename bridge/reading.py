@@ -121,13 +121,14 @@ class Reads:
         if reader is None:
             reader = self._readers[stream] = stream.reader()
         self._used.add(stream)
-        end = stream.next_sequence
-        try:
-            return reader.read(position, end=end, max_messages=most, max_bytes=max_bytes)
-        except CorruptData as error:
-            if not stream.heal(error.segment):
-                raise
-            return reader.read(position, end=end, max_messages=most, max_bytes=max_bytes)
+        healed: set[int] = set()
+        while True:
+            try:
+                return reader.read(position, end=stream.next_sequence, max_messages=most, max_bytes=max_bytes)
+            except CorruptData as error:
+                if error.segment in healed or not stream.heal(error.segment):
+                    raise
+                healed.add(error.segment)  # there may be damage in the next one too
 
     def gone(self, stream: Stream) -> None:
         """A stream is deleted, or its settings have changed: whoever waits for it looks again."""

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, cast
 
 from bridge.errors import StreamError
 from bridge.mqtt import control, handshake, publishing
+from bridge.mqtt.batch import Batch
 from bridge.mqtt.packets import (
     CONNECT,
     DISCONNECT,
@@ -44,10 +45,9 @@ from bridge.mqtt.packets import (
 
 if TYPE_CHECKING:
     from bridge.mqtt.lane import Lane, Listener
-    from bridge.mqtt.packets import Will
     from bridge.mqtt.router import Route
     from bridge.mqtt.sessions import Session
-    from bridge.mqtt.store import Committer, Stream
+    from bridge.mqtt.store import Committer
 
 log = logging.getLogger(__name__)
 
@@ -65,60 +65,13 @@ class State(enum.Enum):
     CLOSED = enum.auto()
 
 
-class Batch:
-    """What one read from the socket is to be answered with, once what it touched is committed."""
-
-    __slots__ = (
-        "acks", "close", "connection", "error", "failed", "ids", "lasting", "touched", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.acks = bytearray()
-        self.touched: dict[Committer, None] = {}
-        # QoS 2 ids that count as used only if the commit succeeds; where their messages are if it does
-        self.ids: dict[int, dict[Stream, int]] = {}
-        self.lasting: Session | None = None  # the session whose journal is to hold these ids
-        self.waiting = 0
-        self.error: StreamError | None = None
-        self.failed: set[Committer] = set()  # known where it matters: when several are touched
-        self.close: tuple[str, str, int] | None = None  # counter, text, reason: end after these acks
-
-    def one_done(self, committer: Committer, error: StreamError | None) -> None:
-        """One of several streams is committed, or failed to."""
-        if error is not None:
-            self.failed.add(committer)
-        self.done(error)
-
-    def done(self, error: StreamError | None) -> None:
-        """One of the streams is committed, or failed to."""
-        if error is not None:
-            self.error = self.error or error
-            # It ends, as soon as what came before is answered: nothing behind it may be stored before it.
-            self.connection.hold("failed")
-        self.waiting -= 1
-        if self.waiting:
-            return
-        if self.lasting is not None and self.error is None:
-            # Only now: an id that is known although its message is not stored would lose the message.
-            session, self.lasting, self.waiting = self.lasting, None, 1
-            journal = self.connection.lane.journal
-            ids, self.ids = self.ids, {}  # from here on they are in use, also if the journal fails
-            for packet_id in ids:
-                journal.received(session, packet_id)
-            journal.settled_in(((at, n) for places in ids.values() for at, n in places.items()), self)
-            journal.after_commit(self.done)
-            return
-        self.connection.settle()
-
-
 class Connection(asyncio.Protocol):
     """The server's side of one MQTT connection."""
 
     __slots__ = (
         "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes", "_tail", "_timer",
         "address", "aliases", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
-        "receive_maximum", "requests", "session", "state", "transport", "will", "writable",
+        "receive_maximum", "requests", "session", "state", "transport", "writable",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, listener: Listener) -> None:
@@ -127,7 +80,6 @@ class Connection(asyncio.Protocol):
         self.level = V311
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
         self.session: Session | None = None
-        self.will: Will | None = None
         self.writable = True
         self.receive_maximum = self.max_packet_out = 0xFFFF_FFFF
         self.keep_alive = 0.0  # seconds of silence until the connection counts as lost; 0: never
@@ -276,7 +228,11 @@ class Connection(asyncio.Protocol):
     @property
     def unstored_ids(self) -> set[int]:
         """QoS 2 ids in use whose messages are not known to be stored yet."""
-        return {packet_id for batch in self._batches if batch.lasting is not None for packet_id in batch.ids}
+        return {packet_id for batch in self._batches for packet_id in batch.ids}
+
+    def is_unstored(self, packet_id: int) -> bool:
+        """Whether a QoS 2 id is one of these."""
+        return any(packet_id in batch.ids for batch in self._batches)
 
     async def settled(self) -> None:
         """Wait until everything that it published is committed, or has failed to be."""
@@ -450,12 +406,14 @@ class Connection(asyncio.Protocol):
             self.release("commits")
 
     def _rest(self) -> None:
-        """Nothing awaits its commit any more: a session that is away holds no connection, nor its buffers."""
+        """Nothing awaits its commit any more: a client that is away holds no connection, nor its buffers."""
         if self._drained is not None:
             self._drained.set_result(None)
             self._drained = None
-        if self.state is State.CLOSED and self.session is not None and self.session.last is self:
-            self.session.last = None
+        if self.state is State.CLOSED and self.session is not None:
+            newest = self.lane.newest
+            if newest.get(self.session.client_id) is self:
+                del newest[self.session.client_id]
 
     def _forget_ids(self, batch: Batch) -> None:
         # The client will send these again, and then they must not pass for duplicates: but where they are
@@ -468,7 +426,7 @@ class Connection(asyncio.Protocol):
             stored = {at.name for at in places if at not in batch.failed} if batch.failed else set()
             if stored:
                 session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
-                if batch.lasting is not None:
+                if session.persistent:
                     self.lane.journal.held(session, packet_id)
         self.lane.journal.failed(batch.ids.values(), batch.failed, batch)
 

@@ -39,11 +39,10 @@ from bridge.mqtt.packets import (
 from bridge.topics import is_topic_filter
 
 if TYPE_CHECKING:
-    from bridge.mqtt.connection import Batch, Connection
+    from bridge.mqtt.batch import Batch
+    from bridge.mqtt.connection import Connection
     from bridge.mqtt.packets import TopicRequest
     from bridge.mqtt.sessions import Session
-
-WITH_WILL = 0x04  # DISCONNECT's reason code "disconnect with will message" (MQTT 5 section 3.14.2.1)
 
 
 def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
@@ -78,7 +77,12 @@ assert (SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT, AUTH) == (0x82, 0xA2, 0xC0,
 
 
 def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) -> None:
-    """The client is done with a QoS 2 id. Always answered, known or not, or it would ask for ever (4.3.3)."""
+    """The client is done with a QoS 2 id. Answered, known or not, or it would ask for ever (4.3.3).
+
+    It comes after PUBREC: an id that were free before would be given to two messages under way.
+    """
+    if packet_id in batch.ids or conn.is_unstored(packet_id):
+        raise ProtocolError(f"PUBREL for packet id {packet_id} before its PUBREC", PROTOCOL_ERROR)
     raw = packet_id.to_bytes(2, "big")
     session.partial.pop(packet_id, None)
     if packet_id in session.incoming:
@@ -135,9 +139,10 @@ async def _confirm(
     if session.connection is conn:
         empty = b"\0" if conn.level == V5 else b""
         conn.send(packet(SUBACK, packet_id.to_bytes(2, "big") + empty + codes))
-        for subscription, new in granted:
-            if subscription.retain_handling == 0 or (subscription.retain_handling == 1 and new):
-                lane.router.send_retained(session, subscription)
+        wanted = [
+            one for one, new in granted if one.retain_handling == 0 or (one.retain_handling == 1 and new)
+        ]
+        await lane.router.send_retained(session, wanted)
     conn.release("subscribe")
 
 
@@ -178,4 +183,4 @@ def _disconnect(conn: Connection, session: Session, body: bytes) -> None:
         if expiry and not session.expiry:
             raise ProtocolError("a session expiry that was 0 at CONNECT (MQTT-3.1.2-23)", PROTOCOL_ERROR)
         conn.lane.set_expiry(session, expiry)
-    conn.end("", "", will=reason == WITH_WILL)
+    conn.end("", "", will=reason != SUCCESS)  # (MQTT 5 section 3.14.4-3)

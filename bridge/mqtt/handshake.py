@@ -84,17 +84,17 @@ async def _open(conn: Connection, connect: Connect) -> None:
         elif will.topic.partition("/")[0] == REQUEST_LEVEL or not identity.may_publish(will.topic):
             refused = Refused(NOT_AUTHORIZED, f"a will on {will.topic!r}, where it may not publish")
     while refused is None:
-        old = lane.sessions.get(client_id)
-        if old is None:
-            break
-        if old.identity.user != user:
+        old, newest = lane.sessions.get(client_id), lane.newest.get(client_id)
+        if old is not None and old.identity.user != user:
             refused = Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user")
-        elif old.connection is not None:
+        elif old is not None and old.connection is not None:
             old.connection.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
-        elif old.last is not None and old.last.unsettled:
-            # Its QoS 2 ids count only once the messages are stored: they must not be looked at before.
-            if not await _settled(old.last):
+        elif newest is not None and newest.unstored_ids:
+            # They count only once the messages are stored, and only in the session that they were sent in.
+            if not await _settled(newest):
                 refused = Refused(SERVER_BUSY, "what its last connection sent is not stored yet")
+        elif old is None:
+            break
         elif connect.clean:
             lane.sessions.end(old)
         else:
@@ -159,15 +159,15 @@ def _adopt(conn: Connection, connect: Connect, session: Session) -> None:
     """Join a connection and its session."""
     lane, properties = conn.lane, connect.properties
     lane.sessions.enter(session)
-    lane.cancel_will(session)
-    session.connection = session.last = conn
-    conn.session, conn.will = session, connect.will
+    session.connection = lane.newest[session.client_id] = conn
+    conn.session = session
     if connect.level == V5:
         lane.set_expiry(session, properties.get(p.SESSION_EXPIRY, 0))
         conn.receive_maximum = properties.get(p.RECEIVE_MAXIMUM, 65_535)
         conn.max_packet_out = properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
     else:
         lane.set_expiry(session, 0 if connect.clean else NEVER)
+    lane.set_will(session, connect.will)
     seconds = min(connect.keep_alive, lane.limits.max_keep_alive)
     if connect.level == V5 and not seconds:
         seconds = lane.limits.max_keep_alive

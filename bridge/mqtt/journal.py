@@ -5,17 +5,19 @@ power cut loses at most the last second (the file is synced once a second, in a 
 is not known which QoS 2 ids are still in use, and none is taken to be: stored twice is better than never.
 What it keeps:
 persistent sessions with their subscriptions, QoS 1 and 2 messages of ordinary topics until each
-persistent subscriber has acknowledged them, QoS 2 ids between PUBLISH and PUBREL, retained messages.
+persistent subscriber has acknowledged them, QoS 2 ids between PUBLISH and PUBREL, wills of persistent
+sessions that may still have to be published, retained messages.
 Messages on stream topics are not here: the stream has them.
 
 Layout: frames, one after the other. A frame whose CRC is wrong ends the journal (a torn tail).
 
     +--------------+-------------+---------------------------------------------------+
-    | length u32 BE| CRC-32 u32  | msgpack array [kind, ...], a `Record` below       |
+    | length u32 BE| CRC-32 u32  | msgpack array [kind, ...], see `records.py`       |
     +--------------+-------------+---------------------------------------------------+
 
 The file is replaced by a snapshot of what is alive when it has grown to several times that size, and at
-each start. After a failed write nothing is confirmed until a snapshot has been written.
+each start. While a thread brings a snapshot to the disk, records are written to it and to the file. After a
+failed write nothing is confirmed until a snapshot has been written.
 """
 
 from __future__ import annotations
@@ -26,13 +28,30 @@ import logging
 import os
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bridge.deflate import crc32
 from bridge.errors import StorageFailed, StreamError
 from bridge.mqtt.marks import Mark
+from bridge.mqtt.records import (
+    Any_,
+    Booted,
+    Ended,
+    Held,
+    Marked,
+    Opened,
+    Received,
+    Record,
+    Released,
+    Settled,
+    Subscribed,
+    Unsubscribed,
+    queued_record,
+    retained_record,
+    will_record,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -51,120 +70,27 @@ SYNC_INTERVAL = 1.0
 RETRY_INTERVAL = 1.0
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
-    """The base of all records."""
-
-
-class Opened(Record, frozen=True, tag=1):
-    """A persistent session exists; `left` is the Unix time since when its client is away, 0 if it is not."""
-
-    client: str
-    user: str | None
-    expiry: int
-    left: float
-
-
-class Ended(Record, frozen=True, tag=2):
-    """A session is over."""
-
-    client: str
-
-
-class Subscribed(Record, frozen=True, tag=3):
-    """A session has a subscription: the fields of `message.Subscription`."""
-
-    client: str
-    subscription: tuple[str, int, bool, bool, int, int]
-
-
-class Unsubscribed(Record, frozen=True, tag=4):
-    """A session no longer has a subscription."""
-
-    client: str
-    filter: str
-
-
-class Queued(Record, frozen=True, tag=5):
-    """A message waits for the sessions in `homes`: client, QoS, retain flag, subscription identifiers."""
-
-    number: int
-    topic: bytes
-    payload: bytes
-    qos: int
-    properties: dict[int, Any]
-    expires: float | None
-    homes: list[tuple[str, int, bool, tuple[int, ...]]]
-
-
-class Settled(Record, frozen=True, tag=6):
-    """A session no longer needs a queued message."""
-
-    client: str
-    number: int
-
-
-class Retained(Record, frozen=True, tag=7):
-    """The retained message of a topic; an empty payload: there is none."""
-
-    topic: bytes
-    payload: bytes
-    qos: int
-    properties: dict[int, Any]
-    expires: float | None
-
-
-class Received(Record, frozen=True, tag=8):
-    """A QoS 2 packet id is in use by its client."""
-
-    client: str
-    id: int
-
-
-class Released(Record, frozen=True, tag=9):
-    """A QoS 2 packet id is free again."""
-
-    client: str
-    id: int
-
-
-class Marked(Record, frozen=True, tag=10):
-    """The QoS 2 messages of a stream below number `upto` have their ids in the journal, and so have these."""
-
-    stream: str
-    upto: int
-    known: list[int] = []
-
-
-class Held(Record, frozen=True, tag=11):
-    """Some streams have the message of a QoS 2 id, and others of its streams have failed to store it."""
-
-    client: str
-    id: int
-    streams: list[str]
-
-
-class Booted(Record, frozen=True, tag=12):
-    """The records are sure to be all there while the machine runs on; empty: in any case, up to here."""
-
-    boot: str
-
-
-Any_ = (
-    Opened
-    | Ended
-    | Subscribed
-    | Unsubscribed
-    | Queued
-    | Settled
-    | Retained
-    | Received
-    | Released
-    | Marked
-    | Held
-    | Booted
-)
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Any_] = msgspec.msgpack.Decoder(Any_)
+
+
+class _Copy:
+    """A snapshot beside the journal, which is to take its place; what comes meanwhile is written to both."""
+
+    def __init__(self, journal: Path, data: bytes) -> None:
+        """Raises OSError."""
+        self.path = journal.with_suffix(".new")
+        self.path.unlink(missing_ok=True)  # a thread may still be writing to one that was dropped
+        self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.size = self.least = len(data)
+
+    def append(self, data: bytes) -> None:
+        _write_all(self.fd, data, self.size)
+        self.size += len(data)
+
+    def drop(self) -> None:
+        os.close(self.fd)
+        self.path.unlink(missing_ok=True)  # it takes room
 
 
 class Journal:
@@ -182,6 +108,8 @@ class Journal:
         self._failed = self._unsynced = False
         self._write_handle: asyncio.Handle | None = None
         self._syncer: asyncio.Task[None] | None = None
+        self._copy: _Copy | None = None
+        self._copier: asyncio.Task[None] | None = None
 
     # -- records ------------------------------------------------------------
 
@@ -211,6 +139,10 @@ class Journal:
     def settled(self, session: Session, out: Outgoing) -> None:
         """A session has acknowledged a queued message, or it was dropped."""
         self._add(Settled(session.client_id, out.number))
+
+    def willed(self, session: Session) -> None:
+        """A persistent session has another will, or none any more."""
+        self._add(will_record(session))
 
     def retained(self, message: Message) -> None:
         """A topic has a new retained message."""
@@ -306,8 +238,10 @@ class Journal:
         """Write and sync everything, and close the file."""
         if self._syncer is None:
             return
-        self._syncer.cancel()
-        await asyncio.gather(self._syncer, return_exceptions=True)
+        tasks = [task for task in (self._syncer, self._copier) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._add(Booted(""))
         self._syncer = None
         if self._write_handle is not None:
@@ -329,8 +263,7 @@ class Journal:
     def _add(self, record: Record) -> None:
         if self._syncer is None:
             return
-        body = _encoder.encode(record)
-        self._buffer += (_FRAME.pack(len(body), crc32(body)), body)
+        self._buffer += _framed(record)
         if self._write_handle is None:
             self._write_handle = asyncio.get_running_loop().call_soon(self._write)
 
@@ -339,23 +272,32 @@ class Journal:
         self._write_handle = None
         error: StreamError | None = None
         try:
-            if self._failed or self._size > 4 * self._least + SLACK:
+            if self._failed:
                 self._write_snapshot()
             elif self._buffer:
-                _write_all(self._fd, b"".join(self._buffer))
-                self._size += sum(map(len, self._buffer))
-                self._unsynced = True
+                self._append(b"".join(self._buffer))
             self._failed = False
         except OSError as problem:
             self._cannot_write(problem)
             error = StorageFailed(f"{self._path}: {problem}")
             self._write_handle = asyncio.get_running_loop().call_later(RETRY_INTERVAL, self._write)
         self._buffer = []
+        grown = self._size > 4 * self._least + SLACK and not self._failed
+        if grown and self._copier is None and self._syncer is not None:
+            self._copier = asyncio.get_running_loop().create_task(self._replace(self._snapshot_frames()))
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             done(error)
 
+    def _append(self, data: bytes) -> None:
+        _write_all(self._fd, data, self._size)
+        self._size += len(data)
+        self._unsynced = True
+        if self._copy is not None:
+            self._copy.append(data)
+
     def _cannot_write(self, problem: OSError) -> None:
+        self._drop_copy()  # it may lack what was to be written
         if not self._failed:
             log.error(
                 "%s: %s; persistent sessions are not acknowledged until it can be written",
@@ -365,29 +307,56 @@ class Journal:
         self._failed = True
 
     def _write_snapshot(self) -> None:
+        self._drop_copy()
+        data = self._snapshot_frames()
+        copy = _Copy(self._path, data)
+        try:
+            _fill(os.dup(copy.fd), data)
+            self._install(copy)
+        except OSError:
+            copy.drop()
+            raise
+        _sync_directory(self._path.parent)
+
+    def _snapshot_frames(self) -> bytes:
         frames: list[bytes] = []
         for record in (Booted(_boot_id()), *self.snapshot()):
-            body = _encoder.encode(record)
-            frames += (_FRAME.pack(len(body), crc32(body)), body)
-        data = b"".join(frames)
-        new = self._path.with_suffix(".new")
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            frames += _framed(record)
+        return b"".join(frames)
+
+    async def _replace(self, data: bytes) -> None:
+        """Put a snapshot in the file's place. It may be large, and a thread waits for the disk."""
         try:
-            _write_all(fd, data)
-            os.fdatasync(fd)
-            new.replace(self._path)
-            directory = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
-        except OSError:
-            os.close(fd)
-            new.unlink(missing_ok=True)  # it takes room
-            raise
+            copy = self._copy = _Copy(self._path, data)
+            for part in (data, b""):  # the second time for what has come meanwhile
+                await asyncio.to_thread(_fill, os.dup(copy.fd), part)
+                if self._copy is not copy:
+                    return  # a write has failed
+            self._install(copy)
+            self._copy, self._unsynced = None, True
+            await asyncio.to_thread(_sync_directory, self._path.parent)
+        except OSError as error:
+            self._write_again(error)
+        finally:
+            self._drop_copy()
+            self._copier = None
+
+    def _install(self, copy: _Copy) -> None:
+        copy.path.replace(self._path)
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd, self._size, self._least, self._unsynced = fd, len(data), len(data), False
+        self._fd, self._size, self._least, self._unsynced = copy.fd, copy.size, copy.least, False
+
+    def _drop_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.drop()
+            self._copy = None
+
+    def _write_again(self, error: OSError) -> None:
+        log.error("%s: %s; it will be written again", self._path, error)
+        self._failed = True
+        if self._write_handle is None:
+            self._write_handle = asyncio.get_running_loop().call_soon(self._write)
 
     async def _sync_for_ever(self) -> None:
         while True:
@@ -399,10 +368,7 @@ class Journal:
             try:
                 await asyncio.to_thread(os.fdatasync, fd)
             except OSError as error:
-                log.error("%s: %s; it will be written again", self._path, error)
-                self._failed = True
-                if self._write_handle is None:
-                    self._write_handle = asyncio.get_running_loop().call_soon(self._write)
+                self._write_again(error)
             finally:
                 os.close(fd)
 
@@ -417,20 +383,30 @@ def survived(records: Iterable[Record]) -> bool:
     return bool(boots) and boots[-1] in ("", _boot_id())
 
 
-def queued_record(message: Message, number: int, copies: Iterable[tuple[Session, Outgoing]]) -> Queued:
-    """The record of a message that waits for sessions."""
-    homes = [(session.client_id, out.qos, out.retain, out.identifiers) for session, out in copies]
-    return Queued(
-        number, message.topic, message.payload, message.qos, message.properties, message.expires, homes
-    )
+def _framed(record: Record) -> tuple[bytes, bytes]:
+    body = _encoder.encode(record)
+    return _FRAME.pack(len(body), crc32(body)), body
 
 
-def retained_record(message: Message) -> Retained:
-    """The record of a retained message."""
-    return Retained(message.topic, message.payload, message.qos, message.properties, message.expires)
-
-
-def _write_all(fd: int, data: bytes) -> None:
+def _write_all(fd: int, data: bytes, offset: int) -> None:
     view = memoryview(data)
     while view:
-        view = view[os.write(fd, view) :]
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _fill(fd: int, data: bytes) -> None:
+    """Begin a file with these bytes and wait for the disk; closes `fd`, which whoever waits may not do."""
+    try:
+        _write_all(fd, data, 0)
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

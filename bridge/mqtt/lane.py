@@ -1,8 +1,8 @@
 """The lane: the listening sockets, all connections, and what they share.
 
 What it promises: as many connections as `limits` allow and no more, those in their TLS handshake among
-them; a stop that stores and acknowledges everything that had been read, sends no wills, and leaves no
-task behind.
+them; a stop that stores and acknowledges everything that had been read, sends no wills (the next start sends
+those of persistent MQTT 5 sessions), and leaves no task behind.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from bridge.manager import StreamManager
+    from bridge.mqtt.packets import Will
     from bridge.mqtt.settings import Address, MqttConfig, TlsSettings
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class Lane:
         self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts)
         self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)
         self.connections: set[Connection] = set()
+        # Each client's newest connection, until it is closed and all that it published is settled.
+        self.newest: dict[str, Connection] = {}
         self.crowding: set[Connection] = set()  # publishers that wait for `delivery`
         self.reading: dict[Connection, set[asyncio.Task[None]]] = {}  # requests that end with it
         self.stopping = False
@@ -102,6 +105,9 @@ class Lane:
         self.manager.on_pressure.append(self._pressure)
         self.manager.on_bindings_changed.append(self.router.forget_routes)
         await self.delivery.start()
+        for session in self.sessions.all():
+            self._await_will(session)
+            self.sessions.leave(session)
         try:
             return [await self._listen(parse_address(url)) for url in self.config.listen]
         except BaseException:
@@ -257,15 +263,19 @@ class Lane:
         session = conn.session
         if session is None or session.connection is not conn:
             return
+        lost = self.stopping and will and session.will is not None and session.lasting_will is None
         session.connection = session.seen = None
         session.outbox.detach()
         self.delivery.leave(session)
-        testament, conn.will = conn.will, None
-        if testament is not None and will and not self.stopping:
-            self._publish_later(session, testament.properties.get(p.WILL_DELAY, 0), testament)
         session.left = time.time()
         if session.persistent:
             self.journal.opened(session)
+        if lost:
+            self.counts["dropped_wills"] += 1
+        if lost or not will:
+            self.set_will(session, None)
+        elif not self.stopping:
+            self._await_will(session)
         self.sessions.leave(session)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -314,23 +324,35 @@ class Lane:
         elif was:
             self.journal.ended(session)
 
-    def cancel_will(self, session: Session) -> None:
-        """A client is back before its will's delay was over (MQTT 5 section 3.1.3.2.2)."""
+    def set_will(self, session: Session, will: Will | None) -> None:
+        """Say what is to be published if the client goes without DISCONNECT; the last one is so no more.
+
+        A client that is back before its will's delay was over takes it back (MQTT 5 section 3.1.3.2.2).
+        """
         if session.will_timer is not None:
             session.will_timer.cancel()
             session.will_timer = None
-
-    def _publish_later(self, session: Session, delay: int, will: Any) -> None:
-        if delay and session.persistent:
+        if session.will is not None or will is not None:
             session.will = will
-            session.will_timer = self.loop.call_later(min(delay, 0xFFFF_FFF), self._will_due, session)
+            if session.persistent:
+                self.journal.willed(session)
+
+    def _await_will(self, session: Session) -> None:
+        """A client is gone: publish its will, if it has one, as soon as its delay is over."""
+        if session.will is None:
+            return
+        delay = session.will.properties.get(p.WILL_DELAY, 0) if session.persistent else 0
+        seconds = min(delay, session.left + delay - time.time())  # it may be gone since before a restart
+        if seconds > 0:
+            session.will_timer = self.loop.call_later(min(seconds, 0xFFFF_FFF), self._will_due, session)
         else:
-            publish_will(self, session, will)
+            self._will_due(session)
 
     def _will_due(self, session: Session) -> None:
-        self.cancel_will(session)
-        if session.will is not None:
-            publish_will(self, session, session.will)
+        will = session.will
+        if will is not None:
+            publish_will(self, session, will)
+        self.set_will(session, None)
 
     def _ended(self, session: Session) -> None:
         if session.will_timer is not None:

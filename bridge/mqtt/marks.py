@@ -3,7 +3,8 @@
 A message is in its stream a moment before its id is in the journal. After a kill in between, the start reads
 the stream for such ids (`recovery.find_stored_ids`), from a mark on: below it, all ids are in the journal.
 Messages are settled out of order, since one may wait for another of its streams. So the mark stays at or
-below the lowest that is not settled, and what is settled above it is known by its number.
+below the lowest that is not settled, and what is settled above it is known by its number. Messages of clean
+sessions count like others: an id that the start finds is taken to be of the session that its client has then.
 """
 
 from __future__ import annotations

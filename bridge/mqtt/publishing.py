@@ -44,7 +44,8 @@ from bridge.mqtt.router import Route
 from bridge.topics import is_topic_name
 
 if TYPE_CHECKING:
-    from bridge.mqtt.connection import Batch, Connection
+    from bridge.mqtt.batch import Batch
+    from bridge.mqtt.connection import Connection
     from bridge.mqtt.lane import Lane
     from bridge.mqtt.packets import Will
     from bridge.mqtt.sessions import Session
@@ -113,7 +114,7 @@ def publish(
             if len(streams) > 1:
                 for stream in streams:
                     stream.ensure_admits(topic, payload, kept)  # in all, or in none: it will be sent again
-            if qos == 4 and session.persistent:
+            if qos == 4:
                 _mark(lane, streams, topic, payload, kept)
             for stream in streams:
                 places[stream] = stream.append(topic, payload, kept)
@@ -136,10 +137,8 @@ def publish(
         batch.acks += b"\x50\x02" + packet_id
         session.incoming.add(number)
         batch.ids[number] = places
-        if session.persistent:
-            batch.lasting = session
-            for stream, place in places.items():
-                lane.journal.marks[stream.name].expect(place, batch)
+        for stream, place in places.items():
+            lane.journal.marks[stream.name].expect(place, batch)
 
 
 def _mark(lane: Lane, streams: tuple[Stream, ...], topic: bytes, payload: bytes, kept: bytes) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
-from bridge.errors import NotEnoughMessages
+from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.mqtt import headers
-from bridge.mqtt.journal import (
+from bridge.mqtt.journal import survived
+from bridge.mqtt.marks import Mark
+from bridge.mqtt.message import Message, Subscription
+from bridge.mqtt.outbox import Outgoing
+from bridge.mqtt.packets import Will, text
+from bridge.mqtt.records import (
     Ended,
     Held,
     Marked,
@@ -20,14 +26,11 @@ from bridge.mqtt.journal import (
     Settled,
     Subscribed,
     Unsubscribed,
+    Willed,
     queued_record,
     retained_record,
-    survived,
+    will_record,
 )
-from bridge.mqtt.marks import Mark
-from bridge.mqtt.message import Message, Subscription
-from bridge.mqtt.outbox import Outgoing
-from bridge.mqtt.packets import text
 from bridge.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.lane import Lane
     from bridge.mqtt.sessions import Session
 
+log = logging.getLogger(__name__)
 
 LAST_MESSAGES = 10_000  # of a stream that are looked through at most
 
@@ -49,6 +53,7 @@ class _Saved:
         self.queue: dict[int, Outgoing] = {}
         self.incoming: set[int] = set()
         self.partial: dict[int, frozenset[str]] = {}
+        self.will: Will | None = None
 
 
 def recover(records: Sequence[Record], lane: Lane) -> None:
@@ -81,7 +86,7 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
             case Settled(client, number) if client in saved:
                 saved[client].queue.pop(number, None)
             case Retained(topic):
-                lane.router.keep(text(topic), _message(record, record.qos, retain=True))
+                lane.router.retained.keep(text(topic), _message(record, record.qos, retain=True))
             case Marked(stream, upto, known):
                 lane.journal.marks.setdefault(stream, Mark(upto)).add(upto, known)
             case Received(client, packet_id) if client in saved:
@@ -92,8 +97,11 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
                 saved[client].partial.pop(packet_id, None)
             case Held(client, packet_id, streams) if client in saved:
                 saved[client].partial[packet_id] = frozenset(streams)
+            case Willed(client, topic, payload, qos, retain, properties) if client in saved:
+                saved[client].will = Will(topic, payload, qos, retain, properties) if topic else None
             case _:
                 pass  # about a session that had ended by then
+    lane.router.retained.drop_expired()
     lane.journal.resume_numbers(numbers)
     whole = survived(records)
     if not whole:
@@ -105,11 +113,11 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
         if whole:
             session.incoming, session.partial = past.incoming, past.partial
         session.left = past.opened.left or time.time()
+        session.will = past.will
         for subscription in past.subscriptions.values():
             lane.router.subscribe(session, subscription)
         for out in past.queue.values():
             session.outbox.put(out)
-        lane.sessions.leave(session)
 
 
 async def find_stored_ids(lane: Lane) -> None:
@@ -117,6 +125,7 @@ async def find_stored_ids(lane: Lane) -> None:
 
     Their headers have client and id. Only streams with such messages are read, from the mark on. A message
     that one of its streams has and another has not is not stored yet: its client will send it again.
+    What cannot be read is passed over.
     """
     found: dict[tuple[Session, int, bytes], set[str]] = {}
     for name, mark in list(lane.journal.marks.items()):
@@ -131,6 +140,10 @@ async def find_stored_ids(lane: Lane) -> None:
             try:
                 messages = await lane.manager.read(name, options)
             except NotEnoughMessages:
+                break
+            except (CorruptData, OSError) as error:
+                # Twice is better than never, and no reason for all others to wait.
+                log.error("%s; what QoS 2 clients send to stream %r again may be stored twice", error, name)
                 break
             for message in messages:
                 if not message.headers or message.sequence_number in mark.known:
@@ -156,9 +169,12 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         if not session.persistent:
             continue
         yield Opened(session.client_id, session.identity.user, session.expiry, session.left)
+        if session.lasting_will is not None:
+            yield will_record(session)
         for subscription in session.subscriptions.values():
             yield Subscribed(session.client_id, subscription)
-        unstored = session.last.unstored_ids if session.last is not None else set()
+        newest = lane.newest.get(session.client_id)
+        unstored = newest.unstored_ids if newest is not None else set()
         for packet_id in session.incoming - unstored:
             yield Received(session.client_id, packet_id)
         for packet_id, streams in session.partial.items():
@@ -169,7 +185,7 @@ def snapshot(lane: Lane) -> Iterator[Record]:
     for number in sorted(waiting):
         message, copies = waiting[number]
         yield queued_record(message, number, copies)
-    for message in lane.router.retained.values():
+    for message in lane.router.retained.all():
         yield retained_record(message)
     for stream, mark in lane.journal.marks.items():
         yield Marked(stream, mark.upto, sorted(mark.known))

@@ -6,25 +6,29 @@ so that a PUBLISH costs one dict look-up, whatever the number of streams, filter
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
 from typing import TYPE_CHECKING
 
-from bridge.mqtt.message import Message, Receiver, Subscription, receiver_of
+from bridge.mqtt.message import Receiver, Subscription, receiver_of
 from bridge.mqtt.outbox import Outgoing
 from bridge.mqtt.packets import BAD_TOPIC_NAME, ProtocolError, text
+from bridge.mqtt.retained import Retained
 from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_name, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections import Counter
+    from collections.abc import Callable, Iterable
 
     from bridge.mqtt.delivery import Delivery
     from bridge.mqtt.journal import Journal
+    from bridge.mqtt.message import Message
     from bridge.mqtt.sessions import Session
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.store import Store, Stream
 
 RESERVED = ("$SYS/", "$share/", REQUEST_LEVEL + "/")
 ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
+LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
 
 
 class Route:
@@ -62,10 +66,8 @@ class Router:
         self, store: Store, delivery: Delivery, journal: Journal, limits: Limits, counts: Counter[str]
     ) -> None:
         self.epoch = 0
-        self.retained: dict[str, Message] = {}
-        self._retained_bytes = 0
+        self.retained = Retained(journal, limits, counts)
         self._store, self._delivery, self._journal = store, delivery, journal
-        self._limits, self._counts = limits, counts
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self._routes: dict[bytes, Route] = {}
 
@@ -125,7 +127,7 @@ class Router:
         """
         waits = False
         if message.retain:
-            waits = self._retain(route.name, message)
+            waits = self.retained.publish(route.name, message)
         receivers = route.receivers
         if not receivers:
             return waits
@@ -168,45 +170,32 @@ class Router:
         retain = message.retain and receiver.retain_as_published
         session.outbox.put(Outgoing(message, 0, retain, receiver.identifiers))
 
-    def send_retained(self, session: Session, subscription: Subscription) -> None:
-        """Send what is retained to a new subscription (MQTT-3.3.1-6), as far as the client may read it."""
-        wanted = subscription.filter
-        if "+" in wanted or "#" in wanted:
-            names = [name for name in self.retained if matches(wanted, name)]
-        else:
-            names = [wanted] if wanted in self.retained else []
+    async def send_retained(self, session: Session, subscriptions: Iterable[Subscription]) -> None:
+        """Send what is retained to new subscriptions (MQTT-3.3.1-6), as far as the client may read it.
+
+        Others have their turn meanwhile: there may be a thousand filters, and any number of messages.
+        """
+        connection, looked = session.connection, 0
+        for subscription in subscriptions:
+            for name in self.retained.candidates(subscription.filter):
+                looked += 1
+                if looked % LOOK_UPS == 0:
+                    await asyncio.sleep(0)
+                    if session.connection is not connection:
+                        return
+                if matches(subscription.filter, name) and session.identity.may_read(name):
+                    self._send_retained(session, subscription, name)
+
+    def _send_retained(self, session: Session, subscription: Subscription, name: str) -> None:
+        message = self.retained.get(name)
+        if message is None:
+            return
+        qos = min(message.qos, subscription.qos)
         identifiers = (subscription.identifier,) if subscription.identifier else ()
-        for name in names:
-            message = self.retained[name]
-            if message.expired():
-                self._retain(name, Message(message.topic, b"", retain=True))
-            elif session.identity.may_read(name):
-                qos = min(message.qos, subscription.qos)
-                session.outbox.put(Outgoing(message, qos, True, identifiers))
-
-    def _retain(self, name: str, message: Message) -> bool:
-        """Keep the newest retained message of a topic, or clear it if it is empty (MQTT-3.3.1-10)."""
-        old = self.retained.get(name)
-        if message.payload:
-            size = self._retained_bytes + message.size - (old.size if old is not None else 0)
-            number = len(self.retained) + (old is None)
-            if number > self._limits.retained_messages or size > self._limits.retained_bytes:
-                self._counts["dropped_retained"] += 1
-                message = Message(message.topic, b"", retain=True)  # the old one is out of date
-        if not message.payload and old is None:
-            return False
-        self.keep(name, message)
-        self._journal.retained(message)
-        return True
-
-    def keep(self, name: str, message: Message) -> None:
-        """Make this the retained message of a topic; an empty one: there is none."""
-        old = self.retained.pop(name, None)
-        if old is not None:
-            self._retained_bytes -= old.size
-        if message.payload:
-            self.retained[name] = message
-            self._retained_bytes += message.size
+        out = Outgoing(message, qos, True, identifiers)
+        if qos and session.persistent and not self._store.bound(name):
+            self._journal.queued(message, [session], [out])
+        session.outbox.put(out)
 
     def _without_own(self, route: Route, origin: Session | None) -> dict[Session, Receiver]:
         """The receivers, without what the publisher asked not to be sent back (MQTT 5 No Local)."""

@@ -13,6 +13,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from bridge.mqtt.outbox import Outbox, Outgoing
+from bridge.mqtt.packets import V5
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle
@@ -31,8 +32,8 @@ class Session:
     """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
 
     __slots__ = (
-        "client_id", "connection", "expiry", "identity", "incoming", "last", "left", "outbox", "partial",
-        "seen", "subscriptions", "timer", "will", "will_timer",
+        "client_id", "connection", "expiry", "identity", "incoming", "left", "outbox", "partial", "seen",
+        "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
@@ -43,17 +44,22 @@ class Session:
         # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
         self.partial: dict[int, frozenset[str]] = {}
         self.connection: Connection | None = None
-        self.last: Connection | None = None  # the newest connection, until all that it published is settled
         self.left = 0.0  # Unix time at which the connection was lost
         self.seen: object = None  # the newest live message that it got
         self.timer: TimerHandle | None = None
-        self.will: Will | None = None  # waiting for its delay to pass
-        self.will_timer: TimerHandle | None = None
+        self.will: Will | None = None  # to be published when the client has gone, and its delay is over
+        self.will_timer: TimerHandle | None = None  # runs while it is the delay that is waited for
 
     @property
     def persistent(self) -> bool:
         """Whether it outlives its connection."""
         return self.expiry > 0
+
+    @property
+    def lasting_will(self) -> Will | None:
+        """The will, if it survives a restart. One of 3.1.1 does not: it has no delay to come back in."""
+        here = self.connection is None or self.connection.level == V5  # away, it waits for its delay
+        return self.will if self.persistent and here else None
 
 
 class Sessions:

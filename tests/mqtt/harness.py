@@ -371,6 +371,24 @@ async def running(root: Path, **settings: Any) -> AsyncIterator[Bridge]:
     assert not left, f"tasks left behind by the bridge: {left}"
 
 
+@asynccontextmanager
+async def found_again(bridge: Bridge, taken: Path) -> AsyncIterator[Bridge]:
+    """A bridge on a copy that was taken of another's files, as a kill or a power cut leaves them."""
+    again = Bridge(taken, MqttConfig(listen=["tcp://127.0.0.1:0"]))
+    await again.start()
+    try:
+        yield again
+    finally:
+        await again.stop()
+
+
+def copied(bridge: Bridge) -> Path:
+    """The files as they are at this moment."""
+    taken = bridge.root / f"taken-{len(list(bridge.root.iterdir()))}"
+    shutil.copytree(bridge.root / "data", taken / "data", symlinks=True)
+    return taken
+
+
 def bridge_test(
     test: Callable[[Bridge], Awaitable[None]] | None = None, *, seconds: float = 60, **settings: Any
 ) -> Any:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,13 @@ import psutil
 import pytest
 
 from bridge.mqtt import journal as journal_module
+from bridge.mqtt import properties as p
 from bridge.mqtt.marks import Mark
+from bridge.mqtt.packets import V5
 from bridge.mqtt.recovery import find_stored_ids
+from bridge.streams.layout import Files
 
-from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until
+from .harness import Bridge, Client, Packet, ack, bridge_test, connect, copied, found_again, publish, until
 
 
 def rss() -> int:
@@ -176,7 +182,7 @@ async def test_qos_2_is_stored_once_also_while_its_id_cannot_be_written_to_the_j
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
 
-        def full(fd: int, data: bytes) -> None:
+        def full(fd: int, data: bytes, offset: int) -> None:
             raise OSError(28, "No space left on device")
 
         patch.setattr(journal_module, "_write_all", full)
@@ -302,7 +308,7 @@ async def test_a_start_on_a_full_disk_serves_streams_and_gets_its_sessions_back_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
 
-        def full(fd: int, data: bytes) -> None:
+        def full(fd: int, data: bytes, offset: int) -> None:
             raise OSError(28, "No space left on device")
 
         patch.setattr(journal_module, "_write_all", full)
@@ -327,7 +333,7 @@ async def test_a_full_disk_is_no_acknowledgement_and_no_end(bridge: Bridge) -> N
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
 
-        def full(fd: int, data: bytes) -> None:
+        def full(fd: int, data: bytes, offset: int) -> None:
             raise OSError(28, "No space left on device")
 
         patch.setattr(journal_module, "_write_all", full)
@@ -341,3 +347,114 @@ async def test_a_full_disk_is_no_acknowledgement_and_no_end(bridge: Bridge) -> N
     await bridge.restart()
     subscriber = await bridge.connect("s", clean=False)
     assert {(await subscriber.message()).payload for _ in range(2)} == {b"lost?", b"again"}
+
+
+async def _with_a_mark(bridge: Bridge) -> list[Path]:
+    """A stream of several segments that is read from its beginning at the next start; the sealed ones."""
+    bridge.stream("small", "small", stream_segment_size=1024)
+    client = await bridge.connect("c", clean=False)
+    await client.exchange(publish("small", b"", 2, 1))
+    for number in range(2, 8):
+        await client.exchange(publish("small", b"%d" % number * 600, 1, number))
+    await bridge.stop()
+    return sorted((bridge.root / "data" / "streams" / "small").glob("*.seg"))[1:-1]
+
+
+@bridge_test
+async def test_several_damaged_segments_do_not_keep_the_front_end_from_starting(bridge: Bridge) -> None:
+    segments = await _with_a_mark(bridge)
+    assert len(segments) > 2
+    for path in segments:
+        data = bytearray(path.read_bytes())
+        data[500] ^= 1
+        path.write_bytes(data)
+    await bridge.start()
+    assert len(await bridge.payloads("small")) == 7 - len(segments)
+
+
+def test_a_segment_that_the_disk_does_not_give_back_does_not_keep_the_front_end_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @bridge_test
+    async def run(bridge: Bridge) -> None:
+        segments = await _with_a_mark(bridge)
+        read = Files.read
+
+        def failing(files: Files, fd: int, size: int, offset: int) -> bytes:
+            if Path(f"/proc/self/fd/{fd}").readlink() == segments[0]:
+                raise OSError(errno.EIO, "Input/output error")
+            return read(files, fd, size, offset)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Files, "read", failing)
+            await bridge.start()
+        client = await bridge.connect("c", clean=False)
+        assert (await client.exchange(publish("small", b"new", 2, 2))).head == 0x50
+        assert "Input/output error" in caplog.text
+
+    run(tmp_path)
+
+
+@bridge_test(retained_messages=5)
+async def test_retained_messages_that_have_expired_take_no_room_from_others(bridge: Bridge) -> None:
+    client = await bridge.connect("c", level=V5)
+
+    async def retain(topic: str, seconds: int) -> None:
+        expiry = {p.MESSAGE_EXPIRY: seconds}
+        await client.exchange(publish(topic, b"x", 1, 1, retain=True, level=V5, properties=expiry))
+
+    for number in range(5):
+        await retain(f"over/{number}", 0)
+    for number in range(5):
+        await retain(f"new/{number}", 1000)
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (5, 0)
+    for _ in range(1000):
+        await retain("new/0", 1000)
+    assert len(bridge.lane.router.retained._expiring) < 150, "only what counts is kept"
+    await retain("new/4", 0)
+    await retain("new/5", 1000)
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (5, 0)
+    await retain("new/5", 0)
+    await bridge.restart()
+    assert bridge.stat("retained") == 4
+
+
+@bridge_test
+async def test_nobody_waits_for_the_disk_while_the_journal_is_made_smaller(bridge: Bridge) -> None:
+    gate, began = threading.Event(), threading.Event()
+    threads: set[threading.Thread] = set()
+    sync = os.fdatasync
+
+    def slow(fd: int) -> None:
+        if Path(f"/proc/self/fd/{fd}").readlink().name == "sessions.new":
+            threads.add(threading.current_thread())
+            began.set()
+            gate.wait(5)
+        sync(fd)
+
+    subscriber, publisher = await bridge.connect("s", clean=False), await bridge.connect("p")
+    await subscriber.subscribe(("plain", 1))
+    journal = bridge.root / "data" / "mqtt" / "sessions.journal"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", slow)
+        patch.setattr(journal_module, "SLACK", 10_000)
+        number = 0
+        while not began.is_set():
+            number += 1
+            await publisher.exchange(publish("plain", b"%d" % number * 100, 1, number))
+            await subscriber.message()
+            assert number < 1000
+        for more in range(1, 4):  # into both files
+            await publisher.exchange(publish("plain", b"late %d" % more, 1, more))
+            await subscriber.receive()
+        assert threading.main_thread() not in threads
+        before = copied(bridge)
+        gate.set()
+        await until(lambda: not journal.with_suffix(".new").exists())
+        assert journal.stat().st_size < 10_000
+    after = copied(bridge)
+    for taken in (before, after):
+        async with found_again(bridge, taken) as again:
+            returned = await again.connect("s", clean=False)
+            assert [(await returned.message()).payload for _ in range(3)] == [b"late 1", b"late 2", b"late 3"]
+            assert await returned.silent()

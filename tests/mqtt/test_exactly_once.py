@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +11,12 @@ import pytest
 
 from bridge.mqtt import journal
 from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5
-from bridge.mqtt.settings import MqttConfig
+from bridge.mqtt.packets import V5, packet
+from bridge.mqtt.properties import write_properties
 
-from .harness import Bridge, Packet, ack, bridge_test, publish, until
+from .harness import Bridge, Packet, ack, bridge_test, copied, found_again, publish, until
 
 RECEIVED, COMPLETE = 0x50, 0x70
-
-
-@asynccontextmanager
-async def found_again(bridge: Bridge, taken: Path) -> AsyncIterator[Bridge]:
-    """A bridge on a copy that was taken of another's files, as a kill or a power cut leaves them."""
-    again = Bridge(taken, MqttConfig(listen=["tcp://127.0.0.1:0"]))
-    await again.start()
-    try:
-        yield again
-    finally:
-        await again.stop()
-
-
-def copied(bridge: Bridge) -> Path:
-    """The files as they are at this moment."""
-    taken = bridge.root / f"taken-{len(list(bridge.root.iterdir()))}"
-    shutil.copytree(bridge.root / "data", taken / "data", symlinks=True)
-    return taken
 
 
 def sessions(root: Path) -> Path:
@@ -161,3 +141,62 @@ async def test_messages_for_streams_that_do_not_exist_leave_nothing_behind(bridg
         assert answer == Packet(RECEIVED, number.to_bytes(2, "big") + b"\x90")
     assert (await client.exchange(publish("in/a", b"x", 2, 100, level=V5))).head == RECEIVED
     assert b"x50" not in sessions(bridge.root).read_bytes()
+
+
+@bridge_test
+async def test_ids_of_a_clean_session_are_free_in_the_next_one_after_a_kill(bridge: Bridge) -> None:
+    lasting = await bridge.connect("p", clean=False)
+    assert (await lasting.exchange(publish("in/a", b"p", 2, 1))).head == RECEIVED
+    client = await bridge.connect("c")
+    assert (await client.exchange(publish("in/a", b"A", 2, 1))).head == RECEIVED
+    assert (await client.exchange(ack(0x62, 1))).head == COMPLETE
+    client.disconnect()
+    assert await client.closed()
+    await bridge.connect("c", clean=False)
+    async with found_again(bridge, copied(bridge)) as again:
+        client = await again.connect("c", clean=False)
+        assert (await client.exchange(publish("in/a", b"B", 2, 1))).head == RECEIVED
+        assert await again.payloads() == [b"p", b"A", b"B"]
+
+
+@bridge_test
+async def test_ids_of_a_session_that_ends_before_its_message_is_stored_are_free_in_the_next_one(
+    bridge: Bridge,
+) -> None:
+    bridge.stream("slow", "slow", flush_on_write=True)
+    gate = threading.Event()
+    stream = bridge.store.streams["slow"]
+    write = stream.log.write
+
+    def slow(*given: Any, **options: Any) -> None:
+        gate.wait(30)
+        write(*given, **options)
+
+    stream.log.write = slow  # type: ignore[method-assign]
+    lasting = {p.SESSION_EXPIRY: 60}
+    client = await bridge.connect("c", level=V5, properties=lasting)
+    over = b"\0" + write_properties({p.SESSION_EXPIRY: 0})
+    client.send(publish("slow", b"A", 2, 1, level=V5), packet(0xE0, over))
+    assert await client.closed()
+    returning = asyncio.create_task(bridge.connect("c", level=V5, clean=False, properties=lasting))
+    other = await bridge.connect("other")
+    for _ in range(20):
+        assert await other.alive()  # time enough for a CONNACK that does not wait
+    gate.set()
+    client = await returning
+    assert await client.subscribe(("x", 0)) == b"\0"  # the journal has what it was given
+    async with found_again(bridge, copied(bridge)) as again:
+        client = await again.connect("c", level=V5, clean=False, properties=lasting)
+        assert (await client.exchange(publish("slow", b"B", 2, 1, level=V5))).head == RECEIVED
+        assert await again.payloads("slow") == [b"A", b"B"]
+
+
+@bridge_test
+async def test_a_release_before_the_message_is_acknowledged_ends_the_connection(bridge: Bridge) -> None:
+    client = await bridge.connect("c", clean=False)
+    client.send(publish("in/a", b"1", 2, 1) + ack(0x62, 1) + publish("in/a", b"2", 2, 1) + ack(0x62, 1))
+    assert await client.closed()
+    client = await bridge.connect("c", clean=False)
+    assert (await client.exchange(publish("in/a", b"3", 2, 2))).head == RECEIVED
+    mark = bridge.lane.journal.marks["s"]
+    assert (mark.upto, mark.known) == (bridge.store.streams["s"].next_sequence, set())

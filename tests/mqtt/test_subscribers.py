@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+
+from bridge.topics import is_topic_name, matches
 
 from .harness import (
     Bridge,
@@ -326,3 +329,73 @@ async def test_wills_reach_subscribers_and_are_retained_if_asked(bridge: Bridge)
     silent = await bridge.connect("c", keep_alive=1, will=("w/2", b"silent", 0))
     assert (await subscriber.message()).payload == b"silent"
     assert await silent.closed()
+
+
+@bridge_test
+async def test_a_filter_brings_the_retained_messages_that_it_matches_and_no_others(bridge: Bridge) -> None:
+    levels = ["a", "b", "", "a.b", "a-", "a0", "$x"]
+    topics = {"/".join(parts) for count in (1, 2, 3) for parts in itertools.product(levels, repeat=count)}
+    topics = {topic for topic in topics if is_topic_name(topic.removeprefix("$"))}
+    publisher = await bridge.connect("p")
+    for topic in sorted(topics):
+        await publisher.exchange(publish(topic, b"x", 1, 1, retain=True))
+    for wanted in (
+        "#",
+        "+",
+        "a/#",
+        "a/+",
+        "a/b/#",
+        "a/+/b",
+        "+/b",
+        "/#",
+        "/+",
+        "a/",
+        "a",
+        "$x/#",
+        "a0/#",
+        "//#",
+    ):
+        subscriber = await bridge.connect("s")
+        await subscriber.subscribe((wanted, 0))
+        matching = {topic for topic in topics if matches(wanted, topic)}
+        assert {(await subscriber.message()).topic for _ in matching} == matching, wanted
+        assert await subscriber.silent(), wanted
+
+
+@bridge_test
+async def test_many_filters_and_retained_messages_keep_nobody_else_waiting(bridge: Bridge) -> None:
+    publisher, other = await bridge.connect("p"), await bridge.connect("o")
+    for number in range(1, 1001):
+        publisher.send(publish(f"r/{number}/x/y", b"v", 1, number, retain=True))
+    for _ in range(1000):
+        await publisher.receive()
+    subscriber = await bridge.connect("s")
+    await subscriber.subscribe(*((f"+/+/+/{number}", 0) for number in range(300)))
+    session = bridge.lane.sessions.get("s")
+    assert session is not None
+    assert session.connection is not None
+    for _ in range(10):
+        assert await other.alive()
+        assert session.connection._holds, "it is still being looked at"
+    assert await subscriber.silent()
+
+
+@bridge_test
+async def test_retained_messages_on_their_way_to_a_persistent_session_survive_a_restart(
+    bridge: Bridge,
+) -> None:
+    publisher = await bridge.connect("p")
+    for topic in ("plain/r", "in/r"):
+        await publisher.exchange(publish(topic, b"kept", 1, 1, retain=True))
+    subscriber = await bridge.connect("s", clean=False)
+    await subscriber.subscribe(("plain/#", 1), ("in/#", 1))
+    assert [subscriber.parse(*await subscriber.receive()).topic for _ in range(2)] == ["plain/r", "in/r"]
+    assert await subscriber.alive(), "neither is acknowledged"
+    await bridge.restart()
+    subscriber = await bridge.connect("s", clean=False)
+    got = await subscriber.message()
+    assert (got.topic, got.payload, got.qos, got.retain) == ("plain/r", b"kept", 1, True)
+    assert await subscriber.silent(), "the other one is in its stream"
+    await bridge.restart()
+    subscriber = await bridge.connect("s", clean=False)
+    assert await subscriber.silent()

@@ -270,6 +270,18 @@ async def test_clean_start_with_an_expiry_forgets_the_old_session_and_keeps_the_
 
 
 @bridge_test
+async def test_only_a_disconnect_without_an_error_takes_the_will_back(bridge: Bridge) -> None:
+    subscriber = await bridge.connect("s")
+    await subscriber.subscribe(("w/#", 1))
+    for body in (b"", b"\0", b"\4", b"\x80", b"\x8d", b"\x97"):
+        client = await bridge.connect("c", level=V5, will=(f"w/{body.hex()}", b"gone", 1))
+        client.send(packet(0xE0, body))
+        assert await client.closed()
+    assert [(await subscriber.message()).topic for _ in range(4)] == ["w/04", "w/80", "w/8d", "w/97"]
+    assert bridge.stat("wills") == 4
+
+
+@bridge_test
 async def test_a_will_waits_for_its_delay_and_is_not_sent_if_the_client_returns(bridge: Bridge) -> None:
     watcher = await v5(bridge, "w")
     await watcher.subscribe(("w", 1))
