@@ -152,6 +152,8 @@ class Stream:
     def _apply(self) -> None:
         if self.window is not None:
             self.window.configure(self.settings.dedup_window)
+        if self.exact is not None:
+            self.exact.close()
         self.exact = Exact(self) if self.settings.limits != metadata.ExactLimits() else None
         self._set_room()
         with contextlib.suppress(OSError):  # tried again with every commit and every second
@@ -182,6 +184,8 @@ class Stream:
     def close(self) -> None:
         """Close the files, as soon as no thread uses them. What is pending fails."""
         self.closed = True
+        if self.exact is not None:
+            self.exact.close()
         self.log.close()
         self.fail(OSError(0, "the stream was closed"))
         self._set_room()
@@ -270,11 +274,7 @@ class Stream:
         if not settings.overwrite:
             self._reject_if_full(size)
         if self.exact is not None:
-            try:
-                self.exact.check(topic, data, self._next - self.log.next)
-            except OSError as error:
-                self.exact.stale = True
-                raise StorageFailed(f"stream {self.name!r}: its limits cannot be checked: {error}") from error
+            self.exact.check(topic, data, self._next - self.log.next)
 
     def _reject_if_full(self, size: int) -> None:
         settings = self.settings
@@ -340,10 +340,8 @@ class Stream:
         self.rest()
         if self.exact is not None:
             try:
-                self.exact.committed(staged)
-                self.exact.enforce(now_ms())
+                self.exact.committed(staged, now_ms())
             except OSError as trouble:  # the messages are stored: that is what the waiters ask for
-                self.exact.stale = True
                 self._on_event(self.name, f"cannot apply its limits now: {trouble}")
         self._set_room()
         if self._group.parts:  # it may have been scheduled while we were busy, and passed over

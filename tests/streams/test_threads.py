@@ -70,15 +70,15 @@ def test_dropping_segments_during_a_background_sync_is_no_failed_sync(house: Hou
     run(work())
 
 
-class FewDescriptors(Files):
-    """Opening a segment for reading fails when the test says so, as with too many open files."""
+class Unreadable(Files):
+    """Reading fails when the test says so."""
 
     failing = False
 
-    def open(self, path: Path, flags: int) -> int:
-        if self.failing and path.suffix == ".seg" and not flags & (os.O_CREAT | os.O_RDWR):
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().open(path, flags)
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        if self.failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, size, offset)
 
 
 @pytest.mark.parametrize("flush", [False, True])
@@ -86,7 +86,7 @@ def test_an_error_in_applying_limits_neither_holds_acknowledgements_nor_other_st
     house: House, flush: bool
 ) -> None:
     async def work() -> None:
-        house.files = files = FewDescriptors()
+        house.files = files = Unreadable()
         async with house.store() as store:
             limited = store.create("a", Settings(flush=flush, limits=ExactLimits(max_bytes=20)), b"{}")
             plain = store.create("b", Settings(flush=flush), b"{}")

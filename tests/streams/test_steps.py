@@ -1,0 +1,148 @@
+"""What limits cost when much must go: reading that grows with what goes, in steps that let others in."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bridge.streams.layout import Files
+from bridge.streams.meta import ExactLimits, Settings
+from bridge.streams.retention import STEP
+from bridge.streams.stream import Stream, now_ms
+
+from .conftest import House, put, run
+from .test_commit import until
+
+
+class Counting(Files):
+    """Counts the bytes that are read."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        data = super().read(fd, size, offset)
+        self.bytes += len(data)
+        return data
+
+
+async def aged(stream: Stream) -> None:
+    """Wait until all messages are more than a millisecond old."""
+    newest = now_ms()
+    await until(lambda: now_ms() > newest + 2)
+
+
+async def one_by_one(stream: Stream, number: int) -> None:
+    """Messages in frames of their own."""
+    for n in range(number):
+        await put(stream, b"%05d" % n * 40, topic=b"t%d" % (n % 7))
+
+
+LIMITS = [
+    ExactLimits(max_age=1),
+    ExactLimits(max_bytes=300),
+    ExactLimits(max_messages=1, max_messages_per_topic=10_000),
+    ExactLimits(max_bytes=300, max_messages_per_topic=10_000),
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_what_is_read_to_drop_messages_grows_with_their_number_and_not_with_its_square(
+    house: House, limits: ExactLimits
+) -> None:
+    async def work() -> None:
+        house.files = files = Counting()
+        read: list[int] = []
+        async with house.store() as store:
+            for number in (400, 1600):
+                stream = store.create(f"s{number}", Settings(), b"{}")
+                await one_by_one(stream, number)
+                await aged(stream)
+                before = files.bytes
+                stream.configure(Settings(limits=limits), b"{}")
+                await until(lambda: stream.live_messages() <= 1)  # noqa: B023 - before the next one
+                read.append(files.bytes - before)
+        assert read[1] < 8 * read[0]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [ExactLimits(max_bytes=20_200), ExactLimits(max_messages=100, max_messages_per_topic=10_000)],
+)
+def test_what_a_message_costs_that_drops_another_does_not_grow_with_those_before_it(
+    house: House, limits: ExactLimits
+) -> None:
+    async def work() -> None:
+        house.files = files = Counting()
+        async with house.stream(limits=limits) as stream:
+            read: list[int] = []
+            for _ in range(4):
+                before = files.bytes
+                await one_by_one(stream, 500)
+                read.append(files.bytes - before)
+            assert stream.live_messages() == 100
+            assert read[3] < 2 * read[1]
+
+    run(work())
+
+
+def test_much_that_must_go_goes_in_steps_and_the_loop_has_its_turn_between_them(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, *[b"x"] * STEP * 4)
+            await aged(stream)
+            stream.configure(Settings(limits=ExactLimits(max_age=1)), b"{}")
+            seen = [stream.live_messages()]
+            while seen[-1]:
+                await asyncio.sleep(0)
+                seen.append(stream.live_messages())
+                assert len(seen) < 100, "nothing goes on"
+            assert [a - b for a, b in pairwise([STEP * 4, *seen]) if a > b] == [STEP] * 4
+
+    run(work())
+
+
+def test_a_start_that_is_ended_while_it_drops_leaves_less_to_the_next_one(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, *[b"x"] * STEP * 4)
+            await aged(stream)
+            stream.configure(Settings(limits=ExactLimits(max_age=1)), b"{}")
+            kept = [shutil.copytree(house.data_dir, house.data_dir.with_name("killed-0"))]
+        for n in range(1, 3):
+            killed = House(house.data_dir.parent)
+            killed.data_dir = kept[-1]
+            async with killed.stream() as stream:
+                assert stream.live_messages() == STEP * (3 - n)
+                kept.append(shutil.copytree(kept[-1], kept[-1].with_name(f"killed-{n}")))
+
+    run(work())
+
+
+def test_a_commit_leaves_no_more_to_later_steps_than_it_found(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(limits=ExactLimits(max_bytes=1000)) as stream:
+            await put(stream, *[b"x"] * STEP * 3)
+            assert stream.live_messages() == 500
+
+    run(work())
+
+
+def test_the_file_of_the_front_is_let_go_of_when_it_is_dropped(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(segment_size=1024, limits=ExactLimits(max_bytes=2100)) as stream:
+            for _ in range(3):
+                await one_by_one(stream, 50)
+                await until(lambda: not open_but_gone(house))
+
+    def open_but_gone(house: House) -> list[str]:
+        files = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        return [name for name in files if str(house.data_dir) in name and name.endswith("(deleted)")]
+
+    run(work())
