@@ -279,6 +279,28 @@ class Exact:
                 del self._topics[row.topic]
         self._live_bytes -= row.size
 
+    def dropping(self, ranges: list[tuple[int, int]]) -> None:
+        """Others are about to drop these: of the front note is taken, for anything else all is read anew."""
+        oldest = self._stream.oldest
+        ranges = [(first, last) for first, last in ranges if first <= last and last >= oldest]
+        if self._by_topic and len(ranges) == 1 and ranges[0][0] <= oldest:
+            self._forget_below(ranges[0][1] + 1)
+        elif ranges:
+            self.stale = True
+
+    def _forget_below(self, number: int) -> None:
+        """By the table, since to read what a whole segment holds takes longer."""
+        for topic, entries in list(self._topics.items()):
+            while entries and entries[0][0] < number:
+                self._live_bytes -= entries.popleft()[1]
+            if not entries:
+                del self._topics[topic]
+        while self._head and self._head[0].number < number:
+            self._head.popleft()
+        if self._head_end < number:
+            self._head_end = number
+            self.close()
+
     def _drop(self, ranges: list[tuple[int, int]]) -> None:
         self._stream.drop(ranges, Reason.LIMITS)
         if self._head_end <= self._stream.log.first:  # an open file that is gone takes its room all the same

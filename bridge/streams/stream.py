@@ -389,9 +389,9 @@ class Stream:
 
         Segments at the front that hold no live message any more are deleted.
         """
+        if self.exact is not None and reason is not Reason.LIMITS:
+            self.exact.dropping(ranges)
         number = self._gone(ranges, reason)
-        if number and self.exact is not None and reason is not Reason.LIMITS:
-            self.exact.stale = True
         self._remove_dead()
         return number
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from bridge.streams.drops import Reason
 from bridge.streams.layout import Files
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.retention import STEP
+from bridge.streams.store import Store
 from bridge.streams.stream import Stream, now_ms
 
-from .conftest import House, put, run
+from .conftest import House, everything, put, run
 from .test_commit import until
 
 
@@ -144,5 +149,84 @@ def test_the_file_of_the_front_is_let_go_of_when_it_is_dropped(house: House) -> 
     def open_but_gone(house: House) -> list[str]:
         files = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
         return [name for name in files if str(house.data_dir) in name and name.endswith("(deleted)")]
+
+    run(work())
+
+
+async def overwrite(store: Store, stream: Stream) -> None:
+    while stream.log.first < 1000:
+        await one_by_one(stream, 50)
+
+
+async def expire(store: Store, stream: Stream) -> None:
+    while stream.log.first < 1000:
+        await store.committer.sync([stream])
+        stream.maintain(stream.summary(stream.log.first).last_time + HOUR)
+
+
+async def export(store: Store, stream: Stream) -> None:
+    while stream.log.first < 1000:
+        stream.exported_upto = stream.next_sequence
+        await one_by_one(stream, 50)
+
+
+async def purge(store: Store, stream: Stream) -> None:
+    for upto in range(200, 1200, 200):
+        stream.drop_upto(upto, Reason.PURGED)
+        await put(stream, b"x")
+
+
+HOUR = 3_600_000
+
+
+@pytest.mark.parametrize(
+    ("settings", "drop"),
+    [
+        (Settings(max_size=300_000, overwrite=True), overwrite),
+        (Settings(ttl=HOUR), expire),
+        (Settings(max_size=300_000, free_exported=True), export),
+        (Settings(), purge),
+    ],
+)
+def test_with_a_limit_per_topic_what_is_dropped_at_the_front_does_not_have_all_the_rest_read_again(
+    house: House, settings: Settings, drop: Callable[[Store, Stream], Awaitable[None]]
+) -> None:
+    async def work() -> None:
+        house.files = files = Counting()
+        limits = ExactLimits(max_messages_per_topic=1_000_000)
+        settings_ = msgspec.structs.replace(settings, limits=limits, segment_size=20_000)
+        async with house.store() as store:
+            stream = store.create("s", settings_, b"{}")
+            await one_by_one(stream, 1200)
+            before = files.bytes
+            await drop(store, stream)
+            assert stream.oldest >= 1000
+            assert files.bytes - before < 20_000
+
+    run(work())
+
+
+@pytest.mark.parametrize("also", [{}, {"max_bytes": 30_000}, {"max_messages": 200}])
+def test_the_limit_per_topic_is_exact_while_the_front_is_overwritten_and_purged(
+    house: House, also: dict[str, int]
+) -> None:
+    async def work() -> None:
+        limits = ExactLimits(max_messages_per_topic=40, **also)
+        settings = Settings(max_size=60_000, segment_size=10_000, overwrite=True, limits=limits)
+        async with house.store() as store:
+            stream = store.create("s", settings, b"{}")
+            for n in range(1500):
+                await put(stream, b"x" * (n % 300), topic=b"t%d" % (n % 7 if n % 40 else 7))
+                if n % 250 == 0:
+                    stream.drop_upto(stream.oldest + 20, Reason.PURGED)
+                if n % 50 == 0:
+                    rows = everything(stream)
+                    counted = Counter(row.topic for row in rows)
+                    assert max(counted.values(), default=0) <= 40
+                    assert sum(len(row.topic) + len(row.payload) for row in rows) <= (
+                        limits.max_bytes or 1 << 30
+                    )
+            assert {drop.reason for drop in stream.drops.ranges} >= {Reason.LIMITS, Reason.PURGED}
+            assert stream.live_messages() > 100
 
     run(work())
