@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def frames(stream: Stream, reader: StreamReader, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
     """The sound frames with numbers of start..end-1, in order, each with its buffer; raises OSError.
 
-    Where damage cannot be set aside just now, the rest of its segment is passed over.
+    Where damage cannot be set aside just now, the rest of its segment is passed over; `Stream.maintain`
+    sets it aside when it can.
     """
     position, healed = start, set[int]()
     while position < end:

@@ -21,6 +21,7 @@ from bridge.streams.stream import Stream, now_ms
 
 from .conftest import House, everything, put, run
 from .test_commit import until
+from .test_drops import flip
 
 
 class Counting(Files):
@@ -228,5 +229,24 @@ def test_the_limit_per_topic_is_exact_while_the_front_is_overwritten_and_purged(
                     )
             assert {drop.reason for drop in stream.drops.ranges} >= {Reason.LIMITS, Reason.PURGED}
             assert stream.live_messages() > 100
+
+    run(work())
+
+
+def test_the_limit_per_topic_holds_also_behind_damage_that_nobody_had_noticed(house: House) -> None:
+    async def work() -> None:
+        limits = ExactLimits(max_messages_per_topic=20)
+        async with house.stream(segment_size=2048, limits=limits) as stream:
+            await one_by_one(stream, 280)
+            damaged = list(stream.log.sizes)[-9]
+            assert damaged > stream.next_sequence - 140
+        flip(house.directory() / f"{damaged:020d}.seg")
+        async with house.stream() as stream:
+            for _ in range(3):
+                await one_by_one(stream, 35)
+                counted = Counter(row.topic for row in everything(stream))
+                assert max(counted.values()) == 20
+            assert "it is damaged" in " ".join(house.events)
+            assert stream.counters["corrupt_reads"] > 0
 
     run(work())
