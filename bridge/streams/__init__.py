@@ -21,8 +21,8 @@ Layout on disk
 Modules, each knowing only those before it: `layout` (names, the file seam), `sums` (checks of many long
 parts of a file), `segment` and `meta` (byte layouts of segments and definitions), `drops` (which numbers
 are gone, and why), `reader` (read only, for any process), `recovery` (opening what a stop has left),
-`group` and `log` (one stream's files as their writer sees them), `stream` with its parts `dedup` (ids seen
-lately) and `retention` (exact limits), `workers`, `pace` and `committer` (group commit: threads that wait
-for the disk, and when a group begins), `store` (all streams of a data directory), `verify` (checks and
-mends a stopped one).
+`group` and `log` (one stream's files as their writer sees them), `stream` with its parts `walk` (reading
+its own files), `dedup` (ids seen lately), `whole` (limits by segment) and `retention` (exact limits),
+`workers`, `pace` and `committer` (group commit: threads that wait for the disk, and when a group begins),
+`store` (all streams of a data directory), `verify` (checks and mends a stopped one).
 """

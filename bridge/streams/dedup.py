@@ -11,10 +11,10 @@ and `MOST` ids: enough for a client that repeats an append whose answer it has m
 from __future__ import annotations
 
 from collections import deque
+from contextlib import closing
 from typing import TYPE_CHECKING
 
-from bridge.errors import CorruptData
-from bridge.streams import segment
+from bridge.streams import segment, walk
 
 if TYPE_CHECKING:
     from bridge.streams.stream import Stream
@@ -70,20 +70,8 @@ class Window:
             if summary.entries and summary.last_time + self.length < now:  # an empty one says nothing
                 break
             start = base
-        position, healed = start, set[int]()
-        while position < stream.next_sequence:
-            reader, before = stream.reader(), position
-            try:
-                for data, frame in reader.frames(position, stream.next_sequence):
-                    position = frame.next
-                    if frame.time + self.length >= now:
-                        for number, message_id in segment.ids_of(data, frame).items():
-                            self.add(message_id, number, frame.time)
-                if position == before:
-                    return
-            except CorruptData as error:
-                if error.segment in healed or not stream.heal(error.segment):
-                    position = max(position + 1, stream.log.following(error.segment))
-                healed.add(error.segment)
-            finally:
-                reader.close()
+        with closing(stream.reader()) as reader:
+            for data, frame in walk.frames(stream, reader, start, stream.next_sequence):
+                if frame.time + self.length >= now:
+                    for number, message_id in segment.ids_of(data, frame).items():
+                        self.add(message_id, number, frame.time)

@@ -90,6 +90,7 @@ class Store:
         self.committer = Committer(on_event)
         self.streams: dict[str, Stream] = {}
         self.unopened: dict[str, Unopened] = {}
+        self._epoch = 0  # the highest of the streams that were made or deleted here: none is given twice
         self._root = data_dir / layout.STREAMS
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = self._take_lock()
@@ -204,7 +205,8 @@ class Store:
         fresh = self._root / f".new-{directory.name}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
-        known = Meta(name, now_ms(), secrets.randbits(32), settings, definition)
+        self._epoch = max(now_ms(), self._epoch + 1)  # a name may be deleted and made within a millisecond
+        known = Meta(name, self._epoch, secrets.randbits(32), settings, definition)
         meta.save(self._files, fresh, known)
         fresh.rename(directory)
         try:
@@ -229,6 +231,7 @@ class Store:
         except OSError as error:  # gone from here on; a power cut now might bring it back
             self._on_event(name, f"{self._root}: cannot be synced after the stream was deleted: {error}")
         del self.streams[name]
+        self._epoch = max(self._epoch, stream.epoch)  # the clock may have been set back since it was made
         stream.close()
         self.committer.weigh(stream)
         if stream.directory != stream.home:

@@ -23,6 +23,7 @@ import msgspec
 
 from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
 from bridge.streams import meta as metadata
+from bridge.streams import whole
 from bridge.streams.dedup import Window
 from bridge.streams.drops import DropLog, Reason
 from bridge.streams.group import Group
@@ -81,6 +82,7 @@ class Stream:
             self._gone([(self.log.next, floor - 1)], Reason.MEMORY if memory else Reason.SKIPPED)
             self.log.replace_active(floor)
         self._gone([(0, self.log.first - 1)], Reason.MEMORY if memory else Reason.UNKNOWN)
+        self._ill = set[int]()  # segments with damage that could not be set aside yet
         self.error: StreamError | None = None
         self.on_commit: list[Callable[[], None]] = []
         self.busy = self.closed = self._maintain_late = False
@@ -152,6 +154,8 @@ class Stream:
     def _apply(self) -> None:
         if self.window is not None:
             self.window.configure(self.settings.dedup_window)
+        if self.exact is not None:
+            self.exact.close()
         self.exact = Exact(self) if self.settings.limits != metadata.ExactLimits() else None
         self._set_room()
         with contextlib.suppress(OSError):  # tried again with every commit and every second
@@ -182,6 +186,8 @@ class Stream:
     def close(self) -> None:
         """Close the files, as soon as no thread uses them. What is pending fails."""
         self.closed = True
+        if self.exact is not None:
+            self.exact.close()
         self.log.close()
         self.fail(OSError(0, "the stream was closed"))
         self._set_room()
@@ -270,18 +276,14 @@ class Stream:
         if not settings.overwrite:
             self._reject_if_full(size)
         if self.exact is not None:
-            try:
-                self.exact.check(topic, data, self._next - self.log.next)
-            except OSError as error:
-                self.exact.stale = True
-                raise StorageFailed(f"stream {self.name!r}: its limits cannot be checked: {error}") from error
+            self.exact.check(topic, data, self._next - self.log.next)
 
     def _reject_if_full(self, size: int) -> None:
         settings = self.settings
         needed = self._group.size + size + self._flight_size + FRAMING
         if self.log.total_bytes + needed > settings.max_size and settings.free_exported:
             with contextlib.suppress(OSError):  # then it is full
-                self._free(needed, Reason.EXPORTED)
+                whole.free(self, needed)
             self._set_room()
         if self.log.total_bytes + needed > settings.max_size:
             self.count("full")
@@ -301,7 +303,7 @@ class Stream:
         self._flight_waiters, self._flight_size = waiters, group.size
         try:
             if self.settings.overwrite:
-                self._make_room(group.size + FRAMING)
+                whole.make_room(self, group.size + FRAMING)
             staged = self._stage(group)
         except OSError as error:
             self.fail(error)
@@ -340,10 +342,8 @@ class Stream:
         self.rest()
         if self.exact is not None:
             try:
-                self.exact.committed(staged)
-                self.exact.enforce(now_ms())
+                self.exact.committed(staged, now_ms())
             except OSError as trouble:  # the messages are stored: that is what the waiters ask for
-                self.exact.stale = True
                 self._on_event(self.name, f"cannot apply its limits now: {trouble}")
         self._set_room()
         if self._group.parts:  # it may have been scheduled while we were busy, and passed over
@@ -391,9 +391,9 @@ class Stream:
 
         Segments at the front that hold no live message any more are deleted.
         """
+        if self.exact is not None and reason is not Reason.LIMITS:
+            self.exact.dropping(ranges)
         number = self._gone(ranges, reason)
-        if number and self.exact is not None and reason is not Reason.LIMITS:
-            self.exact.stale = True
         self._remove_dead()
         return number
 
@@ -426,40 +426,14 @@ class Stream:
         self.drops.compact_file(self.oldest)
         self._bury(self)
 
-    def _drop_segment(self, reason: Reason) -> bool:
-        """Drop the oldest segment; False if it is the active one, which holds nothing to drop."""
-        if self.log.first == self.log.active.index.base:
-            if self.log.active.size <= HEADER.size or self.busy:
-                return False
-            self.log.replace_active()
-        first = self.log.first
-        self.drop_upto(self.log.following(first), reason)
-        return self.log.first > first
-
-    def _make_room(self, needed: int) -> None:
-        """For a group of `needed` bytes, drop as many of the oldest segments as it takes."""
-        if self.log.total_bytes + needed > self.settings.max_size and self.settings.free_exported:
-            self._free(needed, Reason.EXPORTED)
-        while self.log.total_bytes + needed > self.settings.max_size:
-            if not self._drop_segment(Reason.OVERWRITTEN):
-                return
-
-    def _free(self, needed: int, reason: Reason) -> None:
-        """Drop whole segments that all exports have passed, until `needed` bytes fit."""
-        while (
-            self.exported_upto is not None
-            and self.log.total_bytes + needed > self.settings.max_size
-            and self.log.following(self.log.first) <= self.exported_upto
-            and self._drop_segment(reason)
-        ):
-            continue
-
     # -- damage ----------------------------------------------------------------------------------
     def heal(self, base: int) -> bool:
-        """Check a segment and set what is damaged aside; False if that must wait. Raises OSError."""
+        """Check a segment and set what is damaged aside; False: `maintain` will. Raises OSError."""
         if self.busy or base not in self.log.sizes or self.log.is_syncing(base):
+            self._ill.add(base)
             return False
         self._report(self.log.mend(base))
+        self._ill.discard(base)
         self._remove_dead()
         return True
 
@@ -486,13 +460,11 @@ class Stream:
         self._maintain_late = self.busy
         if self.busy:
             return
-        ttl = self.settings.ttl
-        while ttl is not None and self.log.next > self.log.first:
-            summary = self.summary(self.log.first)
-            if summary.last_time + ttl > now or not self._drop_segment(Reason.EXPIRED):
-                break
+        for base in sorted(self._ill & self.log.sizes.keys()):
+            self.heal(base)
+        whole.expire(self, now)
         if self.settings.overwrite:
-            self._make_room(FRAMING)
+            whole.make_room(self, FRAMING)
         if self.exact is not None:
             self.exact.enforce(now)
         if self.window is not None:

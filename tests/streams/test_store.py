@@ -213,6 +213,30 @@ def test_a_deleted_stream_is_gone_and_a_new_one_of_its_name_is_another_one(house
     run(work())
 
 
+def test_no_epoch_is_given_twice_however_fast_streams_are_deleted_and_made_or_the_clock_is_set_back(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1_000_000]
+    monkeypatch.setattr("bridge.streams.store.now_ms", lambda: clock[0])
+
+    async def work() -> None:
+        epochs: list[int] = []
+        async with house.store() as store:
+            for _ in range(3):
+                epochs.append(store.create("s", Settings(), b"{}").epoch)
+                store.delete("s")
+            epochs.append(store.create("s", Settings(), b"{}").epoch)
+        async with house.store() as store:
+            clock[0] -= 1
+            store.delete("s")
+            epochs.append(store.create("s", Settings(), b"{}").epoch)
+            clock[0] += 10
+            epochs.append(store.create("other", Settings(), b"{}").epoch)
+        assert epochs == [1_000_000, 1_000_001, 1_000_002, 1_000_003, 1_000_004, 1_000_009]
+
+    run(work())
+
+
 def test_only_one_process_writes_a_data_directory(house: House) -> None:
     async def work() -> None:
         async with house.store():

@@ -22,7 +22,7 @@ from bridge.streams.verify import verify
 from .conftest import House, payloads, put, run
 from .test_commit import until
 from .test_faults import Faulty
-from .test_threads import FewDescriptors
+from .test_threads import Unreadable
 
 
 class HeldSync(Files):
@@ -295,12 +295,12 @@ def test_a_deleted_streams_thread_that_fails_removes_no_file_of_the_stream_that_
 
 def test_settings_that_cannot_be_applied_are_not_saved(house: House) -> None:
     async def work() -> None:
-        house.files = files = FewDescriptors()
+        house.files = files = Unreadable()
         async with house.store() as store:
             stream = store.create("s", Settings(), b"{}")
             await put(stream, b"a", b"b")
             files.failing = True
-            with pytest.raises(OSError, match="Too many open files"):
+            with pytest.raises(OSError, match="Input/output error"):
                 stream.configure(Settings(dedup_window=60_000), b"{new}")
             files.failing = False
             assert stream.settings == Settings()

@@ -18,6 +18,7 @@ from bridge.streams.meta import ExactLimits, Settings
 
 from .conftest import House, everything, payloads, put, run
 from .test_commit import SlowDisk, slow, until
+from .test_drops import flip
 from .test_faults import Faulty
 
 
@@ -70,15 +71,15 @@ def test_dropping_segments_during_a_background_sync_is_no_failed_sync(house: Hou
     run(work())
 
 
-class FewDescriptors(Files):
-    """Opening a segment for reading fails when the test says so, as with too many open files."""
+class Unreadable(Files):
+    """Reading fails when the test says so."""
 
     failing = False
 
-    def open(self, path: Path, flags: int) -> int:
-        if self.failing and path.suffix == ".seg" and not flags & (os.O_CREAT | os.O_RDWR):
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().open(path, flags)
+    def read(self, fd: int, size: int, offset: int) -> bytes:
+        if self.failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(fd, size, offset)
 
 
 @pytest.mark.parametrize("flush", [False, True])
@@ -86,7 +87,7 @@ def test_an_error_in_applying_limits_neither_holds_acknowledgements_nor_other_st
     house: House, flush: bool
 ) -> None:
     async def work() -> None:
-        house.files = files = FewDescriptors()
+        house.files = files = Unreadable()
         async with house.store() as store:
             limited = store.create("a", Settings(flush=flush, limits=ExactLimits(max_bytes=20)), b"{}")
             plain = store.create("b", Settings(flush=flush), b"{}")
@@ -253,5 +254,27 @@ def test_what_is_dropped_during_a_rescue_is_let_go_of_after_it(house: House) -> 
             await until(lambda: not stream.busy)
             assert stream.oldest == 2
             await until(lambda: len(list(house.directory().glob("*.seg"))) == 2)
+
+    run(work())
+
+
+def test_damage_that_is_met_while_a_group_is_in_flight_is_set_aside_afterwards(house: House) -> None:
+    async def work() -> None:
+        disk = slow(house)
+        async with house.store() as store:
+            stream = store.create("s", Settings(segment_size=1024, flush=True), b"{}")
+            disk.gate.set()
+            for n in range(20):
+                await put(stream, b"%d" % n * 50)
+            disk.gate.clear()
+            flip(house.directory() / f"{0:020d}.seg")
+            stream.append(b"t", b"x")
+            await until(lambda: stream.busy)
+            assert not stream.heal(0)
+            assert house.events == []
+            disk.gate.set()
+            await stream.idle()
+            store.committer.maintain([stream])
+            assert "it is damaged" in house.events[0]
 
     run(work())
