@@ -172,8 +172,9 @@ class Service:
             gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"
             streams = "1 stream" if len(store.streams) == 1 else f"{len(store.streams)} streams"
-            notify(f"READY=1\nSTATUS={streams}, {', '.join(addresses)}")
-            log.info("ready", extra={"listen": ",".join(addresses), "streams": len(store.streams)})
+            broker = {"broker": config.mqtt.external.url} if config.mqtt.mode == "external" else {}
+            notify(f"READY=1\nSTATUS={', '.join([streams, *addresses, *broker.values()])}")
+            log.info("ready", extra={"listen": ",".join(addresses), **broker, "streams": len(store.streams)})
             await self._stop.wait()
             observer.phase = "stopping"
             notify("STOPPING=1\nSTATUS=committing what was read")

@@ -150,7 +150,13 @@ def test_a_data_directory_that_cannot_be_written_is_unhealthy_until_it_can(servi
     finally:
         service.mount("disk")
     eventually(lambda: service.request("/healthz")[0] == 200)
-    assert service.json("/readyz") == {"ok": True, "phase": "running", "storage": "writable", "refused": {}}
+    assert service.json("/readyz") == {
+        "ok": True,
+        "phase": "running",
+        "storage": "writable",
+        "refused": {},
+        "unreachable": None,
+    }
 
 
 def test_trying_the_disk_leaves_nothing_there(service: Service) -> None:
