@@ -117,7 +117,7 @@ dropped_messages_total counter front_end reason
 rejected_messages_total counter front_end reason
     Messages of QoS 1 and 2 that were refused: not stored and not acknowledged.
 refused_total counter front_end reason
-    Connections, subscriptions and requests that were refused.
+    Connections (tls: their handshakes), subscriptions and requests that were refused.
 events_total counter front_end event
     What else a front end counts.
 """

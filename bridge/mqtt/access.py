@@ -118,6 +118,11 @@ class Identity:
                 f for rule in mine for f in (rule.subscribe if rule.read is None else rule.read)
             )
 
+    @property
+    def label(self) -> str:
+        """How errors call it: by its user, since rules are written for users."""
+        return "an anonymous client" if self.user is None else f"user {self.user!r}"
+
     def may_publish(self, topic: str) -> bool:
         """Whether it may publish on a topic (request topics are decided elsewhere)."""
         return self.publish is None or any(matches(f, topic) for f in self.publish)

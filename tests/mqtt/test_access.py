@@ -353,3 +353,20 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             MqttConfig(listen=[url], allow_anonymous=True)
     assert Limits().connections == 10_000
     assert subscribe(1, ("a", 0))
+
+
+def test_a_refused_subscription_is_told_from_time_to_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(bridge: Bridge) -> None:
+        client = await bridge.connect("c")
+        for _ in range(3):
+            assert await client.subscribe(("secret/#", 1)) == b"\x80"
+        assert await client.subscribe(("open/a", 1), ("open/b", 1), ("open/c", 1)) == b"\1\1\x80"
+        assert bridge.stat("refused_subscriptions") == 4
+
+    with_bridge(tmp_path, test, acl=RULES, subscriptions=2)
+    denied, one_too_many = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "client 'c' at 127.0.0.1: subscription to 'secret/#' refused" in denied
+    assert "an anonymous client may not subscribe there; see [[mqtt.acl]]" in denied
+    assert "subscription to 'open/c' refused: it has 2 already; see [mqtt.limits]" in one_too_many
