@@ -204,6 +204,12 @@ class Observer:
         return found | self._manager.refused
 
     @property
+    def failing(self) -> dict[str, str]:
+        """The streams whose last write failed, and why; messages for them were refused."""
+        streams = self._manager.store.streams.items()
+        return {name: str(stream.error) for name, stream in streams if stream.error is not None}
+
+    @property
     def unreachable(self) -> str | None:
         """Why there is no connection to an external broker; None if there is one, or need not be."""
         return next((one.unreachable for one in self._devices.values() if one.unreachable), None)

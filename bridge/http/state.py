@@ -97,9 +97,9 @@ class State(Struct, rename="camel", kw_only=True):
 
     @property
     def ready(self) -> bool:
-        """Whether messages for all streams are taken in and can be stored."""
+        """Whether messages for all streams come in and can be stored, as `/readyz` says."""
         lacking = self.storage_error or self.refused or self.unreachable
-        return self.phase == "running" and not lacking
+        return self.phase == "running" and not lacking and all(one.error is None for one in self.streams)
 
 
 def limits_of(definition: MessageStreamDefinition) -> list[str]:

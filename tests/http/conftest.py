@@ -46,13 +46,14 @@ class Service:
         config: str,
         listen: str = "127.0.0.1:0",
         mqtt: str = MQTT,
+        disk: str = "disk",
     ) -> None:
         self.directory = directory
         text = CONFIG.replace('[http]\nlisten = "127.0.0.1:0"', f'[http]\nlisten = "{listen}"')
         text = text.replace(MQTT, mqtt)
         (directory / "bridge.toml").write_text(text + config)
         (directory / "disk").mkdir(mode=0o700)
-        self.mount("disk")
+        self.mount(disk)
         self.log = directory / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
