@@ -471,6 +471,11 @@ class StreamManager:
         return dropped + stream.drop(ranges, Reason.PURGED)
 
 
+def log_change(what: str, name: str, by: str) -> None:
+    """Tell of what somebody has done to a stream."""
+    log.info("stream %s", what, extra={"stream": name, "by": by})
+
+
 async def committed(stream: Stream) -> None:
     """Wait until all that was appended to a stream so far is committed; raises a StreamError."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -15,7 +15,7 @@ import msgspec
 from bridge.errors import InvalidRequest
 from bridge.greengrass import wire
 from bridge.greengrass.wire import Op
-from bridge.manager import ReadMessagesOptions
+from bridge.manager import ReadMessagesOptions, log_change
 from bridge.model import problem
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ _OPTIONS = frozenset(
 )
 
 
-def control(manager: StreamManager, op: Op, request: dict[str, Any], version: str) -> dict[str, Any]:
+def control(manager: StreamManager, op: Op, request: dict[str, Any], version: str, by: str) -> dict[str, Any]:
     """Carry out an operation that is neither append nor read; returns the result's entries.
 
-    Raises StreamBridgeError or OSError.
+    `by` is who asks, for the log. Raises StreamBridgeError or OSError.
     """
     if op is Op.LIST:
         return {"streams": manager.names()}
@@ -55,6 +55,7 @@ def control(manager: StreamManager, op: Op, request: dict[str, Any], version: st
         return {"messageStreamInfo": describe(manager, text(request, "name"), version)}
     if op is Op.DELETE:
         manager.delete(text(request, "name"))
+        log_change("deleted", text(request, "name"), by)
         return {}
     definition = request.get("definition")
     if not isinstance(definition, dict):
@@ -65,9 +66,11 @@ def control(manager: StreamManager, op: Op, request: dict[str, Any], version: st
         definition["exportDefinition"] = {kind: exports[kind] for kind in EXPORTS if kind in exports}
     if op is Op.CREATE:
         manager.create(definition)
+        log_change("created", str(definition["name"]), by)
     else:
         stored = manager.definitions.get(str(definition.get("name")))
         manager.update(definition if stored is None else with_extensions(definition, stored))
+        log_change("updated", str(definition["name"]), by)
     return {}
 
 

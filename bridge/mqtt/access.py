@@ -120,8 +120,9 @@ class Identity:
 
     @property
     def label(self) -> str:
-        """How errors call it: by its user, since rules are written for users."""
-        return "an anonymous client" if self.user is None else f"user {self.user!r}"
+        """How the log and errors call it: with its user, since rules are written for users."""
+        who = "anonymous" if self.user is None else f"user {self.user!r}"
+        return f"client {self.client_id!r} ({who})"
 
     def may_publish(self, topic: str) -> bool:
         """Whether it may publish on a topic (request topics are decided elsewhere)."""

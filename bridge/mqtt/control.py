@@ -151,7 +151,7 @@ def _refusal(conn: Connection, session: Session, request: TopicRequest) -> int:
     if request.filter.startswith("$share/"):
         return NO_SHARED_SUBSCRIPTIONS
     if not session.identity.may_subscribe(request.filter):
-        why = f"{session.identity.label} may not subscribe there; see [[mqtt.acl]]"
+        why = "it may not subscribe there; see [[mqtt.acl]]"
         return _told(conn, request, why, NOT_AUTHORIZED)
     known = session.subscriptions
     if request.filter not in known and len(known) >= conn.lane.limits.subscriptions:

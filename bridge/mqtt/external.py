@@ -390,7 +390,8 @@ class ExternalBroker:
         task.add_done_callback(ended)
 
     async def _reply(self, operation: str, body: bytes, reply_to: str, asked: p.Properties) -> None:
-        reply = await requests.answer(self._manager, operation, body, self._max_packet)
+        by = f"a request at {self._settings.url}"
+        reply = await requests.answer(self._manager, operation, body, self._max_packet, by=by)
         packet_id = self._publish(reply_to, reply, asked, 1)
         if packet_id is not None:
             taken = self._replies[packet_id] = self._loop.create_future()

@@ -42,6 +42,7 @@ from msgspec import Struct
 
 from bridge import cbor
 from bridge.errors import InvalidRequest, ResponseTooLarge, StreamBridgeError, Unauthorized
+from bridge.manager import log_change
 from bridge.mqtt import headers
 from bridge.mqtt import properties as p
 from bridge.mqtt.message import Message
@@ -156,9 +157,17 @@ def _headers_in_cbor(extra: bytes) -> bytes:
 
 
 async def answer(
-    manager: StreamManager, operation: str, body: bytes, limit: int, who: Identity | None = None
+    manager: StreamManager,
+    operation: str,
+    body: bytes,
+    limit: int,
+    who: Identity | None = None,
+    by: str = "a command",
 ) -> bytes:
-    """Carry out one request and return the encoded reply; never raises because of what is asked."""
+    """Carry out one request and return the encoded reply; never raises because of what is asked.
+
+    It may do what `who` may, or anything; the log calls somebody without an identity `by`.
+    """
     in_cbor = bool(body) and 0xA0 <= body[0] <= 0xBF
     request = Request()
     try:
@@ -168,6 +177,7 @@ async def answer(
             raise UnknownOperation(f"there is no operation {operation!r}; known: {', '.join(_OPERATIONS)}")
         room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4
         result = await action(manager, request, who, max(room, 1))
+        _log(operation, request, result, by if who is None else who.label)
         reply = _encode(
             {"requestId": request.request_id, "status": 0, "statusName": "Success", **result}, in_cbor
         )
@@ -180,6 +190,19 @@ async def answer(
     except OSError as error:
         return _failure(request, 1, "UnknownFailure", f"{operation}: {error}", in_cbor)
     return reply
+
+
+def _log(operation: str, request: Request, result: dict[str, Any], by: str) -> None:
+    """Tell of what has changed a stream."""
+    match operation:
+        case "createMessageStream":
+            log_change("created", str(_definition(request)["name"]), by)
+        case "updateMessageStream":
+            log_change("updated", str(_definition(request)["name"]), by)
+        case "deleteMessageStream":
+            log_change("deleted", _name(request), by)
+        case "purgeMessageStream":
+            log_change(f"purged, messages dropped: {result['purgedMessages']}", _name(request), by)
 
 
 def refusal(body: bytes, why: str) -> bytes:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import paho.mqtt.client as paho
 import pytest
 
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
+from bridge.greengrass.wire import Op
+from bridge.mqtt.access import hash_password
 from bridge.streams.reader import list_streams
 from bridge.streams.store import Store
 from tests.cli.conftest import Fill, streambridge
 from tests.cli.test_run import Service
+from tests.greengrass.harness import CONNECT, frame
 
 CONFIG = """
 [gateway]
@@ -203,3 +208,53 @@ def test_exports_tells_how_far_each_is_and_what_stopped_it(fill: Fill) -> None:
     assert live.split() == ["sensors", "live", "kinesis", "-", "6", "0", "-", "paused"]
     assert streambridge("exports", "quiet", "--data-dir", data).stdout == "no exports\n"
     assert streambridge("exports", "nowhere", "--data-dir", data).returncode == 66
+
+
+def test_the_service_logs_who_changed_which_stream(tmp_path: Path) -> None:
+    config, users = tmp_path / "streambridge.toml", tmp_path / "users"
+    users.write_text("ann:" + hash_password(b"secret") + "\n")
+    users.chmod(0o600)
+    text = CONFIG.replace("[mqtt]", f'[mqtt]\nusers_file = "{users}"')
+    config.write_text(text.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "127.0.0.1:0"'))
+    service = Service(config)
+    greengrass, mqtt = service.wait_for(r"ready.*tcp://127.0.0.1:(\d+).*mqtt://127.0.0.1:(\d+)").groups()
+    here = ("-c", config)
+
+    for arguments, what in (
+        (("create", "pumps"), "created"),
+        (("update", "pumps", "max_size=2GiB"), "updated"),
+        (("append", "pumps", "1", "2", "3"), None),
+        (("purge", "pumps", "--yes"), "purged, messages dropped: 3"),
+        (("delete", "pumps", "--yes"), "deleted"),
+    ):
+        assert streambridge("streams", *arguments, *here).returncode == 0
+        if what:
+            service.wait_for(rf'info bridge\.\S+ msg="stream {what}" stream=pumps by="a command"')
+
+    for user, who in (("ann", "user 'ann'"), (None, "anonymous")):
+        client = paho.Client(paho.CallbackAPIVersion.VERSION2, "panel")
+        if user:
+            client.username_pw_set(user, "secret")
+        client.connect("127.0.0.1", int(mqtt))
+        client.loop_start()
+        name = f"by-{user}"
+        request = {"definition": {"name": name, "strategyOnFull": 1}}
+        client.publish("streambridge/panel/createMessageStream", json.dumps(request), 1)
+        service.wait_for(rf"stream created\" stream={name} by=\"client 'panel' \({who}\)\"")
+        client.disconnect()
+        client.loop_stop()
+
+    with socket.create_connection(("127.0.0.1", int(greengrass)), timeout=30) as sdk:
+        sdk.sendall(b"\x01" + frame(Op.CONNECT, CONNECT) + frame(Op.DELETE, {"requestId": "d", "name": "by-ann"}))
+        service.wait_for(r"stream deleted\" stream=by-ann by=127\.0\.0\.1:\d+")
+    assert service.stop() == 0
+
+
+def test_deleting_a_declared_stream_says_that_it_comes_back(on: Command, tmp_path: Path) -> None:
+    done = streambridge("streams", "delete", "declared", "--yes", "-c", tmp_path / "streambridge.toml")
+    assert done.stdout == "deleted declared\n"
+    assert "declares declared; its next start or reload creates it again" in done.stderr
+    assert "not stored" in done.stderr
+    on("streams", "create", "other")
+    done = streambridge("streams", "delete", "other", "--yes", "-c", tmp_path / "streambridge.toml")
+    assert "declares" not in done.stderr

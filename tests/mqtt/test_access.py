@@ -368,5 +368,5 @@ def test_a_refused_subscription_is_told_from_time_to_time(
     with_bridge(tmp_path, test, acl=RULES, subscriptions=2)
     denied, one_too_many = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "client 'c' at 127.0.0.1: subscription to 'secret/#' refused" in denied
-    assert "an anonymous client may not subscribe there; see [[mqtt.acl]]" in denied
+    assert "it may not subscribe there; see [[mqtt.acl]]" in denied
     assert "subscription to 'open/c' refused: it has 2 already; see [mqtt.limits]" in one_too_many
