@@ -332,7 +332,7 @@ async def _append_all(
 async def _read(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
     name = _name(request)
     if who is not None and not who.may_read(f"streams/{name}"):
-        raise Unauthorized(f"client {who.client_id!r} may not read streams/{name}; see [[mqtt.acl]]")
+        raise Unauthorized(f"{who.label} may not read streams/{name}; see [[mqtt.acl]]")
     options = request.read_messages_options or ReadMessagesOptions()
     found = await manager.read(name, options, max_bytes=room)
     return {"messages": Found(name, found, options.min_message_count, room)}
@@ -351,7 +351,7 @@ def _kept(manager: StreamManager, who: Identity | None, name: str) -> bytes:
 
 def _may_append(who: Identity | None, name: str) -> None:
     if who is not None and not who.may_publish(f"streams/{name}"):
-        raise Unauthorized(f"client {who.client_id!r} may not publish on streams/{name}; see [[mqtt.acl]]")
+        raise Unauthorized(f"{who.label} may not publish on streams/{name}; see [[mqtt.acl]]")
 
 
 _OPERATIONS: dict[str, Action] = {

@@ -367,6 +367,27 @@ def test_a_refused_subscription_is_told_from_time_to_time(
 
     with_bridge(tmp_path, test, acl=RULES, subscriptions=2)
     denied, one_too_many = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "client 'c' at 127.0.0.1: subscription to 'secret/#' refused" in denied
+    assert "client 'c' (anonymous) at 127.0.0.1: subscription to 'secret/#' refused" in denied
     assert "it may not subscribe there; see [[mqtt.acl]]" in denied
     assert "subscription to 'open/c' refused: it has 2 already; see [mqtt.limits]" in one_too_many
+
+
+def test_a_refusal_names_the_user_that_the_rules_are_written_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = users(tmp_path, "ann:" + hash_password(b"a"))
+
+    async def test(bridge: Bridge) -> None:
+        for number, options in enumerate(({"user": "ann", "password": b"a"}, {})):
+            client = await bridge.connect(f"c{number}", **options)
+            client.send(publish("in/other/x", b"no", 1, 1))
+            assert await client.closed()
+            client = await bridge.open()
+            await client.connect("w", will=("in/other/w", b"", 0), expect=5, **options)
+
+    caplog.set_level("INFO")
+    with_bridge(tmp_path, test, users_file=path, acl=RULES)
+    why = "not acknowledged: it may not publish on 'in/other/x'; see [[mqtt.acl]]"
+    assert f"client 'c0' (user 'ann') at 127.0.0.1 closed: {why}" in caplog.text
+    assert f"client 'c1' (anonymous) at 127.0.0.1 closed: {why}" in caplog.text
+    assert "client 'w' (user 'ann') may not publish its will on 'in/other/w'; see [[mqtt.acl]]" in caplog.text
