@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -130,6 +132,23 @@ def test_a_data_directory_that_cannot_be_written_is_an_error(path: Path) -> None
     assert (
         f"x.toml:3: gateway.data_dir: user {os.geteuid()} may not write to {path.parent}/data" in done.stdout
     )
+
+
+def test_a_read_only_file_system_is_named_as_that_with_the_remedy(
+    path: Path, fill: Fill, mounted: Path
+) -> None:
+    data = fill([("a", b"x")])
+    shutil.copytree(data, mounted / "data", symlinks=True)
+    path.write_text(QUIET.replace('"data"', f'"{mounted}/data"') + "[streams.sensors]\n")
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+    for command in ("check", "run"):
+        done = streambridge(command, "-c", path)
+        assert done.returncode == 78
+        told = done.stdout + done.stderr
+        assert f"gateway.data_dir: the file system at {mounted} is read-only" in told
+        assert f"mount -o remount,rw {mounted}" in told
+        assert "may not" not in told, "it is not about rights"
+        assert "chown" not in told
 
 
 def test_a_stream_that_may_not_be_read_is_an_error_and_the_others_are_looked_at(
