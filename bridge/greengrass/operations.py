@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bridge.changes import log_change
 from bridge.errors import InvalidRequest
 from bridge.greengrass import wire
 from bridge.greengrass.wire import Op
-from bridge.manager import ReadMessagesOptions, log_change
+from bridge.manager import ReadMessagesOptions
 from bridge.model import problem
 
 if TYPE_CHECKING:

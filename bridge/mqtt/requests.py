@@ -41,8 +41,8 @@ import msgspec
 from msgspec import Struct
 
 from bridge import cbor
+from bridge.changes import log_change
 from bridge.errors import InvalidRequest, ResponseTooLarge, StreamBridgeError, Unauthorized
-from bridge.manager import log_change
 from bridge.mqtt import headers
 from bridge.mqtt import properties as p
 from bridge.mqtt.message import Message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -259,3 +260,29 @@ def test_deleting_a_declared_stream_says_that_it_comes_back(on: Command, tmp_pat
     on("streams", "create", "other")
     done = streambridge("streams", "delete", "other", "--yes", "-c", tmp_path / "streambridge.toml")
     assert "declares" not in done.stderr
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_what_a_full_disk_refuses_names_the_place_and_the_remedy(
+    tmp_path: Path, mounted: Path, running: bool
+) -> None:
+    config = tmp_path / "streambridge.toml"
+    config.write_text(CONFIG.replace('"data"', f'"{mounted}/data"'))
+    service = Service(config)
+    service.wait_for("ready")
+    if not running:
+        assert service.stop() == 0
+    with (mounted / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(512))
+    for arguments, what in (
+        (("create", "new"), "stream 'new' cannot be created in"),
+        (("update", "declared", "max_size=2GiB"), "stream 'declared' cannot be updated in"),
+    ):
+        done = streambridge("streams", *arguments, "-c", config)
+        assert done.returncode == 1
+        assert f"{what} {mounted}/data" in done.stderr
+        assert ": No space left on device; nothing was changed. Make room there" in done.stderr
+        assert "Errno" not in done.stderr
+    if running:
+        assert service.stop() == 0
