@@ -236,6 +236,8 @@ def _table(settings: list[str]) -> dict[str, Any]:
             at = at.setdefault(word, {})
             if not isinstance(at, dict):
                 raise typer.BadParameter(f"{setting!r}: {word} has a value already")
+        if last in at:
+            raise typer.BadParameter(f"{setting!r}: {key} is given twice; which is it to be?")
         at[last] = parsed
     return table
 

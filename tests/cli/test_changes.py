@@ -286,3 +286,10 @@ def test_what_a_full_disk_refuses_names_the_place_and_the_remedy(
         assert "Errno" not in done.stderr
     if running:
         assert service.stop() == 0
+
+
+def test_a_setting_that_is_given_twice_is_refused(on: Command) -> None:
+    for settings in (("max_size=1GiB", "max_size=2GiB"), ("limits.max_messages=1", "limits.max_messages=2")):
+        key = settings[0].partition("=")[0]
+        assert f"{key} is given twice" in on("streams", "create", "y", *settings, code=2)
+    on("streams", "create", "y", "limits.max_messages=1", "limits.max_bytes=2048")

@@ -384,3 +384,21 @@ def test_a_configuration_that_everybody_can_change_is_a_warning(path: Path) -> N
     path.chmod(0o666)
     (line,) = check(path, QUIET)
     assert line == "warning: x.toml: every user of this machine can change it; chmod o-w x.toml"
+
+
+def test_a_listener_that_mode_external_does_not_open_is_a_warning(path: Path) -> None:
+    text = QUIET.replace("[mqtt]", '[mqtt]\nmode = "external"')
+    (line,) = check(path, text)
+    assert line.startswith('warning: x.toml:7: mqtt.listen: not used, since mode = "external"')
+    assert "remove it" in line
+    assert check(path, text.replace('listen = ["tcp://127.0.0.1:0"]', "")) == []
+
+
+def test_open_streams_on_the_network_are_a_warning_with_both_remedies(path: Path) -> None:
+    text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
+    (line,) = check(path, text)
+    assert line.startswith("warning: x.toml:8: greengrass.listen: whoever can reach 0.0.0.0:0 gets at")
+    assert line.endswith("listen at 127.0.0.1, or set greengrass.token_file")
+    (path.parent / "token").write_text("secret")
+    (path.parent / "token").chmod(0o600)
+    assert check(path, text.replace('0.0.0.0:0"', '0.0.0.0:0"\ntoken_file = "token"')) == []
