@@ -391,3 +391,23 @@ def test_a_refusal_names_the_user_that_the_rules_are_written_for(
     assert f"client 'c0' (user 'ann') at 127.0.0.1 closed: {why}" in caplog.text
     assert f"client 'c1' (anonymous) at 127.0.0.1 closed: {why}" in caplog.text
     assert "client 'w' (user 'ann') may not publish its will on 'in/other/w'; see [[mqtt.acl]]" in caplog.text
+
+
+def test_without_a_user_name_the_rules_for_everybody_and_for_anonymous_clients_hold(tmp_path: Path) -> None:
+    path = users(tmp_path, BOB)
+    rules = [AccessRule(user="*", publish=["all/#", "by/%u"]), AccessRule(user="", publish=["guests/#"])]
+
+    async def test(bridge: Bridge) -> None:
+        bob = {"user": "bob", "password": b"builder", "level": V5}
+        for options, may in (
+            ({"level": V5}, {"all/x": True, "guests/x": True, "by/": False}),
+            (bob, {"all/x": True, "guests/x": False, "by/bob": True}),
+        ):
+            client = await bridge.connect("c", **options)
+            for number, (topic, allowed) in enumerate(may.items(), 1):
+                answer = await client.exchange(publish(topic, b"x", 1, number, level=V5))
+                assert (answer.body[2:] in (b"", b"\0")) is allowed, topic
+            client.disconnect()
+            await until(lambda: not bridge.stat("connections"))
+
+    with_bridge(tmp_path, test, users_file=path, acl=rules)
