@@ -172,8 +172,9 @@ class Service:
             gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"
             streams = "1 stream" if len(store.streams) == 1 else f"{len(store.streams)} streams"
-            notify(f"READY=1\nSTATUS={streams}, {', '.join(addresses)}")
-            log.info("ready", extra={"listen": ",".join(addresses), "streams": len(store.streams)})
+            broker = {"broker": config.mqtt.external.url} if config.mqtt.mode == "external" else {}
+            notify(f"READY=1\nSTATUS={', '.join([streams, *addresses, *broker.values()])}")
+            log.info("ready", extra={"listen": ",".join(addresses), **broker, "streams": len(store.streams)})
             await self._stop.wait()
             observer.phase = "stopping"
             notify("STOPPING=1\nSTATUS=committing what was read")
@@ -210,12 +211,13 @@ class Service:
             notify("WATCHDOG=1")  # from the loop itself: a loop that is stuck sends none
 
     # -- streams from the configuration ----------------------------------------------------------
-    def _reconcile(self, config: Config) -> None:
-        """Create and update the declared streams.
+    def _reconcile(self, config: Config) -> list[str]:
+        """Create and update the declared streams; returns the names of those that are not as declared.
 
         One that cannot be had keeps its topics all the same: a message that belongs to it is refused,
         not acknowledged into nowhere.
         """
+        lacking = []
         self._manager.keep_refusing(config.streams)
         for name, definition in config.streams.items():
             try:
@@ -226,12 +228,15 @@ class Service:
                     self._manager.update(definition)
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
+                lacking.append(name)
                 why = configuration.in_toml(str(error), name)
+                extra = {"stream": name, **logs.ANSWER}
                 if name in self._manager.store.streams:
-                    log.error("stream stays as it was, not as declared: %s", why, extra={"stream": name})
+                    log.error("stream stays as it was, not as declared: %s", why, extra=extra)
                 else:
-                    log.error("stream as declared cannot be had: %s", why, extra={"stream": name})
+                    log.error("stream as declared cannot be had: %s", why, extra=extra)
                     self._manager.refuse(definition, why)
+        return lacking
 
     def _reload(self) -> None:
         path = self._config.path
@@ -241,18 +246,29 @@ class Service:
         try:
             config = configuration.load(Path(path))
         except (ConfigError, OSError) as error:
-            log.error("reload refused, the old configuration stays: %s", error)
+            log.error("reload refused, the old configuration stays: %s", error, extra=logs.ANSWER)
         else:
-            for key in configuration.needs_restart(self._config, config):
-                log.warning("changed, but needs a restart: %s", key)
-            try:
-                self._front_end.reload(config.mqtt)
-            except (ConfigError, OSError) as error:
-                log.error("reload of [mqtt] refused, the old users, rules and certificates stay: %s", error)
-            logs.set_level(config.log.level)
-            self._reconcile(config)
-            log.info("reloaded")
+            self._take_over(config)
         notify("READY=1")
+
+    def _take_over(self, config: Config) -> None:
+        """Take over what can be, and say what is not."""
+        lacking = list(configuration.needs_restart(self._config, config))
+        for key in lacking:
+            log.warning("changed, but needs a restart: %s", key, extra=logs.ANSWER)
+        try:
+            self._front_end.reload(config.mqtt)
+        except (ConfigError, OSError) as error:
+            text = "reload of [mqtt] refused, the old users, rules and certificates stay: %s"
+            log.error(text, error, extra=logs.ANSWER)
+            lacking.append("users, rules and certificates of [mqtt]")
+        logs.set_level(config.log.level)
+        lacking += [f"streams.{name}" for name in self._reconcile(config)]
+        if lacking:
+            names = ", ".join(lacking)
+            log.warning("reloaded, but not: %s; see the lines before", names, extra=logs.ANSWER)
+        else:
+            log.info("reloaded", extra=logs.ANSWER)
 
     def _damaged(self, name: str, what: str) -> None:
         """The export worker has met damage: set it aside, so that exports go on behind it."""

@@ -5,6 +5,7 @@
 * What `extra=` carries becomes keys of the line; `client` and `stream` are the usual ones.
 * A line that repeats within `WINDOW` seconds is counted instead: the line comes once more at the
   end of the window with `repeated=<count>`, so that a fault in a loop cannot fill the disk.
+  What answers somebody who waits for it (`extra=ANSWER`: the result of a reload) comes each time, at once.
 * Of lines that differ in their values only (another client each, say) `MOST_ALIKE` come in a window; the
   last of the others comes at its end, with `alike=<count>`. Not at level debug.
 * Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has
@@ -26,12 +27,13 @@ WINDOW = 10.0
 MOST_KEPT = 1000  # different lines remembered; beyond that, lines pass uncounted
 MOST_ALIKE = 20
 TEMPLATE = "template"  # in `extra=`, no key of the line: what lines that differ in values only have in common
+ANSWER = {"answer": True}  # `extra=` of lines that are never counted instead
 
 # Third parties that would tell each connection or each AWS call.
 _QUIET = ("amqtt", "transitions", "boto", "boto3", "botocore", "s3transfer", "urllib3", "asyncio")
 
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", TEMPLATE}
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", TEMPLATE, *ANSWER}
 
 
 class LineFormatter(logging.Formatter):
@@ -91,6 +93,9 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             key = f"{record.levelno} {record.name} {fields}"
         except Exception:
             self.handleError(record)  # a bad format string is the caller's mistake, not a reason to die
+            return
+        if hasattr(record, "answer"):
+            super().emit(record)
             return
         now = time.monotonic()
         started, count, _ = self._seen.get(key, (now, 0, record))

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from bridge.changes import all_or_nothing
 from bridge.errors import (
     InvalidRequest,
     NoStream,
@@ -284,19 +285,21 @@ class StreamManager:
         return definition
 
     def create(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> Stream:
-        """createMessageStream. Raises InvalidRequest, also if the name exists, or OSError."""
+        """createMessageStream. Raises InvalidRequest, also if the name exists, or StorageFailed."""
         definition = self.check(raw)
         if definition.name in self.store.streams:
             raise InvalidRequest(f"a stream named {definition.name!r} exists already")
         self._check_opened(definition.name)
-        stream = self.store.create(definition.name, settings_of(definition), msgspec.json.encode(definition))
+        encoded = msgspec.json.encode(definition)
+        with all_or_nothing("created", definition.name, self.store.data_dir):
+            stream = self.store.create(definition.name, settings_of(definition), encoded)
         self._adopt(stream, definition)
         return stream
 
     def update(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
 
-        Raises StreamNotFound, InvalidRequest, UpdateNotAllowed or OSError; then nothing changed.
+        Raises StreamNotFound, InvalidRequest, UpdateNotAllowed or StorageFailed; then nothing changed.
         """
         definition = self.check(raw)
         stream = self.stream(definition.name)
@@ -312,7 +315,8 @@ class StreamManager:
                 f"stream {stream.name!r} holds now"
             )
         self._check_starts(stream, old, definition)
-        stream.configure(settings_of(definition), msgspec.json.encode(definition))
+        with all_or_nothing("updated", stream.name, self.store.data_dir):
+            stream.configure(settings_of(definition), msgspec.json.encode(definition))
         # Nobody is told in between: a front end would take the stream for gone, with its topics.
         self._unbind(stream)
         self._adopt(stream, definition)
@@ -336,9 +340,10 @@ class StreamManager:
                     )
 
     def delete(self, name: str) -> None:
-        """deleteMessageStream: its messages and export positions go too. Raises StreamNotFound or OSError."""
+        """deleteMessageStream: messages and export positions go too. Raises StreamNotFound, StorageFailed."""
         stream = self.stream(name)
-        self.store.delete(name)
+        with all_or_nothing("deleted", name, self.store.data_dir):
+            self.store.delete(name)
         self._unbind(stream)
         del self.definitions[name]
         self._rebound()

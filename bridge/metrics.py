@@ -35,7 +35,7 @@ _TABLE = """
 info gauge gateway version
     Always 1; the labels say which service this is.
 ready gauge
-    1 while messages are taken in, the data directory can be written and no stream is refused.
+    1 while messages for every stream are taken in and can be stored, as `/readyz` says.
 event_loop_delay_seconds gauge
     How late the event loop was at most, in the last 5 s.
 storage_writable gauge
@@ -94,6 +94,8 @@ export_worker_resident_memory_bytes gauge
     Memory of the export worker.
 connections gauge front_end
     Open connections of clients.
+external_broker_connected gauge front_end
+    1 while the connection to the external broker stands, 0 while it does not; absent without such a broker.
 sessions gauge front_end
     Sessions, of connected clients and of those away.
 retained_messages gauge front_end
@@ -115,7 +117,7 @@ dropped_messages_total counter front_end reason
 rejected_messages_total counter front_end reason
     Messages of QoS 1 and 2 that were refused: not stored and not acknowledged.
 refused_total counter front_end reason
-    Connections, subscriptions and requests that were refused.
+    Connections (tls: their handshakes), subscriptions and requests that were refused.
 events_total counter front_end event
     What else a front end counts.
 """
@@ -125,6 +127,7 @@ METRICS = {name: Described(name, kind, tuple(labels.split()), text) for name, ki
 
 _GAUGES = {
     "connections": "connections",
+    "connected": "external_broker_connected",
     "sessions": "sessions",
     "retained": "retained_messages",
     "waiting": "waiting_messages",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -22,6 +23,7 @@ from bridge.cli.common import (
     count,
     echo,
     known_config,
+    note,
     print_json,
 )
 from bridge.cli.operate import Place, operate, place
@@ -77,7 +79,7 @@ def update(
         raise typer.BadParameter(f"--reset {unknown[0]}: no such setting; there are: {', '.join(fields)}")
     if not table and not reset:
         raise typer.BadParameter("name at least one setting, as KEY=VALUE or with --reset KEY")
-    declared = data_dir is None and name in known_config(config).streams
+    declared = _declared(config, data_dir, name)
     old = _definition(where, name)
     # The stream's size, which a segment may have at most, is the one that it has afterwards.
     kept = {} if "max_size" in (reset or []) else {"max_size": old.max_size}
@@ -91,7 +93,7 @@ def update(
     _define(where, "updateMessageStream", definition)
     echo(f"updated {name}")
     if declared:
-        typer.echo(f"note: {config} declares {name}; its next start or reload sets that again", err=True)
+        note(f"note: {config} declares {name}; its next start or reload sets that again")
 
 
 def delete(
@@ -105,8 +107,14 @@ def delete(
     storage = operate(where, "describeMessageStream", name=name)["messageStreamInfo"]["storageStatus"]
     number = storage["newestSequenceNumber"] - storage["oldestSequenceNumber"] + 1
     _confirm(sure, f"Delete {name} with up to {count(number, 'message')}?")
+    declared = _declared(config, data_dir, name)
     operate(where, "deleteMessageStream", name=name)
     echo(f"deleted {name}")
+    if declared:
+        note(
+            f"note: {config} declares {name}; its next start or reload creates it again. Until then its "
+            "topics are ordinary MQTT, and what is published there is not stored"
+        )
 
 
 def append(
@@ -228,8 +236,15 @@ def _table(settings: list[str]) -> dict[str, Any]:
             at = at.setdefault(word, {})
             if not isinstance(at, dict):
                 raise typer.BadParameter(f"{setting!r}: {word} has a value already")
+        if last in at:
+            raise typer.BadParameter(f"{setting!r}: {key} is given twice; which is it to be?")
         at[last] = parsed
     return table
+
+
+def _declared(config: Path, data_dir: Path | None, name: str) -> bool:
+    """Whether the configuration, if that is where we look, declares a stream."""
+    return data_dir is None and name in known_config(config).streams
 
 
 def _define(where: Place, operation: str, definition: MessageStreamDefinition) -> None:

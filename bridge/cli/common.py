@@ -79,15 +79,19 @@ def known_config(path: Path, *needed: Keys) -> Config:
     return settings
 
 
-def data_directory(config: Path, data_dir: Path | None) -> Path:
-    """The data directory that a command works on."""
+def data_directory(config: Path, data_dir: Path | None, way: str = "--data-dir") -> Path:
+    """The data directory that a command works on; `way` is how it is named beside by --config."""
     directory = (
         known_config(config, ("gateway", "data_dir")).gateway.data_dir if data_dir is None else data_dir
     )
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(
+            f"{directory}: this is not a directory; name the one that gateway.data_dir stands for"
+        )
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: there is no such data directory; start the service once, or name another one "
-            "with --config or --data-dir"
+            f"with --config or {way}"
         )
     if not (directory / STREAMS).is_dir() and any(directory.iterdir()):
         raise ConfigError(

@@ -68,7 +68,7 @@ def verify(
 ) -> None:
     """Check every frame of every segment; changes nothing, also beside the running service."""
     with _bar("bytes") as progress:
-        found = integrity.verify(data_directory(config, directory), progress)
+        found = integrity.verify(data_directory(config, directory, "as `verify DIR`"), progress)
     _print(found, as_json, "damaged")
 
 
@@ -76,7 +76,7 @@ def repair(
     directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
 ) -> None:
     """Set damage aside in quarantine/ and rebuild indexes, with the service stopped; says what was lost."""
-    data_dir = data_directory(config, directory)
+    data_dir = data_directory(config, directory, "as `repair DIR`")
     act_as_owner(data_dir)
     with _bar("segments") as progress:
         found = integrity.repair(

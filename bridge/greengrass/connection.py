@@ -329,7 +329,7 @@ class Connection(asyncio.Protocol):
                 self._hold("reads")
             return
         try:
-            result = operations.control(self._manager, Op(op), request, self._version)
+            result = operations.control(self._manager, Op(op), request, self._version, self.address)
             self._send(wire.reply(Op(op), request_id, result))
         except (StreamBridgeError, OSError) as error:
             self._failed(op, request_id, error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bridge.changes import log_change
 from bridge.errors import InvalidRequest
 from bridge.greengrass import wire
 from bridge.greengrass.wire import Op
@@ -44,10 +45,10 @@ _OPTIONS = frozenset(
 )
 
 
-def control(manager: StreamManager, op: Op, request: dict[str, Any], version: str) -> dict[str, Any]:
+def control(manager: StreamManager, op: Op, request: dict[str, Any], version: str, by: str) -> dict[str, Any]:
     """Carry out an operation that is neither append nor read; returns the result's entries.
 
-    Raises StreamBridgeError or OSError.
+    `by` is who asks, for the log. Raises StreamBridgeError or OSError.
     """
     if op is Op.LIST:
         return {"streams": manager.names()}
@@ -55,6 +56,7 @@ def control(manager: StreamManager, op: Op, request: dict[str, Any], version: st
         return {"messageStreamInfo": describe(manager, text(request, "name"), version)}
     if op is Op.DELETE:
         manager.delete(text(request, "name"))
+        log_change("deleted", text(request, "name"), by)
         return {}
     definition = request.get("definition")
     if not isinstance(definition, dict):
@@ -65,9 +67,11 @@ def control(manager: StreamManager, op: Op, request: dict[str, Any], version: st
         definition["exportDefinition"] = {kind: exports[kind] for kind in EXPORTS if kind in exports}
     if op is Op.CREATE:
         manager.create(definition)
+        log_change("created", str(definition["name"]), by)
     else:
         stored = manager.definitions.get(str(definition.get("name")))
         manager.update(definition if stored is None else with_extensions(definition, stored))
+        log_change("updated", str(definition["name"]), by)
     return {}
 
 

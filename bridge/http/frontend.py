@@ -111,12 +111,24 @@ class HttpFrontEnd:
         return _json(status, {"ok": error is None, "storage": error or "writable"})
 
     async def _readiness(self, query: str) -> Answer:
-        """Ready: the listeners are open, nobody has told the service to stop, and all streams can store."""
+        """Ready: all streams can store what comes, and it comes.
+
+        The listeners are open or an external broker is connected, and nobody has told the service to stop.
+        """
         error = await self._observer.storage_error()
-        phase, refused = self._observer.phase, self._observer.refused
-        ready = error is None and phase == "running" and not refused
+        observer = self._observer
+        phase, refused, failing = observer.phase, observer.refused, observer.failing
+        unreachable = observer.unreachable
+        ready = phase == "running" and not (error or refused or failing or unreachable)
         status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
-        found = {"ok": ready, "phase": phase, "storage": error or "writable", "refused": refused}
+        found = {
+            "ok": ready,
+            "phase": phase,
+            "storage": error or "writable",
+            "refused": refused,
+            "failing": failing,
+            "unreachable": unreachable,
+        }
         return _json(status, found)
 
 

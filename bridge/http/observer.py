@@ -64,6 +64,10 @@ class Devices(Protocol):
     def refused(self) -> dict[str, str]:
         """The streams whose messages it cannot get, and why."""
 
+    @property
+    def unreachable(self) -> str | None:
+        """Why it gets no messages at all; None if it does."""
+
 
 class Exports(Protocol):
     """What is asked of the export side."""
@@ -199,6 +203,17 @@ class Observer:
             found |= front_end.refused
         return found | self._manager.refused
 
+    @property
+    def failing(self) -> dict[str, str]:
+        """The streams whose last write failed, and why; messages for them were refused."""
+        streams = self._manager.store.streams.items()
+        return {name: str(stream.error) for name, stream in streams if stream.error is not None}
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why there is no connection to an external broker; None if there is one, or need not be."""
+        return next((one.unreachable for one in self._devices.values() if one.unreachable), None)
+
     # -- times of messages -----------------------------------------------------------------------
     async def _read_times(self) -> None:
         """Read when the messages in question came, for those not known yet; forget the others."""
@@ -245,6 +260,7 @@ class Observer:
             connections=sum(counts[name].get("connections", 0) for name in self._devices),
             counts=counts,
             refused=self.refused,
+            unreachable=self.unreachable,
             worker_running=self._exports.pid is not None,
             worker_restarts=self._exports.restarts,
             worker_memory=self._exports.memory,

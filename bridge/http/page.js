@@ -258,6 +258,7 @@ function show(now) {
   const notices = [];
   if (now.storageError) notices.push(["Nothing can be stored", now.storageError]);
   if (!now.workerRunning && now.phase === "running") notices.push(["Exports pause", "their worker process ended and is being started again"]);
+  if (now.unreachable) notices.push(["No messages come in", now.unreachable]);
   for (const [name, why] of Object.entries(now.refused)) notices.push([`Messages for ${name} are refused`, why]);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
   const active = now.exports.filter((e) => !e.disabled);
@@ -268,6 +269,7 @@ function show(now) {
   if (now.storageError) showState("bad", "Cannot store");
   else if (now.phase !== "running") showState("unknown", now.phase === "stopping" ? "Stopping" : "Starting");
   else if (stuck) showState("bad", `${many(stuck, "stream")} cannot store`);
+  else if (now.unreachable) showState("bad", "No messages come in");
   else if (failing) showState("warn", `Storing; ${many(failing, "export")} held up`);
   else showState("good", "All is well");
 

@@ -71,7 +71,8 @@ class Client(Struct, rename="camel", kw_only=True):
 class State(Struct, rename="camel", kw_only=True):
     """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short.
 
-    `refused` are the streams that cannot be had or whose messages do not reach us, and why.
+    `refused` are the streams that cannot be had or whose messages do not reach us, and why; `unreachable`
+    says why there is no connection to an external broker.
     """
 
     gateway: str
@@ -85,6 +86,7 @@ class State(Struct, rename="camel", kw_only=True):
     connections: int
     counts: dict[str, dict[str, int]]
     refused: dict[str, str]
+    unreachable: str | None
     worker_running: bool
     worker_restarts: int
     worker_memory: int
@@ -95,8 +97,9 @@ class State(Struct, rename="camel", kw_only=True):
 
     @property
     def ready(self) -> bool:
-        """Whether messages for all streams are taken in and can be stored."""
-        return self.phase == "running" and self.storage_error is None and not self.refused
+        """Whether messages for all streams come in and can be stored, as `/readyz` says."""
+        lacking = self.storage_error or self.refused or self.unreachable
+        return self.phase == "running" and not lacking and all(one.error is None for one in self.streams)
 
 
 def limits_of(definition: MessageStreamDefinition) -> list[str]:

@@ -118,6 +118,12 @@ class Identity:
                 f for rule in mine for f in (rule.subscribe if rule.read is None else rule.read)
             )
 
+    @property
+    def label(self) -> str:
+        """How the log and errors call it: with its user, since rules are written for users."""
+        who = "anonymous" if self.user is None else f"user {self.user!r}"
+        return f"client {self.client_id!r} ({who})"
+
     def may_publish(self, topic: str) -> bool:
         """Whether it may publish on a topic (request topics are decided elsewhere)."""
         return self.publish is None or any(matches(f, topic) for f in self.publish)

@@ -97,7 +97,7 @@ class Connection(asyncio.Protocol):
     @property
     def name(self) -> str:
         """How the log calls the client."""
-        client = f"client {self.session.client_id!r} at " if self.session is not None else ""
+        client = f"{self.session.identity.label} at " if self.session is not None else ""
         return f"{client}{self.address}"
 
     # -- the transport calls ------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from bridge.mqtt import properties as p
@@ -155,13 +156,21 @@ def _refusal(conn: Connection, session: Session, request: TopicRequest) -> int:
     if request.filter.startswith("$share/"):
         return NO_SHARED_SUBSCRIPTIONS
     if not session.identity.may_subscribe(request.filter):
-        conn.lane.counts["refused_subscriptions"] += 1
-        return NOT_AUTHORIZED
+        why = "it may not subscribe there; see [[mqtt.acl]]"
+        return _told(conn, request, why, NOT_AUTHORIZED)
     known = session.subscriptions
     if request.filter not in known and len(known) >= conn.lane.limits.subscriptions:
-        conn.lane.counts["refused_subscriptions"] += 1
-        return QUOTA_EXCEEDED
+        why = f"it has {len(known)} already; see [mqtt.limits] subscriptions"
+        return _told(conn, request, why, QUOTA_EXCEEDED)
     return 0
+
+
+def _told(conn: Connection, request: TopicRequest, why: str, code: int) -> int:
+    """Count a refusal, and tell of it from time to time."""
+    conn.lane.counts["refused_subscriptions"] += 1
+    text = "%s: subscription to %.200r refused: %s (counted in the metrics)"
+    conn.lane.tell(f"subscription {code}", logging.WARNING, text, conn.name, request.filter, why)
+    return code
 
 
 def _unsubscribe(conn: Connection, session: Session, body: bytes) -> None:

@@ -32,6 +32,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import sys
 import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ from bridge.errors import ConfigError, MessageTooLarge, NoStream, StreamError
 from bridge.mqtt import headers, requests
 from bridge.mqtt import properties as p
 from bridge.mqtt.subscribing import Subscriptions
+from bridge.mqtt.trouble import Trouble, cause_of
 from bridge.topics import REQUEST_LEVEL
 
 if TYPE_CHECKING:
@@ -100,10 +102,11 @@ class ExternalBroker:
         self._v5 = settings.protocol == "5"
         self._client = self._make_client()
         self._subscriptions = Subscriptions(settings, manager, self._client, self.counts)
+        self._trouble = Trouble(settings.url)
         self._inbox: deque[tuple[int, paho.MQTTMessage]] = deque()  # with the number of the connection
         self._inbox_bytes = 0
         self._room = threading.Condition()
-        self._scheduled = self._stopping = self._connected = self._held = False
+        self._scheduled = self._stopping = self._connected = self._answered = self._held = False
         self._batches: deque[_Batch] = deque()
         self._routes: dict[str, tuple[Stream, ...]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,7 +115,7 @@ class ExternalBroker:
         self._retry: asyncio.TimerHandle | None = None
         self._idle: asyncio.Future[None] | None = None
 
-    async def start(self) -> list[str]:
+    async def start(self) -> None:
         """Begin to connect; a broker that is not there yet is waited for."""
         parts = urlsplit(self._settings.url)
         port = parts.port or (8883 if parts.scheme == "mqtts" else 1883)
@@ -124,7 +127,6 @@ class ExternalBroker:
         self._client.connect_async(parts.hostname or "", port, **options)
         self._client.loop_start()
         self._manager.on_bindings_changed.append(self._rebind)
-        return [self._settings.url]
 
     async def stop(self) -> None:
         """Take no more, commit and acknowledge what was taken, disconnect; the session stays."""
@@ -147,7 +149,18 @@ class ExternalBroker:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start; connections and messages that wait now."""
-        return {**self.counts, "connections": int(self._connected), "waiting": len(self._inbox)}
+        connected = int(self._connected)
+        return {
+            **self.counts,
+            "connections": connected,
+            "connected": connected,
+            "waiting": len(self._inbox),
+        }
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why there is no connection to the broker; None while there is one."""
+        return self._trouble.why
 
     @property
     def refused(self) -> dict[str, str]:
@@ -174,6 +187,7 @@ class ExternalBroker:
         except (OSError, ValueError, ssl.SSLError) as error:
             raise ConfigError(f"mqtt.external: password_file, ca, cert or key: {error}") from error
         client.on_connect = self._on_connect
+        client.on_connect_fail = self._on_connect_fail
         client.on_disconnect = self._on_disconnect
         client.on_subscribe = self._on_subscribe
         client.on_message = self._on_message
@@ -186,6 +200,10 @@ class ExternalBroker:
         self._connection += 1  # here too: paho does not tell of every end
         failed = bool(reason.is_failure)
         self._loop.call_soon_threadsafe(self._connect_ended, failed, str(reason), bool(flags.session_present))
+
+    def _on_connect_fail(self, _client: Any, _data: Any) -> None:
+        # paho does not say why, but calls this while it handles the error.
+        self._loop.call_soon_threadsafe(self._trouble.met, cause_of(sys.exception()))
 
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
         self._connection += 1
@@ -214,11 +232,15 @@ class ExternalBroker:
     # -- in the event loop ------------------------------------------------------------
 
     def _connect_ended(self, failed: bool, reason: str, present: bool) -> None:
+        self._answered = True
         if failed:
             self.counts["refused_connects"] += 1
-            log.error("%s refuses us: %s; trying again", self._settings.url, reason)
+            user = self._settings.username
+            who = f"user {user!r}" if user else "clients without a user name"
+            self._trouble.met(f"it refuses {who} ({reason}); see mqtt.external.username and password_file")
             return
         log.info("connected to %s", self._settings.url)
+        self._trouble.over()
         self._connected = True
         self.counts["connects"] += 1
         if not self._subscriptions.connected(present):
@@ -229,9 +251,10 @@ class ExternalBroker:
             )
 
     def _disconnected(self, reason: str) -> None:
-        if self._connected and not self._stopping:
-            log.warning("lost the connection to %s: %s; trying again", self._settings.url, reason)
-        self._connected = False
+        if not self._stopping and (self._connected or not self._answered):
+            when = "it was lost" if self._connected else "it ended before the broker's answer to CONNECT"
+            self._trouble.met(f"{when} ({reason})")
+        self._connected = self._answered = False
         self._subscriptions.disconnected()
 
     def _rebind(self) -> None:
@@ -367,7 +390,8 @@ class ExternalBroker:
         task.add_done_callback(ended)
 
     async def _reply(self, operation: str, body: bytes, reply_to: str, asked: p.Properties) -> None:
-        reply = await requests.answer(self._manager, operation, body, self._max_packet)
+        by = f"a request at {self._settings.url}"
+        reply = await requests.answer(self._manager, operation, body, self._max_packet, by=by)
         packet_id = self._publish(reply_to, reply, asked, 1)
         if packet_id is not None:
             taken = self._replies[packet_id] = self._loop.create_future()

@@ -25,10 +25,14 @@ class MqttFrontEnd:
         self._external: ExternalBroker | None = None
 
     async def start(self) -> list[str]:
-        """Listen, or begin to connect; returns the urls, port 0 resolved. Raises ConfigError or OSError."""
+        """Listen, or begin to connect; returns the listeners' urls, port 0 resolved.
+
+        Raises ConfigError or OSError.
+        """
         if self._config.mode == "external":
             self._external = ExternalBroker(self._config.external, self._manager, self._config.max_packet)
-            return await self._external.start()
+            await self._external.start()
+            return []
         self._lane = Lane(self._config, self._manager)
         return await self._lane.start()
 
@@ -52,6 +56,11 @@ class MqttFrontEnd:
     def refused(self) -> dict[str, str]:
         """The streams whose messages an external broker keeps from us, and why."""
         return self._external.refused if self._external is not None else {}
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why there is no connection to an external broker; None if there is one, or need not be."""
+        return self._external.unreachable if self._external is not None else None
 
     def clients(self, most: int) -> list[tuple[str, str | None, str, str]]:
         """Connected clients, at most so many: client id, user name, address, protocol."""

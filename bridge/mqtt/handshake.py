@@ -82,7 +82,8 @@ async def _open(conn: Connection, connect: Connect) -> None:
         if not is_topic_name(will.topic):
             refused = Refused(BAD_TOPIC_NAME, f"a will on topic {will.topic[:80]!r}")
         elif will.topic.partition("/")[0] == REQUEST_LEVEL or not identity.may_publish(will.topic):
-            refused = Refused(NOT_AUTHORIZED, f"a will on {will.topic!r}, where it may not publish")
+            why = f"{identity.label} may not publish its will on {will.topic!r}; see [[mqtt.acl]]"
+            refused = Refused(NOT_AUTHORIZED, why)
     while refused is None:
         old, newest = lane.sessions.get(client_id), lane.newest.get(client_id)
         if old is not None and old.identity.user != user:

@@ -378,19 +378,23 @@ class Lane:
 
     def log_closed(self, conn: Connection, counter: str, why: str) -> None:
         """A connection was closed by us."""
+        if counter == "refused_tls":
+            self.tell("tls", logging.WARNING, "%s closed: %s (counted in the metrics)", conn.name, why)
+            return
         level = logging.WARNING if counter.startswith("rejected") else logging.INFO
         log.log(level, "%s closed: %s", conn.name, why)
 
-    def log_dropped(self, conn: Connection, kind: str, why: str) -> None:
-        """A message was dropped or refused: one line for each kind from time to time."""
+    def tell(self, kind: str, level: int, text: str, *values: object) -> None:
+        """Tell what clients could cause without end: one line for each kind from time to time."""
         now = self.loop.time()
         if now - self._logged.get(kind, -LOG_INTERVAL) >= LOG_INTERVAL:
             self._logged[kind] = now
-            log.warning(
-                "%s: a message was not stored: %s (counted in the metrics and on the status page)",
-                conn.name,
-                why,
-            )
+            log.log(level, text, *values)
+
+    def log_dropped(self, conn: Connection, kind: str, why: str) -> None:
+        """A message was dropped or refused."""
+        text = "%s: a message was not stored: %s (counted in the metrics and on the status page)"
+        self.tell(kind, logging.WARNING, text, conn.name, why)
 
     def log_will(self, session: Session, error: StreamError) -> None:
         """A will could not be stored."""

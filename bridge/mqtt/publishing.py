@@ -105,7 +105,7 @@ def publish(
     try:
         if route.denied:
             why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
-            raise Unauthorized(f"{conn.name} may not publish on {route.name!r}; {why}")
+            raise Unauthorized(f"it may not publish on {route.name!r}; {why}")
         if route.request:
             requests.take(conn, route.name, payload, properties or {}, qos >> 1)
         elif route.streams:

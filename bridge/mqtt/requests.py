@@ -41,6 +41,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge import cbor
+from bridge.changes import log_change
 from bridge.errors import InvalidRequest, ResponseTooLarge, StreamBridgeError, Unauthorized
 from bridge.mqtt import headers
 from bridge.mqtt import properties as p
@@ -156,9 +157,17 @@ def _headers_in_cbor(extra: bytes) -> bytes:
 
 
 async def answer(
-    manager: StreamManager, operation: str, body: bytes, limit: int, who: Identity | None = None
+    manager: StreamManager,
+    operation: str,
+    body: bytes,
+    limit: int,
+    who: Identity | None = None,
+    by: str = "a command",
 ) -> bytes:
-    """Carry out one request and return the encoded reply; never raises because of what is asked."""
+    """Carry out one request and return the encoded reply; never raises because of what is asked.
+
+    It may do what `who` may, or anything; the log calls somebody without an identity `by`.
+    """
     in_cbor = bool(body) and 0xA0 <= body[0] <= 0xBF
     request = Request()
     try:
@@ -168,6 +177,7 @@ async def answer(
             raise UnknownOperation(f"there is no operation {operation!r}; known: {', '.join(_OPERATIONS)}")
         room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4
         result = await action(manager, request, who, max(room, 1))
+        _log(operation, request, result, by if who is None else who.label)
         reply = _encode(
             {"requestId": request.request_id, "status": 0, "statusName": "Success", **result}, in_cbor
         )
@@ -180,6 +190,19 @@ async def answer(
     except OSError as error:
         return _failure(request, 1, "UnknownFailure", f"{operation}: {error}", in_cbor)
     return reply
+
+
+def _log(operation: str, request: Request, result: dict[str, Any], by: str) -> None:
+    """Tell of what has changed a stream."""
+    match operation:
+        case "createMessageStream":
+            log_change("created", str(_definition(request)["name"]), by)
+        case "updateMessageStream":
+            log_change("updated", str(_definition(request)["name"]), by)
+        case "deleteMessageStream":
+            log_change("deleted", _name(request), by)
+        case "purgeMessageStream":
+            log_change(f"purged, messages dropped: {result['purgedMessages']}", _name(request), by)
 
 
 def refusal(body: bytes, why: str) -> bytes:
@@ -309,7 +332,7 @@ async def _append_all(
 async def _read(manager: StreamManager, request: Request, who: Identity | None, room: int) -> dict[str, Any]:
     name = _name(request)
     if who is not None and not who.may_read(f"streams/{name}"):
-        raise Unauthorized(f"client {who.client_id!r} may not read streams/{name}; see [[mqtt.acl]]")
+        raise Unauthorized(f"{who.label} may not read streams/{name}; see [[mqtt.acl]]")
     options = request.read_messages_options or ReadMessagesOptions()
     found = await manager.read(name, options, max_bytes=room)
     return {"messages": Found(name, found, options.min_message_count, room)}
@@ -328,7 +351,7 @@ def _kept(manager: StreamManager, who: Identity | None, name: str) -> bytes:
 
 def _may_append(who: Identity | None, name: str) -> None:
     if who is not None and not who.may_publish(f"streams/{name}"):
-        raise Unauthorized(f"client {who.client_id!r} may not publish on streams/{name}; see [[mqtt.acl]]")
+        raise Unauthorized(f"{who.label} may not publish on streams/{name}; see [[mqtt.acl]]")
 
 
 _OPERATIONS: dict[str, Action] = {

@@ -112,10 +112,30 @@ class TlsServer:
             )
         except ConnectionAbortedError:
             lane.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
+        except ssl.SSLError as error:
+            lane.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
         except OSError as error:
-            log.debug("%s: TLS handshake: %s", conn.name, error)
+            # As who only looks whether the port is open, and some clients that do not trust us.
+            what = "%s hung up in its TLS handshake%s; does it trust our certificate?"
+            lane.tell("tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else "")
         finally:
             lane.given_up(conn)
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """Why a handshake failed, and what to look at."""
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    match error.reason or "":
+        case "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+            return "it sent no certificate; mqtt.tls.client_ca asks for one"
+        case "CERTIFICATE_VERIFY_FAILED":
+            why = getattr(error, "verify_message", reason)
+            return f"its certificate is not accepted ({why}); see mqtt.tls.client_ca"
+        case "HTTP_REQUEST":
+            return "it speaks HTTP without TLS"
+        case told if "ALERT" in told and ("CERTIFICATE" in told or "UNKNOWN_CA" in told):
+            return f"it does not accept our certificate ({reason}); see mqtt.tls.cert and what it trusts"
+    return f"{reason}; does it speak TLS 1.2 or newer?"
 
 
 def tls_context(tls: TlsSettings) -> ssl.SSLContext:

@@ -19,6 +19,7 @@ from bridge.preflight.look import Finding, Look
 
 PARTS = (
     network.listeners,
+    network.unused,
     network.exposure,
     files.directories,
     files.closed_streams,

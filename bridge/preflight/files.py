@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bridge.errors import ConfigError
 from bridge.mqtt.access import read_users
-from bridge.preflight.look import Finding, Look, existing, unreadable
+from bridge.preflight.look import Finding, Look, existing, read_only, unreadable
 from bridge.streams.layout import STREAMS
 from bridge.streams.reader import stream_directories
 from bridge.tomlfile import Keys
@@ -47,6 +47,13 @@ def directories(look: Look) -> Iterator[Finding]:
             yield look.error(
                 ("gateway", key), f"{there} is not a directory; move it away, or choose another place"
             )
+        elif read_only(there):
+            mount = next(place for place in (there.absolute(), *there.absolute().parents) if place.is_mount())
+            yield look.error(
+                ("gateway", key),
+                f"the file system at {mount} is read-only; look in `dmesg` whether the disk fails, "
+                f"`mount -o remount,rw {mount}`, or choose another place",
+            )
         elif not os.access(there, os.W_OK | os.X_OK):
             verb = "write to" if there == wanted else "make a directory in"
             yield look.error(
@@ -59,7 +66,9 @@ def directories(look: Look) -> Iterator[Finding]:
 def closed_streams(look: Look) -> Iterator[Finding]:
     """Streams that the user may not open; the service runs without them."""
     data_dir = look.config.gateway.data_dir
-    if look.knows("gateway", "data_dir") and os.access(data_dir / STREAMS, os.R_OK | os.X_OK):
+    if not look.knows("gateway", "data_dir") or read_only(existing(data_dir)):  # told of the whole directory
+        return
+    if os.access(data_dir / STREAMS, os.R_OK | os.X_OK):
         for stream in stream_directories(data_dir):
             if not os.access(stream, os.R_OK | os.W_OK | os.X_OK):
                 yield look.error(

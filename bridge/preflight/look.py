@@ -59,6 +59,11 @@ def existing(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if os.path.exists(place))  # noqa: PTH110 - never raises
 
 
+def read_only(place: Path) -> bool:
+    """Whether nobody can write there, whatever rights he has."""
+    return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
+
+
 def unreadable(path: Path) -> str:
     """Why a file cannot be read; empty if it can."""
     try:

@@ -31,6 +31,16 @@ def listeners(look: Look) -> Iterator[Finding]:
             listener.close()
 
 
+def unused(look: Look) -> Iterator[Finding]:
+    """Listeners that the mode does not open."""
+    section = look.document.data.get("mqtt")
+    if look.config.mqtt.mode == "external" and isinstance(section, dict) and "listen" in section:
+        yield look.warning(
+            ("mqtt", "listen"),
+            'not used, since mode = "external" opens no listener; remove it, or set mode = "embedded"',
+        )
+
+
 def exposure(look: Look) -> Iterator[Finding]:
     """Listeners without a password that others than this machine can reach."""
     for section, what in (("http", "the status page"), ("greengrass", "every stream")):
@@ -38,9 +48,10 @@ def exposure(look: Look) -> Iterator[Finding]:
         if section == "greengrass" and look.config.greengrass.token_file is not None:
             continue
         if listen and look.knows(section, "listen") and not is_loopback(host_and_port(listen)[0]):
+            other = ", or set greengrass.token_file" if section == "greengrass" else ""
             yield look.warning(
                 (section, "listen"),
-                f"whoever can reach {listen} gets at {what} without a password; listen at 127.0.0.1",
+                f"whoever can reach {listen} gets at {what} without a password; listen at 127.0.0.1{other}",
             )
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import paho.mqtt.client as paho
 import pytest
 
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
+from bridge.greengrass.wire import Op
+from bridge.mqtt.access import hash_password
 from bridge.streams.reader import list_streams
 from bridge.streams.store import Store
 from tests.cli.conftest import Fill, streambridge
 from tests.cli.test_run import Service
+from tests.greengrass.harness import CONNECT, frame
 
 CONFIG = """
 [gateway]
@@ -203,3 +209,87 @@ def test_exports_tells_how_far_each_is_and_what_stopped_it(fill: Fill) -> None:
     assert live.split() == ["sensors", "live", "kinesis", "-", "6", "0", "-", "paused"]
     assert streambridge("exports", "quiet", "--data-dir", data).stdout == "no exports\n"
     assert streambridge("exports", "nowhere", "--data-dir", data).returncode == 66
+
+
+def test_the_service_logs_who_changed_which_stream(tmp_path: Path) -> None:
+    config, users = tmp_path / "streambridge.toml", tmp_path / "users"
+    users.write_text("ann:" + hash_password(b"secret") + "\n")
+    users.chmod(0o600)
+    text = CONFIG.replace("[mqtt]", f'[mqtt]\nusers_file = "{users}"')
+    config.write_text(text.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "127.0.0.1:0"'))
+    service = Service(config)
+    greengrass, mqtt = service.wait_for(r"ready.*tcp://127.0.0.1:(\d+).*mqtt://127.0.0.1:(\d+)").groups()
+    here = ("-c", config)
+
+    for arguments, what in (
+        (("create", "pumps"), "created"),
+        (("update", "pumps", "max_size=2GiB"), "updated"),
+        (("append", "pumps", "1", "2", "3"), None),
+        (("purge", "pumps", "--yes"), "purged, messages dropped: 3"),
+        (("delete", "pumps", "--yes"), "deleted"),
+    ):
+        assert streambridge("streams", *arguments, *here).returncode == 0
+        if what:
+            service.wait_for(rf'info bridge\.\S+ msg="stream {what}" stream=pumps by="a command"')
+
+    for user, who in (("ann", "user 'ann'"), (None, "anonymous")):
+        client = paho.Client(paho.CallbackAPIVersion.VERSION2, "panel")
+        if user:
+            client.username_pw_set(user, "secret")
+        client.connect("127.0.0.1", int(mqtt))
+        client.loop_start()
+        name = f"by-{user}"
+        request = {"definition": {"name": name, "strategyOnFull": 1}}
+        client.publish("streambridge/panel/createMessageStream", json.dumps(request), 1)
+        service.wait_for(rf"stream created\" stream={name} by=\"client 'panel' \({who}\)\"")
+        client.disconnect()
+        client.loop_stop()
+
+    with socket.create_connection(("127.0.0.1", int(greengrass)), timeout=30) as sdk:
+        request = {"requestId": "d", "name": "by-ann"}
+        sdk.sendall(b"\x01" + frame(Op.CONNECT, CONNECT) + frame(Op.DELETE, request))
+        service.wait_for(r"stream deleted\" stream=by-ann by=127\.0\.0\.1:\d+")
+    assert service.stop() == 0
+
+
+def test_deleting_a_declared_stream_says_that_it_comes_back(on: Command, tmp_path: Path) -> None:
+    done = streambridge("streams", "delete", "declared", "--yes", "-c", tmp_path / "streambridge.toml")
+    assert done.stdout == "deleted declared\n"
+    assert "declares declared; its next start or reload creates it again" in done.stderr
+    assert "not stored" in done.stderr
+    on("streams", "create", "other")
+    done = streambridge("streams", "delete", "other", "--yes", "-c", tmp_path / "streambridge.toml")
+    assert "declares" not in done.stderr
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_what_a_full_disk_refuses_names_the_place_and_the_remedy(
+    tmp_path: Path, mounted: Path, running: bool
+) -> None:
+    config = tmp_path / "streambridge.toml"
+    config.write_text(CONFIG.replace('"data"', f'"{mounted}/data"'))
+    service = Service(config)
+    service.wait_for("ready")
+    if not running:
+        assert service.stop() == 0
+    with (mounted / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(512))
+    for arguments, what in (
+        (("create", "new"), "stream 'new' cannot be created in"),
+        (("update", "declared", "max_size=2GiB"), "stream 'declared' cannot be updated in"),
+    ):
+        done = streambridge("streams", *arguments, "-c", config)
+        assert done.returncode == 1
+        assert f"{what} {mounted}/data" in done.stderr
+        assert ": No space left on device; nothing was changed. Make room there" in done.stderr
+        assert "Errno" not in done.stderr
+    if running:
+        assert service.stop() == 0
+
+
+def test_a_setting_that_is_given_twice_is_refused(on: Command) -> None:
+    for settings in (("max_size=1GiB", "max_size=2GiB"), ("limits.max_messages=1", "limits.max_messages=2")):
+        key = settings[0].partition("=")[0]
+        assert f"{key} is given twice" in on("streams", "create", "y", *settings, code=2)
+    on("streams", "create", "y", "limits.max_messages=1", "limits.max_bytes=2048")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
+import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -130,6 +132,23 @@ def test_a_data_directory_that_cannot_be_written_is_an_error(path: Path) -> None
     assert (
         f"x.toml:3: gateway.data_dir: user {os.geteuid()} may not write to {path.parent}/data" in done.stdout
     )
+
+
+def test_a_read_only_file_system_is_named_as_that_with_the_remedy(
+    path: Path, fill: Fill, mounted: Path
+) -> None:
+    data = fill([("a", b"x")])
+    shutil.copytree(data, mounted / "data", symlinks=True)
+    path.write_text(QUIET.replace('"data"', f'"{mounted}/data"') + "[streams.sensors]\n")
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+    for command in ("check", "run"):
+        done = streambridge(command, "-c", path)
+        assert done.returncode == 78
+        told = done.stdout + done.stderr
+        assert f"gateway.data_dir: the file system at {mounted} is read-only" in told
+        assert f"mount -o remount,rw {mounted}" in told
+        assert "may not" not in told, "it is not about rights"
+        assert "chown" not in told
 
 
 def test_a_stream_that_may_not_be_read_is_an_error_and_the_others_are_looked_at(
@@ -365,3 +384,21 @@ def test_a_configuration_that_everybody_can_change_is_a_warning(path: Path) -> N
     path.chmod(0o666)
     (line,) = check(path, QUIET)
     assert line == "warning: x.toml: every user of this machine can change it; chmod o-w x.toml"
+
+
+def test_a_listener_that_mode_external_does_not_open_is_a_warning(path: Path) -> None:
+    text = QUIET.replace("[mqtt]", '[mqtt]\nmode = "external"')
+    (line,) = check(path, text)
+    assert line.startswith('warning: x.toml:7: mqtt.listen: not used, since mode = "external"')
+    assert "remove it" in line
+    assert check(path, text.replace('listen = ["tcp://127.0.0.1:0"]', "")) == []
+
+
+def test_open_streams_on_the_network_are_a_warning_with_both_remedies(path: Path) -> None:
+    text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
+    (line,) = check(path, text)
+    assert line.startswith("warning: x.toml:8: greengrass.listen: whoever can reach 0.0.0.0:0 gets at")
+    assert line.endswith("listen at 127.0.0.1, or set greengrass.token_file")
+    (path.parent / "token").write_text("secret")
+    (path.parent / "token").chmod(0o600)
+    assert check(path, text.replace('0.0.0.0:0"', '0.0.0.0:0"\ntoken_file = "token"')) == []

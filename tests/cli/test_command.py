@@ -151,3 +151,17 @@ def test_the_shell_completes_commands_and_names_of_streams(fill: Fill) -> None:
     assert complete("streambridge str") == ["streams"]
     assert complete(f"streambridge streams read --data-dir {data} s") == ["sensors"]
     assert complete("streambridge streams read --data-dir /nowhere s") == []
+
+
+@pytest.mark.parametrize("command", ["verify", "repair"])
+def test_a_wrong_directory_is_told_with_what_works_for_that_command(command: str, tmp_path: Path) -> None:
+    done = streambridge(command, tmp_path / "nope")
+    assert done.returncode == 78
+    assert f"{tmp_path}/nope: there is no such data directory; start the service once" in done.stderr
+    assert f"name another one with --config or as `{command} DIR`" in done.stderr
+    assert "--data-dir" not in done.stderr
+    (tmp_path / "file").write_text("")
+    for arguments in ((command, tmp_path / "file"), ("streams", "list", "--data-dir", tmp_path / "file")):
+        done = streambridge(*arguments)
+        assert done.returncode == 78
+        assert f"{tmp_path}/file: this is not a directory" in done.stderr

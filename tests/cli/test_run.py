@@ -149,6 +149,28 @@ def test_what_waits_for_a_restart_is_named_until_it_is_as_at_the_start(
     assert service.stop() == 0
 
 
+def test_each_reload_tells_its_own_result_at_once_and_what_it_did_not_take_over(
+    service: Service, config: Path
+) -> None:
+    service.wait_for("ready")
+    more = config.parent / "conf.d" / "more.toml"
+    for text, told in (
+        ("", "info bridge msg=reloaded\n"),
+        ("[streams.a]\ntopcs = 1\n", r"error bridge msg=\"reload refused.*did you mean"),
+        (
+            '[gateway]\nid = "other"\n[mqtt]\nusers_file = "nowhere"\n[streams.wrong]\ntopics = ["a/#/b"]\n',
+            r"warning bridge msg=\"reloaded, but not: gateway\.id, "
+            r"users, rules and certificates of \[mqtt\], streams\.wrong; see the lines before",
+        ),
+    ):
+        more.write_text(text)
+        for _ in range(3):
+            service.process.send_signal(signal.SIGHUP)
+            service.wait_for(told)
+    assert "repeated" not in "".join(service.log)
+    assert service.stop() == 0
+
+
 def test_after_client_ca_is_removed_a_reload_still_refuses_who_has_no_certificate(
     start: Callable[..., Service], config: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ import pytest
 from tests.cli.conftest import COMMAND, environment
 from tests.http.chromium import Browser
 
+MQTT = 'listen = ["tcp://127.0.0.1:0"]'
 CONFIG = """
 [gateway]
 id = "plant-7"
@@ -39,18 +40,26 @@ Found = TypeVar("Found")
 class Service:
     """A service process, and clients of it."""
 
-    def __init__(self, directory: Path, config: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: str,
+        listen: str = "127.0.0.1:0",
+        mqtt: str = MQTT,
+        disk: str = "disk",
+    ) -> None:
         self.directory = directory
         text = CONFIG.replace('[http]\nlisten = "127.0.0.1:0"', f'[http]\nlisten = "{listen}"')
+        text = text.replace(MQTT, mqtt)
         (directory / "bridge.toml").write_text(text + config)
         (directory / "disk").mkdir(mode=0o700)
-        self.mount("disk")
+        self.mount(disk)
         self.log = directory / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*COMMAND, "run", "-c", str(directory / "bridge.toml")], env=environment(), stderr=log
             )
-        self.mqtt_port = int(eventually(lambda: self.logged(r"ready.*mqtt://127.0.0.1:(\d+)"))[1])
+        self.mqtt_port = int(eventually(lambda: self.logged(r"msg=ready .*mqtts?://\S+:(\d+)"))[1])
         http = self.logged(r"ready.*http://[\d.]+:(\d+)/")
         self.port = int(http[1]) if http else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import random
 import signal
 import socket
@@ -150,7 +151,30 @@ def test_a_data_directory_that_cannot_be_written_is_unhealthy_until_it_can(servi
     finally:
         service.mount("disk")
     eventually(lambda: service.request("/healthz")[0] == 200)
-    assert service.json("/readyz") == {"ok": True, "phase": "running", "storage": "writable", "refused": {}}
+    assert service.json("/readyz") == {
+        "ok": True,
+        "phase": "running",
+        "storage": "writable",
+        "refused": {},
+        "failing": {},
+        "unreachable": None,
+    }
+
+
+def test_a_service_that_refuses_messages_for_want_of_room_is_not_ready_until_it_stores_again(
+    start: Callable[..., Service], mounted: Path
+) -> None:
+    service = start('[streams.sensors]\ntopics = ["sensors/#"]\n', disk=str(mounted))
+    filler, space = mounted / "filler", os.statvfs(mounted)
+    filler.write_bytes(bytes(space.f_bavail * space.f_frsize - 20_000))
+    with service.device("camera") as device:
+        device.publish("sensors/picture", bytes(30_000), qos=1)
+        eventually(lambda: service.request("/readyz")[0] == 503)
+        assert "No space left on device" in service.json("/readyz")["failing"]["sensors"]
+        assert service.request("/healthz")[0] == 200, "small files have room"
+        eventually(lambda: b"streambridge_ready 0.0" in service.request("/metrics")[2])
+        filler.unlink()
+        eventually(lambda: service.request("/readyz")[0] == 200)  # the device sends it again
 
 
 def test_trying_the_disk_leaves_nothing_there(service: Service) -> None:

@@ -353,3 +353,61 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             MqttConfig(listen=[url], allow_anonymous=True)
     assert Limits().connections == 10_000
     assert subscribe(1, ("a", 0))
+
+
+def test_a_refused_subscription_is_told_from_time_to_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(bridge: Bridge) -> None:
+        client = await bridge.connect("c")
+        for _ in range(3):
+            assert await client.subscribe(("secret/#", 1)) == b"\x80"
+        assert await client.subscribe(("open/a", 1), ("open/b", 1), ("open/c", 1)) == b"\1\1\x80"
+        assert bridge.stat("refused_subscriptions") == 4
+
+    with_bridge(tmp_path, test, acl=RULES, subscriptions=2)
+    denied, one_too_many = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "client 'c' (anonymous) at 127.0.0.1: subscription to 'secret/#' refused" in denied
+    assert "it may not subscribe there; see [[mqtt.acl]]" in denied
+    assert "subscription to 'open/c' refused: it has 2 already; see [mqtt.limits]" in one_too_many
+
+
+def test_a_refusal_names_the_user_that_the_rules_are_written_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = users(tmp_path, "ann:" + hash_password(b"a"))
+
+    async def test(bridge: Bridge) -> None:
+        for number, options in enumerate(({"user": "ann", "password": b"a"}, {})):
+            client = await bridge.connect(f"c{number}", **options)
+            client.send(publish("in/other/x", b"no", 1, 1))
+            assert await client.closed()
+            client = await bridge.open()
+            await client.connect("w", will=("in/other/w", b"", 0), expect=5, **options)
+
+    caplog.set_level("INFO")
+    with_bridge(tmp_path, test, users_file=path, acl=RULES)
+    why = "not acknowledged: it may not publish on 'in/other/x'; see [[mqtt.acl]]"
+    assert f"client 'c0' (user 'ann') at 127.0.0.1 closed: {why}" in caplog.text
+    assert f"client 'c1' (anonymous) at 127.0.0.1 closed: {why}" in caplog.text
+    assert "client 'w' (user 'ann') may not publish its will on 'in/other/w'; see [[mqtt.acl]]" in caplog.text
+
+
+def test_without_a_user_name_the_rules_for_everybody_and_for_anonymous_clients_hold(tmp_path: Path) -> None:
+    path = users(tmp_path, BOB)
+    rules = [AccessRule(user="*", publish=["all/#", "by/%u"]), AccessRule(user="", publish=["guests/#"])]
+
+    async def test(bridge: Bridge) -> None:
+        bob = {"user": "bob", "password": b"builder", "level": V5}
+        for options, may in (
+            ({"level": V5}, {"all/x": True, "guests/x": True, "by/": False}),
+            (bob, {"all/x": True, "guests/x": False, "by/bob": True}),
+        ):
+            client = await bridge.connect("c", **options)
+            for number, (topic, allowed) in enumerate(may.items(), 1):
+                answer = await client.exchange(publish(topic, b"x", 1, number, level=V5))
+                assert (answer.body[2:] in (b"", b"\0")) is allowed, topic
+            client.disconnect()
+            await until(lambda: not bridge.stat("connections"))
+
+    with_bridge(tmp_path, test, users_file=path, acl=rules)

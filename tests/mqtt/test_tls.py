@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import socket
@@ -21,13 +22,19 @@ from .harness import Bridge, Packet, connect, publish, run_async, running, until
 LISTENERS = ["tls://127.0.0.1:0", "wss://127.0.0.1:0"]
 
 
-def with_tls(root: Path, test: Callable[[Bridge, ssl.SSLContext], Awaitable[None]], **settings: Any) -> None:
+def with_tls(
+    root: Path,
+    test: Callable[[Bridge, ssl.SSLContext], Awaitable[None]],
+    client_ca: Path | None = None,
+    **settings: Any,
+) -> None:
     """Run a test on a bridge with a tls and a wss listener; it gets what a client trusts."""
     authority = Authority(root / "ca")
     pair = authority.issue("server")
 
     async def main() -> None:
-        options = {"listen": LISTENERS, "tls": TlsSettings(cert=pair.cert, key=pair.key), **settings}
+        tls = TlsSettings(cert=pair.cert, key=pair.key, client_ca=client_ca)
+        options = {"listen": LISTENERS, "tls": tls, **settings}
         async with asyncio.timeout(60), running(root, **options) as bridge:
             await test(bridge, ssl.create_default_context(cafile=str(authority.cert)))
 
@@ -122,7 +129,7 @@ def test_rubbish_instead_of_a_handshake_ends_that_connection_alone(
         await until(lambda: not bridge.lane._tasks)
 
     with_tls(tmp_path, test)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
 def test_without_a_descriptor_the_next_client_waits_for_its_accept(
@@ -183,3 +190,53 @@ def test_a_stop_waits_for_nobodys_handshake(tmp_path: Path) -> None:
         await bridge.front.start()
 
     with_tls(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("no certificate", "it sent no certificate; mqtt.tls.client_ca asks for one"),
+        ("wrong certificate", "its certificate is not accepted"),
+        ("distrustful", "it does not accept our certificate"),
+        ("http", "it speaks HTTP without TLS"),
+        ("mqtt", "does it speak TLS"),
+    ],
+)
+def test_a_failed_handshake_is_told_with_its_reason_from_time_to_time_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, reason: str
+) -> None:
+    devices, other = Authority(tmp_path / "devices"), Authority(tmp_path / "other", "other-ca")
+    forged = other.issue("device")
+
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        if kind == "wrong certificate":
+            trusted.load_cert_chain(*forged)
+        for number, listener in enumerate((0, 1, 0)):
+            with contextlib.suppress(ssl.SSLError, ConnectionError):
+                if kind == "distrustful":  # a client of the event loop would hang up without an alert
+                    where = ("127.0.0.1", bridge.port_of(listener))
+                    await asyncio.to_thread(ssl.get_server_certificate, where, ca_certs=str(other.cert))
+                client = await bridge.open(listener, trusted if kind.endswith("certificate") else None)
+                client.send(connect("c") if kind == "mqtt" else b"GET / HTTP/1.1\r\n\r\n")
+                await client.closed()
+            await until(lambda at=number: bridge.stat("refused_tls") == at + 1)
+        await until(lambda: bridge.stat("connections") == 0)
+
+    with_tls(tmp_path, test, client_ca=devices.cert)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning.startswith("127.0.0.1 closed: TLS handshake failed: ")
+    assert reason in warning
+
+
+def test_a_client_that_hangs_up_in_its_handshake_leaves_a_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(bridge: Bridge, trusted: ssl.SSLContext) -> None:
+        for _ in range(3):
+            for sock in silent(bridge, 0, 1):
+                sock.close()
+            await until(lambda: bridge.stat("accepted") and not bridge.stat("connections"))
+
+    caplog.set_level(logging.INFO)
+    with_tls(tmp_path, test)
+    assert caplog.text.count("127.0.0.1 hung up in its TLS handshake") == 1

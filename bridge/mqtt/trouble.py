@@ -1,0 +1,55 @@
+"""Mode "external": why there is no connection to the other broker, for the log and for `/readyz`.
+
+paho tries again for ever, and without a word. A cause is logged when it is new, and then once in
+`REPEAT` seconds, however often it is met.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import time
+
+log = logging.getLogger(__name__)
+
+REPEAT = 600.0
+
+
+class Trouble:
+    """What keeps us from one broker: `why`, None while there is a connection."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.why: str | None = f"not connected to {url} yet"
+        self._told: tuple[str, float] | None = None  # what was logged last, and when
+
+    def met(self, cause: str) -> None:
+        """There is no connection, for this cause."""
+        self.why = f"no connection to {self._url}: {cause}; trying again"
+        now = time.monotonic()
+        if self._told is None or self._told[0] != cause or now >= self._told[1] + REPEAT:
+            self._told = cause, now
+            log.warning(self.why)
+
+    def over(self) -> None:
+        """There is a connection."""
+        self.why = self._told = None
+
+
+def cause_of(error: BaseException | None) -> str:
+    """Why a connection could not be made, and what to look at."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            return f"its certificate is not trusted ({error.verify_message}); see mqtt.external.ca and url"
+        case ssl.SSLError():
+            return f"TLS failed ({error.reason or error}); does the port of mqtt.external.url speak TLS?"
+        case socket.gaierror():
+            return f"its name cannot be resolved ({error.strerror}); see mqtt.external.url and the DNS"
+        case ConnectionRefusedError():
+            return "connection refused: nothing listens there; see mqtt.external.url and the broker"
+        case TimeoutError():
+            return "it does not answer; see mqtt.external.url and the network"
+        case OSError():
+            return f"{error.strerror or error}; see mqtt.external.url and the network"
+    return repr(error)
