@@ -242,6 +242,7 @@ class Journal:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._drop_copy()
         self._add(Booted(""))
         self._syncer = None
         if self._write_handle is not None:
@@ -282,9 +283,6 @@ class Journal:
             error = StorageFailed(f"{self._path}: {problem}")
             self._write_handle = asyncio.get_running_loop().call_later(RETRY_INTERVAL, self._write)
         self._buffer = []
-        grown = self._size > 4 * self._least + SLACK and not self._failed
-        if grown and self._copier is None and self._syncer is not None:
-            self._copier = asyncio.get_running_loop().create_task(self._replace(self._snapshot_frames()))
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             done(error)
@@ -295,6 +293,10 @@ class Journal:
         self._unsynced = True
         if self._copy is not None:
             self._copy.append(data)
+        elif self._size > 4 * self._least + SLACK and self._copier is None and self._syncer is not None:
+            frames = self._snapshot_frames()
+            self._copy = _Copy(self._path, frames)
+            self._copier = asyncio.get_running_loop().create_task(self._replace(self._copy, frames))
 
     def _cannot_write(self, problem: OSError) -> None:
         self._drop_copy()  # it may lack what was to be written
@@ -324,14 +326,14 @@ class Journal:
             frames += _framed(record)
         return b"".join(frames)
 
-    async def _replace(self, data: bytes) -> None:
+    async def _replace(self, copy: _Copy, data: bytes) -> None:
         """Put a snapshot in the file's place. It may be large, and a thread waits for the disk."""
         try:
-            copy = self._copy = _Copy(self._path, data)
             for part in (data, b""):  # the second time for what has come meanwhile
-                await asyncio.to_thread(_fill, os.dup(copy.fd), part)
-                if self._copy is not copy:
-                    return  # a write has failed
+                if self._copy is copy:
+                    await asyncio.to_thread(_fill, os.dup(copy.fd), part)
+            if self._copy is not copy:
+                return  # a write has failed
             self._install(copy)
             self._copy, self._unsynced = None, True
             await asyncio.to_thread(_sync_directory, self._path.parent)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import resource
 import stat
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from bridge.mqtt.packets import V5
 from bridge.mqtt.recovery import find_stored_ids
 from bridge.streams.layout import Files
 
-from .harness import Bridge, Client, Packet, ack, bridge_test, connect, copied, found_again, publish, until
+from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until
 
 
 def rss() -> int:
@@ -417,44 +415,3 @@ async def test_retained_messages_that_have_expired_take_no_room_from_others(brid
     await retain("new/5", 0)
     await bridge.restart()
     assert bridge.stat("retained") == 4
-
-
-@bridge_test
-async def test_nobody_waits_for_the_disk_while_the_journal_is_made_smaller(bridge: Bridge) -> None:
-    gate, began = threading.Event(), threading.Event()
-    threads: set[threading.Thread] = set()
-    sync = os.fdatasync
-
-    def slow(fd: int) -> None:
-        if Path(f"/proc/self/fd/{fd}").readlink().name == "sessions.new":
-            threads.add(threading.current_thread())
-            began.set()
-            gate.wait(5)
-        sync(fd)
-
-    subscriber, publisher = await bridge.connect("s", clean=False), await bridge.connect("p")
-    await subscriber.subscribe(("plain", 1))
-    journal = bridge.root / "data" / "mqtt" / "sessions.journal"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fdatasync", slow)
-        patch.setattr(journal_module, "SLACK", 10_000)
-        number = 0
-        while not began.is_set():
-            number += 1
-            await publisher.exchange(publish("plain", b"%d" % number * 100, 1, number))
-            await subscriber.message()
-            assert number < 1000
-        for more in range(1, 4):  # into both files
-            await publisher.exchange(publish("plain", b"late %d" % more, 1, more))
-            await subscriber.receive()
-        assert threading.main_thread() not in threads
-        before = copied(bridge)
-        gate.set()
-        await until(lambda: not journal.with_suffix(".new").exists())
-        assert journal.stat().st_size < 10_000
-    after = copied(bridge)
-    for taken in (before, after):
-        async with found_again(bridge, taken) as again:
-            returned = await again.connect("s", clean=False)
-            assert [(await returned.message()).payload for _ in range(3)] == [b"late 1", b"late 2", b"late 3"]
-            assert await returned.silent()
