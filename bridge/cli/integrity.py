@@ -66,7 +66,7 @@ def add_to(app: typer.Typer) -> None:
 def verify(
     directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
 ) -> None:
-    """Check every frame of every segment; changes nothing, also beside the running service."""
+    """Check every message and every record of a drop; changes nothing, also beside the running service."""
     with _bar("bytes") as progress:
         found = integrity.verify(data_directory(config, directory, "as `verify DIR`"), progress)
     _print(found, as_json, "damaged")

@@ -3,8 +3,11 @@
     record = first u64 | last u64 | time u64 (Unix ms) | reason u8 | zero u8 x 3 | crc u32        32 bytes
 
 Records are appended before the data they name goes away, so that a drop is never unexplained. A
-record that fails its check is passed over. The file is a record of facts that the segments cannot
-tell by themselves: numbers dropped inside a segment (exact limits, purge by topic) and reasons.
+record that fails its check is passed over, and what it has dropped may be back; the next start sets the
+file aside and keeps its sound records (see `recovery`). It is not damage, but a write that never ended, if
+zeros follow it to the end of its sector of 512 bytes; the next record is written over the last such one.
+The file is a record of facts that the segments cannot tell by themselves: numbers dropped inside a segment
+(exact limits, purge by topic) and reasons.
 When it has grown, it is replaced by its compact form, in which neighbours with the same reason are
 one, and of what lies below the oldest message all but the newest `KEPT` ranges are joined, real losses
 kept apart. It begins with 32 random bytes, no record, by which readers tell a new file from the old.
@@ -12,7 +15,8 @@ kept apart. It begins with 32 random bytes, no record, by which readers tell a n
 A record is on the disk before the files are removed that it explains; otherwise only those are synced
 at once that no limit would find again.
 
-Behind the records there is room, zeros, from the stream's creation on: records are written over it. On a
+Behind the records there is room, zeros, from the stream's creation on (a definition says so, see `meta`: a
+file that is missing or shorter than `ROOM` is damage then): records are written over it. On a
 full disk nothing could be freed if its record needed a block. While the room cannot be made larger,
 its second half is for what explains files that wait to be removed, in joined form: all below the oldest
 message is gone, which takes one record, and one for each real loss.
@@ -31,6 +35,7 @@ from typing import NamedTuple
 
 from bridge.deflate import crc32
 from bridge.streams.layout import Files
+from bridge.streams.segment import SECTOR
 
 NAME = "drops.log"
 KEPT = 1000
@@ -76,6 +81,39 @@ def _encode(drop: Drop) -> bytes:
 def _decode(data: bytes, pos: int) -> Drop | None:
     first, last, time, reason, crc = _RECORD.unpack_from(data, pos)
     return Drop(first, last, time, reason) if crc32(data[pos : pos + _RECORD.size - 4]) == crc else None
+
+
+def _is_unfinished(data: bytes, pos: int, start: int = 0) -> bool:
+    """Whether what is no record at `pos` is a write that never ended; `start`: of `data` in the file."""
+    check = pos + _RECORD.size - 4
+    behind = data[check : pos + SECTOR - (start + pos) % SECTOR].rstrip(b"\0")
+    return crc32(data[pos:check]).to_bytes(4, "little").startswith(behind)
+
+
+def examine(data: bytes) -> tuple[list[Drop], bool]:
+    """The sound records of a file, and whether others are damaged."""
+    found, damaged = list[Drop](), False
+    for pos in range(0, min(len(data.rstrip(b"\0")), len(data) - _RECORD.size + 1), _RECORD.size):
+        drop = _decode(data, pos)
+        if drop is not None:
+            found.append(drop)
+        elif not _is_unfinished(data, pos) and not (pos == 0 and _is_random(data)):
+            damaged = True
+    return found, damaged
+
+
+def _is_random(data: bytes) -> bool:
+    """Whether a file begins with random bytes: few are zero there, and of a record at least eleven."""
+    return data.count(0, 0, _RECORD.size) < 6
+
+
+def make(files: Files, directory: Path, drops: list[Drop]) -> None:
+    """Make the file, with these records, durably; raises OSError.
+
+    It begins with a record that is none, and that no other file begins with.
+    """
+    records = os.urandom(_RECORD.size) + b"".join(map(_encode, drops)) if drops else b""
+    files.replace(directory / NAME, records + bytes(ROOM))
 
 
 def _joined(drops: list[Drop]) -> list[Drop]:
@@ -190,6 +228,8 @@ class DropLog(Drops):
                 certain = False
             if certain:
                 self._read = begin + pos + _RECORD.size
+        if slots and drop is None and _is_unfinished(data, pos, begin):
+            slots -= 1
         self._size, self._room = begin + slots * _RECORD.size, size
 
     def _forget(self, start: bytes) -> None:
@@ -272,10 +312,9 @@ class DropLog(Drops):
         if self._size < max(COMPACT_AT, 2 * _RECORD.size * len(self.ranges)):
             return
         self.compact(oldest)
-        # It begins with a record that is none, and that no other file begins with.
-        content = os.urandom(_RECORD.size) + b"".join(map(_encode, self.ranges))
         try:
-            self._files.replace(self._path, content + bytes(ROOM))
+            make(self._files, self._path.parent, self.ranges)
         except OSError:
             return
-        self._size, self._room, self._unsaved, self._begun = len(content), len(content) + ROOM, [], 0
+        self._size = (1 + len(self.ranges)) * _RECORD.size
+        self._room, self._unsaved, self._begun = self._size + ROOM, [], 0

@@ -56,7 +56,8 @@ class Meta(msgspec.Struct, frozen=True):
     """A stream's identity and settings. `epoch` is when it was created, Unix time in ms.
 
     `salt` is a secret random number (see `segment`). `reserved`: numbers below it may have been used by
-    a memory stream whose content is gone.
+    a memory stream whose content is gone. `drops`: it has had its `drops.log` from its creation on, so that
+    one that is missing is damage.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Meta(msgspec.Struct, frozen=True):
     definition: bytes = b""
     generation: int = 0
     reserved: int = 0
+    drops: bool = False
 
 
 def encode(meta: Meta) -> bytes:

@@ -10,6 +10,8 @@ the stop that they were not yet known to be on the disk. What is found wrong in 
   frames takes its place. The numbers that are missing are recorded as dropped, reason DAMAGED.
 
 What is cut off or set aside is kept in `quarantine/`; nothing is destroyed.
+
+The record of drops is checked too. A damaged one is set aside, and its sound records are written anew.
 """
 
 from __future__ import annotations
@@ -18,11 +20,14 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.streams import drops as record
 from bridge.streams import layout, segment
-from bridge.streams.drops import Drops
+from bridge.streams.drops import Drop, Drops
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta
 from bridge.streams.segment import HEADER, Indexer, Summary
+
+_BACK = "messages that were dropped may be back"
 
 
 class Damage(NamedTuple):
@@ -117,6 +122,44 @@ def examine(
         offset += b - a
     mended.next = index.next
     return Examined(mended.summary(offset), [Damage(path, "it is damaged; its sound frames were kept", lost)])
+
+
+def check_drops(directory: Path, meta: Meta | None) -> tuple[str, list[Drop]]:
+    """What is wrong with a stream's record of drops, "" if nothing, and its sound records; raises OSError."""
+    try:
+        data = (directory / record.NAME).read_bytes()
+    except FileNotFoundError:
+        return (f"it is missing; {_BACK}" if _has_drops(directory, meta) else ""), []
+    found, damaged = record.examine(data)
+    if damaged:
+        return f"it is damaged, and {len(found)} of its records are sound; {_BACK}", found
+    if meta is not None and meta.drops and len(data) < record.ROOM:
+        return f"it was cut short; {_BACK}", found
+    return "", found
+
+
+def _has_drops(directory: Path, meta: Meta | None) -> bool:
+    """Whether a stream must have its record. Older versions made it at the first drop."""
+    if meta is not None and (meta.drops or meta.settings.memory):
+        return meta.drops
+    return min(layout.segment_bases(directory), default=0) > 0
+
+
+def mend_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
+    """Set a damaged record of drops aside and write its sound records anew, if the disk lets us."""
+    path = directory / record.NAME
+    what, found = check_drops(directory, meta)
+    if not what:
+        return []
+    done = "made anew"
+    try:
+        if path.exists():
+            keep(directory, path, "damaged")
+            done = "set aside, and written anew with its sound records"
+        record.make(files, directory, found)
+        return [Damage(path, f"{what}; {done}", [])]
+    except OSError as error:  # the stream is opened all the same: they are passed over
+        return [Damage(path, f"{what}; it cannot be set aside: {error.strerror}", [])]
 
 
 def walk(

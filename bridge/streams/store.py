@@ -30,7 +30,7 @@ from urllib.parse import unquote
 import msgspec
 
 from bridge.errors import DataDirectoryBusy, StreamError
-from bridge.streams import layout, meta
+from bridge.streams import drops, layout, meta
 from bridge.streams.committer import Committer
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, Settings
@@ -206,7 +206,10 @@ class Store:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
         self._epoch = max(now_ms(), self._epoch + 1)  # a name may be deleted and made within a millisecond
-        known = Meta(name, self._epoch, secrets.randbits(32), settings, definition)
+        lasting = not settings.memory
+        known = Meta(name, self._epoch, secrets.randbits(32), settings, definition, drops=lasting)
+        if lasting:
+            drops.make(self._files, fresh, [])
         meta.save(self._files, fresh, known)
         fresh.rename(directory)
         try:

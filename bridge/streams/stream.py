@@ -23,7 +23,7 @@ import msgspec
 
 from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
 from bridge.streams import meta as metadata
-from bridge.streams import whole
+from bridge.streams import recovery, whole
 from bridge.streams.dedup import Window
 from bridge.streams.drops import DropLog, Reason
 from bridge.streams.group import Group
@@ -69,6 +69,7 @@ class Stream:
         self.counters: dict[str, int] = {}
         self.exported_upto: int | None = None
         self.oldest = 0  # all below it are gone
+        damage = recovery.mend_drops(files, data, meta)
         self.drops = DropLog(files, data)
         if self.drops.ranges:  # also when the segment with the last frame has lost that frame
             floor = max(floor, self.drops.ranges[-1].last + 1)
@@ -76,7 +77,7 @@ class Stream:
         self.log.open(floor)
         self._on_event = on_event
         self.exact: Exact | None = None
-        self._report(self.log.damage)
+        self._report(damage + self.log.damage)
         memory = meta.settings.memory
         if floor > self.log.next:
             self._gone([(self.log.next, floor - 1)], Reason.MEMORY if memory else Reason.SKIPPED)

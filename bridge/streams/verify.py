@@ -1,12 +1,13 @@
 """Checking a data directory without changing it, and mending what is wrong in one.
 
-`verify` reads every frame of every segment, whoever wrote it and whether or not the service runs. On
-a running one, what is being written at that moment is not counted as damage.
+`verify` reads every frame of every segment, the indexes, both copies of the definition and the record of
+drops, whoever wrote them and whether or not the service runs. On a running one, what is being written at
+that moment is not counted as damage.
 
-`repair` needs the directory for itself. It opens every stream, which mends what a crash has left,
-checks every frame, sets damage aside in `quarantine/`, rebuilds indexes, and rebuilds a lost
-definition (its settings are then the defaults; the name is that of the directory, and what is stored as
-its definition is the caller's to say).
+`repair` needs the directory for itself. It opens every stream, which mends what a crash has left, and a
+damaged record of drops; it checks every frame, sets damage aside in `quarantine/`, rebuilds indexes, and
+rebuilds a lost definition (its settings are then the defaults; the name is that of the directory, and what
+is stored as its definition is the caller's to say).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from urllib.parse import unquote
 from msgspec import Struct
 
 from bridge.streams import layout, meta, recovery, segment
-from bridge.streams.drops import ILLEGAL, DropLog
+from bridge.streams.drops import ILLEGAL, NAME, DropLog
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, Settings
 from bridge.streams.reader import stream_directories
@@ -80,6 +81,9 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
     if quarantine.is_dir():
         found.quarantined = sorted(map(str, quarantine.iterdir()))
     drops = DropLog(Files(), data)
+    what, _ = recovery.check_drops(data, known)
+    if what and what == recovery.check_drops(data, known)[0]:  # nothing that was being written just then
+        found.problems.append(Problem(str(data / NAME), what))
     bases = layout.segment_bases(data)
     sizes = [_size(layout.segment_path(data, base)) for base in bases]
     done = 0
