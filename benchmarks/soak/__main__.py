@@ -101,7 +101,7 @@ def live(world: World, seed: int, seconds: float) -> tuple[Faults, Watch, list[E
             time.sleep(0.2)
         faults.stop()
         ingest.join()
-        if not faults.broken:  # else the report says what is
+        if not faults.broken:
             work.wait(300)
             for gateway in world.gateways.values():
                 wait_for(f"the exports of {gateway.name}", gateway.caught_up, EXPORTED)
@@ -159,11 +159,14 @@ def soak(options: argparse.Namespace, root: Path, disk: Path | None) -> int:
     world = World(root, disk, options.devices)
     try:
         faults, watch, runs = live(world, options.seed, options.minutes * 60)
+        if faults.broken:
+            print("given up:", *faults.broken, sep="\n")
+            return 1
         ends, wrong = settle(world)
         if options.plant:
             print("planted: deleted", plant(world))
         code, document = world.ingest()
-        wrong += faults.broken + [f"worker {pid} was left behind" for pid in watch.orphans()]
+        wrong += [f"worker {pid} was left behind" for pid in watch.orphans()]
         checks = judge(root, faults, watch, ends, verdict.ingested(code, document))
         checks.append(verdict.clean(wrong))
         good = report.write(root, options, checks, world, faults.events + runs, watch)

@@ -199,9 +199,9 @@ class Faults:
             for size in plan.MAX_SIZES:
                 text = text.replace(f'max_size = "{size}"', f'max_size = "{other}"')
             gateway.config.write_text(text)
-            before = gateway.log.read_bytes().count(b"msg=reloaded")
+            before = gateway.reloads()
             gateway.process.send_signal(1)  # SIGHUP
-            wait_for("the reload", lambda: gateway.log.read_bytes().count(b"msg=reloaded") > before, 20)
+            wait_for("the reload", lambda: gateway.reloads() > before, 20)
         event.end = time.time()
 
     def _served(self) -> bytes:

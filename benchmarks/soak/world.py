@@ -85,6 +85,11 @@ class Gateway:
             return found
         return None
 
+    def reloads(self) -> int:
+        """How often it has read its configuration anew, though not all of it may be in force."""
+        log = self.log.read_bytes()
+        return log.count(b"msg=reloaded") + log.count(b'msg="reloaded, but not: ')
+
     def worker(self) -> psutil.Process | None:
         """Its export worker."""
         with suppress(psutil.Error):
