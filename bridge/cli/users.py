@@ -28,7 +28,7 @@ def make_line(
         password = sys.stdin.readline().rstrip("\r\n")
     if not password:
         raise typer.BadParameter("the password is empty")
-    from bridge.mqtt.access import hash_password  # brings the broker, which the other commands can spare
+    from bridge.access.users import hash_password
 
     echo(f"{user}:{hash_password(password.encode())}")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from bridge.access.logins import Denied, Reason
 from bridge.mqtt import properties as p
-from bridge.mqtt.access import Refused
 from bridge.mqtt.packets import (
     BAD_AUTH_METHOD,
     BAD_CLIENT_ID,
@@ -40,11 +40,23 @@ if TYPE_CHECKING:
 SETTLE_TIMEOUT = 5.0  # seconds for what the old connection published to be committed
 MAX_CLIENT_ID = 1_024
 
+_REASONS = {
+    Reason.NOT_ALLOWED: NOT_AUTHORIZED,
+    Reason.WRONG_CREDENTIALS: BAD_USER_OR_PASSWORD,
+    Reason.BUSY: SERVER_BUSY,
+}
 # MQTT 5 reason code to 3.1.1 return code (section 3.2.2.3)
 _RETURN_CODES = {
     UNSUPPORTED_VERSION: 1, BAD_CLIENT_ID: 2, SERVER_BUSY: 3, BAD_USER_OR_PASSWORD: 4,
     NOT_AUTHORIZED: 5, BAD_TOPIC_NAME: 5,
 }  # fmt: skip
+
+
+class Refused(NamedTuple):
+    """Why a CONNECT is not accepted: an MQTT 5 reason code, and a text for the log."""
+
+    reason: int
+    text: str
 
 
 def begin(conn: Connection, body: bytes) -> None:
@@ -143,8 +155,13 @@ async def _authenticate(conn: Connection, connect: Connect) -> tuple[str | None,
             return None, Refused(NOT_AUTHORIZED, f"user name {connect.username!r} is not its certificate's")
         return name, None
     if connect.username is None or not access.has_users:
-        return None, access.refuse_anonymous(loopback=conn.listener.address.loopback)
-    return connect.username, await access.verify(connect.username, connect.password, conn.address)
+        return None, _answer(access.refuse_anonymous(loopback=conn.listener.address.loopback))
+    denied = await access.verify(connect.username, connect.password, conn.address)
+    return connect.username, _answer(denied)
+
+
+def _answer(denied: Denied | None) -> Refused | None:
+    return None if denied is None else Refused(_REASONS[denied.reason], denied.text)
 
 
 async def _settled(old: Connection) -> bool:

@@ -17,9 +17,9 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bridge.access.logins import Access
 from bridge.errors import ConfigError, StreamError
 from bridge.mqtt import properties as p
-from bridge.mqtt.access import Access
 from bridge.mqtt.connection import Connection
 from bridge.mqtt.delivery import AmqttDelivery
 from bridge.mqtt.journal import Journal

@@ -53,8 +53,8 @@ from bridge.topics import REQUEST_LEVEL
 if TYPE_CHECKING:
     import asyncio
 
+    from bridge.access.rules import Identity
     from bridge.manager import StreamManager
-    from bridge.mqtt.access import Identity
     from bridge.mqtt.connection import Connection
     from bridge.mqtt.lane import Lane
     from bridge.streams.segment import Message as Stored

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle
     from collections.abc import Callable
 
-    from bridge.mqtt.access import Identity
+    from bridge.access.rules import Identity
     from bridge.mqtt.connection import Connection
     from bridge.mqtt.message import Subscription
     from bridge.mqtt.packets import Will

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
+from bridge.access.rules import AccessRule
 from bridge.addresses import is_loopback
 from bridge.model import KIB, MIB
-from bridge.topics import is_topic_filter
 
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
@@ -63,34 +63,6 @@ class TlsSettings(Struct, frozen=True, kw_only=True):
     cert: Path
     key: Path
     client_ca: Path | None = None
-
-
-class AccessRule(Struct, frozen=True, kw_only=True):
-    """[[mqtt.acl]]: what some users may do, as topic filters; rules add up, nothing is forbidden by one.
-
-    `user` is a user name; "*" is everybody, and "" are anonymous clients. In filters `%c` stands for the
-    client id and `%u` for the user name; a client whose id or name contains `/`, `+` or `#` gets
-    nothing from a filter with such a placeholder. `publish` also covers wills, `subscribe` is what may
-    be asked for, `read` what may be delivered; left out, `read` is the same as `subscribe`.
-    Without any rule everybody who is let in may publish and subscribe everywhere. Requests are
-    publications too (`streambridge/%c/<operation>`); to append one also needs `publish`, and to read
-    messages `read`, on `streams/<name>`.
-    """
-
-    user: str = "*"
-    publish: list[str] = []
-    subscribe: list[str] = []
-    read: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        mistakes = [
-            f"`{key}`: {name!r} is not a topic filter; `#` may only be the last level"
-            for key in ("publish", "subscribe", "read")
-            for name in getattr(self, key) or ()
-            if not is_topic_filter(name)
-        ]
-        if mistakes:
-            raise ValueError("\n".join(mistakes))
 
 
 class Limits(Struct, frozen=True, kw_only=True):

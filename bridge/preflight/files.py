@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from bridge.access.users import read_users
 from bridge.errors import ConfigError
-from bridge.mqtt.access import read_users
 from bridge.preflight.look import Finding, Look, existing, read_only, unreadable
 from bridge.streams.layout import STREAMS
 from bridge.streams.reader import stream_directories

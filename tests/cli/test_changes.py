@@ -15,9 +15,9 @@ from typing import Any
 import paho.mqtt.client as paho
 import pytest
 
+from bridge.access.users import hash_password
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.greengrass.wire import Op
-from bridge.mqtt.access import hash_password
 from bridge.streams.reader import list_streams
 from bridge.streams.store import Store
 from tests.cli.conftest import Fill, streambridge

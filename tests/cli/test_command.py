@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bridge.access.users import read_users
 from bridge.cli.common import DEFAULT_CONFIG
-from bridge.mqtt.access import read_users
 from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from bridge.access.rules import AccessRule, Identity
+from bridge.access.users import hash_password, read_users
 from bridge.errors import ConfigError
-from bridge.mqtt.access import Identity, hash_password, read_users
 from bridge.mqtt.packets import V5
-from bridge.mqtt.settings import AccessRule, Limits, MqttConfig, TlsSettings
+from bridge.mqtt.settings import Limits, MqttConfig, TlsSettings
 from tests.fakes.certificates import Authority
 
 from .harness import (
