@@ -39,8 +39,8 @@ from typing import Any
 from bridge.aws import AwsSettings, client
 from bridge.export.settings import ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
-from bridge.manager import StreamManager
 from bridge.model import MIB
+from bridge.operations.manager import StreamManager
 from bridge.plugins import load
 from bridge.streams.reader import list_streams
 from bridge.streams.store import Store

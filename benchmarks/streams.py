@@ -31,7 +31,7 @@ import uvloop
 
 from benchmarks import peers
 from bridge.errors import StreamError
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.store import Store

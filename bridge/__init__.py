@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         BatchedConfig,
         Batching,
         BatchLimits,
+        Bucket,
         Context,
+        Endpoint,
         ExportConfig,
         Exporter,
         Outcome,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
         Record,
         Refused,
         Retry,
+        SecretFile,
         send_split,
     )
     from bridge.hookspecs import Event, hookimpl
@@ -39,7 +42,9 @@ __all__ = [
     "BatchLimits",
     "BatchedConfig",
     "Batching",
+    "Bucket",
     "Context",
+    "Endpoint",
     "Event",
     "ExportConfig",
     "Exporter",
@@ -48,6 +53,7 @@ __all__ = [
     "Record",
     "Refused",
     "Retry",
+    "SecretFile",
     "hookimpl",
     "send_split",
 ]

@@ -31,20 +31,22 @@ import uvloop
 
 from bridge import config as configuration
 from bridge import cpu, logs, memory, plugins
+from bridge.access.logins import Access
 from bridge.config import Config
+from bridge.control.server import ControlFrontEnd
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.export.cursor import highest_exported
 from bridge.export.supervisor import ExportSupervisor
 from bridge.greengrass import GreengrassFrontEnd
 from bridge.http import HttpFrontEnd
 from bridge.http.observer import Observer
-from bridge.manager import StreamManager
-from bridge.mqtt import MqttFrontEnd, requests
+from bridge.mqtt import MqttFrontEnd
+from bridge.operations.catalog import Operations
+from bridge.operations.manager import StreamManager
 from bridge.streams.store import Store
 from bridge.streams.stream import Stream
 
 log = logging.getLogger("bridge")
-LARGEST_REPLY = 64 * 1024 * 1024  # bytes, to the command line
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
 DESCRIPTORS = 65_536  # as in the systemd unit
@@ -137,13 +139,12 @@ class Service:
             )
             self._manager = manager = StreamManager(store, registry, exports)
             self._reconcile(config)
-            self._front_end = front_end = MqttFrontEnd(config.mqtt, manager)
-            greengrass = GreengrassFrontEnd(
-                config.greengrass,
-                manager,
-                gateway.data_dir,
-                lambda operation, body: requests.answer(manager, operation, body, LARGEST_REPLY),
-            )
+            operations = Operations(manager, config.export.allow)
+            access = Access(config.mqtt)
+            stack.callback(access.close)
+            self._front_end = front_end = MqttFrontEnd(config.mqtt, operations, access)
+            self._greengrass = greengrass = GreengrassFrontEnd(config.greengrass, operations, access)
+            control = ControlFrontEnd(operations, gateway.data_dir)
             observer = Observer(
                 gateway.id,
                 gateway.data_dir,
@@ -162,6 +163,8 @@ class Service:
             stack.push_async_callback(exports.stop, STOP_EXPORTS)
             addresses += await greengrass.start()
             stack.push_async_callback(greengrass.stop)
+            addresses += await control.start()
+            stack.push_async_callback(control.stop)
             addresses += await front_end.start()
             stack.push_async_callback(front_end.stop)
             loop.add_signal_handler(signal.SIGHUP, self._reload)
@@ -258,6 +261,7 @@ class Service:
             log.warning("changed, but needs a restart: %s", key, extra=logs.ANSWER)
         try:
             self._front_end.reload(config.mqtt)
+            self._greengrass.reload()
         except (ConfigError, OSError) as error:
             text = "reload of [mqtt] refused, the old users, rules and certificates stay: %s"
             log.error(text, error, extra=logs.ANSWER)

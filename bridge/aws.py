@@ -16,6 +16,8 @@ them into `Retry`.
 from __future__ import annotations
 
 import io
+import logging
+import re
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -27,8 +29,11 @@ from msgspec import Struct
 
 from bridge.export.api import Context, Retry
 
+log = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT = 20.0
 READ_TIMEOUT = 60.0
+MAX_CAUSE = 300  # characters of what an answer says, in the log
 
 # What can never succeed when it is sent again as it is. All other errors are tried again: better to
 # try in vain and say so in the status than to drop what a corrected policy would have let through.
@@ -364,7 +369,27 @@ def failure(error: BaseException, doing: str) -> Retry:
         wait = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
         if wait.isdecimal():
             after = min(float(wait), timedelta(minutes=5).total_seconds())
-    return Retry(f"{doing}: {error}", after=after, unsent=is_unsent(error))
+    return Retry(f"{doing}: {cause(error)}", after=after, unsent=is_unsent(error))
+
+
+def safe_code(code: str) -> str:
+    """An error code of an answer, with nothing in it but a code."""
+    return re.sub(r"[^A-Za-z0-9._-]", "?", code)[:64]
+
+
+def cause(error: BaseException) -> str:
+    """What happened, in the words of botocore and never in those of the answer.
+
+    Whoever defines an export can read the text, and may have chosen who answers.
+    """
+    response = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return str(error)[:MAX_CAUSE]
+    code = safe_code(error_code(error))
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    operation = getattr(error, "operation_name", "the request")
+    log.info("%s was answered: %s", operation, str(error)[:MAX_CAUSE])
+    return f"{operation} was answered {status} {code or 'without an error code'}"
 
 
 def is_unsent(error: BaseException) -> bool:

@@ -73,10 +73,15 @@ def _memory_dir(data_dir: Path) -> Path:
 
 
 class Greengrass(Struct, frozen=True, kw_only=True):
-    """[greengrass]: the listener for AWS Stream Manager SDK clients."""
+    """[greengrass]: the listener for AWS Stream Manager SDK clients.
+
+    Clients show the token in `token_file`; processes of root and of the service's own user on this machine
+    need none. What they may do is what the rules of [[mqtt.acl]] say for `user`.
+    """
 
     listen: str = "127.0.0.1:8088"
     token_file: Path | None = None
+    user: str = "greengrass"
 
     def __post_init__(self) -> None:
         _check_listen(self.listen, "127.0.0.1:8088")

@@ -7,7 +7,9 @@ where, and what to do.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 
 class StreamBridgeError(Exception):
@@ -15,6 +17,9 @@ class StreamBridgeError(Exception):
 
     status: ClassVar[int] = 1  # UnknownFailure
     status_name: ClassVar[str] = "UnknownFailure"
+    result: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # what was done all the same; entries of the reply beside the error
 
 
 class ConfigError(StreamBridgeError):
@@ -33,6 +38,20 @@ class UpdateNotAllowed(InvalidRequest):
 
     status = 17
     status_name = "UpdateNotAllowed"
+
+
+class UpdateFailed(StreamBridgeError):
+    """Raised when a definition is no longer what an update was made for."""
+
+    status = 16
+    status_name = "UpdateFailed"
+
+
+class UnknownOperation(StreamBridgeError):
+    """Raised for an operation that there is not."""
+
+    status = 18
+    status_name = "UnknownOperation"
 
 
 class StreamNotFound(StreamBridgeError):

@@ -55,7 +55,7 @@ class Limits(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, f
     discard: Literal["old", "new"] = "old"
 
 
-class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True):
+class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What a stream is: storage, limits, exports, and (our extensions) topics and exact limits.
 
     Sizes are bytes, times are milliseconds.
@@ -102,11 +102,24 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
 
 
 class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
-    """The answer to describeMessageStream."""
+    """The answer to describeMessageStream; `version` is for an update that must not undo another one."""
 
     definition: MessageStreamDefinition
     storage_status: StorageStatus
     export_statuses: list[ExportStatus] = []
+    version: str = ""  # an extension
+
+
+def known_keys(raw: dict[str, Any]) -> dict[str, Any]:
+    """A definition (camelCase) with only the keys that it may have."""
+    known = {key: value for key, value in raw.items() if key in _DEFINITION}
+    if isinstance(known.get("limits"), dict):
+        known["limits"] = {key: value for key, value in known["limits"].items() if key in _LIMITS}
+    return known
+
+
+_DEFINITION = frozenset(MessageStreamDefinition.__struct_encode_fields__)
+_LIMITS = frozenset(Limits.__struct_encode_fields__)
 
 
 def plain_definition(name: str) -> MessageStreamDefinition:

@@ -296,6 +296,9 @@ def _class(name: str, thing: Any) -> Iterator[str]:
         else:
             yield {
                 "ACCEPTED": "The outcome of a batch all of whose records were accepted.",
+                "Bucket": "The type of a setting that names an S3 bucket.",
+                "Endpoint": "The type of a setting that says where data is sent: an http or https URL.",
+                "SecretFile": "The type of a setting that names a file with a secret or a certificate.",
                 "hookimpl": "The mark of a hook's implementation: `@hookimpl`.",
             }[name]
         return

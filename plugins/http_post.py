@@ -27,11 +27,13 @@ from bridge import (
     BatchedConfig,
     Batching,
     Context,
+    Endpoint,
     ExportConfig,
     Exporter,
     Outcome,
     Refused,
     Retry,
+    SecretFile,
     hookimpl,
     send_split,
 )
@@ -50,14 +52,14 @@ class ExportFormat(IntEnum):
 class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
     """The SDK's HTTPConfig, and our extensions."""
 
-    uri: Annotated[str, Meta(min_length=1, pattern="^https?://")]
+    uri: Endpoint
     batch_size: Annotated[int, Meta(ge=1, le=500)] | None = None
     export_format: ExportFormat = ExportFormat.RAW_NOT_BATCHED
     headers: dict[str, str] = msgspec.field(default_factory=dict)
-    bearer_token_file: str | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
+    bearer_token_file: SecretFile | None = None
+    ca_file: SecretFile | None = None
+    cert_file: SecretFile | None = None
+    key_file: SecretFile | None = None
     timeout_millis: Annotated[int, Meta(ge=100, le=600_000)] = 30_000
 
 
@@ -133,11 +135,13 @@ class HttpExporter(Exporter):
         request = AWSRequest("POST", self.config.uri, headers=headers, data=Body(body, self.context))
         try:
             response = self._session.send(request.prepare())
-            text = response.content[:200].decode("utf-8", "replace")
+            answer = response.content[:200]
         except BotoCoreError as error:
             raise Retry(f"posting to {self.config.uri}: {error}", unsent=is_unsent(error)) from error
         if not 200 <= response.status_code < 300:
-            reason = f"{self.config.uri} answered {response.status_code}: {text}"
+            # Whoever defines the export can read the reason, and may have chosen who answers: not its words.
+            reason = f"{self.config.uri} answered {response.status_code}"
+            self.context.log.info("%s: %r", reason, answer)
             if response.status_code in REFUSED:
                 raise Refused(reason)
             wait = response.headers.get("retry-after", "")

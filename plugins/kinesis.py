@@ -35,7 +35,7 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.aws import failure, is_hopeless, is_throttled
+from bridge.aws import cause, failure, is_hopeless, is_throttled, safe_code
 from bridge.export.keys import KeyTemplate
 from bridge.model import MIB
 
@@ -145,13 +145,13 @@ class KinesisExporter(Exporter):
             answer = self._client.put_records(StreamName=name, Records=entries)
         except Exception as error:
             if is_hopeless(error):
-                raise Refused(str(error)) from error
+                raise Refused(cause(error)) from error
             raise failure(error, f"putting records to {name}") from error
         failed = []
         for n, result in zip(part, answer["Records"], strict=True):
             if code := result.get("ErrorCode"):
                 failed.append(n)
-                self._error = f"{code}: {result.get('ErrorMessage', '')}"
+                self._error = safe_code(code)
                 self._after = 1.0 if is_throttled(code) else self._after
         return failed
 

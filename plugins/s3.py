@@ -34,6 +34,7 @@ from bridge import (
     Batch,
     Batching,
     BatchLimits,
+    Bucket,
     Context,
     ExportConfig,
     Exporter,
@@ -56,7 +57,7 @@ Millis = Annotated[int, Meta(ge=1, le=MAX_MILLIS)]
 class S3Config(AwsConfig, frozen=True):
     """Where objects go, when they are due and how they are stored."""
 
-    bucket: Annotated[str, Meta(min_length=3, max_length=255)]
+    bucket: Bucket
     prefix: str = ""
     format: Literal["ndjson", "parquet"] = "ndjson"
     size_hint_bytes: Annotated[int, Meta(ge=1, le=256 * MIB)] = 5 * MIB

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from enum import IntEnum
-from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar
 
 import msgspec
@@ -45,7 +43,7 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.aws import Body, error_code, failure, is_invalid
+from bridge.aws import Body, cause, error_code, failure, is_invalid
 from bridge.export.uploads import TaskDefinition, resolve_key
 from bridge.model import MIB, Name
 
@@ -178,7 +176,9 @@ class S3TaskExporter(Exporter):
         if upload is None:
             self._tell(Status.InProgress, record.sequence_number, task, "the upload begins")
         try:
-            with _regular(task.path()) as file:
+            if not self.context.may_write_to(task.bucket):
+                raise TaskError(f"bucket {task.bucket!r} is not among [export.allow] buckets")
+            with self.context.open(task.path()) as file:
                 size, changed = _looks(file)
                 now = datetime.fromtimestamp(self.context.now(), UTC)
                 key = upload.key if upload else resolve_key(task.key, now)
@@ -247,7 +247,7 @@ class S3TaskExporter(Exporter):
             return getattr(self._client, name)(Bucket=task.bucket, Key=upload.key, **options)
         except Exception as error:
             if error_code(error) in HOPELESS or is_invalid(error):
-                raise TaskError(str(error)) from error
+                raise TaskError(cause(error)) from error
             if error_code(error) == "NoSuchUpload":  # listed a moment ago: begin again
                 self._keep(msgspec.structs.replace(upload, upload_id=""))
             raise failure(error, f"uploading {task.input_url} to s3://{task.bucket}/{upload.key}") from error
@@ -258,7 +258,7 @@ class S3TaskExporter(Exporter):
             self._client.abort_multipart_upload(**where)
         except Exception as error:
             if error_code(error) != "NoSuchUpload":
-                text = f"parts of an earlier attempt stay in S3: {error}"
+                text = f"parts of an earlier attempt stay in S3: {cause(error)}"
                 self._tell(Status.Warning, upload.number, task, text)
 
     def _keep(self, upload: Upload) -> Upload:
@@ -290,19 +290,6 @@ class S3TaskExporter(Exporter):
             self.context.append(wanted.status_stream_name, msgspec.json.encode(message))
         except Retry as error:
             self.context.log.warning("status message %s lost: %s", status.name, error)
-
-
-def _regular(path: Path) -> BinaryIO:
-    """Open a regular file; raises OSError, and TaskError for anything else.
-
-    A FIFO could hold the export up for ever, a device has no end, and opening one may do something.
-    """
-    if stat.S_ISREG(path.stat().st_mode):
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            return file
-        file.close()  # another one has taken its place
-    raise TaskError(f"{path} is no regular file")
 
 
 def _looks(file: BinaryIO) -> tuple[int, int]:

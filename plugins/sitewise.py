@@ -35,7 +35,7 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.aws import error_code, failure, is_invalid
+from bridge.aws import cause, error_code, failure, is_invalid, safe_code
 
 MAX_ENTRIES = 10
 # Whatever else the service may answer is tried again: only these can never succeed.
@@ -167,13 +167,12 @@ class SitewiseExporter(Exporter):
             # A conflict of one entry alone, with what others send, is over in a moment.
             conflict = code == CONFLICT and (len(part) > 1 or entries[part[0]].contradicts_itself())
             if code in REFUSED or conflict or is_invalid(error):
-                raise Refused(" ".join(str(error).split())) from error
+                raise Refused(" ".join(cause(error).split())) from error
             raise failure(error, "putting property values") from error
         failed = {}
         for entry in answer.get("errorEntries", ()):
-            codes = {error["errorCode"]: error.get("errorMessage", "") for error in entry["errors"]}
-            reason = "; ".join(f"{code}: {text}" for code, text in codes.items())
-            failed[int(entry["entryId"])] = reason, set(codes)
+            codes = dict.fromkeys(error["errorCode"] for error in entry["errors"])
+            failed[int(entry["entryId"])] = "; ".join(map(safe_code, codes)), set(codes)
         return failed
 
 

@@ -243,7 +243,7 @@ def ask(client: paho.Client, replies: list[bytes], operation: str, request: Any)
 def without_times(value: Any) -> Any:
     """The same, but for what is never twice the same."""
     if isinstance(value, dict):
-        return {key: without_times(one) for key, one in value.items() if key != "ingestTime"}
+        return {key: without_times(one) for key, one in value.items() if key not in ("ingestTime", "version")}
     return [without_times(one) for one in value] if isinstance(value, list) else value
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from bridge import plugins
 from bridge.errors import InvalidRequest, StorageFailed, StreamFull, StreamNotFound, UpdateNotAllowed
-from bridge.manager import PURGE_STEP, StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition, plain_definition
+from bridge.operations.manager import PURGE_STEP, StreamManager
 from bridge.streams import verify
 from bridge.streams.meta import Settings
 from bridge.streams.store import Store
@@ -118,12 +118,13 @@ def test_a_wrong_definition_is_refused_with_the_place_of_the_mistake(
     run(work())
 
 
-def test_the_strategy_on_full_must_be_given_and_unknown_keys_are_ignored(tmp_path: Path) -> None:
+def test_the_strategy_on_full_must_be_given_and_unknown_keys_are_refused(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path) as manager:
             with pytest.raises(InvalidRequest, match="strategyOnFull"):
                 manager.create({"name": "s"})
-            manager.create(definition(unknownKey=1))
+            with pytest.raises(InvalidRequest, match="unknownKey"):
+                manager.create(definition(unknownKey=1))
 
     run(work())
 

@@ -94,9 +94,9 @@ class Access:
         """Whether a client that came in with this name (None: anonymous) could still come in."""
         return user is None or user in self._users
 
-    def identify(self, client_id: str, user: str | None) -> Identity:
-        """What a client that was let in may do."""
-        return Identity(client_id, user, self._rules)
+    def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
+        """What a client that was let in may do; `local`: it is on this machine."""
+        return Identity(client_id, user, self._rules, local=local, label=label)
 
     def refuse_anonymous(self, *, loopback: bool) -> Denied | None:
         """Whether a client without a user name may come in through a listener."""

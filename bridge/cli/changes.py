@@ -80,7 +80,7 @@ def update(
     if not table and not reset:
         raise typer.BadParameter("name at least one setting, as KEY=VALUE or with --reset KEY")
     declared = _declared(config, data_dir, name)
-    old = _definition(where, name)
+    old, version = _definition(where, name)
     # The stream's size, which a segment may have at most, is the one that it has afterwards.
     kept = {} if "max_size" in (reset or []) else {"max_size": old.max_size}
     given = stream_definition(name, kept | table)
@@ -90,7 +90,7 @@ def update(
         changes["export_definition"] = old.export_definition | changes["export_definition"]
     changes |= {fields[key]: getattr(default, fields[key]) for key in reset or []}
     definition = msgspec.structs.replace(old, **changes)
-    _define(where, "updateMessageStream", definition)
+    _define(where, "updateMessageStream", definition, ifVersion=version)
     echo(f"updated {name}")
     if declared:
         note(f"note: {config} declares {name}; its next start or reload sets that again")
@@ -247,17 +247,18 @@ def _declared(config: Path, data_dir: Path | None, name: str) -> bool:
     return data_dir is None and name in known_config(config).streams
 
 
-def _define(where: Place, operation: str, definition: MessageStreamDefinition) -> None:
+def _define(where: Place, operation: str, definition: MessageStreamDefinition, **more: Any) -> None:
     try:
-        operate(where, operation, definition=msgspec.to_builtins(definition))
+        operate(where, operation, definition=msgspec.to_builtins(definition), **more)
     except StreamBridgeError as error:
         raise type(error)(in_toml(str(error), definition.name)) from None
 
 
-def _definition(where: Place, name: str) -> MessageStreamDefinition:
+def _definition(where: Place, name: str) -> tuple[MessageStreamDefinition, str]:
+    """A stream's definition, and its version."""
     info = operate(where, "describeMessageStream", name=name)["messageStreamInfo"]
     try:
-        return msgspec.convert(info["definition"], MessageStreamDefinition)
+        return msgspec.convert(info["definition"], MessageStreamDefinition), info["version"]
     except msgspec.ValidationError as error:
         raise StreamBridgeError(
             f"{name}: the service described it in a way of another version: {error}"

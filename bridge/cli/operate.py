@@ -9,8 +9,6 @@ rights of the service's user, who could not read what root has made.
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,20 +16,19 @@ import cbor2
 import msgspec
 
 from bridge import cbor, errors, plugins
+from bridge.access.rules import TRUSTED
 from bridge.cli.common import act_as_owner, data_directory, known_config, note
 from bridge.cli.lookup import find
+from bridge.control import LARGEST, SOCKET
+from bridge.control.client import Control
 from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream, highest_exported
 from bridge.export.settings import ExportSettings
-from bridge.greengrass import wire
-from bridge.greengrass.frontend import SOCKET
-from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition
-from bridge.mqtt import requests
+from bridge.operations.catalog import Operations
+from bridge.operations.codec import answer
+from bridge.operations.manager import StreamManager
 from bridge.streams.store import is_running, open_stopped
-
-ANSWER_WITHIN = 120.0  # seconds; to purge by topic, a whole stream is read
-LARGEST = 64 * 1024 * 1024  # bytes of a reply
 
 
 class Place(NamedTuple):
@@ -54,12 +51,13 @@ def operate(where: Place, operation: str, **fields: Any) -> dict[str, Any]:
 
     Raises the StreamBridgeError that the operation ends with, or OSError.
     """
-    body = cbor2.dumps({"requestId": "cli", "operation": operation, **fields})
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as service:
-        if _reach(service, where.data_dir):
-            raw = _ask(service, body)
-        else:
-            raw = asyncio.run(_here(where, operation, body))
+    body = cbor2.dumps(fields)
+    control = Control.connect(where.data_dir)
+    if control is not None:
+        with control:
+            raw = control.ask(operation, body)
+    else:
+        raw = asyncio.run(_here(where, operation, body))
     reply = cbor.decode_map(raw)
     if reply["status"]:
         error = _error(str(reply["statusName"]), str(reply["errorMessage"]))
@@ -77,47 +75,6 @@ def statuses(data_dir: Path, name: str) -> list[ExportStatus] | None:
     return msgspec.convert(info["exportStatuses"], list[ExportStatus])
 
 
-def _reach(service: socket.socket, data_dir: Path) -> bool:
-    """Connect to the service's socket; False if none runs."""
-    service.settimeout(ANSWER_WITHIN)
-    # A unix address has room for 107 bytes, a path may be longer: name the directory by descriptor.
-    directory = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        service.connect(f"/proc/self/fd/{directory}/{SOCKET}")
-    except (FileNotFoundError, ConnectionRefusedError):
-        return False
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(data_dir / SOCKET)) from None
-    finally:
-        os.close(directory)
-    return True
-
-
-def _ask(service: socket.socket, body: bytes) -> bytes:
-    hello = cbor.encode({"requestId": "hello", "protocolVersion": wire.VERSIONS[0]})
-    try:
-        service.sendall(bytes((wire.CONNECT_VERSION,)) + wire.frame(wire.Op.CONNECT, hello))
-        service.sendall(wire.frame(wire.COMMAND, body))
-        with service.makefile("rb") as answers:
-            answers.read(1)
-            for _ in range(2):
-                head = answers.read(wire.HEADER)
-                body = answers.read(int.from_bytes(head[:4], "big") - 1) if len(head) == wire.HEADER else b""
-                if not body:
-                    raise ConnectionResetError
-                if head[4] == wire.COMMAND_REPLY:
-                    return body
-                if head[4] == wire.UNKNOWN_OPERATION_ERROR:  # to whatever is wrong with the request itself
-                    failure = cbor.decode_map(body)
-                    if failure["status"] != wire.Status.UNKNOWN_OPERATION:
-                        raise StreamBridgeError(str(failure["errorMessage"]))
-        raise StreamBridgeError("the running service is of another version; restart it")
-    except (ConnectionError, TimeoutError):
-        raise StreamBridgeError(
-            "the service did not answer to the end; look whether the operation was carried out"
-        ) from None
-
-
 async def _here(where: Place, operation: str, body: bytes) -> bytes:
     data_dir = where.data_dir
     act_as_owner(data_dir)
@@ -127,7 +84,7 @@ async def _here(where: Place, operation: str, body: bytes) -> bytes:
         floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
     ) as store:
         manager = StreamManager(store, plugins.load(where.plugin_dirs), _Stopped(data_dir))
-        return await requests.answer(manager, operation, body, LARGEST)
+        return await answer(Operations(manager), operation, body, LARGEST, TRUSTED)
 
 
 class _Stopped:

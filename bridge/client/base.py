@@ -81,6 +81,8 @@ class Data(Struct, rename="camel"):
 def _plain(value: Any) -> Any:
     if isinstance(value, Data):
         return value.as_dict()
+    if isinstance(value, Struct):  # a class of the data model, such as Limits
+        return _plain(msgspec.to_builtins(value, builtin_types=(bytes,)))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, list):

@@ -98,9 +98,18 @@ class StreamManagerClient:
         """Create a stream; raises InvalidRequestException if there is one of this name."""
         self._ask("createMessageStream", {"definition": _checked(definition)}, repeatable=False)
 
-    def update_message_stream(self, definition: MessageStreamDefinition) -> None:
-        """Replace a stream's definition."""
-        self._ask("updateMessageStream", {"definition": _checked(definition)})
+    def update_message_stream(
+        self, definition: MessageStreamDefinition, *, if_version: str | None = None
+    ) -> None:
+        """Replace a stream's definition; with `if_version` only if nobody has changed it since.
+
+        The version is that of `describe_message_stream`; raises UpdateFailedException if it is another now.
+        """
+        body: dict[str, Any] = {"definition": _checked(definition)}
+        if if_version is not None:  # a second try would find what the first one has changed
+            self._ask("updateMessageStream", body | {"ifVersion": if_version}, repeatable=False)
+        else:
+            self._ask("updateMessageStream", body)
 
     def delete_message_stream(self, stream_name: str) -> None:
         """Delete a stream and its messages."""
@@ -147,7 +156,8 @@ class StreamManagerClient:
     ) -> list[int]:
         """Append many messages in order; returns their sequence numbers once all are stored.
 
-        As many requests are made as packets need. If one fails, those before it are stored.
+        As many requests are made as packets need. If a message cannot be stored, those before it are, and
+        those behind it are not: `sequence_numbers` of the exception has the numbers of those that are stored.
         """
         if not data or not all(isinstance(payload, bytes) and payload for payload in data):
             raise ValidationException("data must be a list of bytes, none of them empty")
@@ -165,7 +175,11 @@ class StreamManagerClient:
                     break
                 last += 1
             body = {"name": stream_name, "payloads": data[first:last], "messageIds": ids[first:last]}
-            numbers += self._ask("appendMessages", body)["sequenceNumbers"]
+            try:
+                numbers += self._ask("appendMessages", body)["sequenceNumbers"]
+            except StreamManagerException as error:
+                error.sequence_numbers = numbers + error.sequence_numbers
+                raise
         return numbers
 
     def tail(
@@ -218,11 +232,13 @@ class StreamManagerClient:
         if status == ResponseStatusCode.Success:
             return reply
         kind = BY_STATUS.get(status) if isinstance(status, int) else None
-        raise (kind or StreamManagerException)(
+        failed = (kind or StreamManagerException)(
             str(reply.get("errorMessage", "")),
             status if isinstance(status, int) else None,
             reply["requestId"],
         )
+        failed.sequence_numbers = list(reply.get("sequenceNumbers", ()))
+        raise failed
 
 
 def _checked(definition: MessageStreamDefinition) -> dict[str, Any]:

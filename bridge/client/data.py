@@ -255,6 +255,7 @@ class MessageStreamInfo(Data):
     definition: MessageStreamDefinition | None = None
     storage_status: StorageStatus | None = None
     export_statuses: list[ExportStatus] | None = None
+    version: str | None = None
 
     NESTED: ClassVar[dict[str, type[Data]]] = {
         "definition": MessageStreamDefinition,

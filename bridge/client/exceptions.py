@@ -4,12 +4,16 @@ from __future__ import annotations
 
 
 class StreamManagerException(Exception):  # noqa: N818 - these names are the SDK's
-    """The base of all; `status` and `request_id` are those of the reply, if there was one."""
+    """The base of all; `status` and `request_id` are those of the reply, if there was one.
+
+    `sequence_numbers`, our extension, are those of the messages that were stored all the same.
+    """
 
     def __init__(self, message: str = "", status: int | None = None, request_id: str | None = None) -> None:
         """As the SDK makes it."""
         super().__init__(message)
         self.message, self.status, self.request_id = message, status, request_id
+        self.sequence_numbers: list[int] = []
 
 
 class ClientException(StreamManagerException):

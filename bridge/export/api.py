@@ -25,11 +25,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from bridge.export.settings import Allow
 from bridge.model import MAX_INT64, MAX_MILLIS, Name
 
 
@@ -155,7 +157,13 @@ class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
 
 
-Endpoint = Annotated[str, Meta(pattern="^https?://")]
+# What a setting reaches, said by its type: a client's definition may hold only what the configuration
+# allows ([export.allow]), and no file with a secret or a certificate.
+REACH = "reach"
+ENDPOINT, BUCKET, SECRET_FILE = "endpoint", "bucket", "secret file"
+Endpoint = Annotated[str, Meta(pattern="^https?://", extra={REACH: ENDPOINT})]
+Bucket = Annotated[str, Meta(min_length=3, max_length=255, extra={REACH: BUCKET})]
+SecretFile = Annotated[str, Meta(min_length=1, extra={REACH: SECRET_FILE})]
 
 
 class AwsConfig(ExportConfig, kw_only=True, frozen=True):
@@ -235,6 +243,17 @@ class Context:
         """Keep up to 2,000 bytes durably with the position; `state` is what was kept last."""
         self.state = state
 
+    def open(self, path: Path) -> BinaryIO:
+        """Open a regular file that a message names.
+
+        Raises OSError; ValueError if it is in none of the directories of [export.allow].
+        """
+        return Allow(directories=[Path("/")]).open(path)
+
+    def may_write_to(self, bucket: str) -> bool:
+        """Whether [export.allow] has a bucket that a message names."""
+        return True
+
     def exports(self) -> list[Progress]:
         """The progress of all exports of this kind on the gateway, this one included.
 
@@ -309,16 +328,22 @@ OWN_STREAM = "is the stream itself: each message there would make another; name 
 _APPENDS_TO = (("deadLetterStream",), ("statusConfig", "statusStreamName"))
 
 
+def appends_to(raw: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
+    """The streams that an export (camelCase) appends to, by the path of the key that names each."""
+    found: dict[tuple[str, ...], str] = {}
+    for path in _APPENDS_TO:
+        value: Any = raw
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, str):
+            found[path] = value
+    return found
+
+
 def appends_to_itself(raw: Mapping[str, Any], stream: str) -> list[str] | None:
     """The path of the key by which an export of `stream` (camelCase) would append to `stream`; None if none.
 
     What an export makes of a message must not be exported again by it: one message that is refused would
     fill the disk.
     """
-    for path in _APPENDS_TO:
-        value: Any = raw
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value == stream:
-            return list(path)
-    return None
+    return next((list(path) for path, name in appends_to(raw).items() if name == stream), None)

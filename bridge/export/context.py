@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from bridge.export.api import AwsBatchedConfig, AwsConfig, Context, Progress
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bridge.export.scheduler import Scheduler
     from bridge.export.task import Task
 
@@ -35,6 +37,12 @@ class WorkerContext(Context):
     def save_state(self, state: bytes) -> None:
         self._task.save_state(state)
         self.state = state
+
+    def open(self, path: Path) -> BinaryIO:
+        return self._scheduler.allow.open(path)
+
+    def may_write_to(self, bucket: str) -> bool:
+        return self._scheduler.allow.bucket(bucket)
 
     def exports(self) -> list[Progress]:
         return self._scheduler.progress(self._task.kind)

@@ -11,7 +11,7 @@ InvalidArgumentException of one that has a Kinesis stream as its source. That is
 
 from __future__ import annotations
 
-from bridge.aws import failure, is_throttled
+from bridge.aws import failure, is_throttled, safe_code
 from bridge.export.api import AwsBatchedConfig, Batch, Context, Outcome, Retry
 from bridge.model import MIB
 
@@ -91,7 +91,7 @@ class FirehoseSender:
             for group, result in zip(groups, answer["RequestResponses"], strict=True):
                 if code := result.get("ErrorCode"):
                     failed += group
-                    self._error = f"{code}: {result.get('ErrorMessage', '')}"
+                    self._error = safe_code(code)
                     if is_throttled(code) or code == "ServiceUnavailableException":
                         self._after = 1.0
         return failed

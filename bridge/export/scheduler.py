@@ -68,7 +68,7 @@ class Scheduler:
         self.tuning = hello.tuning
         self.registry = registry
         self._parent = parent
-        self.aws = hello.aws
+        self.aws, self.allow = hello.aws, hello.export.allow
         self._threads = hello.export.threads
         self._bandwidth = hello.export.max_bandwidth
         self._changed = threading.Condition()

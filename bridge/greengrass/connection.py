@@ -30,10 +30,12 @@ from bridge import cbor
 from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, Status
+from bridge.operations.catalog import READ, Found
 
 if TYPE_CHECKING:
+    from bridge.access.rules import Identity
     from bridge.greengrass.frontend import GreengrassFrontEnd
-    from bridge.manager import ReadMessagesOptions
+    from bridge.operations.catalog import Read
     from bridge.streams.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -65,10 +67,10 @@ class Breach(Exception):  # noqa: N818  (named for what happened)
 class Connection(asyncio.Protocol):
     """The server's side of one connection."""
 
-    def __init__(self, front: GreengrassFrontEnd, *, trusted: bool) -> None:
-        """`trusted`: a client that needs no token."""
-        self._front, self._trusted = front, trusted
-        self._manager = front.manager
+    def __init__(self, front: GreengrassFrontEnd) -> None:
+        self._front = front
+        self._operations, self._manager = front.operations, front.operations.manager
+        self.caller: Identity  # since the client has said who it is; before it can ask for nothing
         self._loop = asyncio.get_running_loop()
         self._state, self._version = State.NEW, wire.VERSIONS[0]
         self._buffer = bytearray()
@@ -87,8 +89,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
-        self.address = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "unix"
-        self._socket = transport.get_extra_info("socket") if isinstance(peer, tuple) else None
+        self.host, self.address = peer[0], f"{peer[0]}:{peer[1]}"
+        self.socket = transport.get_extra_info("socket")
         self._transport.set_write_buffer_limits(high=UNSENT)
         self._timer = self._loop.call_later(HANDSHAKE, self.end, "no whole Connect in time")
         self._front.connections.add(self)
@@ -106,8 +108,7 @@ class Connection(asyncio.Protocol):
                 self.end("too much is waiting in frames that are not whole")
             elif (self._buffer or self._skip) and not self._holds:
                 self._timer = self._loop.call_later(STALLED, self.end, "a frame that does not go on")
-                if self._socket is not None:
-                    self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def eof_received(self) -> bool:
         """The client has left (no SDK shuts one side alone): see its appends stored, then close too."""
@@ -242,9 +243,10 @@ class Connection(asyncio.Protocol):
             self._refuse(request_id, Status.UNSUPPORTED_PROTOCOL_VERSION, f"this server speaks {known}")
             return
         token = request.get("authToken")
-        if not self._trusted and not self._front.admits(token if isinstance(token, str) else ""):
-            self._refuse(request_id, Status.UNAUTHORIZED, "the token is not the one of `token_file`")
+        if why := self._front.refused(self, token if isinstance(token, str) else ""):
+            self._refuse(request_id, Status.UNAUTHORIZED, why)
             return
+        self.identify()
         self._version = cast("str", version)
         self._state = State.OPEN
         self._timer.cancel()
@@ -263,6 +265,10 @@ class Connection(asyncio.Protocol):
             "serverVersion": wire.VERSIONS[0],
         }
         self._send(bytes((wire.CONNECT_VERSION,)) + wire.frame(wire.CONNECT_RESPONSE, cbor.encode(body)))
+
+    def identify(self) -> None:
+        """Look up what the client may do, at its Connect and again when the rules have changed."""
+        self.caller = self._front.identify(self.host, self.address)
 
     # -- requests ------------------------------------------------------------
     def _decode(self, body: bytes) -> tuple[str, dict[str, Any]]:
@@ -283,7 +289,7 @@ class Connection(asyncio.Protocol):
             self._send(wire.failure(Op.APPEND, request_id, Status.INVALID_REQUEST, text))
             return
         try:
-            stream, number = self._manager.submit(name, payload)
+            stream, number = self._operations.submit(name, payload, self.caller)
         except StreamBridgeError as error:
             self._failed(Op.APPEND, request_id, error)
             return
@@ -314,9 +320,6 @@ class Connection(asyncio.Protocol):
         if op == Op.CONNECT:
             raise Breach("a second Connect")
         request_id, request = self._decode(body)
-        if op == wire.COMMAND and self._trusted:
-            self._front.spawn(self._command(request, body))
-            return
         if op not in wire.REPLY_TO:
             text = f"there is no operation {op} in protocol {self._version}"
             self._send(wire.failure(op, request_id, Status.UNKNOWN_OPERATION, text, self._version))
@@ -329,25 +332,21 @@ class Connection(asyncio.Protocol):
                 self._hold("reads")
             return
         try:
-            result = operations.control(self._manager, Op(op), request, self._version, self.address)
+            result = operations.control(self._operations, Op(op), request, self._version, self.caller)
             self._send(wire.reply(Op(op), request_id, result))
         except (StreamBridgeError, OSError) as error:
             self._failed(op, request_id, error)
-
-    async def _command(self, request: dict[str, Any], body: bytes) -> None:
-        answer = await self._front.command(str(request.get("operation")), body)
-        self._send(wire.frame(wire.COMMAND_REPLY, answer))
 
     async def _read(self, request_id: str, request: dict[str, Any]) -> None:
         began = self._loop.time()
         late = LATE
         try:
-            name, options = operations.text(request, "streamName"), operations.options(request)
+            asked, options = operations.read(request)
             late = max(LATE, options.read_timeout_millis / 1000)
             if options.read_timeout_millis:
-                await self._manager.wait(name, options)
-                options = operations.without_wait(options)
-            answer = await self._answer(request_id, name, options)
+                await self._operations.wait(asked, self.caller)
+                asked = operations.without_wait(asked, options)
+            answer = await self._answer(request_id, asked)
         except (StreamBridgeError, OSError) as error:
             answer = self._failure(Op.READ, request_id, error)
         except asyncio.CancelledError:
@@ -356,13 +355,15 @@ class Connection(asyncio.Protocol):
         if self._loop.time() - began < late:
             self._send(answer)
 
-    async def _answer(self, request_id: str, name: str, options: ReadMessagesOptions) -> bytes:
+    async def _answer(self, request_id: str, asked: Read) -> bytes:
         """Read once the last replies are on their way; all clients together hold one new reply at a time."""
         while True:
             await self._writable.wait()
             async with self._front.reading:
                 if self._writable.is_set():
-                    return wire.read(request_id, name, await self._manager.read(name, options))
+                    found = await self._operations.call(READ, asked, self.caller)
+                    assert isinstance(found, Found)
+                    return wire.read(request_id, found.stream, found.messages)
 
     def _read_ended(self, task: asyncio.Task[None]) -> None:
         self._reads.discard(task)

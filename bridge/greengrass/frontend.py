@@ -1,10 +1,9 @@
-"""`GreengrassFrontEnd`: the Stream Manager protocol on TCP, and on a unix socket for the command line.
+"""`GreengrassFrontEnd`: the Stream Manager protocol on TCP.
 
-The unix socket, `<data_dir>/streambridge.sock`, is open to this user alone (mode 0600) and therefore
-asks for no token; on it, `wire.COMMAND` brings the operations that the SDK does not know. On TCP, a
-client must show the token that stands in `token_file` if one is configured: the file is read at each
-connect, so that a token can be changed while running, and if it cannot be read or is empty, nobody is
-let in.
+A client must show the token that stands in `token_file`, unless its process belongs to root or to the
+service's own user on this machine. The file is read at each connect, so that a token can be changed while
+running; if it cannot be read or is empty, no token is right. What these clients may do is what the rules say
+for `greengrass.user`.
 """
 
 from __future__ import annotations
@@ -14,26 +13,24 @@ import contextlib
 import hmac
 import logging
 import os
-import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.addresses import host_and_port
-from bridge.errors import ConfigError
+from bridge.addresses import host_and_port, is_loopback
 from bridge.greengrass.connection import Connection
+from bridge.net import peer
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from bridge.manager import StreamManager
+    from bridge.access.logins import Access
+    from bridge.access.rules import Identity
+    from bridge.operations.catalog import Operations
 
 log = logging.getLogger(__name__)
 
-Command = Callable[[str, bytes], Awaitable[bytes]]
-SOCKET = "streambridge.sock"
 MANY = 64 * 1024  # bytes of an unfinished frame from which on they are counted
 PARTIAL_BYTES = 256 * 1024 * 1024  # that may wait in unfinished frames of all clients together
 BACKLOG = 1024
@@ -50,14 +47,17 @@ class Settings(Protocol):
     def token_file(self) -> Path | None:
         """The file with the token that clients must show."""
 
+    @property
+    def user(self) -> str:
+        """The user whose rules hold for clients on TCP."""
+
 
 class GreengrassFrontEnd:
     """The listeners, and what their connections share."""
 
-    def __init__(self, config: Settings, manager: StreamManager, data_dir: Path, command: Command) -> None:
-        """`command` carries out any operation by its name, encoded request in, encoded reply out."""
-        self.command = command
-        self._config, self.manager, self._data_dir = config, manager, data_dir
+    def __init__(self, config: Settings, operations: Operations, access: Access) -> None:
+        self._config, self.operations, self._access = config, operations, access
+        self.manager = operations.manager
         self.connections: set[Connection] = set()
         self.counts: Counter[str] = Counter()
         self._servers: list[asyncio.Server] = []
@@ -74,40 +74,14 @@ class GreengrassFrontEnd:
         if self._config.listen:
             host, port = host_and_port(self._config.listen)
             try:
-                server = await loop.create_server(
-                    partial(Connection, self, trusted=False), host, port, backlog=BACKLOG
-                )
+                server = await loop.create_server(partial(Connection, self), host, port, backlog=BACKLOG)
             except OSError as error:
                 why = os.strerror(error.errno) if error.errno else str(error)
                 raise OSError(error.errno, f"cannot listen on {self._config.listen}: {why}") from None
             self._servers.append(server)
             bound = server.sockets[0].getsockname()
             urls.append(f"tcp://{f'[{host}]' if ':' in host else host}:{bound[1]}")
-        self._servers.append(
-            await loop.create_unix_server(
-                partial(Connection, self, trusted=True), sock=self._unix_socket(), backlog=BACKLOG
-            )
-        )
-        return [*urls, f"unix://{self._data_dir / SOCKET}"]
-
-    def _unix_socket(self) -> socket.socket:
-        """Bound to our name in the data directory, which is ours: what is there is from a run that died."""
-        path = self._data_dir / SOCKET
-        if (path.exists() or path.is_symlink()) and not path.is_socket():
-            raise ConfigError(f"{path} is in the way, since it is no socket; move it away")
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        # A unix address has room for 107 bytes, a path may be longer: name the directory by descriptor.
-        directory = os.open(self._data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fchmod(listener.fileno(), 0o600)  # before the bind, so that the name never has another mode
-            listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
-        except BaseException:
-            listener.close()
-            raise
-        finally:
-            os.close(directory)
-        return listener
+        return urls
 
     async def stop(self) -> None:
         """Accept nobody any more; what was read is committed and answered, then every connection ends."""
@@ -118,8 +92,6 @@ class GreengrassFrontEnd:
         await asyncio.gather(*(connection.closed for connection in connections), *self._tasks)
         with contextlib.suppress(ValueError):
             self.manager.on_pressure.remove(self._pressure)
-        if self._servers:
-            (self._data_dir / SOCKET).unlink(missing_ok=True)
         self._servers.clear()
 
     def stats(self) -> dict[str, int]:
@@ -127,20 +99,43 @@ class GreengrassFrontEnd:
         return {"connections": len(self.connections), **self.counts}
 
     # -- for the connections ------------------------------------------------------------
-    def admits(self, token: str) -> bool:
-        """Whether a client with this token may come in."""
+    def refused(self, connection: Connection, token: str) -> str:
+        """Why a client on TCP is not let in with this token; empty if it is.
+
+        Root and the service's own user need none: they could read the streams' files as well.
+        """
         path = self._config.token_file
-        if path is None:
-            return True
-        try:
-            wanted = path.read_bytes().strip()
-        except OSError as error:
-            log.error("greengrass.token_file cannot be read, so nobody is let in: %s", error)
-            return False
-        if not wanted:
-            log.error("greengrass.token_file is empty, so nobody is let in: %s", path)
-            return False
-        return hmac.compare_digest(token.encode(), wanted)
+        wanted = b""
+        if path is not None:
+            try:
+                wanted = path.read_bytes().strip()
+            except OSError as error:
+                log.error("greengrass.token_file cannot be read: %s", error)
+            else:
+                if not wanted:
+                    log.error("greengrass.token_file is empty: %s", path)
+        if wanted and hmac.compare_digest(token.encode(), wanted):
+            return ""
+        ignored = not token or path is None
+        if ignored and is_loopback(connection.host) and peer.owner(connection.socket) in (0, os.geteuid()):
+            return ""
+        if ignored:
+            return (
+                "a token is needed here: `streambridge install-service` makes one, greengrass.token_file "
+                "names its file, and the client needs it as AWS_CONTAINER_AUTHORIZATION_TOKEN"
+            )
+        return "the token is not the one in greengrass.token_file"
+
+    def identify(self, host: str, address: str) -> Identity:
+        """What a client at an address may do: what the rules say for `greengrass.user`."""
+        user = self._config.user
+        label = f"{address} (user {user!r})"
+        return self._access.identify("", user, local=is_loopback(host), label=label)
+
+    def reload(self) -> None:
+        """The rules have changed."""
+        for connection in self.connections:
+            connection.identify()
 
     def gone(self, connection: Connection) -> None:
         """A connection is closed."""

@@ -1,4 +1,4 @@
-"""What the Stream Manager protocol makes of requests and results of the StreamManager.
+"""What the Stream Manager protocol makes of requests and results of the operations.
 
 Extensions stay out of sight: a description holds the keys and the export kinds of the SDK, no others.
 What a client cannot see it cannot mean to delete, so an update keeps the extensions as they are (the
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bridge.changes import log_change
 from bridge.errors import InvalidRequest
 from bridge.greengrass import wire
 from bridge.greengrass.wire import Op
-from bridge.manager import ReadMessagesOptions
 from bridge.model import problem
+from bridge.operations.catalog import Define, Described, Listed, Named, Read, Request, Update
+from bridge.operations.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
-    from bridge.manager import StreamManager
-    from bridge.model import MessageStreamDefinition
+    from bridge.access.rules import Identity
+    from bridge.model import MessageStreamDefinition, MessageStreamInfo
+    from bridge.operations.catalog import Operations
 
 _DEFINITION = frozenset((
     "name", "maxSize", "streamSegmentSize", "timeToLiveMillis", "strategyOnFull", "persistence",
@@ -45,18 +46,23 @@ _OPTIONS = frozenset(
 )
 
 
-def control(manager: StreamManager, op: Op, request: dict[str, Any], version: str, by: str) -> dict[str, Any]:
+def control(
+    operations: Operations, op: Op, request: dict[str, Any], version: str, caller: Identity
+) -> dict[str, Any]:
     """Carry out an operation that is neither append nor read; returns the result's entries.
 
-    `by` is who asks, for the log. Raises StreamBridgeError or OSError.
+    Keys that are not the SDK's are ignored, as AWS does. Raises StreamBridgeError or OSError.
     """
     if op is Op.LIST:
-        return {"streams": manager.names()}
+        listed = operations.call_now("listStreams", Request(), caller)
+        assert isinstance(listed, Listed)
+        return {"streams": listed.streams}
     if op is Op.DESCRIBE:
-        return {"messageStreamInfo": describe(manager, text(request, "name"), version)}
+        found = operations.call_now("describeMessageStream", Named(name=text(request, "name")), caller)
+        assert isinstance(found, Described)
+        return {"messageStreamInfo": shown(found.message_stream_info, version)}
     if op is Op.DELETE:
-        manager.delete(text(request, "name"))
-        log_change("deleted", text(request, "name"), by)
+        operations.call_now("deleteMessageStream", Named(name=text(request, "name")), caller)
         return {}
     definition = request.get("definition")
     if not isinstance(definition, dict):
@@ -64,15 +70,23 @@ def control(manager: StreamManager, op: Op, request: dict[str, Any], version: st
     definition = without_nulls({key: value for key, value in definition.items() if key in _DEFINITION})
     exports = definition.get("exportDefinition")
     if isinstance(exports, dict):
-        definition["exportDefinition"] = {kind: exports[kind] for kind in EXPORTS if kind in exports}
+        definition["exportDefinition"] = {
+            kind: _sdk_keys(exports[kind], known) for kind, known in EXPORTS.items() if kind in exports
+        }
     if op is Op.CREATE:
-        manager.create(definition)
-        log_change("created", str(definition["name"]), by)
+        operations.call_now("createMessageStream", Define(definition=definition), caller)
     else:
-        stored = manager.definitions.get(str(definition.get("name")))
-        manager.update(definition if stored is None else with_extensions(definition, stored))
-        log_change("updated", str(definition["name"]), by)
+        stored = operations.manager.definitions.get(str(definition.get("name")))
+        whole = definition if stored is None else with_extensions(definition, stored)
+        operations.call_now("updateMessageStream", Update(definition=whole), caller)
     return {}
+
+
+def _sdk_keys(configs: Any, known: frozenset[str]) -> Any:
+    """The exports of one kind with only the keys that the SDK has; whatever is no such list as it is."""
+    if not isinstance(configs, list) or not all(isinstance(raw, dict) for raw in configs):
+        return configs
+    return [{key: value for key, value in raw.items() if key in known} for raw in configs]
 
 
 def text(request: dict[str, Any], key: str) -> str:
@@ -83,26 +97,28 @@ def text(request: dict[str, Any], key: str) -> str:
     return value
 
 
-def options(request: dict[str, Any]) -> ReadMessagesOptions:
-    """The options of a read; raises InvalidRequest."""
+def read(request: dict[str, Any]) -> tuple[Read, ReadMessagesOptions]:
+    """A read, and its options; raises InvalidRequest."""
+    name = text(request, "streamName")
     raw = request.get("readMessagesOptions") or {}
     if not isinstance(raw, dict):
         raise InvalidRequest("readMessagesOptions is not a map")
     known = {key: value for key, value in raw.items() if key in _OPTIONS and value is not None}
     try:
-        return msgspec.convert(known, ReadMessagesOptions)
+        options = msgspec.convert(known, ReadMessagesOptions)
     except msgspec.ValidationError as error:
         raise InvalidRequest(problem(error, "readMessagesOptions")) from None
+    return Read(name=name, read_messages_options=options), options
 
 
-def without_wait(asked: ReadMessagesOptions) -> ReadMessagesOptions:
+def without_wait(asked: Read, options: ReadMessagesOptions) -> Read:
     """The same read, of what is there now."""
-    return msgspec.structs.replace(asked, read_timeout_millis=0)
+    now = msgspec.structs.replace(options, read_timeout_millis=0)
+    return msgspec.structs.replace(asked, read_messages_options=now)
 
 
-def describe(manager: StreamManager, name: str, version: str) -> dict[str, Any]:
+def shown(info: MessageStreamInfo, version: str) -> dict[str, Any]:
     """The SDK's MessageStreamInfo: whole (its users assign into parts of it), without extensions."""
-    info = manager.describe(name)
     definition = info.definition
     kinds = _OLD_EXPORTS if version == "1.0.0" else EXPORTS
     exports = {

@@ -42,9 +42,6 @@ class Op(IntEnum):
 
 
 CONNECT_RESPONSE = 6
-# On the unix socket only: any operation of the request topics, by its name at the key `operation`. The
-# reply is what a client over MQTT would get.
-COMMAND, COMMAND_REPLY = 100, 101
 UNKNOWN_OPERATION_ERROR = 17
 REPLY_TO = {
     Op.CONNECT: CONNECT_RESPONSE, Op.CREATE: 7, Op.DELETE: 8, Op.APPEND: 9, Op.READ: 10,

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from bridge.errors import CorruptData
 from bridge.http.state import DROPS, FAILURES, REFUSALS, Client, ExportState, State, StreamState, limits_of
-from bridge.manager import StreamManager
+from bridge.operations.manager import StreamManager
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
 

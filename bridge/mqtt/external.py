@@ -44,18 +44,21 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties as PahoProperties
 
 from bridge.errors import ConfigError, MessageTooLarge, NoStream, StreamError
-from bridge.mqtt import headers, requests
+from bridge.mqtt import headers
 from bridge.mqtt import properties as p
 from bridge.mqtt.subscribing import Subscriptions
 from bridge.mqtt.trouble import Trouble, cause_of
+from bridge.operations.codec import answer, refusal
 from bridge.topics import REQUEST_LEVEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from bridge.manager import StreamManager
+    from bridge.access.logins import Access
+    from bridge.access.rules import Identity
     from bridge.mqtt.settings import ExternalSettings
     from bridge.mqtt.store import Stream
+    from bridge.operations.catalog import Operations
 
 log = logging.getLogger(__name__)
 
@@ -93,15 +96,18 @@ class _Batch:
 class ExternalBroker:
     """A subscriber at an existing broker that stores what it gets."""
 
-    def __init__(self, settings: ExternalSettings, manager: StreamManager, max_packet: int) -> None:
-        self._settings, self._manager, self._max_packet = settings, manager, max_packet
+    def __init__(
+        self, settings: ExternalSettings, operations: Operations, access: Access, max_packet: int
+    ) -> None:
+        self._settings, self._operations, self._access = settings, operations, access
+        self._manager, self._max_packet = operations.manager, max_packet
         self._loop = asyncio.get_running_loop()
         self.counts: Counter[str] = Counter()
         self._connection = 0  # its number; set in paho's thread, as soon as one has ended or begun
         self._failed = -1  # connections up to this one have brought a message that could not be committed
         self._v5 = settings.protocol == "5"
         self._client = self._make_client()
-        self._subscriptions = Subscriptions(settings, manager, self._client, self.counts)
+        self._subscriptions = Subscriptions(settings, self._manager, self._client, self.counts)
         self._trouble = Trouble(settings.url)
         self._inbox: deque[tuple[int, paho.MQTTMessage]] = deque()  # with the number of the connection
         self._inbox_bytes = 0
@@ -299,7 +305,11 @@ class ExternalBroker:
         """Append one message to its streams; False if it must be tried again."""
         topic = message.topic
         if topic.startswith(REQUEST_LEVEL + "/"):
-            self._answer(message)
+            if self._settings.operations:
+                self._answer(message)
+            else:
+                self.counts["refused_requests"] += 1
+                self._subscriptions.leave_requests()
         else:
             streams = self._routes.get(topic)
             if streams is None:
@@ -368,19 +378,29 @@ class ExternalBroker:
         log.warning("dropped a message: %s", error)
 
     def _answer(self, message: paho.MQTTMessage) -> None:
-        operation, body = message.topic.rpartition("/")[2], bytes(message.payload)
-        asked = _properties(message)
-        reply_to = asked.get(p.RESPONSE_TOPIC, b"").decode() or f"{message.topic}/reply"
+        """Carry out a request for the client whose level its topic has: that broker's rules vouch for it."""
+        level, _, operation = message.topic.removeprefix(f"{REQUEST_LEVEL}/").partition("/")
+        body, asked = bytes(message.payload), _properties(message)
+        default = f"{message.topic}/reply"
+        reply_to = asked.get(p.RESPONSE_TOPIC, b"").decode() or default
         self.counts["requests"] += 1
+        if reply_to != message.topic and not reply_to.startswith(f"{message.topic}/"):
+            # We publish with our own rights, which are not the client's to use.
+            self.counts["refused_requests"] += 1
+            why = f"a reply goes below {message.topic}, not to the Response Topic {reply_to[:200]!r}"
+            log.warning("refused a request: %s", why)
+            self._publish(default, refusal(body, why), asked, 0)
+            return
         cost = REQUEST_COST + len(body)
         if self._asked_bytes and self._asked_bytes + cost > REQUEST_ROOM:
             self.counts["refused_requests"] += 1
             why = f"{operation}: too many requests are under way ({len(self._tasks)}); try again"
             log.warning("refused a request, to be answered on %s: %s", reply_to, why)
-            self._publish(reply_to, requests.refusal(body, why), asked, 0)  # at QoS 0 nothing is kept of it
+            self._publish(reply_to, refusal(body, why), asked, 0)  # at QoS 0 nothing is kept of it
             return
         self._asked_bytes += cost
-        task = self._loop.create_task(self._reply(operation, body, reply_to, asked))
+        caller = self._access.identify(level, None, label=f"client {level!r} at {self._settings.url}")
+        task = self._loop.create_task(self._reply(operation, body, reply_to, asked, caller))
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -389,9 +409,10 @@ class ExternalBroker:
         self._tasks.add(task)
         task.add_done_callback(ended)
 
-    async def _reply(self, operation: str, body: bytes, reply_to: str, asked: p.Properties) -> None:
-        by = f"a request at {self._settings.url}"
-        reply = await requests.answer(self._manager, operation, body, self._max_packet, by=by)
+    async def _reply(
+        self, operation: str, body: bytes, reply_to: str, asked: p.Properties, caller: Identity
+    ) -> None:
+        reply = await answer(self._operations, operation, body, self._max_packet, caller)
         packet_id = self._publish(reply_to, reply, asked, 1)
         if packet_id is not None:
             taken = self._replies[packet_id] = self._loop.create_future()

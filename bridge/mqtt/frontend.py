@@ -10,8 +10,9 @@ from bridge.mqtt.lane import Lane
 from bridge.mqtt.packets import V5, V311
 
 if TYPE_CHECKING:
-    from bridge.manager import StreamManager
+    from bridge.access.logins import Access
     from bridge.mqtt.settings import MqttConfig
+    from bridge.operations.catalog import Operations
 
 _PROTOCOLS = {V311: "MQTT 3.1.1", V5: "MQTT 5"}
 
@@ -19,8 +20,8 @@ _PROTOCOLS = {V311: "MQTT 3.1.1", V5: "MQTT 5"}
 class MqttFrontEnd:
     """The embedded broker, or the subscriber at an external one."""
 
-    def __init__(self, config: MqttConfig, manager: StreamManager) -> None:
-        self._config, self._manager = config, manager
+    def __init__(self, config: MqttConfig, operations: Operations, access: Access) -> None:
+        self._config, self._operations, self._access = config, operations, access
         self._lane: Lane | None = None
         self._external: ExternalBroker | None = None
 
@@ -30,10 +31,12 @@ class MqttFrontEnd:
         Raises ConfigError or OSError.
         """
         if self._config.mode == "external":
-            self._external = ExternalBroker(self._config.external, self._manager, self._config.max_packet)
+            self._external = ExternalBroker(
+                self._config.external, self._operations, self._access, self._config.max_packet
+            )
             await self._external.start()
             return []
-        self._lane = Lane(self._config, self._manager)
+        self._lane = Lane(self._config, self._operations, self._access)
         return await self._lane.start()
 
     async def stop(self) -> None:
@@ -46,6 +49,8 @@ class MqttFrontEnd:
         """Take over users, rules and certificates, all or nothing (ConfigError)."""
         if self._lane is not None:
             self._lane.reload(config)
+        else:
+            self._access.load(config)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (drops and refusals by reason), connections and sessions now."""

@@ -11,6 +11,7 @@ import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.access.logins import Denied, Reason
+from bridge.addresses import is_loopback
 from bridge.mqtt import properties as p
 from bridge.mqtt.packets import (
     BAD_AUTH_METHOD,
@@ -88,7 +89,7 @@ async def _open(conn: Connection, connect: Connect) -> None:
     if refused is None:
         user, refused = await _authenticate(conn, connect)
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
-    identity = lane.access.identify(client_id, user)
+    identity = lane.access.identify(client_id, user, local=is_loopback(conn.address))
     if refused is None and connect.will is not None:
         will = connect.will
         if not is_topic_name(will.topic):

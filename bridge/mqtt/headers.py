@@ -1,56 +1,11 @@
-"""What a stream keeps of a PUBLISH beside topic and payload: the `headers` of a stored message.
-
-Layout: a msgpack map with only the keys that say something; b"" when none does (the usual case).
-`decode` is for exporters and readers; unknown keys are skipped, so that keys may be added.
-
-    key            value                                   from
-    retain, dup    true                                    flags of the PUBLISH (3.1.1 section 3.3.1)
-    client, id     client id, packet id                    QoS 2: what it is stored once by (4.3.3);
-                                                           the client id also where an export asks for it
-    user           [[name, value], ...] strings            MQTT 5 User Properties
-    type           string                                  MQTT 5 Content Type
-    utf8           true                                    MQTT 5 Payload Format Indicator
-    reply, token   topic, bytes                            MQTT 5 Response Topic, Correlation Data
-    expires        Unix time in ms                         MQTT 5 Message Expiry, made absolute
-"""
+"""The headers that a stream keeps of a PUBLISH; their layout is in `bridge.streams.headers`."""
 
 from __future__ import annotations
 
 import time
 
-import msgspec
-
 from bridge.mqtt import properties as p
-
-
-class Headers(msgspec.Struct, omit_defaults=True, frozen=True):
-    """The decoded headers of a stored message."""
-
-    retain: bool = False
-    dup: bool = False
-    client: str = ""
-    id: int = 0
-    user: list[tuple[str, str]] = []
-    type: str = ""
-    utf8: bool = False
-    reply: str = ""
-    token: bytes = b""
-    expires: int = 0
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Headers)
-_NONE = Headers()
-
-
-def encode(headers: Headers) -> bytes:
-    """Encode headers as they are stored."""
-    return b"" if headers == _NONE else _encoder.encode(headers)
-
-
-def decode(raw: bytes) -> Headers:
-    """Decode the headers of a stored message."""
-    return _decoder.decode(raw) if raw else _NONE
+from bridge.streams.headers import Headers, encode
 
 
 def of_publish(flags: int, properties: p.Properties, client: str, packet_id: int) -> bytes:
@@ -70,8 +25,3 @@ def of_publish(flags: int, properties: p.Properties, client: str, packet_id: int
             expires=int((time.time() + expiry) * 1000) if expiry is not None else 0,
         )
     )
-
-
-# The two flags alone are common enough not to be encoded each time.
-RETAIN = encode(Headers(retain=True))
-DUP = encode(Headers(dup=True))

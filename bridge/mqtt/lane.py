@@ -17,7 +17,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge.access.logins import Access
+from bridge.addresses import is_loopback
 from bridge.errors import ConfigError, StreamError
 from bridge.mqtt import properties as p
 from bridge.mqtt.connection import Connection
@@ -35,9 +35,10 @@ from bridge.mqtt.websocket import WebSocket
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from bridge.manager import StreamManager
+    from bridge.access.logins import Access
     from bridge.mqtt.packets import Will
     from bridge.mqtt.settings import Address, MqttConfig, TlsSettings
+    from bridge.operations.catalog import Operations
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +66,14 @@ class Listener:
 class Lane:
     """The embedded broker's front: sockets and connections."""
 
-    def __init__(self, config: MqttConfig, manager: StreamManager) -> None:
+    def __init__(self, config: MqttConfig, operations: Operations, access: Access) -> None:
         self.loop = asyncio.get_running_loop()
         self.config, self.limits, self.max_packet = config, config.limits, config.max_packet
         self.counts: Counter[str] = Counter()
-        self.manager = manager
+        self.operations = operations
+        self.manager = manager = operations.manager
         self.under_pressure = manager.under_pressure
-        self.access = Access(config)
+        self.access = access
         self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal")
         self.delivery = AmqttDelivery(self._deliver, self._relieved, self.counts)
         self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts)
@@ -137,7 +139,6 @@ class Lane:
         await self.delivery.stop()
         self.sessions.stop()
         await self.journal.close()
-        self.access.close()
         self.manager.on_pressure.remove(self._pressure)
         self.manager.on_bindings_changed.remove(self.router.forget_routes)
         if self.connections:
@@ -164,7 +165,8 @@ class Lane:
             self._tls.sni_callback = lambda sock, _name, _context: setattr(sock, "context", current)
         for session in self.sessions.all():
             conn, user = session.connection, session.identity.user
-            session.identity = self.access.identify(session.client_id, user)
+            local = conn is not None and is_loopback(conn.address)
+            session.identity = self.access.identify(session.client_id, user, local=local)
             if conn is not None and not conn.listener.client_certificates and not self.access.knows(user):
                 conn.fail("refused_reload", f"user {user!r} is no longer in the users file", NOT_AUTHORIZED)
         self.router.forget_routes()

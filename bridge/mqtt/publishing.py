@@ -19,8 +19,9 @@ from bridge.errors import (
     StreamFull,
     Unauthorized,
 )
-from bridge.mqtt import headers, requests
+from bridge.mqtt import headers as published
 from bridge.mqtt import properties as p
+from bridge.mqtt import requests
 from bridge.mqtt.message import Message
 from bridge.mqtt.packets import (
     BAD_TOPIC_ALIAS,
@@ -41,6 +42,7 @@ from bridge.mqtt.packets import (
     text,
 )
 from bridge.mqtt.router import Route
+from bridge.streams import headers
 from bridge.topics import is_topic_name
 
 if TYPE_CHECKING:
@@ -234,4 +236,4 @@ def _headers(
             return headers.RETAIN
         if flags == 8:
             return headers.DUP
-    return headers.of_publish(head, properties or {}, session.client_id if with_client else "", number)
+    return published.of_publish(head, properties or {}, session.client_id if with_client else "", number)

@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING
 
 from bridge.errors import CorruptData, NotEnoughMessages
-from bridge.mqtt import headers
 from bridge.mqtt.journal import survived
 from bridge.mqtt.marks import Mark
 from bridge.mqtt.message import Message, Subscription
@@ -31,7 +30,8 @@ from bridge.mqtt.records import (
     retained_record,
     will_record,
 )
-from bridge.reading import ReadMessagesOptions
+from bridge.operations.reading import ReadMessagesOptions
+from bridge.streams import headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

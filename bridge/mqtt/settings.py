@@ -103,6 +103,11 @@ class ExternalSettings(Struct, frozen=True, kw_only=True):
 
     `client_id` names the persistent session at that broker: it must stay the same for messages to wait
     there while the bridge is down. With `share_group` several bridges share the load (`$share/...`).
+
+    `operations` lets clients of that broker ask for operations on streams, by requests. Who asks is the
+    client level of the request's topic, which is only as good as that broker's own rules: it must let each
+    client publish to `streambridge/<its client id>/+` alone. The rules of [[mqtt.acl]] for "" and "*" hold
+    for them; without any, they may append, read and describe, and not create, update, purge or delete.
     """
 
     url: str = "mqtt://127.0.0.1:1883"
@@ -115,6 +120,7 @@ class ExternalSettings(Struct, frozen=True, kw_only=True):
     protocol: Literal["3.1.1", "5"] = "3.1.1"
     share_group: str | None = None
     keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 30
+    operations: bool = False
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)

@@ -1,4 +1,4 @@
-"""What the MQTT front end needs of the streams, as protocols: `bridge.manager` implements them."""
+"""What the MQTT front end needs of the streams, as protocols: `bridge.operations.manager` implements them."""
 
 from __future__ import annotations
 

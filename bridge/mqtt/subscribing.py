@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     import paho.mqtt.client as paho
 
-    from bridge.manager import StreamManager
     from bridge.model import MessageStreamDefinition
     from bridge.mqtt.settings import ExternalSettings
+    from bridge.operations.manager import StreamManager
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Subscriptions:
         """
         if not self._connected:
             return
-        wanted = {REQUESTS}
+        wanted = {REQUESTS} if self._settings.operations else set()
         for name, definition in self._manager.definitions.items():
             wanted |= _filters(name, definition)
         wanted = {one for one in wanted if not any(one != other and covers(other, one) for other in wanted)}
@@ -109,7 +109,13 @@ class Subscriptions:
 
     def leave(self, name: str) -> None:
         """End the subscription of a former stream, which an earlier run has left in our session."""
-        former = self._shared(f"streams/{name}/#")
+        self._end(self._shared(f"streams/{name}/#"))
+
+    def leave_requests(self) -> None:
+        """End the subscription for requests, which an earlier run has left in our session."""
+        self._end(REQUESTS)
+
+    def _end(self, former: str) -> None:
         if former not in self._former:
             self._former.add(former)
             self._client.unsubscribe(former)

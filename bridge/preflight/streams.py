@@ -13,8 +13,8 @@ import msgspec
 from bridge import plugins
 from bridge.errors import InvalidRequest
 from bridge.export.api import OWN_STREAM, ExportConfig, appends_to_itself
-from bridge.manager import is_bindable
 from bridge.model import MessageStreamDefinition, Persistence
+from bridge.operations.manager import is_bindable
 from bridge.preflight.look import Finding, Look, existing
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.tomlfile import Keys

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bridge.manager import settings_of
 from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.operations.manager import settings_of
 from bridge.streams import stream as writer
 from bridge.streams.store import Store
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 
+from bridge.access.logins import Access
 from bridge.client import StreamManagerClient
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.settings import MqttConfig
@@ -26,7 +27,7 @@ class Broker(Server):
         self.mqtt = MqttConfig(listen=[f"tcp://127.0.0.1:{mqtt_port}"], **mqtt)
 
     def door(self) -> MqttFrontEnd:
-        return MqttFrontEnd(self.mqtt, self.manager)
+        return MqttFrontEnd(self.mqtt, self.operations, Access(self.mqtt))
 
 
 class Line:

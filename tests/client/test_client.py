@@ -31,10 +31,12 @@ from bridge.client import (
     StrategyOnFull,
     StreamManagerClient,
     StreamManagerException,
+    UpdateFailedException,
     Util,
     ValidationException,
     Variant,
 )
+from bridge.model import Limits
 from tests.client.conftest import Broker, Line
 from tests.greengrass import test_guide
 from tests.greengrass.conftest import Sdk
@@ -330,3 +332,46 @@ def test_a_closed_client_says_so_and_wakes_whoever_waits(broker: Broker, connect
     assert "closed" in str(errors[0])
     with pytest.raises(StreamManagerException, match="closed"):
         client.list_streams()
+
+
+def test_exact_limits_are_created_described_changed_and_updated(
+    broker: Broker, client: StreamManagerClient
+) -> None:
+    limits = Limits(max_messages=7, max_messages_per_topic=2, discard="new")
+    client.create_message_stream(MessageStreamDefinition("S", **NEW, limits=limits))
+    definition = client.describe_message_stream("S").definition
+    assert definition is not None
+    assert definition.limits == limits
+    definition.limits = Limits(max_age_millis=5000)
+    client.update_message_stream(definition)
+    assert broker.manager.definitions["S"].limits == Limits(max_age_millis=5000)
+
+
+def test_what_an_append_of_many_has_stored_is_never_hidden(
+    broker: Broker, client: StreamManagerClient
+) -> None:
+    limits = Limits(max_messages=3, discard="new")
+    client.create_message_stream(MessageStreamDefinition("S", **NEW, limits=limits))
+    with pytest.raises(StreamManagerException, match="maxMessages") as failed:
+        client.append_messages("S", [b"%d" % number for number in range(5)])
+    assert failed.value.sequence_numbers == [0, 1, 2]
+    found = client.read_messages("S", ReadMessagesOptions(min_message_count=3))
+    assert [message.payload for message in found] == [b"0", b"1", b"2"]
+
+
+def test_two_who_change_one_definition_do_not_undo_each_other(client: StreamManagerClient) -> None:
+    client.create_message_stream(MessageStreamDefinition("S", **NEW))
+    mine, theirs = (client.describe_message_stream("S") for _ in range(2))
+    assert mine.definition is not None
+    assert theirs.definition is not None
+    mine.definition.max_size = 1 << 30
+    client.update_message_stream(mine.definition, if_version=mine.version)
+    theirs.definition.topics = ["a/#"]
+    with pytest.raises(UpdateFailedException, match="describe it again"):
+        client.update_message_stream(theirs.definition, if_version=theirs.version)
+    again = client.describe_message_stream("S")
+    assert again.definition is not None
+    assert (again.definition.max_size, again.definition.topics) == (1 << 30, [])
+    again.definition.topics = ["a/#"]
+    client.update_message_stream(again.definition, if_version=again.version)
+    client.update_message_stream(again.definition)

@@ -23,7 +23,7 @@ from bridge.aws import AwsSettings
 from bridge.export.settings import ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
 from bridge.export.wire import Tuning
-from bridge.manager import StreamManager
+from bridge.operations.manager import StreamManager
 from bridge.streams.store import Store
 
 FAST = Tuning(beat=0.1, silence=20.0, first_backoff=0.4, max_backoff=3.0, drain=2.0)
@@ -91,6 +91,7 @@ async def until(condition: Callable[[], Any], within: float = 20.0, say: Callabl
 
 @asynccontextmanager
 async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> AsyncIterator[Gateway]:
+    settings.setdefault("allow", Allow(directories=[root]))
     """A gateway on the data directory `root/data`, with drop-in plugins from `root/plugins`."""
     data_dir, drop_in = root / "data", root / "plugins"
     drop_in.mkdir(exist_ok=True, mode=0o755)

@@ -18,9 +18,11 @@ import paho.mqtt.client as paho
 import pytest
 
 from bridge import Batch, Context, Exporter, Record, Retry, plugins
+from bridge.access.logins import Access
 from bridge.export.api import convert_config
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.settings import MqttConfig
+from bridge.operations.catalog import Operations
 from bridge.testing import deliver, make_batch
 from tests.export.harness import Bucket, certificate, running, until
 from tests.fakes.aws import FakeAws, error, partial
@@ -157,7 +159,8 @@ def test_records_of_one_mqtt_client_have_its_id_as_their_key(fake: FakeAws, tmp_
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
             gateway.create("a", config("{stream}"), topics=["in/#"])
-            front = MqttFrontEnd(MqttConfig(listen=["tcp://127.0.0.1:0"]), gateway.manager)
+            settings = MqttConfig(listen=["tcp://127.0.0.1:0"])
+            front = MqttFrontEnd(settings, Operations(gateway.manager), Access(settings))
             (url,) = await front.start()
             client = paho.Client(paho.CallbackAPIVersion.VERSION2, client_id="press-7", protocol=paho.MQTTv5)
             client.will_set("in/will", b"will", 1)

@@ -16,11 +16,14 @@ import cbor2
 import uvloop
 
 from bridge import plugins
+from bridge.access.logins import Access
 from bridge.config import Greengrass
+from bridge.export.settings import SDK_KINDS, Allow
 from bridge.greengrass import GreengrassFrontEnd
-from bridge.manager import StreamManager
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
-from bridge.mqtt import requests
+from bridge.mqtt.settings import MqttConfig
+from bridge.operations.catalog import Operations
+from bridge.operations.manager import StreamManager
 from bridge.streams.store import Store
 
 DEADLINE = 20.0
@@ -56,7 +59,17 @@ class Exports:
 class Server:
     """Store, manager and front end, on an event loop in a thread."""
 
-    def __init__(self, root: Path, *, token_file: Path | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        token_file: Path | None = None,
+        port: int = 0,
+        allow: Allow | None = None,
+        access: MqttConfig | None = None,
+    ) -> None:
+        self.allow = allow or Allow(kinds=[*SDK_KINDS, "s3"], endpoints=["http://127.0.0.1:1"])
+        self.access = access or MqttConfig()
         self.data_dir, self._root = root / "data", root
         self.config = Greengrass(listen=f"127.0.0.1:{port}", token_file=token_file)
         self.store: Store
@@ -90,6 +103,7 @@ class Server:
     async def _start(self) -> None:
         self.store = Store(self.data_dir, self._root / "memory", on_event=lambda stream, what: None)
         self.manager = StreamManager(self.store, plugins.load([]), self.exports)
+        self.operations = Operations(self.manager, self.allow)
         self.front = self.door()
         try:
             self.urls = await self.front.start()
@@ -99,12 +113,7 @@ class Server:
 
     def door(self) -> Any:
         """The front end under test."""
-        return GreengrassFrontEnd(
-            self.config,
-            self.manager,
-            self.data_dir,
-            lambda operation, body: requests.answer(self.manager, operation, body, 1 << 20),
-        )
+        return GreengrassFrontEnd(self.config, self.operations, Access(self.access))
 
     async def _stop(self) -> None:
         await self.front.stop()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
-import stat
 import struct
 import threading
 import time
@@ -19,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge import cbor
-from bridge.errors import ConfigError
 from bridge.greengrass import connection
-from tests.greengrass.harness import CONNECT, DEADLINE, Raw, Server, frame, many
+from tests.greengrass.harness import CONNECT, Raw, Server, frame, many
 
 
 @pytest.mark.parametrize(
@@ -152,8 +149,8 @@ def test_a_request_that_is_too_large_is_passed_over_and_answered(server: Server)
 def test_a_minimum_that_no_reply_can_hold_is_an_error_and_a_large_maximum_is_cut(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.reading.STEP", 100_000)
-    monkeypatch.setattr("bridge.manager.StreamManager.read.__kwdefaults__", {"max_bytes": 1_000_000})
+    monkeypatch.setattr("bridge.operations.reading.STEP", 100_000)
+    monkeypatch.setattr("bridge.operations.catalog.Operations.call.__kwdefaults__", {"room": 1_000_000})
     server.stream()
     server.append(*[b"x" * 10_000] * 150)
     with Raw(server) as raw:
@@ -326,31 +323,6 @@ def test_unfinished_frames_are_bounded_over_all_clients(
         first.socket.sendall(whole[-1:])
         assert first.receive()[1]["status"] == 0
         assert not server.front._partial
-
-
-def test_the_unix_socket_is_for_this_user_and_asks_for_no_token(tmp_path: Path) -> None:
-    with Server(tmp_path, token_file=tmp_path / "none") as server:
-        path = server.data_dir / "streambridge.sock"
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with socket.socket(socket.AF_UNIX) as local:
-            local.settimeout(DEADLINE)
-            local.connect(str(path))
-            local.sendall(b"\x01" + frame(1, CONNECT))
-            assert cbor2.loads(local.recv(1000)[6:])["status"] == 0
-
-
-def test_a_data_directory_may_have_a_long_path_and_the_socket_of_a_dead_run(tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 120)
-    deep.mkdir()
-    for _ in range(2):
-        with Server(deep) as server:
-            os.link(server.data_dir / "streambridge.sock", tmp_path / "kept")
-            assert server.urls[1].startswith("unix://")
-        (tmp_path / "kept").rename(server.data_dir / "streambridge.sock")
-    (server.data_dir / "streambridge.sock").unlink()
-    (server.data_dir / "streambridge.sock").write_text("not a socket")
-    with pytest.raises(ConfigError, match="in the way"), Server(deep):
-        pass
 
 
 # -- the codec, and anything at all ------------------------------------------------------------

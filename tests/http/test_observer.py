@@ -12,8 +12,8 @@ import pytest
 from bridge import metrics
 from bridge.http import observer
 from bridge.http.observer import Observer
-from bridge.manager import StreamManager
 from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.operations.manager import StreamManager
 from bridge.plugins import Registry
 from bridge.streams.store import Store
 from tests.mqtt.harness import NoExports, NoWorker

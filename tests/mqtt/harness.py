@@ -23,14 +23,17 @@ import pytest
 import uvloop
 
 from bridge import plugins
-from bridge.manager import StreamManager
+from bridge.access.logins import Access
+from bridge.export.settings import Allow
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.lane import Lane
 from bridge.mqtt.packets import V5, V311, packet, string
 from bridge.mqtt.properties import Properties, write_properties
 from bridge.mqtt.settings import Limits, MqttConfig
-from bridge.reading import ReadMessagesOptions
+from bridge.operations.catalog import Operations
+from bridge.operations.manager import StreamManager
+from bridge.operations.reading import ReadMessagesOptions
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 
@@ -66,8 +69,8 @@ class NoWorker:
 class Bridge:
     """A front end on a store in a directory."""
 
-    def __init__(self, root: Path, config: MqttConfig) -> None:
-        self.root, self.config = root, config
+    def __init__(self, root: Path, config: MqttConfig, allow: Allow | None = None) -> None:
+        self.root, self.config, self.allow = root, config, allow
         self.store: Store
         self.manager: StreamManager
         self.front: MqttFrontEnd
@@ -76,7 +79,8 @@ class Bridge:
     async def start(self) -> None:
         self.store = Store(self.root / "data", self.root / "memory", on_event=lambda stream, what: None)
         self.manager = StreamManager(self.store, plugins.load([]), NoExports())
-        self.front = MqttFrontEnd(self.config, self.manager)
+        self.operations = Operations(self.manager, self.allow)
+        self.front = MqttFrontEnd(self.config, self.operations, Access(self.config))
         self.urls = await self.front.start()
 
     async def stop(self) -> None:

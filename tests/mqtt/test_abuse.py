@@ -208,7 +208,7 @@ async def test_qos_2_ids_that_the_journal_has_lost_are_found_behind_any_number_o
     session.incoming.clear()  # as after a start with a journal that ends before them
     bridge.lane.journal.marks["s"] = Mark(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.reading.STEP", 4_000)
+        patch.setattr("bridge.operations.reading.STEP", 4_000)
         await find_stored_ids(bridge.lane)
     assert await client.exchange(publish("in/a", b"x", 2, 40, dup=True)) == Packet(0x50, b"\0\x28")
     assert (await bridge.payloads()).count(b"x") == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.access.logins import Access
 from bridge.errors import ConfigError
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.connection import Connection
@@ -248,7 +249,7 @@ async def test_a_stop_acknowledges_what_is_stored_and_sends_no_wills(bridge: Bri
 @bridge_test
 async def test_a_port_that_is_taken_is_an_error_that_names_it(bridge: Bridge) -> None:
     taken = bridge.urls[0].replace("mqtt", "tcp", 1)
-    front = MqttFrontEnd(type(bridge.config)(listen=[taken]), bridge.manager)
+    front = MqttFrontEnd(type(bridge.config)(listen=[taken]), bridge.operations, Access(bridge.config))
     with pytest.raises(ConfigError, match=str(bridge.port)):
         await front.start()
 

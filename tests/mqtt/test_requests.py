@@ -72,6 +72,11 @@ async def test_nonsense_gets_an_error_reply_that_says_what_is_wrong(bridge: Brid
         ("listStreams", b'{"requestId": "\xff"}', 3, "utf-8"),
         ("noSuchThing", b"{}", 18, "createMessageStream"),
         ("appendMessage", b'{"name": "s"}', 3, "payload"),
+        ("appendMessage", b'{"name": "s", "payload": "YQ==", "mesageId": "YQ=="}', 3, "`mesageId`"),
+        ("listStreams", b'{"name": "s"}', 3, "known are: requestId"),
+        ("createMessageStream", b'{"definition": {"name": "x", "strategyOnFull": 0, "a": 1}}', 3, "`a`"),
+        ("readMessages", b'{"streamName": "s", "readMessagesOptions": {"min": 1}}', 3, "`min`"),
+        ("purgeMessageStream", b'{"name": "s", "topics": "x"}', 3, "`topics`"),
         ("appendMessage", b'{"name": "s", "payload": "%%"}', 3, "payload"),
         ("appendMessage", b'{"name": "nope", "payload": "YQ=="}', 5, "nope"),
         ("createMessageStream", b'{"definition": {"name": "x"}}', 3, "strategyOnFull"),
@@ -99,10 +104,10 @@ async def test_a_request_is_nested_sixteen_deep_at_most_in_json_and_in_cbor(brid
 
     for inner in (14, 15, 400, 50_000):  # 14 in a definition in the request are 16
         arrays = b"[" * inner + b"]" * inner
-        told = "required field" if inner == 14 else "nested deeper than 16"
+        told = "unknown field" if inner == 14 else "nested deeper than 16"
         assert told in await error(b'{"definition": {"a": ' + arrays + b"}}")
         assert told in await error(b"\xa1\x6adefinition\xa1\x61a" + b"\x81" * (inner - 1) + b"\x80")
-    assert "nested deeper" in await error(b'{"unknown": ' + arrays + b"}")
+    assert "unknown field `unknown`" in await error(b'{"unknown": ' + arrays + b"}")
 
 
 @bridge_test(max_packet=64 * 1024)

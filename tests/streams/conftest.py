@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.segment import Message

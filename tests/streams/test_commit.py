@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from bridge.errors import StreamError
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.committer import HIGH, LOW
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.store import Store

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import StorageFailed, StreamError
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 
@@ -367,7 +367,7 @@ def test_a_file_system_that_goes_read_only_refuses_appends_and_is_read(mounted: 
 CHILD = """
 import asyncio, pathlib, sys
 sys.path.insert(0, sys.argv[2])
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.errors import StreamError
 from bridge.streams.meta import Settings
 from bridge.streams.store import Store

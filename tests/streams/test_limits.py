@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from bridge.errors import MessageTooLarge, StreamFull
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.drops import Drop, Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.stream import Stream, now_ms

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from bridge.errors import StreamError
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.drops import Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.store import Store

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import DataDirectoryBusy, MessageTooLarge, StreamFull
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams import meta
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import StorageFailed, StreamError
-from bridge.manager import committed
+from bridge.operations.manager import committed
 from bridge.streams.drops import Reason
 from bridge.streams.layout import Files
 from bridge.streams.meta import ExactLimits, Settings

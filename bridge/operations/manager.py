@@ -14,6 +14,7 @@ documents nothing, these decisions hold:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -22,16 +23,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bridge.changes import all_or_nothing
 from bridge.errors import (
     InvalidRequest,
     NoStream,
     StorageFailed,
     StreamError,
     StreamNotFound,
+    UpdateFailed,
     UpdateNotAllowed,
 )
-from bridge.export.api import OWN_STREAM, appends_to_itself
+from bridge.export.api import OWN_STREAM, appends_to, appends_to_itself
 from bridge.model import (
     ExportStatus,
     MessageStreamDefinition,
@@ -39,12 +40,14 @@ from bridge.model import (
     Persistence,
     StorageStatus,
     StrategyOnFull,
+    known_keys,
     plain_definition,
     problem,
 )
+from bridge.operations.audit import all_or_nothing
+from bridge.operations.reading import MOST_BYTES, STEP, Reads
+from bridge.operations.reading import ReadMessagesOptions as ReadMessagesOptions
 from bridge.plugins import Registry
-from bridge.reading import MOST_BYTES, STEP, Reads
-from bridge.reading import ReadMessagesOptions as ReadMessagesOptions
 from bridge.streams.drops import Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.segment import Message
@@ -129,9 +132,13 @@ class Refusal:
 
 
 def _stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
-    """A stored definition; the default one, under whatever name, if it is lost or cannot be read."""
+    """A stored definition; the default one, under whatever name, if it is lost or cannot be read.
+
+    Keys that this version does not know were another one's, and are passed over.
+    """
     try:
-        return msgspec.json.decode(definition or b"", type=MessageStreamDefinition)
+        raw = msgspec.json.decode(definition or b"", type=dict[str, Any])
+        return msgspec.convert(known_keys(raw), MessageStreamDefinition)
     except msgspec.DecodeError as error:
         if definition is not None:
             log.error("its definition cannot be read (%s); update it", error, extra={"stream": name})
@@ -142,7 +149,7 @@ class StreamManager:
     """The operations. Use from the event loop's thread."""
 
     def __init__(self, store: Store, registry: Registry, exports: Exports) -> None:
-        self.store, self._registry, self._exports = store, registry, exports
+        self.store, self.registry, self._exports = store, registry, exports
         self.definitions: dict[str, MessageStreamDefinition] = {}
         self.on_bindings_changed: list[Callable[[], None]] = []
         self.on_pressure = store.committer.on_pressure
@@ -276,13 +283,23 @@ class StreamManager:
                     f"definition.topics[{number}]: {topic_filter!r} cannot be bound to a stream: `#` may be "
                     f"the last level only, and neither '$' nor '{REQUEST_LEVEL}/' at the beginning"
                 )
-        self._registry.check(definition.export_definition)
+        self.registry.check(definition.export_definition)
         for kind, configs in definition.export_definition.items():
             for number, raw in enumerate(configs):
                 if path := appends_to_itself(raw, definition.name):
                     where = ".".join([f"exportDefinition.{kind}[{number}]", *path])
                     raise InvalidRequest(f"{where}: {definition.name!r} {OWN_STREAM}")
         return definition
+
+    def version(self, name: str) -> str:
+        """What a definition is now, for `update`: another text after each change. Raises StreamNotFound."""
+        meta = self.stream(name).meta
+        return hashlib.sha256(b"%d %b" % (meta.epoch, meta.definition or b"")).hexdigest()[:16]
+
+    def appended_to(self, definition: MessageStreamDefinition) -> set[str]:
+        """The streams that the exports of a definition append to."""
+        exports = (raw for configs in definition.export_definition.values() for raw in configs)
+        return {name for raw in exports for name in appends_to(raw).values()}
 
     def create(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> Stream:
         """createMessageStream. Raises InvalidRequest, also if the name exists, or StorageFailed."""
@@ -296,13 +313,22 @@ class StreamManager:
         self._adopt(stream, definition)
         return stream
 
-    def update(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> None:
+    def update(self, raw: Mapping[str, Any] | MessageStreamDefinition, if_version: str | None = None) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
 
-        Raises StreamNotFound, InvalidRequest, UpdateNotAllowed or StorageFailed; then nothing changed.
+        With `if_version` only if that is still its `version`: two who change one definition do not undo
+        each other's changes.
+
+        Raises StreamNotFound, InvalidRequest, UpdateNotAllowed, UpdateFailed or StorageFailed; then nothing
+        changed.
         """
         definition = self.check(raw)
         stream = self.stream(definition.name)
+        if if_version is not None and if_version != self.version(definition.name):
+            raise UpdateFailed(
+                f"stream {definition.name!r} was changed since version {if_version!r}; describe it again, "
+                "and apply the change to what it is now"
+            )
         old = self.definitions[definition.name]
         if definition.persistence is not old.persistence:
             raise UpdateNotAllowed(
@@ -377,6 +403,7 @@ class StreamManager:
                 total_bytes=stream.total_bytes,
             ),
             export_statuses=self._exports.statuses(name),
+            version=self.version(name),
         )
 
     async def append(
@@ -399,7 +426,8 @@ class StreamManager:
 
         Each is stored with `headers`, which are the front end's.
 
-        If one cannot be taken, the error is raised; those before it in the list may be stored.
+        If one cannot be appended, those before it are stored, and those behind it are not. The error is
+        raised once that is so; its `result` has the numbers of those that are stored.
         """
         stream = self.stream(name)
         if not payloads or not all(payloads):
@@ -409,9 +437,12 @@ class StreamManager:
         try:
             for payload, message_id in zip(payloads, ids, strict=True):
                 numbers.append(self.submit(name, payload, message_id, headers)[1])
-        finally:
+        except StreamError as error:
             if numbers:
                 await committed(stream)
+            error.result = {"sequenceNumbers": numbers}
+            raise
+        await committed(stream)
         return numbers
 
     def submit(

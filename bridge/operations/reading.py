@@ -18,18 +18,18 @@ from msgspec import Meta, Struct
 
 from bridge.errors import CorruptData, InvalidRequest, NotEnoughMessages, ResponseTooLarge, StreamNotFound
 from bridge.model import MAX_INT32, MAX_INT64, MAX_MILLIS
+from bridge.operations.waiting import Waiting
 from bridge.streams.reader import StreamReader
 from bridge.streams.segment import Message
 from bridge.streams.stream import Stream
 from bridge.topics import matches
-from bridge.waiting import Waiting
 
 MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
 STEP = 16 * 1024 * 1024
 MANY = 10_000  # some ten milliseconds in which nobody else has a turn
 
 
-class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True):
+class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How to read; the SDK's class of this name, with our `topic` filter."""
 
     desired_start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0

@@ -1,0 +1,72 @@
+"""The command line's side of the control socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Self
+
+from bridge.control import HEADER, LARGEST, SOCKET
+from bridge.errors import StreamBridgeError
+
+ANSWER_WITHIN = 120.0  # seconds; to purge by topic, a whole stream is read
+
+
+class Control:
+    """A connection to the running service."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    @classmethod
+    def connect(cls, data_dir: Path) -> Self | None:
+        """Connect to the service that uses a data directory; None if none runs. Raises OSError."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(ANSWER_WITHIN)
+        # A unix address has room for 107 bytes, a path may be longer: name the directory by descriptor.
+        directory = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
+        except OSError as error:
+            connection.close()
+            if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+                return None
+            raise OSError(error.errno, error.strerror, str(data_dir / SOCKET)) from None
+        finally:
+            os.close(directory)
+        return cls(connection)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def ask(self, operation: str, body: bytes) -> bytes:
+        """Have an operation carried out; returns the encoded reply.
+
+        Raises StreamBridgeError if no whole reply comes: nobody knows whether it was carried out.
+        """
+        name = operation.encode("ascii")
+        request = bytes((len(name),)) + name + body
+        if len(request) > LARGEST:
+            raise StreamBridgeError(
+                f"{operation}: the request has {len(request)} bytes, and the service takes {LARGEST}"
+            )
+        try:
+            self._socket.sendall(len(request).to_bytes(HEADER, "big") + request)
+            return self._receive(int.from_bytes(self._receive(HEADER), "big"))
+        except (ConnectionError, TimeoutError):
+            raise StreamBridgeError(
+                "the service did not answer to the end; look whether the operation was carried out"
+            ) from None
+
+    def _receive(self, size: int) -> bytes:
+        received = bytearray()
+        while len(received) < size:
+            piece = self._socket.recv(min(size - len(received), 1 << 20))
+            if not piece:
+                raise ConnectionResetError
+            received += piece
+        return bytes(received)

@@ -1,0 +1,86 @@
+"""The service's side of the control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.access.rules import TRUSTED
+from bridge.control import HEADER, LARGEST, SOCKET
+from bridge.errors import ConfigError
+from bridge.operations.codec import answer
+
+if TYPE_CHECKING:
+    from bridge.operations.catalog import Operations
+
+BACKLOG = 64
+
+
+class ControlFrontEnd:
+    """The listener and its connections."""
+
+    def __init__(self, operations: Operations, data_dir: Path) -> None:
+        self._operations, self._data_dir = operations, data_dir
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> list[str]:
+        """Listen; returns the url. Raises ConfigError or OSError."""
+        self._server = await asyncio.start_unix_server(
+            self._serve, sock=self._unix_socket(), backlog=BACKLOG, limit=1024 * 1024
+        )
+        return [f"unix://{self._data_dir / SOCKET}"]
+
+    async def stop(self) -> None:
+        """Accept nobody any more; what was asked is answered, unless it waits for messages."""
+        if self._server is None:
+            return
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        (self._data_dir / SOCKET).unlink(missing_ok=True)
+        self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, UnicodeDecodeError):
+                while True:
+                    size = int.from_bytes(await reader.readexactly(HEADER), "big")
+                    if not 1 <= size <= LARGEST:
+                        return
+                    request = await reader.readexactly(size)
+                    end = 1 + request[0]
+                    name, body = request[1:end].decode("ascii"), request[end:]
+                    reply = await answer(self._operations, name, body, LARGEST, TRUSTED)
+                    writer.write(len(reply).to_bytes(HEADER, "big") + reply)
+                    await writer.drain()
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    def _unix_socket(self) -> socket.socket:
+        """Bound to our name in the data directory, which is ours: what is there is from a run that died."""
+        path = self._data_dir / SOCKET
+        if (path.exists() or path.is_symlink()) and not path.is_socket():
+            raise ConfigError(f"{path} is in the way, since it is no socket; move it away")
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        # A unix address has room for 107 bytes, a path may be longer: name the directory by descriptor.
+        directory = os.open(self._data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fchmod(listener.fileno(), 0o600)  # before the bind, so that the name never has another mode
+            listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            os.close(directory)
+        return listener

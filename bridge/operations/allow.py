@@ -1,0 +1,94 @@
+"""What the exports of a client's definition may reach: the configuration's `[export.allow]`.
+
+An exporter says by the type of a setting what it reaches: an `Endpoint`, a `Bucket`, or a `SecretFile`, which
+only the configuration may name. An export of a client may be of the allowed kinds, and each of these settings
+must be allowed.
+
+An export that the stream has already may stay: a client that describes a stream, changes something else and
+sends all of it back must not fail. It may stay only with all of these settings as they are, so that a secret
+of the configuration is never sent to another endpoint, allowed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from msgspec import inspect
+
+from bridge.errors import Unauthorized
+from bridge.export.api import BUCKET, ENDPOINT, REACH, SECRET_FILE, ExportConfig
+
+if TYPE_CHECKING:
+    from bridge.export.settings import Allow
+    from bridge.model import MessageStreamDefinition
+    from bridge.plugins import Registry
+
+Exports = Mapping[str, list[dict[str, Any]]]
+
+
+def check_allowed(
+    allow: Allow, registry: Registry, new: MessageStreamDefinition, old: MessageStreamDefinition | None
+) -> None:
+    """Raise Unauthorized for the first export of a client's definition that is not allowed.
+
+    `new` is a valid definition, `old` what the stream has.
+    """
+    known = {} if old is None else _reaches(registry, old.export_definition)
+    for key, reach in _reaches(registry, new.export_definition).items():
+        if known.get(key) != reach:
+            _check(allow, key[0], key[1], reach)
+
+
+def _check(allow: Allow, kind: str, identifier: str, reach: Mapping[str, tuple[str, str]]) -> None:
+    where = f"exportDefinition.{kind} {identifier!r}"
+    if kind not in allow.kinds:
+        raise Unauthorized(
+            f"{where}: exports of kind {kind!r} are not a client's to define; declare the stream in the "
+            "configuration, or add the kind to [export.allow] kinds"
+        )
+    for key, (guard, value) in reach.items():
+        if guard == SECRET_FILE:
+            raise Unauthorized(
+                f"{where}: `{key}` names a file of this gateway; only the configuration may do so"
+            )
+        if guard == ENDPOINT and not allow.endpoint(value):
+            raise Unauthorized(f"{where}: `{key}` is not among the hosts of [export.allow] endpoints")
+        if guard == BUCKET and not allow.bucket(value):
+            raise Unauthorized(f"{where}: `{key}` is not among [export.allow] buckets")
+
+
+def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict[str, tuple[str, str]]]:
+    """What each export reaches: by kind and identifier the guard and the value of each guarded key."""
+    found = {}
+    for kind, configs in exports.items():
+        exporter = registry.exporters.get(kind)
+        for raw in configs:
+            guards = guards_of(exporter.Config) if exporter is not None else {}
+            found[kind, str(raw.get("identifier"))] = {
+                key: (guard, str(raw[key])) for key, guard in guards.items() if raw.get(key) is not None
+            }
+    return found
+
+
+@cache
+def guards_of(config: type[ExportConfig]) -> dict[str, str]:
+    """The guarded keys of an exporter's Config, as they are on the wire."""
+    info = inspect.type_info(config)
+    assert isinstance(info, inspect.StructType)
+    guards = {}
+    for field in info.fields:
+        for guard in _guards(field.type):
+            guards[field.encode_name] = guard
+    return guards
+
+
+def _guards(kind: inspect.Type) -> Iterator[str]:
+    if isinstance(kind, inspect.Metadata):
+        if kind.extra is not None and REACH in kind.extra:
+            yield kind.extra[REACH]
+        yield from _guards(kind.type)
+    elif isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            yield from _guards(one)

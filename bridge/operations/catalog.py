@@ -1,0 +1,343 @@
+"""The operations on streams, each declared once: name, request, right, result.
+
+    operation               request                                     right             result
+    createMessageStream     definition                                  manage            -
+    updateMessageStream     definition, [ifVersion]                     manage            -
+    deleteMessageStream     name                                        manage            -
+    describeMessageStream   name                                        read or manage    messageStreamInfo
+    listStreams             -                                           -                 streams: names
+    appendMessage           name, payload, [messageId]                  publish           sequenceNumber
+    appendMessages          name, payloads, [messageIds]                publish           sequenceNumbers
+    readMessages            streamName, [readMessagesOptions]           read              messages
+    purgeMessageStream      name, [upto], [topic]                       manage            purgedMessages
+
+What it promises:
+
+* Rights are those on the stream (`bridge.access.rules`). They are checked before the stream is looked up, so
+  that a refusal does not say whether it exists.
+* A definition also needs `read` on all that its topics cover, since the stream keeps copies, and `publish` on
+  each other stream that its exports append to. Unless the caller is trusted, its exports may reach no more
+  than the configuration allows (`bridge.operations.allow`).
+* listStreams names the streams that the caller may describe.
+* Each change is logged once, with who made it.
+* An unknown key in a request is InvalidRequest: it is misspelt, or of another version.
+
+`name` and `streamName` are the same in every request that names a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from msgspec import Struct
+
+from bridge.errors import InvalidRequest, Unauthorized, UnknownOperation
+from bridge.export.settings import Allow
+from bridge.model import MessageStreamDefinition, MessageStreamInfo
+from bridge.operations.allow import check_allowed
+from bridge.operations.audit import log_change
+from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions
+from bridge.streams import headers
+from bridge.streams.segment import Message
+
+if TYPE_CHECKING:
+    from bridge.access.rules import Identity, StreamRight
+    from bridge.operations.manager import StreamManager
+    from bridge.streams.stream import Stream
+
+
+# -- requests ------------------------------------------------------------
+
+
+class Request(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What every request has. `request_id` comes back in the reply."""
+
+    request_id: str = ""
+
+    @property
+    def stream(self) -> str:
+        """The name of the stream that it is about; empty if it is about none."""
+        return ""
+
+
+class Named(Request, kw_only=True, frozen=True):
+    """A request about a stream that is named."""
+
+    name: str | None = None
+    stream_name: str | None = None
+
+    @property
+    def stream(self) -> str:
+        """The name; raises InvalidRequest if there is none."""
+        name = self.name or self.stream_name
+        if not name:
+            raise InvalidRequest("the request: `name` is missing; give the name of the stream")
+        return name
+
+
+class Define(Request, kw_only=True, frozen=True):
+    """createMessageStream."""
+
+    definition: dict[str, Any] | None = None
+
+    @property
+    def stream(self) -> str:
+        """The name in the definition, which may not be one; raises InvalidRequest without a definition."""
+        if self.definition is None:
+            raise InvalidRequest("the request: `definition` is missing")
+        return str(self.definition.get("name", ""))
+
+
+class Update(Define, kw_only=True, frozen=True):
+    """updateMessageStream. `if_version` is the version in the description that the change was made from."""
+
+    if_version: str | None = None
+
+
+class Append(Named, kw_only=True, frozen=True):
+    """appendMessage. A `message_id` that was seen in the deduplication window is not stored again."""
+
+    payload: bytes | None = None
+    message_id: bytes = b""
+
+
+class AppendAll(Named, kw_only=True, frozen=True):
+    """appendMessages."""
+
+    payloads: list[bytes] | None = None
+    message_ids: list[bytes] = []
+
+
+class Read(Named, kw_only=True, frozen=True):
+    """readMessages."""
+
+    read_messages_options: ReadMessagesOptions | None = None
+
+
+class Purge(Named, kw_only=True, frozen=True):
+    """purgeMessageStream: all messages, those below number `upto`, or those on a topic filter."""
+
+    upto: int | None = None
+    topic: str | None = None
+
+
+# -- results ------------------------------------------------------------
+
+
+class Done(Struct):
+    """There is nothing to say but that it is done."""
+
+
+class Described(Struct, rename="camel"):
+    """A stream."""
+
+    message_stream_info: MessageStreamInfo
+
+
+class Listed(Struct):
+    """Names, sorted."""
+
+    streams: list[str]
+
+
+class Appended(Struct, rename="camel"):
+    """The number of the message."""
+
+    sequence_number: int
+
+
+class AppendedAll(Struct, rename="camel"):
+    """The numbers of the messages, in their order."""
+
+    sequence_numbers: list[int]
+
+
+class Found(Struct):
+    """The messages of a read: `least` are asked for, further ones are there if the reply has room."""
+
+    messages: list[Message]
+    stream: str
+    least: int
+
+
+class Purged(Struct, rename="camel"):
+    """How many messages were dropped."""
+
+    purged_messages: int
+
+
+Result = Done | Described | Listed | Appended | AppendedAll | Found | Purged
+R = TypeVar("R", bound=Request)
+
+
+class Call(NamedTuple):
+    """A request on its way: who makes it, and how many bytes of messages its reply has room for."""
+
+    operations: Operations
+    caller: Identity
+    room: int
+
+    @property
+    def manager(self) -> StreamManager:
+        """Who carries it out."""
+        return self.operations.manager
+
+
+class Operation(NamedTuple):
+    """One operation: any of `rights` on the stream of the request is enough, none are needed without any.
+
+    `audit` says what has changed, for the log.
+    """
+
+    request: type[Request]
+    rights: tuple[StreamRight, ...]
+    carry_out: Callable[[Call, Any], Result | Awaitable[Result]]
+    audit: Callable[[Any], str] | None = None
+
+
+class Operations:
+    """What front ends call. For the event loop's thread."""
+
+    def __init__(self, manager: StreamManager, allow: Allow | None = None) -> None:
+        """`allow`: what a client's definition may reach."""
+        self.manager, self.allow = manager, allow or Allow()
+
+    async def call(self, name: str, request: Request, caller: Identity, *, room: int = MOST_BYTES) -> Result:
+        """Carry out one operation; raises StreamBridgeError or OSError.
+
+        A read returns at most `room` bytes of messages.
+        """
+        operation = self._authorized(name, request, caller)
+        result = operation.carry_out(Call(self, caller, room), request)
+        if isawaitable(result):
+            result = await result
+        self._log(operation, request, result, caller)
+        return result
+
+    def call_now(self, name: str, request: Request, caller: Identity) -> Result:
+        """The same for an operation that does not wait: all but appends, reads and purges."""
+        operation = self._authorized(name, request, caller)
+        result = operation.carry_out(Call(self, caller, MOST_BYTES), request)
+        assert not isawaitable(result)
+        self._log(operation, request, result, caller)
+        return result
+
+    def submit(self, name: str, payload: bytes, caller: Identity) -> tuple[Stream, int]:
+        """The first half of appendMessage, as `StreamManager.submit`: stored with the next commit."""
+        caller.require(name, "publish")
+        return self.manager.submit(name, payload, headers=self.headers(name, caller))
+
+    async def wait(self, request: Read, caller: Identity) -> None:
+        """The first half of readMessages: wait until its minimum is there, or its time is over."""
+        caller.require(request.stream, "read")
+        await self.manager.wait(request.stream, request.read_messages_options or ReadMessagesOptions())
+
+    def headers(self, name: str, caller: Identity) -> bytes:
+        """The headers of what a caller appends to a stream."""
+        if not caller.client_id or not self.manager.wants_client(name):
+            return b""
+        return headers.encode(headers.Headers(client=caller.client_id))
+
+    def _authorized(self, name: str, request: Request, caller: Identity) -> Operation:
+        operation = OPERATIONS.get(name)
+        if operation is None:
+            raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
+        if operation.rights:
+            caller.require(request.stream, *operation.rights)
+        return operation
+
+    def _log(self, operation: Operation, request: Request, result: Result, caller: Identity) -> None:
+        if operation.audit is not None:
+            log_change(operation.audit(result), request.stream, caller.label)
+
+
+# -- how each is carried out ------------------------------------------------------------
+
+
+def _definition(call: Call, request: Define, old: MessageStreamDefinition | None) -> MessageStreamDefinition:
+    """The definition of a request, if the caller may have it."""
+    caller, manager = call.caller, call.manager
+    definition = manager.check(request.definition or {})
+    for topic_filter in definition.topics:
+        if not caller.may_read_all(topic_filter):
+            raise Unauthorized(
+                f"{caller.label} may not read all that {topic_filter!r} covers, and a stream would keep "
+                "a copy of it; add `read` to a rule in [[mqtt.acl]]"
+            )
+    for name in sorted(manager.appended_to(definition)):
+        caller.require(name, "publish")
+    if not caller.trusted:
+        check_allowed(call.operations.allow, manager.registry, definition, old)
+    return definition
+
+
+def _create(call: Call, request: Define) -> Done:
+    call.manager.create(_definition(call, request, None))
+    return Done()
+
+
+def _update(call: Call, request: Update) -> Done:
+    old = call.manager.definitions.get(request.stream)
+    call.manager.update(_definition(call, request, old), request.if_version)
+    return Done()
+
+
+def _delete(call: Call, request: Named) -> Done:
+    call.manager.delete(request.stream)
+    return Done()
+
+
+def _describe(call: Call, request: Named) -> Described:
+    return Described(call.manager.describe(request.stream))
+
+
+def _list(call: Call, request: Request) -> Listed:
+    caller = call.caller
+    return Listed(
+        [name for name in call.manager.names() if caller.may("read", name) or caller.may("manage", name)]
+    )
+
+
+async def _append(call: Call, request: Append) -> Appended:
+    name = request.stream
+    if request.payload is None:
+        raise InvalidRequest("the request: `payload` is missing")
+    kept = call.operations.headers(name, call.caller)
+    number = await call.manager.append(name, request.payload, message_id=request.message_id, headers=kept)
+    return Appended(number)
+
+
+async def _append_all(call: Call, request: AppendAll) -> AppendedAll:
+    name, payloads, ids = request.stream, request.payloads or [], request.message_ids
+    if ids and len(ids) != len(payloads):
+        raise InvalidRequest(f"the request: {len(payloads)} payloads and {len(ids)} messageIds")
+    kept = call.operations.headers(name, call.caller)
+    return AppendedAll(await call.manager.append_all(name, payloads, ids, kept))
+
+
+async def _read(call: Call, request: Read) -> Found:
+    options = request.read_messages_options or ReadMessagesOptions()
+    messages = await call.manager.read(request.stream, options, max_bytes=call.room)
+    return Found(messages, request.stream, options.min_message_count)
+
+
+async def _purge(call: Call, request: Purge) -> Purged:
+    return Purged(await call.manager.purge(request.stream, upto=request.upto, topic=request.topic))
+
+
+READ = "readMessages"
+OPERATIONS: dict[str, Operation] = {
+    "createMessageStream": Operation(Define, ("manage",), _create, lambda _: "created"),
+    "updateMessageStream": Operation(Update, ("manage",), _update, lambda _: "updated"),
+    "deleteMessageStream": Operation(Named, ("manage",), _delete, lambda _: "deleted"),
+    "describeMessageStream": Operation(Named, ("read", "manage"), _describe),
+    "listStreams": Operation(Request, (), _list),
+    "appendMessage": Operation(Append, ("publish",), _append),
+    "appendMessages": Operation(AppendAll, ("publish",), _append_all),
+    READ: Operation(Read, ("read",), _read),
+    "purgeMessageStream": Operation(
+        Purge, ("manage",), _purge, lambda done: f"purged, messages dropped: {done.purged_messages}"
+    ),
+}

@@ -1,0 +1,202 @@
+"""Requests and replies as bytes: JSON (bytes in base64) or CBOR, for any transport that carries messages.
+
+A body is the request's map, told apart by its first byte: a CBOR map begins with 0xA0 to 0xBF. It is nested
+16 deep at most. The reply is in the same encoding:
+
+    {"requestId": ..., "status": 0, "statusName": "Success", <the operation's result>}
+    {"requestId": ..., "status": 5, "statusName": "ResourceNotFound", "errorMessage": ...}
+
+A reply never has more bytes than its transport has room for: a read returns fewer messages, and what still
+does not fit is the error ResponsePayloadTooLarge.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from contextlib import suppress
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import cbor2
+import msgspec
+from msgspec import Struct
+
+from bridge import cbor
+from bridge.errors import InvalidRequest, ResponseTooLarge, StreamBridgeError, UnknownOperation
+from bridge.model import problem
+from bridge.operations.catalog import OPERATIONS, Found, Request, Result
+from bridge.streams import headers
+
+if TYPE_CHECKING:
+    from bridge.access.rules import Identity
+    from bridge.operations.catalog import Operations
+
+ENVELOPE = 4 * 1024  # bytes of a reply beside the messages
+PER_MESSAGE = 128  # bytes of a message in a reply, beside its payload, names and headers
+
+
+async def answer(operations: Operations, name: str, body: bytes, limit: int, caller: Identity) -> bytes:
+    """Carry out one encoded request; returns the encoded reply, of at most `limit` bytes.
+
+    Never raises because of what is asked.
+    """
+    in_cbor = _is_cbor(body)
+    room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4
+    request_id = ""
+    try:
+        request = decode(name, body)
+        request_id = request.request_id
+        result = await operations.call(name, request, caller, room=max(room, 1))
+        reply = _encode(request_id, result, room, in_cbor=in_cbor)
+        if len(reply) > limit:
+            raise ResponseTooLarge(
+                f"the reply has {len(reply)} bytes, and a packet has room for {limit}; ask for less"
+            )
+    except StreamBridgeError as error:
+        return _failure(request_id or _request_id(body), error, in_cbor=in_cbor)
+    except OSError as error:
+        failed = StreamBridgeError(f"{name}: {error}")
+        return _failure(request_id, failed, in_cbor=in_cbor)
+    return reply
+
+
+def refusal(body: bytes, why: str) -> bytes:
+    """The encoded reply to a request that is not carried out."""
+    return _failure(_request_id(body), StreamBridgeError(why), in_cbor=_is_cbor(body))
+
+
+def decode(name: str, body: bytes) -> Request:
+    """The request for an operation; raises UnknownOperation or InvalidRequest."""
+    operation = OPERATIONS.get(name)
+    if operation is None:
+        raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
+    try:
+        if _is_cbor(body):
+            return msgspec.convert(cbor.decode_map(body), operation.request, builtin_types=(bytes,))
+        request = msgspec.json.decode(body or b"{}", type=operation.request)
+        if _deeper(getattr(request, "definition", None), cbor.MAX_DEPTH - 1):
+            raise RecursionError
+    except msgspec.ValidationError as error:
+        known = ", ".join(operation.request.__struct_encode_fields__)
+        hint = f"; known are: {known}" if "unknown field" in str(error) else ""
+        raise InvalidRequest(problem(error, "the request") + hint) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the request: {error}") from None
+    except RecursionError:
+        raise InvalidRequest(f"the request is nested deeper than {cbor.MAX_DEPTH}") from None
+    except cbor.Malformed as error:
+        raise InvalidRequest(f"the request is not one CBOR map: {error}") from None
+    return request
+
+
+def _is_cbor(body: bytes) -> bool:
+    return bool(body) and 0xA0 <= body[0] <= 0xBF
+
+
+class _Envelope(Struct, rename="camel"):
+    request_id: str = ""
+
+
+def _request_id(body: bytes) -> str:
+    """The requestId of a request that cannot be read otherwise; empty if even that cannot be."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, cbor.Malformed):
+        if _is_cbor(body):
+            return msgspec.convert(cbor.decode_map(body), _Envelope).request_id
+        return msgspec.json.decode(body, type=_Envelope).request_id
+    return ""
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    """Whether a definition is nested deeper: what decodes here could be too deep for whoever handles it."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list):
+        return False
+    return not levels or any(_deeper(item, levels - 1) for item in value)
+
+
+# -- replies ------------------------------------------------------------
+
+
+def _failure(request_id: str, error: StreamBridgeError, *, in_cbor: bool) -> bytes:
+    fields = {
+        "requestId": request_id,
+        "status": error.status,
+        "statusName": error.status_name,
+        "errorMessage": str(error),
+        **error.result,
+    }
+    return cbor2.dumps(fields) if in_cbor else msgspec.json.encode(fields)
+
+
+def _encode(request_id: str, result: Result, room: int, *, in_cbor: bool) -> bytes:
+    fields: dict[str, Any] = {"requestId": request_id, "status": 0, "statusName": "Success"}
+    if isinstance(result, Found):
+        if in_cbor:
+            head = cbor.encode(fields)
+            return _in_cbor(result, room, bytes((head[0] + 1,)) + head[1:] + cbor.encode("messages"))
+        fields["messages"] = _for_json(result, room)
+    else:
+        for name, attribute in zip(result.__struct_encode_fields__, result.__struct_fields__, strict=True):
+            fields[name] = getattr(result, attribute)
+    if in_cbor:
+        return cbor2.dumps(msgspec.to_builtins(fields, builtin_types=(bytes,)))
+    return msgspec.json.encode(fields)
+
+
+class StoredMessage(Struct, rename="camel", omit_defaults=True):
+    """A message as the SDK knows it, with our topic and headers."""
+
+    stream_name: str
+    sequence_number: int
+    ingest_time: int
+    payload: bytes
+    topic: str = ""
+    headers: headers.Headers | None = None
+
+
+def _for_json(found: Found, room: int) -> list[StoredMessage]:
+    """The messages of a read that fit, as msgspec encodes them."""
+    each = len(found.stream) + PER_MESSAGE
+    ends = list(
+        accumulate(len(row.payload) + len(row.topic) + 2 * len(row.headers) + each for row in found.messages)
+    )
+    return [
+        StoredMessage(
+            found.stream,
+            message.sequence_number,
+            message.ingest_time,
+            message.payload,
+            message.topic.decode(),
+            headers.decode(message.headers) if message.headers else None,
+        )
+        for message in found.messages[: _fitting(found, ends, room)]
+    ]
+
+
+def _in_cbor(found: Found, room: int, opening: bytes) -> bytes:
+    """Behind `opening` a CBOR array of the same; what is the same in many messages is encoded once."""
+    stream = cbor.encode("streamName") + cbor.encode(found.stream) + cbor.encode("topic")
+    topics = {row.topic for row in found.messages}
+    after = {topic: stream + cbor.encode(topic.decode()) for topic in topics}
+    plain = {topic: b"\xa5" + names for topic, names in after.items()}
+    begins = [
+        plain[row.topic] if not row.headers else b"\xa6" + after[row.topic] + _headers_in_cbor(row.headers)
+        for row in found.messages
+    ]
+    pieces = cbor.messages(begins, found.messages)
+    if sum(map(len, pieces)) > room:
+        fit = _fitting(found, list(accumulate(map(len, pieces)))[3::3], room)
+        pieces[3 * fit + 1 :] = []
+        pieces[0] = cbor.head(4, fit)
+    return b"".join((opening, *pieces))
+
+
+def _fitting(found: Found, ends: list[int], room: int) -> int:
+    """How many messages are returned, if each with those before it takes so many bytes."""
+    return max(bisect_right(ends, room), found.least)
+
+
+def _headers_in_cbor(extra: bytes) -> bytes:
+    decoded = msgspec.to_builtins(headers.decode(extra), builtin_types=(bytes,))
+    return cbor.encode("headers") + cbor2.dumps(decoded)
