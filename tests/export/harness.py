@@ -20,7 +20,7 @@ from moto.server import ThreadedMotoServer
 
 from bridge import objectkeys, plugins
 from bridge.aws import AwsSettings
-from bridge.export.settings import ExportSettings
+from bridge.export.settings import Allow, ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
 from bridge.export.wire import Tuning
 from bridge.operations.manager import StreamManager
