@@ -5,6 +5,10 @@ Whatever does not keep it (truncated, foreign, empty, lying) raises `BadObject`,
 is used. What the process lacks (memory, a module, a codec that its Arrow was built without) is no fault of
 the object and raises `Unreadable`.
 
+What an object takes in memory and how deep it is nested is bounded before a library decodes it, and its rows
+are counted first: an object is a few hundred bytes that a stranger chose, and a process that dies of one ends
+the run for all. Rows are flat, so depth is what nobody needs.
+
 Both formats give the same seven columns, all required. Further columns are kept when they have a plain
 name and a simple type: `extras` says which ones the table has already, and `NewColumns` is raised for
 others, so that the driver adds them before any row is written.
@@ -16,8 +20,9 @@ is not, as on a cluster without compiled extras, and for objects with further co
 from __future__ import annotations
 
 import binascii
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -29,6 +34,8 @@ import pyarrow.parquet as pq
 from bridge.deflate import GZIP, decompressobj
 from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
 from bridge.ingest.errors import BadObject, Unreadable, line
+from bridge.ingest.nesting import deeper
+from bridge.ingest.parquetsize import check_parquet
 from bridge.objectkeys import ObjectKey
 
 try:
@@ -39,7 +46,14 @@ except ImportError:
 MAX_UNPACKED = (
     512 << 20
 )  # an object that unpacks to more is refused: one task must not take the executor down
+ROW_BYTES = 100  # of memory at least: an object cannot promise more rows than this leaves room for
+CHUNK = 32 << 20  # bytes of lines that are Python objects at once
+MEMBER_CHUNK = 64 << 10  # bytes given to the decoder of each gzip member behind the first
+FIRST_ROW = 1 << 20  # bytes: of a longer one the columns are not guessed
+MAX_DEPTH = 16  # of a line: a row is flat, and one that is not deeper is refused by what it holds
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}\Z")
+
+TEXT = re.compile(rb'"([^"\n]*)"(\s*:)?')  # in lines without escapes; with a colon it is a column's name
 
 YEARS = (0, 253_402_300_800_000_000)  # us of 1970 and of 10000: no calendar has what is outside
 
@@ -58,19 +72,17 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
     """Read and check an object; the result has the columns of BASE and those of `extras` that it holds."""
     if not data:
         raise BadObject("empty: 0 bytes")
+    promised = key.last - key.first + 1
+    if promised > MAX_UNPACKED // ROW_BYTES:
+        raise BadObject(f"the name promises {promised} rows, an object may have {MAX_UNPACKED // ROW_BYTES}")
     try:
-        table = _parquet(data) if key.format == "parquet" else _ndjson(_gunzip(data), key)
-        found = set(table.column_names)
-        if absent := [name for name in BASE.names if name not in found]:
-            raise BadObject(f"column {absent[0]} is missing")
+        table = _parquet(data, key, extras) if key.format == "parquet" else _ndjson(data, key, extras)
+        new = _new_columns(table.schema, extras)
         columns = {name: _cast(table, name, BASE.field(name).type) for name in BASE.names}
         _check(columns, key)
-        more = [name for name in table.column_names if name not in columns]
-        new = {name: _plain(table, name, extras) for name in more if name not in extras}
-        if new and len(new) + len(extras) > MAX_EXTRAS:
-            raise BadObject(f"{len(new)} new columns would make more than {MAX_EXTRAS}")
         if new:
             raise NewColumns(new)
+        more = [name for name in table.column_names if name not in columns]
         columns |= {name: _cast(table, name, extras[name]) for name in more}
         return pa.table(columns)
     except (BadObject, NewColumns, Unreadable):
@@ -80,6 +92,35 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
     # Arrow, zlib and msgspec raise their own kinds, and a damaged file can raise any of them
     except Exception as error:
         raise BadObject(f"{type(error).__name__}: {line(error)}") from error
+
+
+def _new_columns(found: pa.Schema, extras: Extras) -> dict[str, pa.DataType]:
+    """The columns that the table would have to get; raises BadObject at those that it cannot have.
+
+    And at one of the contract that is missing, or that no cast could bring to its type.
+    """
+    known = set(found.names)
+    if absent := [name for name in BASE.names if name not in known]:
+        raise BadObject(f"column {absent[0]} is missing")
+    more = [field for field in found if field.name not in BASE.names]
+    for field in found:
+        wanted = BASE.field(field.name).type if field.name in BASE.names else extras.get(field.name)
+        if wanted is not None and not _is_simple(field.type):
+            raise BadObject(f"column {field.name} does not fit {wanted}: it holds {field.type}")
+    new = {field.name: _plain(field, extras) for field in more if field.name not in extras}
+    if new and len(new) + len(extras) > MAX_EXTRAS:
+        raise BadObject(f"{len(new)} new columns would make more than {MAX_EXTRAS}")
+    return new
+
+
+def _is_simple(kind: pa.DataType) -> bool:
+    """Whether it is flat and a value takes 8 bytes, or as many as it has: what the bounds count on."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return (pa.types.is_primitive(kind) and kind.bit_width <= 64) or any(
+        is_a(kind) for is_a in (*text, pa.types.is_null)
+    )
 
 
 def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey) -> None:
@@ -114,15 +155,15 @@ def _cast(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
     return column
 
 
-def _plain(table: pa.Table, name: str, extras: Extras) -> pa.DataType:
+def _plain(field: pa.Field, extras: Extras) -> pa.DataType:
     """The type that a new column gets in the table."""
+    name, found = field.name, field.type
     if not PLAIN_NAME.match(name) or name in MESSAGES.names:
         raise BadObject(f"column {name!r} cannot be added to the table: not a plain name")
     if name in PARTITIONS:
         raise BadObject(f"column {name!r} cannot be added to the table: its partition has that name")
     if same := [known for known in extras if known.lower() == name]:  # one column to most engines
         raise BadObject(f"column {name!r} cannot be added to the table: it has {same[0]!r}, another case")
-    found = table[name].type
     if pa.types.is_dictionary(found):
         found = found.value_type
     if pa.types.is_integer(found):
@@ -142,39 +183,82 @@ def _plain(table: pa.Table, name: str, extras: Extras) -> pa.DataType:
     raise BadObject(f"column {name} cannot be added to the table: it holds {found}")
 
 
-def _parquet(data: bytes) -> pa.Table:
+def _parquet(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
+    sizes = check_parquet(data, key.last - key.first + 1, MAX_UNPACKED)
     file = pq.ParquetFile(pa.BufferReader(data))
-    groups = (file.metadata.row_group(index) for index in range(file.metadata.num_row_groups))
-    if sum(group.total_byte_size for group in groups) > MAX_UNPACKED:
-        raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
+    _new_columns(file.schema_arrow, extras)  # before anything is decoded
     try:
-        return file.read(use_threads=False)
+        if sizes.rows_at_once >= sizes.rows:
+            return file.read(use_threads=False)
+        return _in_batches(file, sizes.rows_at_once)
     except pa.ArrowNotImplementedError as error:  # another build or version of Arrow can read it
         raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
 
 
-def _gunzip(data: bytes) -> bytes:
-    parts: list[bytes] = []
+def _in_batches(file: pq.ParquetFile, rows: int) -> pa.Table:
+    """Read so many rows at a time, for their dictionaries could make more of them than there is room."""
+    tables: list[pa.Table] = []
     room = MAX_UNPACKED
-    while data:  # several members one after the other are one legal file
-        unpacker = decompressobj(wbits=GZIP)
-        parts.append(unpacker.decompress(data, room))
-        room -= len(parts[-1])
-        if room <= 0 and (not unpacker.eof or unpacker.unused_data):
+    for batch in file.iter_batches(rows, use_threads=False):
+        table = pa.Table.from_batches([batch])
+        for at, field in enumerate(table.schema):
+            if pa.types.is_dictionary(field.type):
+                table = table.set_column(at, field.name, table[at].cast(field.type.value_type))
+        room -= table.nbytes
+        if room < 0:
             raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
+def _gunzip(data: bytes, rows: int) -> bytes:
+    """Unpack; several members one after the other are one legal file, but not more of them than rows.
+
+    What is behind the end of a member is copied, so only the first one is given all there is.
+    """
+    parts: list[bytes] = []
+    view = memoryview(data)
+    room, members, start, step = MAX_UNPACKED, 0, 0, len(data)
+    while start < len(data):
+        unpacker = decompressobj(wbits=GZIP)
+        members += 1
+        if members > rows:
+            raise BadObject(f"more gzip members than the {rows} rows that the name promises")
+        while not unpacker.eof and start < len(data):
+            given = view[start : start + step]
+            part = unpacker.decompress(given, room + 1)  # 0 would be no limit
+            room -= len(part)
+            if room < 0:
+                raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
+            parts.append(part)
+            start += len(given) - len(unpacker.unused_data)
         if not unpacker.eof:
             raise BadObject("truncated: the gzip stream has no end")
-        data = unpacker.unused_data
+        step = MEMBER_CHUNK
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _ndjson(lines: bytes, key: ObjectKey) -> pa.Table:
+def _ndjson(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
+    promised = key.last - key.first + 1
+    lines = _gunzip(data, promised)
     if msgspec is not None:
         try:
-            return _by_msgspec(lines, key)
+            return _by_msgspec(lines, key, promised)
         except msgspec.ValidationError:
             pass  # further columns, most likely; the other reader names what is wrong if it is something else
-    return _by_arrow(lines)
+    return _by_arrow(lines, promised, extras)
+
+
+def _chunks(lines: bytes) -> Iterator[bytes]:
+    """The lines in pieces of about `CHUNK` bytes: their rows are Python objects for a while."""
+    if len(lines) <= CHUNK:
+        yield lines
+        return
+    start = 0
+    while start < len(lines):
+        end = lines.find(b"\n", start + CHUNK) + 1 or len(lines)
+        yield lines[start:end]
+        start = end
 
 
 @lru_cache(maxsize=1024)
@@ -197,7 +281,18 @@ def _decoder(gateway: str, stream: str, epoch: str) -> Any:
     return msgspec.json.Decoder(row)
 
 
-def _by_msgspec(lines: bytes, key: ObjectKey) -> pa.Table:
+def _by_msgspec(lines: bytes, key: ObjectKey, rows: int) -> pa.Table:
+    """Rows are of known fields, so nothing in them can be nested."""
+    tables: list[pa.Table] = []
+    for chunk in _chunks(lines):
+        tables.append(_rows(chunk, key))
+        rows -= tables[-1].num_rows
+        if rows < 0:
+            break  # too many, as the check of the whole will say
+    return pa.concat_tables(tables)
+
+
+def _rows(lines: bytes, key: ObjectKey) -> pa.Table:
     epoch = str(key.epoch)
     rows = _decoder(key.gateway, key.stream, epoch).decode_lines(lines)
     constant = {"gateway": key.gateway, "stream": key.stream, "epoch": epoch}
@@ -215,24 +310,74 @@ def _by_msgspec(lines: bytes, key: ObjectKey) -> pa.Table:
 _TEXT = {name: pa.string() for name in ("gateway", "stream", "epoch", "ingest_time", "topic", "payload")}
 
 
-def _by_arrow(lines: bytes) -> pa.Table:
+def _by_arrow(lines: bytes, rows: int, extras: Extras) -> pa.Table:
+    """Arrow, when it infers columns, recurses once for each level and makes a column of every name.
+
+    So it is given the columns of the first row, usually those of all; anything else is an error at once.
+    """
+    if lines[-2:].isspace():  # a copy, so only where it is needed
+        lines = lines.rstrip()
+    found = lines.count(b"\n") + (not lines.endswith(b"\n")) if lines else 0
+    if found != rows:
+        raise BadObject(f"{found} rows, but the name promises {rows}")
     types = {**_TEXT, "sequence_number": pa.int64()}
-    table = _read_json(lines, types)
-    # Arrow takes text that looks like a time for one, and another object may hold other text there
-    guessed = {f.name: pa.string() for f in table.schema if pa.types.is_timestamp(f.type)}
-    if guessed:
-        table = _read_json(lines, types | guessed)
+    try:
+        table = _read_json(lines, _of_first_row(lines, extras) | types, "error")
+    except pa.ArrowInvalid:
+        if deeper(lines, MAX_DEPTH):
+            raise BadObject(f"nested deeper than {MAX_DEPTH}") from None
+        _check_names(lines, rows, extras)
+        table = _read_json(lines, types, "infer")
+        # Arrow takes text that looks like a time for one, and another object may hold other text there
+        guessed = {f.name: pa.string() for f in table.schema if pa.types.is_timestamp(f.type)}
+        if guessed:
+            table = _read_json(lines, types | guessed, "infer")
     columns: dict[str, Any] = {name: table[name] for name in table.column_names}
     columns["ingest_time"] = _times(table["ingest_time"])
     columns["payload"] = pa.array([_unbase64(text) for text in table["payload"].to_pylist()], pa.binary())
     return pa.table(columns)
 
 
-def _read_json(lines: bytes, types: dict[str, pa.DataType]) -> pa.Table:
+def _of_first_row(lines: bytes, extras: Extras) -> dict[str, pa.DataType]:
+    """The further columns of the first row, with the types of their values."""
+    kinds: dict[type, pa.DataType] = {
+        bool: pa.bool_(),
+        int: pa.int64(),
+        float: pa.float64(),
+        str: pa.string(),
+    }
+    try:
+        row = json.loads(lines[: min(lines.find(b"\n") + 1 or len(lines), FIRST_ROW)])
+    except (ValueError, RecursionError):
+        return {}  # cut or malformed; the readers say what is wrong
+    if not isinstance(row, dict) or len(row) > len(BASE) + len(extras) + MAX_EXTRAS:
+        return {}
+    return {
+        name: kinds[type(value)]
+        for name, value in row.items()
+        if name not in BASE.names and type(value) in kinds
+    }
+
+
+def _check_names(lines: bytes, rows: int, extras: Extras) -> None:
+    """Raise BadObject if the rows have more names than a table can have columns, or memory has room for."""
+    names: set[bytes] = set()
+    most = len(BASE) + len(extras) + 2 * MAX_EXTRAS
+    for found in TEXT.finditer(lines.replace(b"\\\\", b"").replace(b'\\"', b"")):
+        if not found[2]:
+            continue
+        names.add(found[1])
+        if len(names) > most or rows * len(names) * 8 > MAX_UNPACKED:
+            raise BadObject(f"its {rows} rows have too many columns: {len(names)} or more")
+
+
+def _read_json(lines: bytes, types: dict[str, pa.DataType], unknown: str) -> pa.Table:
     return pyarrow.json.read_json(
         pa.BufferReader(lines),
         read_options=pyarrow.json.ReadOptions(use_threads=False, block_size=len(lines) + 1),
-        parse_options=pyarrow.json.ParseOptions(explicit_schema=pa.schema(list(types.items()))),
+        parse_options=pyarrow.json.ParseOptions(
+            explicit_schema=pa.schema(list(types.items())), unexpected_field_behavior=unknown
+        ),
     )
 
 

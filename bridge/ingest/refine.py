@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 SAMPLE = 1000  # payloads looked at to infer a schema
+SAMPLE_TEXT = 64 << 10  # characters: all of them come to the driver
 TASK_BYTES = 64 << 20  # of data files: what one task reads
 MISFIT = "_misfit"
 VARIANT = "value VARIANT"  # what --schema variant means: the whole payload in this column
@@ -117,11 +118,14 @@ class Step:
             return VARIANT
         if self.schema != "infer":
             return self.schema
+        from pyspark.sql import functions as f
+
         known = _load(self.make("typed", keys)).notes.get("schema")
         if known:
             return known
         frame = self._read(spark, [[file.path] for file in files[:8]], wanted)
-        ddl = infer(row.text for row in frame.select("text").limit(SAMPLE).collect())
+        short = frame.select("text").where(f.length("text") <= SAMPLE_TEXT)
+        ddl = infer(row.text for row in short.limit(SAMPLE).collect())
         if not ddl:
             raise BadOption(
                 "no payload is a JSON object with keys: there is no schema to infer, give --schema"

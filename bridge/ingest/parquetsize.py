@@ -1,0 +1,227 @@
+"""What a Parquet file takes in memory, known before Arrow decodes any of it.
+
+Arrow believes what a file says of itself: it recurses once for each level of the schema, allocates what
+the header of a page names, and repeats a value of a dictionary as often as rows name it. Sizes in the footer
+bound none of that, for nobody compares them with the pages. So the headers are read here, at the places where
+Arrow reads them: the footer (`FileMetaData` of parquet.thrift) and those of all pages, in Thrift's compact
+protocol. Bounded are the footer, the depth and the number of its columns, the number of pages, and what these
+unpack to. Values cannot get larger than their pages but by a dictionary; `rows_at_once` says how many rows
+may be decoded together so that even then they fit.
+
+Encodings whose output has no bound in the size of the page (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY) are
+refused; no gateway writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.ingest.errors import BadObject
+
+MAGIC = b"PAR1"
+END = 8  # bytes: the length of the footer, and the magic
+MAX_FOOTER = 4 << 20  # bytes: 1,000 row groups of seven columns take one quarter of it
+MAX_ELEMENTS = 1000  # of a schema: columns, and what is nested in them
+MAX_DEPTH = 16  # of a schema, and of Thrift's structs
+MAX_PAGES = 100_000
+BYTE_ARRAYS = (6, 7)  # physical types: BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY
+DICTIONARY_PAGE = 2
+INDEX_PAGE = 1
+ENCODINGS = frozenset(
+    {0, 2, 3, 4, 5, 8, 9}
+)  # PLAIN, dictionaries, RLE, DELTA_BINARY_PACKED, BYTE_STREAM_SPLIT
+
+Struct = dict[int, Any]  # the fields of a Thrift struct by their ids
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the headers of a file promise, and its pages cannot exceed."""
+
+    rows: int
+    rows_at_once: int  # how many rows can be decoded within the budget, whatever the pages hold
+
+
+def check_parquet(data: bytes, rows: int, budget: int) -> Sizes:
+    """Raise BadObject unless the file has so many rows and unpacks to at most `budget` bytes."""
+    if len(data) < len(MAGIC) + END or data[:4] != MAGIC or data[-4:] != MAGIC:
+        raise BadObject("truncated, or not Parquet: the magic bytes are missing")
+    length = int.from_bytes(data[-END:-4], "little")
+    start = len(data) - END - length
+    if length > MAX_FOOTER or start < len(MAGIC):
+        raise BadObject(f"its footer of {length} bytes is larger than {MAX_FOOTER} or the object")
+    footer = _Reader(data, len(data) - END).struct(start)[0]
+    groups = _list(footer, 4)
+    counted = [_int(footer, 3), sum(_int(group, 3) for group in groups)]
+    if counted != [rows, rows] or any(_int(group, 3) < 0 for group in groups):
+        raise BadObject(f"{counted[0]} rows, but the name promises {rows}")
+    columns = _check_schema(_list(footer, 2))
+    if rows * columns * 8 > budget:
+        raise BadObject(f"unpacks to more than {budget} bytes: {rows} rows of {columns} columns")
+    left, pages, repeated = budget, MAX_PAGES, 0
+    for group in groups:
+        values = 0  # bytes: the largest values that a row of this group can repeat
+        for column in _list(group, 1):
+            if 1 in column:
+                raise BadObject("a column is in another file")
+            meta = _struct(column, 3)
+            largest = 0
+            for kind, size in _pages(data, meta, start):
+                pages -= 1
+                left -= size
+                if pages < 0 or left < 0:
+                    limit = f"{MAX_PAGES} pages" if pages < 0 else f"{budget} bytes"
+                    raise BadObject(f"unpacks to more than {limit}")
+                if kind == DICTIONARY_PAGE and _int(meta, 1) in BYTE_ARRAYS:
+                    largest = max(largest, size)
+            values += largest
+        repeated = max(repeated, values)
+    return Sizes(rows, min(rows, max(1, budget // repeated)) if repeated else rows)
+
+
+def _check_schema(elements: list[Any]) -> int:
+    """Return the number of columns; raises BadObject if the schema is too deep, too large or no tree."""
+    if not 2 <= len(elements) <= MAX_ELEMENTS:
+        raise BadObject(f"its schema has {len(elements)} elements, not 2 to {MAX_ELEMENTS}")
+    open_groups: list[int] = []  # how many children each group still lacks
+    leaves = 0
+    for at, element in enumerate(elements):
+        if at and not open_groups:
+            raise BadObject("its schema is not a tree")
+        children = _int(element, 5) if 5 in element else 0
+        leaves += not children
+        if open_groups:
+            open_groups[-1] -= 1
+        if children < 0 or len(open_groups) >= MAX_DEPTH:
+            raise BadObject(f"its schema is nested deeper than {MAX_DEPTH}")
+        open_groups.append(children)
+        while open_groups and not open_groups[-1]:
+            open_groups.pop()
+    if open_groups:
+        raise BadObject("its schema is not a tree")
+    return leaves
+
+
+def _pages(data: bytes, meta: Struct, end_of_pages: int) -> Iterator[tuple[int, int]]:
+    """The type and the unpacked size of each page of a column chunk."""
+    pos, length = _int(meta, 9), _int(meta, 7)
+    if 11 in meta and 0 < _int(meta, 11) < pos:  # the dictionary stands before the data
+        pos = _int(meta, 11)
+    end = pos + length
+    if pos < 0 or length < 0 or end > end_of_pages:
+        raise BadObject("truncated: a column reaches beyond the object")
+    reader = _Reader(data, end)
+    while pos < end:
+        header, pos = reader.struct(pos)
+        kind, size, packed = _int(header, 1), _int(header, 2), _int(header, 3)
+        if size < 0 or not 0 <= packed <= end - pos:
+            raise BadObject("truncated: a page reaches beyond its column")
+        pos += packed
+        if kind != INDEX_PAGE:
+            inner = _struct(header, {0: 5, DICTIONARY_PAGE: 7, 3: 8}.get(kind, 5))
+            encoding = _int(inner, 4 if kind == 3 else 2)
+            if encoding not in ENCODINGS:
+                raise BadObject(f"a page has the encoding {encoding}, whose size has no bound")
+        yield kind, size
+
+
+def _int(fields: Struct, name: int) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int):
+        raise BadObject(f"its headers are not Parquet's: field {name} is no number")
+    return value
+
+
+def _list(fields: Struct, name: int) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadObject(f"its headers are not Parquet's: field {name} is no list of structs")
+    return value
+
+
+def _struct(fields: Struct, name: int) -> Struct:
+    value = fields.get(name)
+    if not isinstance(value, dict):
+        raise BadObject(f"its headers are not Parquet's: field {name} is no struct")
+    return value
+
+
+class _Reader:
+    """Thrift's compact protocol, as far as Parquet has it; raises BadObject for anything else."""
+
+    def __init__(self, data: bytes, end: int) -> None:
+        self._data, self._end = data, end
+
+    def struct(self, pos: int, depth: int = 0) -> tuple[Struct, int]:
+        """The struct at `pos`, and where it ends. A field must not come twice: the last one would count."""
+        if depth > MAX_DEPTH:
+            raise BadObject(f"its headers are nested deeper than {MAX_DEPTH}")
+        fields: Struct = {}
+        name = 0
+        while True:
+            head, pos = self._byte(pos)
+            if not head:
+                return fields, pos
+            if head >> 4:
+                name += head >> 4
+            else:
+                name, pos = self._signed(pos)
+            kind = head & 15
+            if name in fields:
+                raise BadObject(f"its headers have the field {name} twice")
+            if kind in (1, 2):  # a boolean is in the type itself
+                fields[name] = kind == 1
+            else:
+                fields[name], pos = self._value(kind, pos, depth)
+
+    def _value(self, kind: int, pos: int, depth: int) -> tuple[Any, int]:
+        match kind:
+            case 4 | 5 | 6:
+                return self._signed(pos)
+            case 1 | 2 | 3:
+                return self._byte(pos)
+            case 8:
+                length, pos = self._varint(pos)
+                return None, self._skip(pos, length)  # names and statistics: nobody asks for them here
+            case 12:
+                return self.struct(pos, depth + 1)
+            case 9 | 10:
+                head, pos = self._byte(pos)
+                length, of = head >> 4, head & 15
+                if length == 15:
+                    length, pos = self._varint(pos)
+                items = []
+                for _ in range(length):
+                    item, pos = self._value(of, pos, depth + 1)
+                    items.append(item)
+                return items, pos
+            case 7:
+                return None, self._skip(pos, 8)
+        raise BadObject(f"its headers are not Parquet's: type {kind}")
+
+    def _skip(self, pos: int, length: int) -> int:
+        if length > self._end - pos:
+            raise BadObject("truncated: its headers end too early")
+        return pos + length
+
+    def _byte(self, pos: int) -> tuple[int, int]:
+        if pos >= self._end:
+            raise BadObject("truncated: its headers end too early")
+        return self._data[pos], pos + 1
+
+    def _varint(self, pos: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            byte, pos = self._byte(pos)
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value, pos
+            if shift > 63:
+                raise BadObject("its headers are not Parquet's: a number is too long")
+
+    def _signed(self, pos: int) -> tuple[int, int]:
+        value, pos = self._varint(pos)
+        return value >> 1 ^ -(value & 1), pos
