@@ -37,6 +37,8 @@ _KEY = re.compile(
     r"/(\d{20})-(\d{20})\.(ndjson\.gz|parquet)\Z",
     re.ASCII,
 )
+# A gateway may write below its own folder only: what it names there like another's data is not that one's.
+_OTHER = re.compile(r"(?:^|/)(?:gateway=|_gateway/)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def head_key(gateway: str) -> str:
 def parse_key(key: str) -> ObjectKey | None:
     """Read a data object's key; None for a key that is not one of ours."""
     match = _KEY.search(key)
-    if match is None:
+    if match is None or _OTHER.search(key, 0, match.start(1) - len("gateway=")):
         return None
     gateway, stream, epoch, date, hour, first, last, extension = match.groups()
     low, high = int(first), int(last)

@@ -19,7 +19,7 @@ from bridge.ingest.columns import IDENTITY
 from bridge.ingest.errors import IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import Compacted, LiveFile
+from bridge.ingest.sinks.base import Compacted, LiveFile, labelled, swept
 from bridge.ingest.worker import STATUS, Target
 
 if TYPE_CHECKING:
@@ -57,8 +57,10 @@ def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     rows: list[Any] = []
     if parts:
         frame = spark.range(0, len(parts), 1, len(parts))
-        work: Any = frame.mapInArrow(_task(parts, sink.layout(IDENTITY)), STATUS)
-        rows = watched(spark, "compact", work.collect)
+        target = labelled(sink.layout(IDENTITY))
+        work: Any = frame.mapInArrow(_task(parts, target), STATUS)
+        with swept(target):
+            rows = watched(spark, "compact", work.collect)
     bodies = {
         kind: [json.loads(row.body) for row in rows if row.kind == kind] for kind in ("file", "old", "left")
     }
@@ -177,7 +179,7 @@ def _joined(store: Store, group: list[_Found], target: Target, schema: pa.Schema
     keys = pa.table({name: table[name].cast(schema.field(name).type) for name in ORDER})
     order = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in ORDER])
     del keys
-    with DayFiles(target.place, schema, target.folder) as files:
+    with DayFiles(target.place, schema, target.folder, target.label) as files:
         for start in range(0, table.num_rows, SLICE_ROWS):
             files.add(table.take(order.slice(start, SLICE_ROWS)))
     return files.written

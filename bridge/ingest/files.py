@@ -45,8 +45,8 @@ class DataFile:
 class _Day:
     """One open file and the rows that wait for it."""
 
-    def __init__(self, place: Place, schema: pa.Schema, day: str, folder: str) -> None:
-        self.file = DataFile(f"{folder}={day}/{uuid4()}.parquet", day)
+    def __init__(self, place: Place, schema: pa.Schema, day: str, folder: str, label: str) -> None:
+        self.file = DataFile(f"{folder}={day}/{label}{uuid4()}.parquet", day)
         self.schema = schema
         self.waiting: list[pa.Table] = []
         self.rows = self.bytes = 0
@@ -88,11 +88,11 @@ class DayFiles:
     """The files of one task; use it as a context: they are complete when the block ends.
 
     `schema` is that of the files (with the field ids of the table, where it has such), `folder` what
-    stands before the `=` of a file's folder.
+    stands before the `=` of a file's folder, `label` how the names of the files begin.
     """
 
-    def __init__(self, place: Place, schema: pa.Schema, folder: str) -> None:
-        self.place, self.schema, self.folder = place, schema, folder
+    def __init__(self, place: Place, schema: pa.Schema, folder: str, label: str = "") -> None:
+        self.place, self.schema, self.folder, self.label = place, schema, folder, label
         self._days: dict[str, _Day] = {}
         self.written: list[DataFile] = []
 
@@ -129,7 +129,7 @@ class DayFiles:
         if day is None:
             if len(self._days) == OPEN:
                 self.written.append(self._days.pop(next(iter(self._days))).finish())
-            day = self._days[name] = _Day(self.place, self.schema, name, self.folder)
+            day = self._days[name] = _Day(self.place, self.schema, name, self.folder, self.label)
         for column in ("gateway", "stream", "epoch", "sequence_number"):
             ends = pc.min_max(part[column]).as_py()
             day.file.widen(column, ends["min"], ends["max"])

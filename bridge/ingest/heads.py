@@ -17,13 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from bridge.ingest.errors import Vanished, line
+from bridge.ingest.errors import BadObject, Unreadable, Vanished, line
 from bridge.ingest.planner import StreamId
-from bridge.ingest.store import Store
+from bridge.ingest.store import Entry, Store, read
 from bridge.objectkeys import HEADS, MAX_SEQUENCE, head_key
 
 YEAR_10000 = 253_402_300_800_000  # in ms
 
+EPOCH_DIGITS = 19  # of an epoch in the name of a data object
+MAX_HEAD = 4 << 20  # bytes: 10,000 streams of a gateway, each with a dozen ranges that it dropped
 READERS = 16  # heads read at the same time: each is a round trip, and there is one for every gateway
 
 
@@ -77,28 +79,34 @@ def read_heads(store: Store) -> Heads:
     """Read the head objects; call it before the listing, so that a head never knows more than that."""
     found = Heads()
     with ThreadPoolExecutor(READERS) as pool:
-        keys = [entry.key for entry in store.under(HEADS)]
-        contents = pool.map(partial(_content, store), keys)
-    for key, content in zip(keys, contents, strict=True):
-        if content is None:
-            continue
-        try:
-            document = json.loads(content)
-            gateway, updated = str(document["gateway"]), int(document["updated"])
-            if key != head_key(gateway):  # a copy, perhaps of an older one
-                raise ValueError(f"it is of {gateway}, whose head has another name")
-            for stream in document["streams"]:
-                name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
-                found.streams[name] = Head.from_json(stream, updated)
-            found.gateways[gateway] = updated
-        # what others can write must stop nothing, and a hostile document can raise nearly anything
-        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-            found.problems.append(f"{key}: not a head object ({type(error).__name__}: {line(error)})")
+        for one in pool.map(partial(_read, store), list(store.under(HEADS))):
+            found.streams |= one.streams
+            found.gateways |= one.gateways
+            found.problems += one.problems
     return found
 
 
-def _content(store: Store, key: str) -> bytes | None:
+def _read(store: Store, entry: Entry) -> Heads:
+    """One head object: all of it is good, or none of it counts."""
+    found = Heads()
     try:
-        return store.get(key)
+        document = json.loads(read(store, entry.key, entry.size, MAX_HEAD))
+        gateway, updated = str(document["gateway"]), int(document["updated"])
+        if entry.key != head_key(gateway):  # a copy, perhaps of an older one
+            raise ValueError(f"it is of {gateway}, whose head has another name")
+        for stream in document["streams"]:
+            name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
+            name.stream.encode()  # half a surrogate pair can be written nowhere
+            if not 0 <= name.epoch < 10**EPOCH_DIGITS:
+                raise ValueError("no data object can have its epoch")
+            found.streams[name] = Head.from_json(stream, updated)
+        found.gateways[gateway] = updated
     except Vanished:
-        return None
+        return Heads()
+    except (BadObject, Unreadable) as error:
+        return Heads(problems=[f"{entry.key}: {error}"])
+    # what others can write must stop nothing, and a hostile document can raise nearly anything
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+        said = f"{entry.key}: not a head object ({type(error).__name__}: {line(error)})"
+        return Heads(problems=[said])
+    return found

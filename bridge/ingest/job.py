@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from bridge.ingest.heads import Heads, read_heads
 from bridge.ingest.planner import Inventory, Limits, Plan, Work, plan
 from bridge.ingest.report import Name, Report, build
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import Sink, discard
+from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, swept
 from bridge.ingest.state import Piece, Quarantined, State, StateStore
 from bridge.ingest.store import Place
 from bridge.ingest.worker import STATUS, Target, pack, task
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TASK_BYTES = 32 << 20  # of objects, compressed: what one task reads
+DEAD_WORKER = re.compile(
+    "Python worker exited unexpectedly|Python worker failed to connect|ExecutorLostFailure"
+)
 LOSSES = 5  # rounds lost in a row before a run gives way
 
 
@@ -173,25 +178,28 @@ def _one(
 ) -> list[Aside]:
     """Work and commit one plan; returns what could be neither taken nor refused."""
     start = time.monotonic()
-    parts = split(todo, _slots(spark))
-    frame: Any = spark.range(0, len(parts), 1, len(parts))
-    frame = frame.mapInArrow(task([pack(part) for part in parts], source, target), STATUS)
-    rows = watched(spark, f"round {done.number}", frame.collect)
-    outcomes = {body["key"]: body for body in _bodies(rows, "object")}
-    files = [DataFile(**body) for body in _bodies(rows, "file")]
-    done.tasks = len(parts)
-    done.work_seconds = time.monotonic() - start
+    target = labelled(target)
+    with swept(target):
+        parts = split(todo, _slots(spark))
+        done.tasks = len(parts)
+        rows = _work(spark, [pack(part) for part in parts], source, target, f"round {done.number}")
+        outcomes = {body["key"]: body for body in _bodies(rows, "object")}
+        files = [DataFile(**body) for body in _bodies(rows, "file")]
+        if any(body["number"] for body in _bodies(rows, "attempt")):
+            sweep(target, keep=files)
+        done.work_seconds = time.monotonic() - start
 
-    start = time.monotonic()
-    aside = _apply(state, todo.work, outcomes, done)
-    for stream, head in heads.streams.items():  # also where nothing was uploaded: it may be lost before it is
-        state.of(stream).head = head
-    if done.new_columns:
-        sink.add_columns(_columns(outcomes, MAX_EXTRAS - len(target.extras)))
-    done.files, done.rows = len(files), sum(file.rows for file in files)
-    if done.objects or done.quarantined:
+        start = time.monotonic()
+        aside = _apply(state, todo.work, outcomes, done)
+        for stream, head in heads.streams.items():  # also where nothing was uploaded: it may be lost before
+            state.of(stream).head = head
+        if done.new_columns:
+            sink.add_columns(_columns(outcomes, MAX_EXTRAS - len(target.extras)))
+        done.files, done.rows = len(files), sum(file.rows for file in files)
+        commits = bool(done.objects or done.quarantined)
         previous = state.version
-        version = states.save(state, previous)
+        version = states.save(state, previous) if commits else 0
+    if commits:
         try:
             sink.commit(previous, version, files)
         except Moved:
@@ -202,6 +210,24 @@ def _one(
     return aside
 
 
+def _work(spark: SparkSession, parts: list[bytes], source: Place, target: Target, what: str) -> list[Any]:
+    """The status rows of the tasks; if a worker died and no attempt is left, once more, each object alone."""
+
+    def rows(*, alone: bool) -> list[Any]:
+        frame: Any = spark.range(0, len(parts), 1, len(parts))
+        frame = frame.mapInArrow(task(parts, source, target, alone=alone), STATUS)
+        found: list[Any] = watched(spark, what, frame.collect)
+        return found
+
+    try:
+        return rows(alone=False)
+    except Exception as error:  # of pyspark or py4j, by version
+        if not DEAD_WORKER.search(str(error)):
+            raise
+    sweep(target)
+    return rows(alone=True)
+
+
 def _apply(
     state: State, work: Sequence[Work], outcomes: dict[str, dict[str, Any]], done: Round
 ) -> list[Aside]:
@@ -209,7 +235,9 @@ def _apply(
     aside: list[Aside] = []
     columns: set[str] = set()
     known_last: dict[Any, int] = {}
-    once_bad = {key for key, _ in state.quarantine}
+    once_bad: dict[str, list[Name]] = defaultdict(list)  # each upload of an object has an ETag of its own
+    for refused in state.quarantine:
+        once_bad[refused[0]].append(refused)
     for piece_of in work:
         outcome = outcomes[piece_of.item.key]
         match outcome["status"]:
@@ -217,14 +245,14 @@ def _apply(
                 stream = state.of(piece_of.stream)
                 last = known_last.setdefault(piece_of.stream, stream.covered.last if stream.covered else -1)
                 stream.take([Piece(*piece) for piece in outcome["pieces"]], known_last=last)
-                if piece_of.item.key in once_bad:  # uploaded again, and good now
-                    cured = [name for name in state.quarantine if name[0] == piece_of.item.key]
-                    for name in cured:
-                        del state.quarantine[name]
+                for cured in once_bad.pop(piece_of.item.key, ()):  # uploaded again, and good now
+                    del state.quarantine[cured]
                 done.objects += 1
                 done.bytes += piece_of.item.size
             case "bad":
                 name = piece_of.item.key, piece_of.item.etag
+                for earlier in once_bad.pop(name[0], ()):  # which is there no more
+                    del state.quarantine[earlier]
                 state.quarantine[name] = Quarantined(piece_of.item.size, outcome["reason"])
                 done.quarantined += 1
             case "gone":

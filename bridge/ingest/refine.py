@@ -28,7 +28,7 @@ from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import LiveFile, Sink, described, discard
+from bridge.ingest.sinks.base import LiveFile, Sink, described, discard, labelled, sweep, swept
 from bridge.ingest.state import State, StateStore, load_state
 from bridge.ingest.worker import STATUS
 
@@ -176,9 +176,10 @@ class Step:
             )
         parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
         frame = _typed(self._read(spark, parts, fresh), ddl, types, self.form)
-        targets = {kind: output.sink.target() for kind, output in outputs.items()}
+        targets = {kind: labelled(output.sink.target()) for kind, output in outputs.items()}
         work: Any = frame.mapInArrow(writing(targets), STATUS)
-        rows = watched(spark, f"round {self.done.rounds + 1}", work.collect)
+        with swept(*targets.values()):
+            rows = watched(spark, f"round {self.done.rounds + 1}", work.collect)
         seen: Fresh = {}
         for row in rows:
             if row.kind == "seen":
@@ -187,6 +188,9 @@ class Step:
         written = {
             kind: [DataFile(**json.loads(row.body)) for row in rows if row.kind == kind] for kind in outputs
         }
+        if any(json.loads(row.body)["number"] for row in rows if row.kind == "attempt"):
+            for kind, target in targets.items():
+                sweep(target, keep=written[kind])
         notes = {"schema": ddl, "added": str(mark)}
         for kind in list(written):
             try:

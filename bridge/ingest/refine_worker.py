@@ -19,7 +19,7 @@ from bridge.ingest.payloads import KEYS, texts
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import shared
-from bridge.ingest.worker import Target
+from bridge.ingest.worker import Target, attempt
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -116,7 +116,7 @@ def writing(targets: dict[str, Target]) -> Function:
         with ExitStack() as stack:
             for kind, target in targets.items():
                 schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-                files[kind] = stack.enter_context(DayFiles(target.place, schema, target.folder))
+                files[kind] = stack.enter_context(DayFiles(target.place, schema, target.folder, target.label))
             for batch in batches:
                 table = pa.Table.from_batches([batch])
                 for stream, first, last, _ in runs(table):
@@ -126,6 +126,7 @@ def writing(targets: dict[str, Target]) -> Function:
                     if kind in files and rows.num_rows:
                         files[kind].add(rows)
         rows = [(kind, json.dumps(asdict(file))) for kind, into in files.items() for file in into.written]
+        rows.append(("attempt", json.dumps({"number": attempt()})))
         rows += [("seen", json.dumps([*stream, list(ranges)])) for stream, ranges in seen.items()]
         yield pa.record_batch(
             {"kind": [kind for kind, _ in rows], "body": [body for _, body in rows]},

@@ -25,6 +25,7 @@ from bridge.ingest.errors import BadObject, BadOption, IngestError, Vanished
 from bridge.ingest.planner import Inventory, Item
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import Place, shared
+from bridge.ingest.worker import MAX_OBJECT
 from bridge.objectkeys import ObjectKey, parse_key
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class ObjectReader(DataSourceReader):
                 if not fresh:
                     continue
                 try:
-                    table = self._decode(store.get(key), name, key, wanted)
+                    table = self._decode(store.get(key, MAX_OBJECT), name, key, wanted)
                 except (BadObject, Vanished) as error:
                     if self.skip:
                         continue

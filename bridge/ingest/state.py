@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -111,6 +112,12 @@ class StateStore:
         if version is None:
             return State()
         raw = self._known(version)
+        try:
+            return self._parsed(version, raw)
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise self._damaged(version, error) from error
+
+    def _parsed(self, version: int, raw: dict[str, Any]) -> State:
         if raw.get("format") != FORMAT:
             raise StateMissing(
                 f"{self.place.url}/{_name(version)}: format {raw.get('format')!r} is not known here"
@@ -127,7 +134,9 @@ class StateStore:
 
     def previous(self, version: int) -> int | None:
         """The version that the round of this one was planned from; None: it was the first."""
-        found: int | None = self._known(version)["previous"]
+        found = self._known(version).get("previous")
+        if not isinstance(found, int | None):
+            raise self._damaged(version, found)
         return found
 
     def _known(self, version: int) -> dict[str, Any]:
@@ -142,9 +151,21 @@ class StateStore:
     def _read(self, version: int) -> dict[str, Any]:
         for store in (self._store, *map(Place.open, _above(self.place))):
             with suppress(Vanished):
-                document: dict[str, Any] = json.loads(store.get(_name(version)))
+                data = store.get(_name(version))
+                try:
+                    document = json.loads(data)
+                except (ValueError, RecursionError) as error:
+                    raise self._damaged(version, error) from error
+                if not isinstance(document, dict):
+                    raise self._damaged(version, type(document).__name__)
                 return document
         raise Vanished(f"{_name(version)}: no such document")
+
+    def _damaged(self, version: int, why: object) -> StateMissing:
+        return StateMissing(
+            f"{self.place.url}/{_name(version)}: not a state document ({line(why)}); restore it, or roll the "
+            "table back to a snapshot whose state is good"
+        )
 
     def save(self, state: State, previous: int | None) -> int:
         """Write the state as a new document and return its version; it counts once the table points to it."""
@@ -169,10 +190,13 @@ class StateStore:
         """
         oldest = time.time_ns() // 1_000_000 - KEEP_MS
         names = sorted(entry.key for entry in self._store.list() if entry.key.endswith(".json"))
-        versions = [int(name[:20]) for name in names if name[:20].isdecimal()]
+        versions = [int(name[:20]) for name in names if re.fullmatch("[0-9]{20}[.]json", name)]
         old = [version for version in versions if version >> RANDOM_BITS < oldest]
         since = versions[len(old) :]
-        needed = {current, self._read(since[0])["previous"] if old and since else None}
+        try:
+            needed = {current, self.previous(since[0]) if old and since else None}
+        except StateMissing:  # somebody else wrote there: what is needed cannot be known
+            return
         self._store.delete(_name(version) for version in old if version not in needed)
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,13 +25,26 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 from urllib.parse import unquote, urlparse
 from uuid import uuid4
 
-from bridge.ingest.errors import BadOption, IngestError, Vanished
+from bridge.ingest.errors import BadObject, BadOption, IngestError, Unreadable, Vanished
 
 S3_SCHEMES = ("s3", "s3a", "s3n")
 LISTERS = 16  # prefixes listed at the same time: a LIST call is a round trip per 1000 keys
 READS = 4  # of an object whose connection breaks, before its whole task is tried again
 RETRY_INTERVAL = 0.5
 SPOOL = 32 << 20  # what a writer to S3 holds in memory before it goes to a local temporary file
+
+# with these S3 refuses one object and may well hand out the next
+OF_THE_OBJECT = frozenset(
+    {
+        "AccessDenied",
+        "InvalidObjectState",  # archived (Glacier)
+        "InvalidRequest",  # encrypted with a customer's key
+        "KMS.DisabledException",
+        "KMS.InvalidKeyUsageException",
+        "KMS.KMSInvalidStateException",
+        "KMS.NotFoundException",
+    }
+)
 
 
 class Entry(NamedTuple):
@@ -48,11 +61,12 @@ class Store(Protocol):
 
     def list(self) -> Iterator[Entry]: ...
     def under(self, prefix: str) -> Iterator[Entry]: ...
-    def get(self, key: str) -> bytes: ...
+    def get(self, key: str, most: int | None = None) -> bytes: ...
     def tail(self, key: str, size: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
     def writer(self, key: str) -> Any: ...
     def delete(self, keys: Iterable[str]) -> None: ...
+    def sweep(self, prefix: str, label: str, keep: Container[str]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +120,26 @@ def shared(place: Place) -> Store:
     return place.open()
 
 
+def read(store: Store, key: str, size: int, most: int) -> bytes:
+    """The object that a listing showed with this size.
+
+    Raises BadObject if it has more than `most` bytes, unread, Vanished if it is there no more, and Unreadable
+    for what is about this object alone and may change (archived, no right to it or to its key). Whatever is
+    about no single object is raised as the library does.
+    """
+    if size > most:
+        raise BadObject(f"{size} bytes are more than the {most} that one object may have")
+    try:
+        return store.get(key, most)
+    except PermissionError as error:  # of a file
+        raise Unreadable(f"{type(error).__name__}: {error.strerror}") from error
+    except Exception as error:
+        said = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
+        if said.get("Code") not in OF_THE_OBJECT:
+            raise
+        raise Unreadable(f"{said['Code']}: {said.get('Message')}") from error
+
+
 class LocalStore:
     """Objects as files below a directory; names that end in `.tmp` are unfinished ones."""
 
@@ -129,9 +163,11 @@ class LocalStore:
                 stamp = found.st_mtime_ns
                 yield Entry(os.path.relpath(path, self.root), found.st_size, f"{stamp:x}", stamp // 1_000_000)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most: int | None = None) -> bytes:
+        """All of an object; raises BadObject if it has more than `most` bytes by now."""
         try:
-            return (self.root / key).read_bytes()
+            with (self.root / key).open("rb") as file:
+                return _at_most(file, most)
         except FileNotFoundError as error:
             raise Vanished(f"{key}: no such file") from error
 
@@ -166,6 +202,21 @@ class LocalStore:
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
+
+    def sweep(self, prefix: str, label: str, keep: Container[str]) -> None:
+        """Delete what begins with `label` in folders that begin with `prefix`, also if it is unfinished."""
+        for folder, _, names in os.walk(self.root / prefix.rpartition("/")[0]):
+            for name in names:
+                path = os.path.join(folder, name)
+                if name.startswith(label) and os.path.relpath(path, self.root) not in keep:
+                    Path(path).unlink(missing_ok=True)
+
+
+def _at_most(body: Any, most: int | None) -> bytes:
+    data: bytes = body.read() if most is None else body.read(most + 1)
+    if most is not None and len(data) > most:  # it was replaced since it was listed
+        raise BadObject(f"it has more than the {most} bytes that one object may have")
+    return data
 
 
 def _unlisted(error: OSError) -> None:
@@ -221,14 +272,15 @@ class S3Store:
             modified = int(datetime.fromisoformat(found["LastModified"]).timestamp() * 1000)
             yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
 
-    def get(self, key: str) -> bytes:
-        return self._get(key)
+    def get(self, key: str, most: int | None = None) -> bytes:
+        """All of an object; raises BadObject if it has more than `most` bytes by now."""
+        return self._get(key, most)
 
     def tail(self, key: str, size: int) -> bytes:
         """The last bytes of an object, all of a smaller one."""
-        return self._get(key, Range=f"bytes=-{size}")
+        return self._get(key, None, Range=f"bytes=-{size}")
 
-    def _get(self, key: str, **what: str) -> bytes:
+    def _get(self, key: str, most: int | None, **what: str) -> bytes:
         from botocore.exceptions import HTTPClientError, IncompleteReadError
 
         left = READS
@@ -236,7 +288,7 @@ class S3Store:
             left -= 1
             try:
                 found = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key, **what)
-                data: bytes = found["Body"].read()
+                data = _at_most(found["Body"], most)
             except self.client.exceptions.NoSuchKey as error:
                 raise Vanished(f"{key}: no such object") from error
             except (HTTPClientError, IncompleteReadError):  # boto3 tries a request again, but not its body
@@ -264,3 +316,15 @@ class S3Store:
             refused = self.client.delete_objects(Bucket=self.bucket, Delete=batch).get("Errors", ())
             for error in refused:
                 raise IngestError(f"{error.get('Key')}: could not be deleted: {error.get('Message')}")
+
+    def sweep(self, prefix: str, label: str, keep: Container[str]) -> None:
+        """Delete what begins with `label` in folders that begin with `prefix`, also uploads in parts."""
+        keys = (entry.key for entry in self.under(prefix))
+        self.delete([key for key in keys if key.rpartition("/")[2].startswith(label) and key not in keep])
+        pages = self.client.get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
+            for found in page.get("Uploads", ()):
+                if found["Key"].rpartition("/")[2].startswith(label):
+                    self.client.abort_multipart_upload(
+                        Bucket=self.bucket, Key=found["Key"], UploadId=found["UploadId"]
+                    )

@@ -5,13 +5,15 @@ Arrow into data files without ever crossing to the JVM or the driver. Kinds of r
 
 * object: {key, etag, status, reason, rows, pieces}, status one of taken, bad, gone, unreadable, columns
   (good, but the table has to get the columns of `columns` first);
-* file:   a `DataFile` that the task has written.
+* file:   a `DataFile` that the task has written;
+* attempt: {number}, 0 unless the task was tried before: then it may have left files.
 
 An object that does not keep its promise is a row, never an exception: it must not stop the others. Nor
 must one that S3 does not hand out (archived, no right to it or to its key) or that this process cannot
 unpack; but that may change while the object stays the same, so it is `unreadable`, and the next run tries it
 again. What is about no single object (network, throttling, credentials) is raised, and Spark tries the task
-again.
+again. A worker that dies of an object is no exception: from the second attempt on, objects are read one by
+one in processes apart (`isolated`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.errors import BadObject, Unreadable, Vanished
 from bridge.ingest.planner import Work
-from bridge.ingest.store import Place, Store, shared
+from bridge.ingest.store import Place, read, shared
 from bridge.objectkeys import parse_key
 
 if TYPE_CHECKING:
@@ -34,18 +36,6 @@ if TYPE_CHECKING:
 
 STATUS = "kind string, body string"
 AHEAD = 2  # objects fetched while one is decoded
-# with these S3 refuses one object and may well hand out the next
-OF_THE_OBJECT = frozenset(
-    {
-        "AccessDenied",
-        "InvalidObjectState",  # archived (Glacier)
-        "InvalidRequest",  # encrypted with a customer's key
-        "KMS.DisabledException",
-        "KMS.InvalidKeyUsageException",
-        "KMS.KMSInvalidStateException",
-        "KMS.NotFoundException",
-    }
-)
 # The largest object that the s3 exporter makes: 256 MiB of payloads and topics (the most that `sizeHintBytes`
 # can be; gzip brings base64 back to the size of what is in it), the rest of 100,000 lines (two names of at
 # most 255 characters, epoch, number, time and keys), and 2 % for what packing adds to what it cannot shrink.
@@ -61,6 +51,7 @@ class Target:
     folder: str
     schema: bytes  # serialized Arrow schema: it reads the same in every version of pyarrow
     extras: tuple[str, ...]  # columns of the table beyond those of the contract
+    label: str = ""  # how the names of its files begin: what a round left can be found by it
 
 
 def pack(work: Sequence[Work]) -> bytes:
@@ -69,22 +60,40 @@ def pack(work: Sequence[Work]) -> bytes:
     return zlib.compress(json.dumps(rows).encode())
 
 
-def task(parts: list[bytes], source: Place, target: Target) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """The function for `spark.range(len(parts)).mapInArrow`: each id is one part."""
+def task(
+    parts: list[bytes], source: Place, target: Target, *, alone: bool = False
+) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """The function for `spark.range(len(parts)).mapInArrow`: each id is one part.
+
+    With `alone` also the first attempt reads objects in processes apart.
+    """
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
         import pyarrow as pa
 
+        from bridge.ingest.isolated import one_by_one
+
         pa.set_cpu_count(1)  # Spark has a task per core already
+        number = attempt()
+        take = one_by_one if alone or number else process
         for batch in batches:
             for part in batch.column(0).to_pylist():
-                rows = list(process(json.loads(zlib.decompress(parts[part])), source, target))
+                rows = list(take(json.loads(zlib.decompress(parts[part])), source, target))
+                rows.append(("attempt", {"number": number}))
                 yield pa.record_batch(
                     {"kind": [kind for kind, _ in rows], "body": [json.dumps(body) for _, body in rows]},
                     schema=pa.schema([("kind", pa.string()), ("body", pa.string())]),
                 )
 
     return run
+
+
+def attempt() -> int:
+    """How often this task was tried before."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return context.attemptNumber() if context else 0
 
 
 def process(work: list[Any], source: Place, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -94,7 +103,7 @@ def process(work: list[Any], source: Place, target: Target) -> Iterator[tuple[st
     from bridge.ingest.files import DayFiles
 
     schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-    with DayFiles(target.place, schema, target.folder) as files:
+    with DayFiles(target.place, schema, target.folder, target.label) as files:
         for key, etag, fresh, fetched in _fetch(work, source):
             yield (
                 "object",
@@ -112,22 +121,8 @@ def _fetch(work: list[Any], source: Place) -> Iterator[tuple[str, str, list[list
         for index, (key, etag, _, fresh) in enumerate(work):
             while len(coming) <= AHEAD and index + len(coming) < len(work):
                 ahead, _, size, _ = work[index + len(coming)]
-                coming.append(pool.submit(_get, store, ahead, size))
+                coming.append(pool.submit(read, store, ahead, size, MAX_OBJECT))
             yield key, etag, fresh, coming.pop(0)
-
-
-def _get(store: Store, key: str, size: int) -> bytes:
-    if size > MAX_OBJECT:
-        raise BadObject(f"{size} bytes are more than the {MAX_OBJECT} that one object may have")
-    try:
-        return store.get(key)
-    except PermissionError as error:  # of a file
-        raise Unreadable(f"{type(error).__name__}: {error.strerror}") from error
-    except Exception as error:
-        said = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
-        if said.get("Code") not in OF_THE_OBJECT:
-            raise
-        raise Unreadable(f"{said['Code']}: {said.get('Message')}") from error
 
 
 def _take(

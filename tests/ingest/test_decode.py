@@ -24,8 +24,8 @@ from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
 from bridge.ingest.decode import NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable
 from bridge.ingest.planner import Inventory, Limits, plan
-from bridge.ingest.store import Place, Store
-from bridge.ingest.worker import MAX_OBJECT, Target, _get, pack, process
+from bridge.ingest.store import Place, Store, read
+from bridge.ingest.worker import MAX_OBJECT, Target, pack, process
 from bridge.objectkeys import ObjectKey, data_key, parse_key
 from tests.ingest.gateway import EPOCH, ndjson, parquet, rows
 
@@ -264,7 +264,7 @@ class Refusing:
     def __init__(self, code: str, message: str = "no\n way") -> None:
         self.error = {"Code": code, "Message": message}
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most: int | None = None) -> bytes:
         raise ClientError({"Error": self.error}, "GetObject")
 
 
@@ -273,16 +273,16 @@ class Refusing:
 )
 def test_an_object_that_s3_does_not_hand_out_is_unreadable(code: str) -> None:
     with pytest.raises(Unreadable, match=f"{code}: no way"):
-        _get(cast(Store, Refusing(code)), "key", 10)
+        read(cast(Store, Refusing(code)), "key", 10, 100)
 
 
 def test_what_s3_says_is_kept_in_short() -> None:
     with pytest.raises(Unreadable) as refused:
-        _get(cast(Store, Refusing("AccessDenied", "no way " * 1000)), "key", 10)
+        read(cast(Store, Refusing("AccessDenied", "no way " * 1000)), "key", 10, 100)
     assert len(str(refused.value)) <= 200
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "SlowDown", "InternalError", "NoSuchBucket"])
 def test_a_failure_of_s3_that_is_not_about_the_object_is_raised_and_tried_again(code: str) -> None:
     with pytest.raises(ClientError, match=code):
-        _get(cast(Store, Refusing(code)), "key", 10)
+        read(cast(Store, Refusing(code)), "key", 10, 100)

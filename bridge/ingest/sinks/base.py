@@ -7,9 +7,11 @@ nothing was added. Commits of others that leave the pointer alone (compaction) a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from uuid import uuid4
 
 from bridge.ingest.errors import IngestError
 from bridge.ingest.files import DataFile
@@ -133,6 +135,34 @@ def state_of(name: str, at: Place, identity: str | None) -> Place:
     """
     named = at if at.url.rstrip("/").endswith(f"/{name}") else at.join(name)
     return named.join(identity) if identity else named
+
+
+def labelled(target: Target) -> Target:
+    """The same target for the tasks of one round: their files can be told from all others."""
+    return replace(target, label=f"{uuid4().hex}-")
+
+
+def sweep(target: Target, keep: Iterable[DataFile] = ()) -> None:
+    """Delete what the tasks of a labelled target have written, finished or not, but for these files.
+
+    For files that no commit has named yet. What cannot be deleted stays: nothing is wrong because of it,
+    and `compact --expire-days` deletes it later.
+    """
+    assert target.label
+    with suppress(Exception):  # of the network, or no right to list uploads in parts
+        paths = {file.path for file in keep}
+        target.place.open().sweep(f"{target.folder}=", target.label, paths)
+
+
+@contextmanager
+def swept(*targets: Target) -> Iterator[None]:
+    """If the block, which commits nothing, fails, delete what the tasks of these targets have written."""
+    try:
+        yield
+    except BaseException:
+        for target in targets:
+            sweep(target)
+        raise
 
 
 def discard(sink: Sink, files: Sequence[DataFile]) -> None:

@@ -1,0 +1,110 @@
+"""Objects one by one, each in a process apart: what a task does when its worker died before.
+
+A library that crashes at an object, or takes all memory, ends the worker with all that it had read. Spark
+tries the task again, and here the object that is guilty ends only a child: it is refused with the reason, and
+the others are taken. One child takes object after object; one that died is replaced.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from bridge.ingest.errors import IngestError
+from bridge.ingest.store import Place
+from bridge.ingest.worker import Target, process
+
+FIRST_VICTIM = "1000"  # for the kernel when memory is short: rather the child than the worker or the JVM
+START = "from bridge.ingest.isolated import main; main()"
+
+
+def one_by_one(work: list[Any], source: Place, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Like `worker.process`, but an object that ends the process is a row as well."""
+    with ExitStack() as stack:
+        child: subprocess.Popen[str] | None = None
+        for one in work:
+            if child is None:
+                child = stack.enter_context(_child(source, target))
+            answer = _asked(child, one)
+            if not answer.endswith("\n"):  # it is dead, or will be: what it wrote last is not known
+                with suppress(BrokenPipeError):  # what it has not read is still to be written
+                    child.stdin.close()  # type: ignore[union-attr] # it is a pipe
+                key, etag = one[:2]
+                reason = f"the process that read it alone {_ended(child.wait())}"
+                yield "object", {"key": key, "etag": etag, "status": "bad", "reason": reason}
+                child = None
+                continue
+            said = json.loads(answer)
+            if "error" in said:
+                raise IngestError(said["error"])
+            yield from ((kind, body) for kind, body in said["rows"])
+
+
+def _child(source: Place, target: Target) -> subprocess.Popen[str]:
+    setting = asdict(target) | {"schema": base64.b64encode(target.schema).decode()}
+    return subprocess.Popen(
+        [sys.executable, "-c", START, json.dumps([asdict(source), setting])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def _asked(child: subprocess.Popen[str], one: Any) -> str:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with suppress(BrokenPipeError):
+        child.stdin.write(json.dumps(one) + "\n")
+        child.stdin.flush()
+    return child.stdout.readline()
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def main() -> None:
+    """The child: a line of work on standard input, a line of its rows on standard output."""
+    with suppress(OSError):  # no /proc
+        Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)  # libraries may print
+        _serve(sys.stdin, out)
+
+
+def _serve(lines: IO[str], out: IO[str]) -> None:
+    import pyarrow as pa
+
+    pa.set_cpu_count(1)
+    where, setting = json.loads(sys.argv[1])
+    source = Place(**where)
+    inner = setting["place"]
+    target = Target(
+        Place(**inner),
+        setting["folder"],
+        base64.b64decode(setting["schema"]),
+        tuple(setting["extras"]),
+        setting["label"],
+    )
+    for line in lines:
+        try:
+            said: dict[str, Any] = {"rows": list(process([json.loads(line)], source, target))}
+        except Exception as error:  # of the network, for instance: Spark tries the task again
+            said = {"error": f"{type(error).__name__}: {error}"}
+        out.write(json.dumps(said) + "\n")
+        out.flush()
