@@ -29,7 +29,7 @@ from bridge.ingest.console import (
     stop,
     usage,
 )
-from bridge.ingest.errors import Moved
+from bridge.ingest.errors import Moved, printable
 from bridge.ingest.options import Json, Source, Spark, spark, table, takes
 from bridge.ingest.planner import Limits
 from bridge.ingest.session import PACKAGES, require, require_java
@@ -166,7 +166,10 @@ def accept(
         if as_json:
             document({"accepted": done}, out)
         for path, count in () if as_json else done.items():
-            print(f"{path}: {count:,} messages that waited there count as trimmed from now on", file=out)
+            print(
+                f"{printable(path)}: {count:,} messages that waited there count as trimmed from now on",
+                file=out,
+            )
 
 
 @app.command()

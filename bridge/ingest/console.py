@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import typer
 
-from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, NotInstalled
+from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, NotInstalled, printable
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -53,7 +53,7 @@ def stop(number: int, frame: object) -> None:
 
 
 def say(line: str) -> None:
-    typer.echo(line, err=True)
+    typer.echo("\n".join(map(printable, line.split("\n"))), err=True)
 
 
 def document(content: dict[str, Any], out: TextIO) -> None:

@@ -36,6 +36,7 @@ from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
 from bridge.ingest.errors import BadObject, Unreadable, line
 from bridge.ingest.nesting import deeper
 from bridge.ingest.parquetsize import check_parquet
+from bridge.ingest.planner import MAX_ROWS
 from bridge.objectkeys import ObjectKey
 
 try:
@@ -46,7 +47,6 @@ except ImportError:
 MAX_UNPACKED = (
     512 << 20
 )  # an object that unpacks to more is refused: one task must not take the executor down
-ROW_BYTES = 100  # of memory at least: an object cannot promise more rows than this leaves room for
 CHUNK = 32 << 20  # bytes of lines that are Python objects at once
 MEMBER_CHUNK = 64 << 10  # bytes given to the decoder of each gzip member behind the first
 FIRST_ROW = 1 << 20  # bytes: of a longer one the columns are not guessed
@@ -73,8 +73,8 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
     if not data:
         raise BadObject("empty: 0 bytes")
     promised = key.last - key.first + 1
-    if promised > MAX_UNPACKED // ROW_BYTES:
-        raise BadObject(f"the name promises {promised} rows, an object may have {MAX_UNPACKED // ROW_BYTES}")
+    if promised > MAX_ROWS:
+        raise BadObject(f"the name promises {promised} rows, an object may have {MAX_ROWS}")
     try:
         table = _parquet(data, key, extras) if key.format == "parquet" else _ndjson(data, key, extras)
         new = _new_columns(table.schema, extras)

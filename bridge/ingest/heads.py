@@ -15,6 +15,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any
 
 from bridge.ingest.errors import BadObject, Unreadable, Vanished, line
@@ -25,7 +26,7 @@ from bridge.objectkeys import HEADS, MAX_SEQUENCE, head_key
 YEAR_10000 = 253_402_300_800_000  # in ms
 
 EPOCH_DIGITS = 19  # of an epoch in the name of a data object
-MAX_HEAD = 4 << 20  # bytes: 10,000 streams of a gateway, each with a dozen ranges that it dropped
+MAX_HEAD = 32 << 20  # bytes: 600 streams of a gateway, each with the thousand ranges that it lists at most
 READERS = 16  # heads read at the same time: each is a round trip, and there is one for every gateway
 
 
@@ -79,20 +80,31 @@ def read_heads(store: Store) -> Heads:
     """Read the head objects; call it before the listing, so that a head never knows more than that."""
     found = Heads()
     with ThreadPoolExecutor(READERS) as pool:
-        for one in pool.map(partial(_read, store), list(store.under(HEADS))):
+        for one in pool.map(partial(_read, store, Lock()), list(store.under(HEADS))):
             found.streams |= one.streams
             found.gateways |= one.gateways
             found.problems += one.problems
     return found
 
 
-def _read(store: Store, entry: Entry) -> Heads:
+def _read(store: Store, parsing: Lock, entry: Entry) -> Heads:
     """One head object: all of it is good, or none of it counts."""
+    try:
+        content = read(store, entry.key, entry.size, MAX_HEAD)
+        with parsing:  # what is parsed takes several times as much
+            return _parsed(entry.key, content)
+    except Vanished:
+        return Heads()
+    except (BadObject, Unreadable) as error:
+        return Heads(problems=[f"{entry.key}: {error}"])
+
+
+def _parsed(key: str, content: bytes) -> Heads:
     found = Heads()
     try:
-        document = json.loads(read(store, entry.key, entry.size, MAX_HEAD))
+        document = json.loads(content)
         gateway, updated = str(document["gateway"]), int(document["updated"])
-        if entry.key != head_key(gateway):  # a copy, perhaps of an older one
+        if key != head_key(gateway):  # a copy, perhaps of an older one
             raise ValueError(f"it is of {gateway}, whose head has another name")
         for stream in document["streams"]:
             name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
@@ -101,12 +113,8 @@ def _read(store: Store, entry: Entry) -> Heads:
                 raise ValueError("no data object can have its epoch")
             found.streams[name] = Head.from_json(stream, updated)
         found.gateways[gateway] = updated
-    except Vanished:
-        return Heads()
-    except (BadObject, Unreadable) as error:
-        return Heads(problems=[f"{entry.key}: {error}"])
     # what others can write must stop nothing, and a hostile document can raise nearly anything
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-        said = f"{entry.key}: not a head object ({type(error).__name__}: {line(error)})"
+        said = f"{key}: not a head object ({type(error).__name__}: {line(error)})"
         return Heads(problems=[said])
     return found

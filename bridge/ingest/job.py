@@ -21,7 +21,7 @@ from bridge.ingest.columns import MAX_EXTRAS
 from bridge.ingest.errors import Moved
 from bridge.ingest.files import DataFile
 from bridge.ingest.heads import Heads, read_heads
-from bridge.ingest.planner import Inventory, Limits, Plan, Work, plan
+from bridge.ingest.planner import Inventory, Limits, Plan, StreamId, Work, plan
 from bridge.ingest.report import Name, Report, build
 from bridge.ingest.session import watched
 from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, swept
@@ -116,6 +116,7 @@ def run(
     unreadable: dict[Name, Quarantined] = {}
     retry: set[Name] | None = None if retry_quarantined else set()  # None: all that the state has
     losses = 0
+    doubtful: set[StreamId] = set()  # with an object that this run has refused
     while True:
         start = time.monotonic()
         version = sink.pointer()  # before its place: a table that is made meanwhile has its own
@@ -123,7 +124,8 @@ def run(
         state = known.load(version)
         if retry is None:
             retry = set(state.quarantine)
-        todo = plan(pending, state.covered(), state.quarantine.keys() - retry, limits or Limits())
+        refused = state.quarantine.keys() - retry
+        todo = plan(pending, state.covered(), refused, limits or Limits(), doubtful)
         if not todo.work:
             break
         target = sink.target()
@@ -140,6 +142,7 @@ def run(
             pending = inventory.pending()
             continue
         losses = 0
+        doubtful |= {work.stream for work in todo.work if (work.item.key, work.item.etag) in state.quarantine}
         retry -= {(work.item.key, work.item.etag) for work in todo.work}
         for work, reason in aside:  # not to be planned again in this run
             items = [item for item in pending.get(work.stream, ()) if item.key != work.item.key]

@@ -20,6 +20,8 @@ from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.store import Entry
 from bridge.objectkeys import HEADS, parse_key
 
+MAX_ROWS = 5_000_000  # of an object: 100 bytes of memory for each, of the 512 MiB that one may take
+
 
 class StreamId(NamedTuple):
     """One stream's life on one gateway; `epoch` is when it was created, Unix time in ms."""
@@ -45,7 +47,7 @@ class Item(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An object to read and the numbers to keep of it."""
+    """An object to read and the numbers to keep of it; none: it is only checked."""
 
     stream: StreamId
     item: Item
@@ -156,8 +158,13 @@ def plan(
     covered: Mapping[StreamId, Ranges],
     quarantined: Container[tuple[str, str]],
     limits: Limits,
+    doubtful: Container[StreamId] = (),
 ) -> Plan:
-    """Plan one round; `covered` is not changed, and `pending` loses what needs no more looking at."""
+    """Plan one round; `covered` is not changed, and `pending` loses what needs no more looking at.
+
+    Of a `doubtful` stream, one with refused objects, all objects are read that are not in the table: those
+    whose numbers others have as well are only checked, so that a thousand bad ones take no thousand rounds.
+    """
     result = Plan()
     for stream in sorted(pending):
         done = covered.get(stream, Ranges())
@@ -176,8 +183,9 @@ def plan(
             # also when a planned object covers it: if that one proves bad, this one is needed
             rest.append(item)
             fresh = reach.missing(item.first, item.last)
-            if fresh:
-                reach.update(fresh)
+            if fresh or stream in doubtful:
+                if item.last - item.first < MAX_ROWS:  # else it is refused, and covers nothing
+                    reach.update(fresh)
                 result.work.append(Work(stream, item, fresh))
                 result.rows += size(fresh)
                 result.bytes += item.size

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bridge.ingest.errors import printable
 from bridge.ingest.job import Round, Summary
 from bridge.ingest.report import Report, StreamReport
 
@@ -60,7 +61,8 @@ def show(report: Report, console: Console) -> None:
     table.add_column("remarks")
     between = ", " if console.width > 100 else "\n"
     for stream in report.streams:
-        names = [stream.gateway, stream.stream, *([str(stream.epoch)] if several else [])]
+        names = [printable(stream.gateway), printable(stream.stream)]
+        names += [str(stream.epoch)] if several else []
         numbers = "-" if stream.first is None else f"{stream.first}..{stream.last}"
         figures = {name: getattr(stream, name) for name in REMARKS}
         table.add_row(*map(Text, names), numbers, f"{stream.rows:,}", _since(stream), _said(figures, between))
@@ -72,7 +74,7 @@ def show(report: Report, console: Console) -> None:
     console.print(table)
     console.print()
     for line in _below(report):
-        console.print(Text(line))
+        console.print(Text(printable(line)))
 
 
 def _said(figures: dict[str, int], between: str) -> Text:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -31,6 +31,7 @@ S3_SCHEMES = ("s3", "s3a", "s3n")
 LISTERS = 16  # prefixes listed at the same time: a LIST call is a round trip per 1000 keys
 READS = 4  # of an object whose connection breaks, before its whole task is tried again
 RETRY_INTERVAL = 0.5
+ALWAYS = float("inf")
 SPOOL = 32 << 20  # what a writer to S3 holds in memory before it goes to a local temporary file
 
 # with these S3 refuses one object and may well hand out the next
@@ -66,7 +67,7 @@ class Store(Protocol):
     def put(self, key: str, data: bytes) -> None: ...
     def writer(self, key: str) -> Any: ...
     def delete(self, keys: Iterable[str]) -> None: ...
-    def sweep(self, prefix: str, label: str, keep: Container[str]) -> None: ...
+    def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +204,22 @@ class LocalStore:
         for key in keys:
             (self.root / key).unlink(missing_ok=True)
 
-    def sweep(self, prefix: str, label: str, keep: Container[str]) -> None:
-        """Delete what begins with `label` in folders that begin with `prefix`, also if it is unfinished."""
+    def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int:
+        """Delete what begins with `label` in folders that begin with `prefix`, also if it is unfinished.
+
+        Of what is older than `before` (Unix time in ms), and not in `keep`; says how many that were.
+        """
+        gone = 0
         for folder, _, names in os.walk(self.root / prefix.rpartition("/")[0]):
             for name in names:
-                path = os.path.join(folder, name)
-                if name.startswith(label) and os.path.relpath(path, self.root) not in keep:
-                    Path(path).unlink(missing_ok=True)
+                path = Path(folder, name)
+                key = os.path.relpath(path, self.root)
+                if key.startswith(prefix) and name.startswith(label) and key not in keep:
+                    with suppress(FileNotFoundError):
+                        if path.stat().st_mtime_ns / 1_000_000 < before:
+                            path.unlink()
+                            gone += 1
+        return gone
 
 
 def _at_most(body: Any, most: int | None) -> bytes:
@@ -317,14 +327,32 @@ class S3Store:
             for error in refused:
                 raise IngestError(f"{error.get('Key')}: could not be deleted: {error.get('Message')}")
 
-    def sweep(self, prefix: str, label: str, keep: Container[str]) -> None:
-        """Delete what begins with `label` in folders that begin with `prefix`, also uploads in parts."""
-        keys = (entry.key for entry in self.under(prefix))
-        self.delete([key for key in keys if key.rpartition("/")[2].startswith(label) and key not in keep])
+    def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int:
+        """Delete what begins with `label` in folders that begin with `prefix`, also uploads in parts.
+
+        Of what is older than `before` (Unix time in ms), and not in `keep`; says how many that were, without
+        uploads in parts: not everybody who may write may list these.
+        """
+        from botocore.exceptions import ClientError
+
+        gone = [
+            entry.key
+            for entry in self.under(prefix)
+            if entry.key.rpartition("/")[2].startswith(label)
+            and entry.key not in keep
+            and entry.modified < before
+        ]
+        self.delete(gone)
+        with suppress(ClientError):
+            self._abort(prefix, label, before)
+        return len(gone)
+
+    def _abort(self, prefix: str, label: str, before: float) -> None:
         pages = self.client.get_paginator("list_multipart_uploads")
         for page in pages.paginate(Bucket=self.bucket, Prefix=self.prefix + prefix):
             for found in page.get("Uploads", ()):
-                if found["Key"].rpartition("/")[2].startswith(label):
+                began = datetime.fromisoformat(str(found["Initiated"])).timestamp() * 1000
+                if found["Key"].rpartition("/")[2].startswith(label) and began < before:
                     self.client.abort_multipart_upload(
                         Bucket=self.bucket, Key=found["Key"], UploadId=found["UploadId"]
                     )

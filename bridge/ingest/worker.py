@@ -3,8 +3,8 @@
 A task gets the names of its objects and gives back status rows (`STATUS`); messages go from S3 through
 Arrow into data files without ever crossing to the JVM or the driver. Kinds of rows, each with a JSON body:
 
-* object: {key, etag, status, reason, rows, pieces}, status one of taken, bad, gone, unreadable, columns
-  (good, but the table has to get the columns of `columns` first);
+* object: {key, etag, status, reason, rows, pieces}, status one of taken, good (it was only
+  checked), bad, gone, unreadable, columns (good, but the table has to get the columns of `columns` first);
 * file:   a `DataFile` that the task has written;
 * attempt: {number}, 0 unless the task was tried before: then it may have left files.
 
@@ -150,6 +150,8 @@ def _take(
     except NewColumns as news:
         found = pa.schema(list(news.columns.items()))
         return {"status": "columns", "columns": base64.b64encode(found.serialize()).decode()}
+    if not fresh:
+        return {"status": "good"}
     pieces = []
     for first, last in fresh:
         part = table.slice(first - name.first, last - first + 1)

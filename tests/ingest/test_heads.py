@@ -17,7 +17,7 @@ class Distant(LocalStore):
         super().__init__(root)
         self.barrier = Barrier(together)
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, most: int | None = None) -> bytes:
         self.barrier.wait(10)
         return super().get(key)
 

@@ -65,3 +65,38 @@ def test_the_end_of_an_object_can_be_read_alone(
     assert [place.open().tail("key", size) for size in (4, 10, 99)] == [b"6789", *[b"0123456789"] * 2]
     with pytest.raises(Vanished):
         place.open().tail("other", 4)
+
+
+def test_what_a_killed_writer_left_is_swept_by_its_label_and_age(tmp_path: Path) -> None:
+    store = Place(str(tmp_path)).open()
+    for name in ("r1-a.parquet", "r1-b.parquet", "r1-c.parquet.x.tmp", "r2-a.parquet"):
+        path = tmp_path / "data" / "day=1" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "r1-a.parquet").write_bytes(b"x")
+
+    def left() -> set[str]:
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("r*")}
+
+    assert store.sweep("data/day=", "r1-", {"data/day=1/r1-b.parquet"}) == 2
+    assert left() == {"data/day=1/r1-b.parquet", "data/day=1/r2-a.parquet", "other/r1-a.parquet"}
+    assert store.sweep("data/", "", set(), before=1000.0) == 0
+    assert store.sweep("data/", "", set()) == 2
+    assert left() == {"other/r1-a.parquet"}
+
+
+def test_uploads_in_parts_that_nobody_finished_are_swept(bucket: Place) -> None:
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=bucket.endpoint, region_name="us-east-1")
+    name, _, prefix = bucket.url.removeprefix("s3://").partition("/")
+    for file in ("r1-a", "r2-a"):
+        client.create_multipart_upload(Bucket=name, Key=f"{prefix}/data/day=1/{file}")
+    store = bucket.open()
+    store.put("data/day=1/r1-b", b"x")
+    store.put("data/day=1/r1-c", b"x")
+    assert store.sweep("data/day=", "r1-", {"data/day=1/r1-b"}) == 1
+    assert [entry.key for entry in store.list()] == ["data/day=1/r1-b"]
+    uploads = client.list_multipart_uploads(Bucket=name)["Uploads"]
+    assert [upload["Key"] for upload in uploads] == [f"{prefix}/data/day=1/r2-a"]

@@ -291,9 +291,7 @@ class IcebergSink:
                     used.update(live_file(table, entry).path for entry in entries)
         store = Place(table.location(), self.endpoint).open()
         limit = before.timestamp() * 1000
-        gone = [f.key for f in store.under("data/") if f.modified < limit and f.key not in used]
-        store.delete(gone)
-        return len(gone)
+        return store.sweep("data/", "", used, limit)
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         table = self.table()
