@@ -115,6 +115,11 @@ class Registry:
             module = import_it()
             self.manager.register(module, found.name)
             self.manager.check_pending()  # a misspelt hook name is an error
+            if not self.manager.get_hookcallers(module):
+                raise PluginError(
+                    "it has no hook; mark its register_exporters function with @hookimpl, or begin the "
+                    "file's name with `_` if it is no plugin"
+                )
             self._register_exporters(module, found)
         except (Exception, SystemExit) as error:
             found.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -103,6 +104,12 @@ class S3Exporter(Exporter):
     def check(cls, config: S3Config) -> None:
         if config.kms_key_id and not (config.server_side_encryption or "").startswith("aws:kms"):
             raise ValueError("kmsKeyId needs serverSideEncryption `aws:kms` or `aws:kms:dsse`")
+
+    @classmethod
+    def lacks(cls, config: S3Config) -> str | None:
+        if config.format == "parquet" and find_spec("pyarrow") is None:
+            return "`format = \"parquet\"` needs pyarrow; `pip install 'streambridge[parquet]'`"
+        return None
 
     @classmethod
     def batching(cls, config: S3Config) -> Batching:

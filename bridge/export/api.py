@@ -293,6 +293,11 @@ class Exporter:
     def check(cls, config: Any) -> None:
         """Raise ValueError for what the types of Config cannot say; called on create and update."""
 
+    @classmethod
+    def lacks(cls, config: Any) -> str | None:
+        """What this machine lacks for a configuration, with the remedy; `streambridge check` reports it."""
+        return None
+
     def export(self, batch: Batch) -> Outcome:
         """Send the batch; return when the destination has answered for every record."""
         raise Retry(f"{type(self).__name__} has no export method")

@@ -24,9 +24,12 @@ PARTS = (
     files.directories,
     files.closed_streams,
     streams.room,
+    streams.loaded_plugins,
     streams.streams,
     files.secrets,
     files.certificates,
+    files.rules,
+    streams.aws_names,
     streams.credentials,
 )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import ssl
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -43,7 +45,14 @@ def directories(look: Look) -> Iterator[Finding]:
             continue
         wanted: Path = getattr(look.config.gateway, key)
         there = existing(wanted)
-        if not there.is_dir():
+        missing = wanted.absolute().relative_to(there.absolute()).parts
+        if os.path.islink(broken := there.joinpath(*missing[:1])):  # noqa: PTH114 - never raises
+            yield look.error(
+                ("gateway", key),
+                f"{broken} is a link to {broken.readlink()}, which is not there; make that directory, or "
+                "remove the link",
+            )
+        elif not there.is_dir():
             yield look.error(
                 ("gateway", key), f"{there} is not a directory; move it away, or choose another place"
             )
@@ -61,6 +70,23 @@ def directories(look: Look) -> Iterator[Finding]:
                 f"user {os.geteuid()} may not {verb} {there}; run this as the service's user, chown the "
                 "directory, or choose another",
             )
+        elif why := _cannot_make(there, missing):
+            yield look.error(
+                ("gateway", key), f"no directory can be made in {there}: {why}; choose another place"
+            )
+
+
+def _cannot_make(there: Path, missing: Sequence[str]) -> str:
+    """Why directories of these names cannot be made in another; empty if they can. Leaves nothing behind.
+
+    Rights do not say all: /proc takes none, a quota or the room for inodes may be used up, a name too long.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".streambridge-check-") as trial:
+            Path(trial, *missing).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def closed_streams(look: Look) -> Iterator[Finding]:
@@ -95,6 +121,27 @@ def secrets(look: Look) -> Iterator[Finding]:
             read_users(users)
         except ConfigError as error:
             yield look.error(("mqtt", "users_file"), str(error))
+
+
+def rules(look: Look) -> Iterator[Finding]:
+    """Rules for users that nobody can log in as: most likely a misspelt name."""
+    mqtt = look.config.mqtt
+    if not all(look.knows("mqtt", key) for key in ("users_file", "acl", "tls", "allow_anonymous")):
+        return
+    if mqtt.tls is not None and mqtt.tls.client_ca is not None:  # any name may be in a certificate
+        return
+    try:
+        users = {} if mqtt.users_file is None else read_users(mqtt.users_file)
+    except ConfigError:
+        return  # reported with the secrets
+    for number, rule in enumerate(mqtt.acl):
+        if rule.user not in ("*", "", *users):
+            near = difflib.get_close_matches(rule.user, users, n=1)
+            where = "there is no users_file" if mqtt.users_file is None else f"it is not in {mqtt.users_file}"
+            hint = f"did you mean {near[0]!r}?" if near else "add the user, or remove the rule"
+            yield look.warning(
+                ("mqtt", "acl", number, "user"), f"nobody can log in as {rule.user!r}: {where}; {hint}"
+            )
 
 
 def certificates(look: Look) -> Iterator[Finding]:

@@ -4,31 +4,49 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from bridge.addresses import host_and_port, is_loopback
 from bridge.mqtt.settings import parse_address
 from bridge.preflight.look import Finding, Look
 from bridge.streams.store import is_running
 from bridge.tomlfile import Keys
+from bridge.tomlstruct import dotted
 
 Wanted = tuple[Keys, str, int]
 
 
 def listeners(look: Look) -> Iterator[Finding]:
-    """Addresses that are taken or are not ours; a running service of ours holds them rightly."""
-    if is_running(look.config.gateway.data_dir):
-        return
+    """Addresses that are wanted twice, are taken, or are not ours.
+
+    A running service of ours rightly holds its own; then only those wanted twice are found.
+    """
+    running = is_running(look.config.gateway.data_dir)
     held: list[socket.socket] = []
+    ours: list[Wanted] = []
     try:
         for keys, host, port in _wanted(look):
-            try:
-                held.append(socket.create_server((host, port), family=_family(host)))
-            except OSError as error:
-                yield look.error(keys, f"cannot listen at {host}:{port}: {_why_not(error, port)}")
+            owner = next((other for other, *place in ours if port and _overlap((host, port), place)), None)
+            ours.append((keys, host, port))
+            if owner is not None:
+                why = f"{dotted(owner)} of this configuration listens there too; choose another port"
+                yield look.error(keys, f"cannot listen at {host}:{port}: {why}")
+            elif not running:
+                try:
+                    held.append(socket.create_server((host, port), family=_family(host)))
+                except OSError as error:
+                    yield look.error(keys, f"cannot listen at {host}:{port}: {_why_not(error, port)}")
     finally:
         for listener in held:
             listener.close()
+
+
+def _overlap(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether two addresses with ports cannot both be listened at."""
+    hosts = {"127.0.0.1" if host == "localhost" else str(host) for host in (one[0], other[0])}
+    every = "::" if any(":" in host for host in hosts) else "0.0.0.0"  # noqa: S104 - compared with only
+    same_family = len({":" in host for host in hosts}) == 1
+    return one[1] == other[1] and same_family and (len(hosts) == 1 or every in hosts)
 
 
 def unused(look: Look) -> Iterator[Finding]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -46,12 +48,6 @@ def room(look: Look) -> Iterator[Finding]:
 def streams(look: Look) -> Iterator[Finding]:
     """Whether every stream can be had, bound and exported."""
     registry = plugins.load(look.config.export.plugin_dirs)
-    for plugin in registry.found:
-        if plugin.error is not None:
-            yield look.warning(
-                ("export", "plugin_dirs"),
-                f"plugin {plugin.name} ({plugin.origin}) is not loaded: {plugin.error}",
-            )
     stored, damaged = _stored(look)
     for stream in look.config.streams.values():
         keys: Keys = ("streams", stream.name)
@@ -71,6 +67,26 @@ def streams(look: Look) -> Iterator[Finding]:
         elif stream.name in stored:
             yield from _compared(look, stream, stored[stream.name])
         yield from _exports(look, stream, registry)
+
+
+def loaded_plugins(look: Look) -> Iterator[Finding]:
+    """Whether every plugin loads, and the directories that are named for them are there."""
+    if not look.knows("export", "plugin_dirs"):
+        return
+    section = look.document.data.get("export")
+    if isinstance(section, dict) and "plugin_dirs" in section:  # the default need not be there
+        for directory in look.config.export.plugin_dirs:
+            if not Path(directory).is_dir():
+                yield look.error(
+                    ("export", "plugin_dirs"),
+                    f"there is no directory {directory}; make it, or correct the name",
+                )
+    for plugin in plugins.load(look.config.export.plugin_dirs).found:
+        if plugin.error is not None:
+            yield look.error(
+                ("export", "plugin_dirs"),
+                f"plugin {plugin.name} ({plugin.origin}) is not loaded: {plugin.error}",
+            )
 
 
 def _compared(look: Look, stream: MessageStreamDefinition, stored: StreamMeta) -> Iterator[Finding]:
@@ -126,6 +142,8 @@ def _exports(look: Look, stream: MessageStreamDefinition, registry: plugins.Regi
                     (*keys, "identifier"), f"{export.identifier!r} is another export's too; choose another"
                 )
             owners.add(export.identifier)
+            if lacking := registry.exporters[kind].lacks(export):
+                yield look.error(keys, lacking)
             if own := appends_to_itself(raw, stream.name):
                 yield look.error((*keys, *map(snake, own)), f"{stream.name!r} {OWN_STREAM}")
             letters = export.dead_letter_stream
@@ -164,16 +182,68 @@ def _in_words_of_the_file(what: str) -> str:
     return plainly(what)
 
 
-def credentials(look: Look) -> Iterator[Finding]:
-    """Whether AWS credentials and regions can be found, if something goes to AWS."""
+def _aws_exports(look: Look) -> list[tuple[Keys, Any]]:
+    """The exports to AWS that can be read, with where they stand."""
     registry = plugins.load(look.config.export.plugin_dirs)
-    exports = [
-        export
+    return [
+        (("streams", stream.name, "export", kind, number), export)
         for stream in look.config.streams.values()
         for kind, items in stream.export_definition.items()
-        for raw in items
+        for number, raw in enumerate(items)
         if (export := _read(registry, kind, raw, [])) is not None and hasattr(export, "region")
     ]
+
+
+def aws_names(look: Look) -> Iterator[Finding]:
+    """Regions and buckets whose names cannot be, or are nobody's."""
+    aws = look.config.aws
+    if aws.region and look.knows("aws", "region"):
+        yield from _region(look, ("aws", "region"), aws.region, elsewhere=bool(aws.endpoint_url))
+    for keys, export in _aws_exports(look):
+        elsewhere = bool(export.endpoint_url or aws.endpoint_url)
+        if export.region:
+            yield from _region(look, (*keys, "region"), export.region, elsewhere=elsewhere)
+        bucket = getattr(export, "bucket", None)
+        if bucket is None or bucket.startswith("arn:") or (elsewhere and _ANY_BUCKET.fullmatch(bucket)):
+            continue
+        if not _BUCKET.fullmatch(bucket) or ".." in bucket or _IPV4.fullmatch(bucket):
+            yield look.error(
+                (*keys, "bucket"),
+                f"no bucket can be named {bucket!r}: 3 to 63 lower-case letters, digits, dots and hyphens, "
+                "with a letter or digit at both ends; correct the name",
+            )
+
+
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html; what botocore takes elsewhere
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_ANY_BUCKET = re.compile(r"[A-Za-z0-9._-]{3,255}")
+_IPV4 = re.compile(r"\d+(\.\d+){3}")
+
+
+def _region(look: Look, keys: Keys, region: str, *, elsewhere: bool) -> Iterator[Finding]:
+    """An error if no region can be named so; a warning if the AWS library knows no such one."""
+    if not re.fullmatch(r"(?!\d+$)[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?", region):
+        yield look.error(keys, f"no region can be named {region!r}; write it like eu-west-1")
+        return
+    if elsewhere:  # another store calls its regions as it likes
+        return
+    from botocore.loaders import Loader
+
+    partitions = Loader().load_data("partitions")["partitions"]
+    known = {name for partition in partitions for name in partition["regions"]}
+    if region in known:
+        return
+    near = difflib.get_close_matches(region, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "write it like eu-west-1"
+    if any(re.fullmatch(partition["regionRegex"].strip("^$"), region) for partition in partitions):
+        yield look.warning(keys, f"the AWS library that is installed knows no region {region!r}; {hint}")
+    else:
+        yield look.error(keys, f"AWS has no region {region!r}; {hint}")
+
+
+def credentials(look: Look) -> Iterator[Finding]:
+    """Whether AWS credentials and regions can be found, if something goes to AWS."""
+    exports = [export for _, export in _aws_exports(look)]
     if not exports or not look.knows("aws"):
         return
     aws = look.config.aws

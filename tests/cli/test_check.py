@@ -35,6 +35,7 @@ OFFLINE = {
     "AWS_CONFIG_FILE": "/dev/null",
     "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
 }
+KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 # Root without the right to pass over file modes.
 WITHOUT_RIGHTS = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 
@@ -325,12 +326,127 @@ def test_a_topic_that_cannot_be_bound_is_an_error(path: Path) -> None:
     assert line.startswith("error: x.toml:12: streams.a.topics: 'a/#/b' cannot be bound")
 
 
-def test_a_broken_plugin_that_nobody_uses_is_a_warning(path: Path) -> None:
+def test_a_plugin_that_does_not_load_is_an_error(path: Path) -> None:
     drop_in = path.parent / "plugins"
     drop_in.mkdir()
     (drop_in / "broken.py").write_text("import no_such_module\n")
     (line,) = check(path, QUIET + '[export]\nplugin_dirs = ["plugins"]\n')
-    assert line.startswith("warning: x.toml:12: export.plugin_dirs: plugin broken ")
+    assert line.startswith("error: x.toml:12: export.plugin_dirs: plugin broken ")
+
+
+def test_a_plugin_without_hooks_is_an_error(path: Path) -> None:
+    drop_in = path.parent / "plugins"
+    drop_in.mkdir()
+    (drop_in / "_helper.py").write_text("")  # no plugin by its name
+    text = QUIET + '[export]\nplugin_dirs = ["plugins"]\n'
+    assert check(path, text) == []
+    (drop_in / "mine.py").write_text("def register_exporters(register): pass\n")
+    (line,) = check(path, text)
+    assert line.startswith("error: x.toml:12: export.plugin_dirs: plugin mine ")
+    assert "it has no hook; mark its register_exporters function with @hookimpl" in line
+
+
+def test_a_plugin_directory_that_is_missing_is_an_error_if_it_is_named(path: Path) -> None:
+    assert check(path, QUIET) == []
+    (line,) = check(path, QUIET + '[export]\nplugin_dirs = ["plugins"]\n')
+    assert line.startswith("error: x.toml:12: export.plugin_dirs: there is no directory ")
+
+
+def test_parquet_without_pyarrow_is_an_error(path: Path, tmp_path: Path) -> None:
+    absent = tmp_path / "without"  # found first, and hides what is installed
+    absent.mkdir()
+    hide = "import sys, importlib.machinery as m\nfind = m.PathFinder.find_spec\n"
+    hide += "m.PathFinder.find_spec = classmethod(lambda c, n, *a: None if n == 'pyarrow' else find(n, *a))\n"
+    (absent / "sitecustomize.py").write_text(hide)
+    export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\nregion = "eu-west-1"\n'
+    text = QUIET + export + 'format = "parquet"\n'
+    assert check(path, text, **KEYS) == []
+    (line,) = check(path, text, **KEYS, PYTHONPATH=str(absent))
+    assert line.startswith("error: x.toml:11: streams.a.export.s3[0]: `format = ")
+    assert line.endswith("needs pyarrow; `pip install 'streambridge[parquet]'`")
+
+
+@pytest.mark.parametrize(
+    "bucket", ["My_Bucket", "my bucket", "a..b", "192.168.5.4", "-mine", "x" * 64, "a/b"]
+)
+def test_a_bucket_that_cannot_be_is_an_error(path: Path, bucket: str) -> None:
+    export = f'[[streams.a.export.s3]]\nidentifier = "x"\nregion = "eu-west-1"\nbucket = "{bucket}"\n'
+    (line,) = check(path, QUIET + export, **KEYS)
+    assert line.startswith(
+        f"error: x.toml:14: streams.a.export.s3[0].bucket: no bucket can be named '{bucket}'"
+    )
+
+
+def test_buckets_elsewhere_and_access_points_are_taken_as_they_are(path: Path) -> None:
+    export = '[[streams.a.export.s3]]\nidentifier = "x"\nregion = "eu-west-1"\nbucket = "{}"\n'
+    point = export.format("arn:aws:s3:eu-west-1:123456789012:accesspoint/mine")
+    assert check(path, QUIET + point, **KEYS) == []
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        elsewhere = f'endpoint_url = "http://127.0.0.1:{other.getsockname()[1]}"\n'
+        assert check(path, QUIET + export.format("My_Bucket") + elsewhere, **KEYS) == []
+
+
+@pytest.mark.parametrize(
+    ("region", "level", "hint"),
+    [
+        ("eu west 1", "error", "write it like eu-west-1"),
+        ("europe-west-1", "error", "did you mean 'eu-west-1'?"),
+        ("eu-wset-1", "warning", "did you mean 'eu-west-1'?"),
+    ],
+)
+def test_a_region_that_cannot_be_is_found(path: Path, region: str, level: str, hint: str) -> None:
+    export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\n'
+    (line,) = check(path, QUIET + export + f'region = "{region}"\n', **KEYS)
+    assert line.startswith(f"{level}: x.toml:14: streams.a.export.s3[0].region: ")
+    assert line.endswith(hint)
+    (line,) = check(path, QUIET + f'[aws]\nregion = "{region}"\n')
+    assert line.startswith(f"{level}: x.toml:12: aws.region: ")
+
+
+def test_rules_for_users_that_are_not_there_are_a_warning(path: Path) -> None:
+    text = QUIET + '[[mqtt.acl]]\nuser = "pmup"\npublish = ["#"]\n[[mqtt.acl]]\nuser = "*"\n'
+    (line,) = check(path, text)
+    assert line.startswith(
+        "warning: x.toml:12: mqtt.acl[0].user: nobody can log in as 'pmup': there is no users_file"
+    )
+    users = path.parent / "users"
+    users.write_text("pump:$7$1000$c2FsdA==$aGFzaA==\n")
+    users.chmod(0o600)
+    text = text.replace("[mqtt]\n", '[mqtt]\nusers_file = "users"\n')
+    (line,) = check(path, text)
+    assert line.startswith("warning: x.toml:13: mqtt.acl[0].user: nobody can log in as 'pmup': it is not in ")
+    assert line.endswith("did you mean 'pump'?")
+    assert check(path, text.replace("pmup", "pump")) == []
+
+
+def test_a_data_directory_that_cannot_be_made_is_an_error(path: Path) -> None:
+    for place, why in (
+        ("/proc/data", "no directory can be made in /proc"),
+        ("x" * 300, "File name too long"),
+    ):
+        (line,) = check(path, QUIET.replace('data_dir = "data"', f'data_dir = "{place}"'))
+        assert line.startswith("error: x.toml:3: gateway.data_dir: ")
+        assert why in line
+    (path.parent / "data").symlink_to("gone")
+    (line,) = check(path, QUIET)
+    assert line.startswith("error: x.toml:3: gateway.data_dir: data is a link to gone, which is not there")
+
+
+def test_two_listeners_of_ours_are_found_beside_the_running_service_and_at_all_addresses(path: Path) -> None:
+    text = (
+        QUIET.replace("tcp://127.0.0.1:0", "tcp://0.0.0.0:1883")
+        .replace('[http]\nlisten = ""', '[http]\nlisten = "127.0.0.1:1883"')
+        .replace("[mqtt]", "[mqtt]\nallow_anonymous = true")
+    )
+    lock = path.parent / "data" / "lock"
+    lock.parent.mkdir()
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (line,) = check(path, text)
+    assert line == (
+        "error: x.toml:11: http.listen: cannot listen at 127.0.0.1:1883: mqtt.listen of this configuration "
+        "listens there too; choose another port"
+    )
 
 
 def test_certificates_are_checked_for_their_dates(path: Path) -> None:
