@@ -1,12 +1,15 @@
 """Sizes and durations as people write them: "256MiB", "1.5s", "7d".
 
 Sizes are bytes; kB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024. Durations are
-milliseconds: ms, s, m, h, d.
+milliseconds: ms, s, m, h, d. Times are ISO 8601, or a duration ago.
 """
 
 from __future__ import annotations
 
 import re
+import time
+from contextlib import suppress
+from datetime import datetime
 
 _SIZES = {"B": 1}
 for _power, _letter in enumerate("KMGT", 1):
@@ -24,6 +27,16 @@ def parse_size(text: str) -> int:
 def parse_duration(text: str) -> int:
     """Read "1.5s" as milliseconds."""
     return _parse(text, _DURATIONS, 'a duration such as 1500, "1.5s", "10m" or "7d"')
+
+
+def parse_time(text: str) -> int:
+    """Read a time as Unix ms: ISO 8601 (local without a zone), or how long ago ("10m", "10m ago")."""
+    with suppress(ValueError):
+        return int(time.time() * 1000) - parse_duration(text.strip().removesuffix("ago"))
+    try:
+        return int(datetime.fromisoformat(text.strip()).timestamp() * 1000)
+    except (ValueError, OverflowError, OSError):
+        raise ValueError("is neither like 2026-01-31T12:00:00Z nor like 90s, 10m ago, 2h or 7d") from None
 
 
 def _parse(text: str, units: dict[str, int], wanted: str) -> int:

@@ -181,6 +181,8 @@ def test_the_debian_package_holds_a_gateway_that_works(tmp_path: Path) -> None:
         pytest.skip("Debian packages are built on Debian")
     tree = tmp_path / "tree"
     run("git", "clone", "--quiet", CHECKOUT, tree, cwd=tmp_path)
+    for environment in ("venv", "environment"):  # the README's, and one of another name
+        venv.create(tree / environment, symlinks=True)
     run("make", "deb", cwd=tree)
     (package,) = (tree / "dist").glob("*.deb")
     unpacked = tmp_path / "unpacked"

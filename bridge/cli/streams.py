@@ -11,7 +11,6 @@ import time
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import closing
-from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -51,7 +50,7 @@ from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.model import MAX_INT64
 from bridge.streams.reader import StreamReader, list_damaged, list_streams
 from bridge.streams.segment import Message
-from bridge.units import format_duration, format_size, parse_duration
+from bridge.units import format_duration, format_size, parse_time
 
 POLL = 0.2  # seconds between two looks of `tail`; a look costs one stat and one read
 
@@ -202,7 +201,7 @@ def read(
         typer.Option(
             "--from-time",
             metavar="TIME",
-            help="Start at a time in ISO 8601 (local without a zone), or 10m ago.",
+            help="Start at a time in ISO 8601 (local without a zone), or so long ago: 10m, '10m ago'.",
         ),
     ] = None,
     topic: TopicOption = None,
@@ -288,15 +287,9 @@ def tail(
 
 def _parse_time(text: str) -> int:
     try:
-        return int(time.time() * 1000) - parse_duration(text)
-    except ValueError:
-        pass
-    try:
-        return int(datetime.fromisoformat(text).timestamp() * 1000)
-    except ValueError:
-        raise typer.BadParameter(
-            f"--from-time {text!r} is neither like 2026-01-31T12:00:00Z nor like 90s, 10m, 2h or 7d"
-        ) from None
+        return parse_time(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--from-time {text!r} {error}") from None
 
 
 def _check_filter(topic: str | None) -> None:

@@ -2,8 +2,9 @@
 
 `examine` reads the configuration and looks at this machine: ports, directories, disk room, streams,
 plugins, certificates, secrets, credentials. An *error* keeps the service, or a part of it, from working; a
-*warning* will sooner or later. Nothing is changed, and no other machine is asked for anything but
-credentials (the instance's metadata service, if AWS is told to ask there).
+*warning* will sooner or later. Nothing is changed. Of other machines only the destinations that the
+configuration names are connected to, to see whether they speak TLS, and the instance's metadata service, if
+AWS is told to ask there for credentials. One that cannot be reached is no finding.
 
 All is found in one run: a mistake hides nothing but what depends on that very key.
 """
@@ -21,6 +22,7 @@ PARTS = (
     network.listeners,
     network.unused,
     network.exposure,
+    network.destinations,
     files.directories,
     files.closed_streams,
     streams.room,

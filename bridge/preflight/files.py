@@ -46,7 +46,7 @@ def directories(look: Look) -> Iterator[Finding]:
         wanted: Path = getattr(look.config.gateway, key)
         there = existing(wanted)
         missing = wanted.absolute().relative_to(there.absolute()).parts
-        if os.path.islink(broken := there.joinpath(*missing[:1])):  # noqa: PTH114 - never raises
+        if missing and os.path.islink(broken := there / missing[0]):  # noqa: PTH114 - never raises
             yield look.error(
                 ("gateway", key),
                 f"{broken} is a link to {broken.readlink()}, which is not there; make that directory, or "

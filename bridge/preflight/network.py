@@ -1,10 +1,13 @@
-"""Whether every address can be listened at, and who could reach it."""
+"""Whether every address can be listened at, who could reach it, and whether destinations speak TLS."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
 
 from bridge.addresses import host_and_port, is_loopback
 from bridge.mqtt.settings import parse_address
@@ -71,6 +74,76 @@ def exposure(look: Look) -> Iterator[Finding]:
                 (section, "listen"),
                 f"whoever can reach {listen} gets at {what} without a password; listen at 127.0.0.1{other}",
             )
+
+
+def destinations(look: Look) -> Iterator[Finding]:
+    """Destinations whose port speaks TLS where the URL does not, or the other way round."""
+    seen: dict[tuple[str, int, bool], str] = {}
+    for keys, url in _urls(look):
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or _PORTS[parts.scheme]
+        except (ValueError, KeyError):  # reported with the configuration
+            continue
+        if host:
+            secure = parts.scheme in ("mqtts", "https")
+            if (host, port, secure) not in seen:
+                hello = _CONNECT if parts.scheme.startswith("mqtt") else _HEAD
+                seen[host, port, secure] = _wrong_port(host, port, hello, secure=secure)
+            if why := seen[host, port, secure]:
+                scheme = parts.scheme.removesuffix("s") if secure else f"{parts.scheme}s"
+                yield look.error(keys, f"{host}:{port} {why}; write {scheme}://, or the other port")
+
+
+_PORTS = {"mqtt": 1883, "mqtts": 8883, "http": 80, "https": 443}
+_CONNECT = b"\x10\x0c\x00\x04MQTT\x04\x02\x00\x3c\x00\x00"  # 3.1.1, a clean session without a name
+_HEAD = b"HEAD / HTTP/1.0\r\n\r\n"
+_PATIENCE = 3.0  # seconds
+
+
+def _urls(look: Look) -> Iterator[tuple[Keys, str]]:
+    config = look.config
+    if config.mqtt.mode == "external" and look.knows("mqtt", "external"):
+        yield ("mqtt", "external", "url"), config.mqtt.external.url
+    if config.aws.endpoint_url and look.knows("aws", "endpoint_url"):
+        yield ("aws", "endpoint_url"), config.aws.endpoint_url
+    for stream in config.streams.values():
+        for kind, items in stream.export_definition.items():
+            for number, raw in enumerate(items):
+                for key, name in (("endpointUrl", "endpoint_url"), ("uri", "uri")):
+                    if isinstance(url := raw.get(key), str):
+                        yield ("streams", stream.name, "export", kind, number, name), url
+
+
+def _wrong_port(host: str, port: int, hello: bytes, *, secure: bool) -> str:
+    """What is wrong with the port; empty if nothing is, or nobody answers."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname=host).do_handshake()
+    answer = _answer(host, port, outgoing.read())
+    if answer is None:
+        return ""
+    speaks_tls = (
+        answer[:1] in (b"\x15", b"\x16") and answer[1:2] == b"\x03"
+    )  # an alert or a handshake, RFC 8446 5.1
+    if speaks_tls and not secure:
+        return "speaks TLS only"
+    if secure and not speaks_tls and _answer(host, port, hello):
+        return "speaks no TLS"
+    return ""
+
+
+def _answer(host: str, port: int, hello: bytes) -> bytes | None:
+    """The first bytes that come back, none if it hangs up; None if nobody is there or answers in time."""
+    try:
+        with socket.create_connection((host, port), _PATIENCE) as connection:
+            connection.sendall(hello)
+            try:
+                return connection.recv(16)
+            except ConnectionError:
+                return b""
+    except OSError:
+        return None
 
 
 def _wanted(look: Look) -> Iterator[Wanted]:

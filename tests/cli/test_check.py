@@ -7,7 +7,12 @@ import json
 import os
 import shutil
 import socket
+import socketserver
+import ssl
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -518,3 +523,59 @@ def test_open_streams_on_the_network_are_a_warning_with_both_remedies(path: Path
     (path.parent / "token").write_text("secret")
     (path.parent / "token").chmod(0o600)
     assert check(path, text.replace('0.0.0.0:0"', '0.0.0.0:0"\ntoken_file = "token"')) == []
+
+
+@contextmanager
+def server(directory: Path, answer: bytes, *, secure: bool) -> Iterator[int]:
+    """A server that answers the first bytes of each connection and closes it; gives its port."""
+    context = None
+    if secure:
+        now = datetime.now(UTC)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate(directory, now - timedelta(1), now + timedelta(1)))
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                connection = context.wrap_socket(self.request, server_side=True) if context else self.request
+                # As brokers and web servers do: who begins with nonsense is not answered.
+                if connection.recv(64)[:1] in (b"\x10", b"H"):
+                    connection.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield listening.server_address[1]
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("secure", [True, False], ids=["plain on TLS", "TLS on plain"])
+def test_destinations_at_the_wrong_port_are_named(path: Path, secure: bool) -> None:
+    quiet = QUIET.replace("[mqtt]", '[mqtt]\nmode = "external"').replace('listen = ["tcp://127.0.0.1:0"]', "")
+    text = f"""{quiet}
+[aws]
+endpoint_url = "http{{s}}://127.0.0.1:{{web}}"
+[mqtt.external]
+url = "mqtt{{s}}://127.0.0.1:{{broker}}"
+[[streams.a.export.http]]
+identifier = "x"
+uri = "http{{s}}://127.0.0.1:{{web}}/in"
+"""
+    right, wrong = ("s", "") if secure else ("", "s")
+    with (
+        server(path.parent, b"\x20\x02\x00\x00", secure=secure) as broker,
+        server(path.parent, b"HTTP/1.0 200 OK\r\n\r\n", secure=secure) as web,
+    ):
+        assert check(path, text.format(s=right, broker=broker, web=web)) == []
+        found = check(path, text.format(s=wrong, broker=broker, web=web))
+    speaks = f"speaks {'TLS only' if secure else 'no TLS'}; write"
+    assert found == [
+        f"error: x.toml:16: mqtt.external.url: 127.0.0.1:{broker} {speaks} mqtt{right}://, or the other port",
+        f"error: x.toml:14: aws.endpoint_url: 127.0.0.1:{web} {speaks} http{right}://, or the other port",
+        f"error: x.toml:19: streams.a.export.http[0].uri: 127.0.0.1:{web} {speaks} http{right}://, "
+        "or the other port",
+    ]
+    assert check(path, text.format(s=wrong, broker=broker, web=web)) == []  # nobody is there now

@@ -106,6 +106,8 @@ def test_read_from_so_long_ago_as_given(fill: Fill) -> None:
     data = fill(READINGS)
     assert lines("streams", "read", "sensors", "--data-dir", data, "--from-time", "1s") == []
     assert len(lines("streams", "read", "sensors", "--data-dir", data, "--from-time", "36500d")) == 6
+    assert lines("streams", "read", "sensors", "--data-dir", data, "--from-time", "10m ago") == []
+    assert len(lines("streams", "read", "sensors", "--data-dir", data, "--from-time", "36500d ago")) == 6
 
 
 def test_a_payload_that_is_no_text_is_printed_in_base64_and_never_reaches_the_terminal(fill: Fill) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import boto3
+import pytest
 
 from bridge import plugins
 from tests.export.harness import drop_in, running
@@ -18,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "streambridge-sqlite"
 
 
-def test_the_example_package_passes_its_own_tests() -> None:
-    path = os.pathsep.join([str(EXAMPLE), str(ROOT)])
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=EXAMPLE, env=environment, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("place", [EXAMPLE, ROOT], ids=["example", "checkout"])
+def test_the_example_package_passes_its_own_tests(place: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", EXAMPLE / "tests"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"[89] passed", done.stdout)
 
