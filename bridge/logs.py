@@ -10,6 +10,7 @@
   last of the others comes at its end, with `alike=<count>`. Not at level debug.
 * Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has
   no time stamp, since the journal keeps both.
+* What is not printable is escaped as in JSON, in both formats (`printable`).
 * Tracebacks are for level debug; otherwise an exception is one `error=` key.
 """
 
@@ -22,6 +23,8 @@ import sys
 import threading
 import time
 from typing import Any, Literal, TextIO
+
+from bridge.printable import printable_json
 
 WINDOW = 10.0
 MOST_KEPT = 1000  # different lines remembered; beyond that, lines pass uncounted
@@ -51,7 +54,7 @@ class LineFormatter(logging.Formatter):
         head |= {"level": record.levelname.lower(), "logger": record.name}
         fields = self.fields(record)
         if self.json:
-            line = json.dumps(head | fields, default=str, ensure_ascii=False)
+            line = printable_json(json.dumps(head | fields, default=str, ensure_ascii=False))
         else:
             line = " ".join([*head.values(), *(f"{key}={_quoted(value)}" for key, value in fields.items())])
         return f"<{_PRIORITIES.get(record.levelno, 5)}>{line}" if self.journal else line
@@ -71,7 +74,7 @@ class LineFormatter(logging.Formatter):
 def _quoted(value: object) -> str:
     text = str(value)
     plain = text.isprintable() and text and not any(char in text for char in ' "=\\')
-    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
+    return text if plain else printable_json(json.dumps(text, ensure_ascii=False))
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):

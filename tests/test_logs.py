@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 
@@ -81,6 +82,21 @@ def test_a_line_stays_one_line_and_leaves_the_terminal_alone(
     logger.error("bad client", extra={"client": 'a\nmsg="forged"\x1b[2J'})
     assert output.getvalue().count("\n") == 1
     assert r'client="a\nmsg=\"forged\"\u001b[2J"' in output.getvalue()
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_nothing_that_steers_a_terminal_reaches_the_log(
+    logger: logging.Logger, output: io.StringIO, style: Literal["text", "json"]
+) -> None:
+    logger.handlers[0].setFormatter(logs.LineFormatter(style))
+    steering = "\x1b[2J\x7f\x9b2J\x85\u2028\u202egnp.exe\u2066\u200f\u061c\r\n\ud800 grün \U000e0041"
+    logger.error(steering, extra={"client": steering})
+    line = output.getvalue()
+    assert line.endswith("\n")
+    assert line[:-1].isprintable()
+    assert "grün" in line
+    if style == "json":
+        assert json.loads(line)["client"] == steering
 
 
 def test_an_exception_is_one_key_and_its_traceback_is_for_debug() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from bridge.cli import exports, integrity, service, streams, trial, users
-from bridge.cli.common import ExitCode, denied
+from bridge.cli.common import ExitCode, denied, echo, note
 from bridge.errors import (
     ConfigError,
     CorruptData,
@@ -69,7 +69,7 @@ def _show_version(wanted: bool) -> None:
             release = version("streambridge")
         except PackageNotFoundError:
             release = "(not installed; run from a checkout)"
-        typer.echo(f"streambridge {release}")
+        echo(f"streambridge {release}")
         raise typer.Exit
 
 
@@ -102,5 +102,5 @@ def main() -> None:
 
 
 def _complain(message: str) -> None:
-    for line in message.splitlines():
-        print(f"streambridge: {line}", file=sys.stderr)  # noqa: T201 - this is the program's voice
+    for line in message.split("\n"):  # a configuration has a line for each mistake
+        note(f"streambridge: {line}")

@@ -18,6 +18,7 @@ from bridge import tomlfile
 from bridge.config import Config, load, understand
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.plugins import shipped
+from bridge.printable import printable, printable_json
 from bridge.streams.layout import STREAMS
 from bridge.streams.store import LOCK, user_name
 from bridge.tomlfile import Keys
@@ -137,9 +138,12 @@ def behave_in_pipes() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
-def echo(line: str) -> None:
-    """Print one line, without the flush of print and typer.echo: a query may have a million."""
-    sys.stdout.write(line + "\n")
+def echo(line: str, *, title: str = "") -> None:
+    """Print one line, with a title in bold before it; what is not printable is escaped.
+
+    Without the flush of print and typer.echo: a query may have a million lines.
+    """
+    sys.stdout.write(_strong(printable(title)) + printable(line) + "\n")
 
 
 def escaped(text: str) -> str | None:
@@ -151,12 +155,12 @@ def escaped(text: str) -> str | None:
 
 def print_json(value: Any) -> None:
     """Print one JSON document on one line."""
-    echo(msgspec.json.encode(value, enc_hook=str).decode())
+    echo(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print columns as wide as their content; numbers to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     rights = [
         bool(cells) and all(row[n][:1].isdigit() or row[n] == "-" for row in cells)
         for n in range(len(header))
@@ -168,7 +172,7 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None
             for cell, width, right in zip(row, widths, rights, strict=True)
         ]
         line = "  ".join(padded).rstrip()
-        echo(strong(line) if number == 0 else line)
+        echo("" if number == 0 else line, title=line if number == 0 else "")
 
 
 def print_facts(facts: Iterable[tuple[str, object]]) -> None:
@@ -176,17 +180,19 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
     facts = list(facts)
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        echo(f"{strong(name.ljust(width))}  {value}")
+        echo(f"  {value}", title=name.ljust(width))
 
 
-def strong(text: str) -> str:
+def _strong(text: str) -> str:
     """Bold on a terminal that wants it."""
+    if not text:
+        return text
     return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def note(text: str) -> None:
-    """Tell people something beside the result."""
-    typer.echo(text, err=True)
+    """Tell people something beside the result; what is not printable is escaped."""
+    typer.echo(printable(text), err=True)
 
 
 def count(number: int, noun: str) -> str:

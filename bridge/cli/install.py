@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from bridge.cli.common import echo
 from bridge.errors import ConfigError
 from bridge.plugins import shipped
 
@@ -46,7 +47,7 @@ def install_service(
         _write(root / f"etc/{kind}.d" / "streambridge.conf", text)
     target = root / "etc/streambridge/streambridge.toml"
     if target.exists():
-        typer.echo(f"kept {target}")
+        echo(f"kept {target}")
     else:
         _write(target, service_config())
     _link(root / "usr/local/bin/streambridge", command)
@@ -55,12 +56,12 @@ def install_service(
     _run("systemd-sysusers", "/etc/sysusers.d/streambridge.conf")
     _run("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/streambridge.conf")
     if not Path("/run/systemd/system").is_dir():
-        typer.echo("systemd does not run here: start it by `streambridge run`, as user streambridge")
+        echo("systemd does not run here: start it by `streambridge run`, as user streambridge")
         return
     _run("systemctl", "daemon-reload")
     _run("systemctl", "enable", "streambridge.service")
     _run("systemctl", "restart", "streambridge.service")
-    typer.echo("`systemctl status streambridge` and `journalctl -u streambridge` show how it is")
+    echo("`systemctl status streambridge` and `journalctl -u streambridge` show how it is")
 
 
 def service_config() -> str:
@@ -88,7 +89,7 @@ def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o644)
-    typer.echo(f"wrote {path}")
+    echo(f"wrote {path}")
 
 
 def _link(link: Path, command: Path) -> None:
@@ -96,16 +97,16 @@ def _link(link: Path, command: Path) -> None:
     if link == command:
         return
     if link.exists() and not link.is_symlink():
-        typer.echo(f"kept {link}, which is another one; the service's is {command}")
+        echo(f"kept {link}, which is another one; the service's is {command}")
         return
     link.parent.mkdir(parents=True, exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(command)
-    typer.echo(f"linked {link} to {command}")
+    echo(f"linked {link} to {command}")
 
 
 def _run(*command: str) -> None:
-    typer.echo(f"running {' '.join(command)}")
+    echo(f"running {' '.join(command)}")
     try:
         subprocess.run(command, check=True)
     except subprocess.CalledProcessError as error:

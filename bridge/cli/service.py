@@ -17,7 +17,6 @@ from bridge.cli.common import (
     load_config,
     print_json,
     print_table,
-    strong,
 )
 from bridge.cli.install import install_service
 from bridge.config import Config, load
@@ -82,7 +81,7 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
         print_json({"ok": not failed, "findings": findings})
     else:
         for finding in findings:
-            echo(f"{strong(finding.level)}: {finding.what}")
+            echo(f": {finding.what}", title=finding.level)
         if not failed:
             exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
             told = (count(len(settings.streams), "stream"), count(exports, "export"))

@@ -25,11 +25,12 @@ from bridge.ingest.console import (
     document,
     outside,
     result,
+    result_line,
     say,
     stop,
     usage,
 )
-from bridge.ingest.errors import Moved, printable
+from bridge.ingest.errors import Moved
 from bridge.ingest.options import Json, Source, Spark, spark, table, takes
 from bridge.ingest.planner import Limits
 from bridge.ingest.session import PACKAGES, require, require_java
@@ -166,10 +167,7 @@ def accept(
         if as_json:
             document({"accepted": done}, out)
         for path, count in () if as_json else done.items():
-            print(
-                f"{printable(path)}: {count:,} messages that waited there count as trimmed from now on",
-                file=out,
-            )
+            result_line(f"{path}: {count:,} messages that waited there count as trimmed from now on", out)
 
 
 @app.command()
@@ -217,8 +215,8 @@ def refine(
         if as_json:
             document(asdict(done), out)
         else:
-            print(
-                f"{done.rows:,} rows typed, {done.rejected:,} rejected; schema {done.schema or '-'}", file=out
+            result_line(
+                f"{done.rows:,} rows typed, {done.rejected:,} rejected; schema {done.schema or '-'}", out
             )
 
 
@@ -257,10 +255,10 @@ def compact(
                 "of theirs, or gave them partitions of its own: let it rewrite them "
                 "(Athena: OPTIMIZE, Spark: rewrite_data_files)"
             )
-            print(
+            result_line(
                 f"{done.before:,} files became {done.after:,}; {deleted:,} unused files deleted"
                 f"{left if done.left else ''}",
-                file=out,
+                out,
             )
 
 
@@ -289,11 +287,11 @@ def prune(
             document(asdict(done), out)
         else:
             verb = "would be deleted" if dry_run else "deleted"
-            print(
+            result_line(
                 f"{done.deleted:,} objects {verb} ({done.deleted_bytes / 1e6:,.1f} MB), "
                 f"{done.kept_because_young:,} are younger than {older_than_days:g} days, "
                 f"{done.kept:,} are not in the table",
-                file=out,
+                out,
             )
 
 

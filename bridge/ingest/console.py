@@ -23,7 +23,8 @@ from typing import Any, TextIO
 
 import typer
 
-from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, NotInstalled, printable
+from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, NotInstalled
+from bridge.printable import printable, printable_json
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -57,7 +58,12 @@ def say(line: str) -> None:
 
 
 def document(content: dict[str, Any], out: TextIO) -> None:
-    print(json.dumps(content, separators=(",", ":")), file=out, flush=True)
+    print(printable_json(json.dumps(content, separators=(",", ":"))), file=out, flush=True)
+
+
+def result_line(line: str, out: TextIO) -> None:
+    """One line of the result for people."""
+    print(printable(line), file=out)
 
 
 def usage(message: str) -> typer.Exit:

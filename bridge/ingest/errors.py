@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from bridge.errors import StreamBridgeError
+from bridge.printable import printable
 
 REASON = 200  # characters: what others wrote may be in a reason, and every state has it until it is cured
 
@@ -12,13 +13,6 @@ REASON = 200  # characters: what others wrote may be in a reason, and every stat
 def line(said: object) -> str:
     """What an error or anything else says, short, in one line, and fit for a terminal."""
     return printable(" ".join(str(said)[: 10 * REASON].split()))[:REASON]
-
-
-def printable(text: str) -> str:
-    """The text with escapes in the place of what could move a cursor or turn a line (C0, C1, bidi marks)."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class IngestError(StreamBridgeError):

@@ -18,7 +18,7 @@ def write_package(folder: Path) -> list[Path]:
     """Write both files into the folder and return their paths."""
     bridge = Path(__file__).resolve().parents[1]
     folder.mkdir(parents=True, exist_ok=True)
-    shared = ("__init__.py", "deflate.py", "errors.py", "objectkeys.py")
+    shared = ("__init__.py", "deflate.py", "errors.py", "objectkeys.py", "printable.py")
     modules = [*(bridge / name for name in shared), *sorted((bridge / "ingest").rglob("*.py"))]
     with zipfile.ZipFile(folder / ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
         for module in modules:

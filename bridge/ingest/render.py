@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bridge.ingest.errors import printable
 from bridge.ingest.job import Round, Summary
 from bridge.ingest.report import Report, StreamReport
+from bridge.printable import printable
 
 HOLES = 20  # printed at most; --json has all of them
 REMARKS = ("missing", "quarantined", "unreadable", "trimmed", "waiting", "duplicates", "late_rows")
@@ -48,7 +48,7 @@ def show(report: Report, console: Console) -> None:
     """Print the report: a row for every stream, then what needs a look."""
     several = len({(s.gateway, s.stream) for s in report.streams}) < len(report.streams)
     table = Table(
-        title=f"Completeness of {report.table}",
+        title=f"Completeness of {printable(report.table)}",
         title_justify="left",
         box=SIMPLE,
         show_edge=False,
@@ -65,7 +65,13 @@ def show(report: Report, console: Console) -> None:
         names += [str(stream.epoch)] if several else []
         numbers = "-" if stream.first is None else f"{stream.first}..{stream.last}"
         figures = {name: getattr(stream, name) for name in REMARKS}
-        table.add_row(*map(Text, names), numbers, f"{stream.rows:,}", _since(stream), _said(figures, between))
+        table.add_row(
+            *(Text(printable(name)) for name in names),
+            numbers,
+            f"{stream.rows:,}",
+            _since(stream),
+            _said(figures, between),
+        )
     if len(report.streams) > 1:
         table.add_section()
         blank = [""] * (3 if several else 2)

@@ -70,6 +70,29 @@ def test_describe_is_readable_and_says_how_far_each_export_is(fill: Fill) -> Non
     assert described["exportStatuses"][0]["lastExportedSequenceNumber"] == 3
 
 
+# Clears the screen, in C0 and in C1; deletes; ends lines; turns the direction of reading.
+STEERING = "\x1b[2J\x9b2J\x7f\r\n\x85\u2028\u202egnp.exe\u2066\u200f"
+
+
+def test_what_a_destination_answers_steers_no_terminal(fill: Fill) -> None:
+    data = fill([(f"a{STEERING}", b"x")], export_definition={"s3": [{"identifier": "lake", "bucket": "b"}]})
+    (stream,) = list_streams(data)
+    cursor = CursorFile(stream_directory(data, "sensors") / "lake.cursor")
+    cursor.write(Cursor(epoch=stream.epoch, kind="s3", error=f"said {STEERING}"))
+    cursor.close()
+    for command in (["exports"], ["streams", "describe", "sensors"], ["streams", "read", "sensors"]):
+        for options in ([], ["--json"]):
+            shown = streambridge(*command, "--data-dir", data, *options)
+            assert shown.returncode == 0
+            assert all(line.isprintable() for line in shown.stdout.split("\n"))
+            assert "gnp.exe" in shown.stdout
+            if options:
+                assert json.dumps(STEERING)[1:-1].replace("\x7f", r"\u007f") in shown.stdout
+    failed = streambridge("streams", "describe", f"no{STEERING}", "--data-dir", data)
+    assert failed.returncode == 66
+    assert all(line.isprintable() for line in failed.stderr.split("\n"))
+
+
 def test_read_prints_number_time_topic_and_payload(fill: Fill) -> None:
     data = fill(READINGS)
     assert lines("streams", "read", "sensors", "--data-dir", data, "--start", "2", "--count", "2") == [

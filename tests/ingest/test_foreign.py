@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 from rich.console import Console
 
 from bridge.ingest import heads as module
-from bridge.ingest.errors import BadObject, StateMissing, printable
+from bridge.ingest.errors import BadObject, StateMissing
 from bridge.ingest.heads import read_heads
 from bridge.ingest.planner import Inventory, Limits, StreamId, plan
 from bridge.ingest.ranges import Ranges
@@ -21,6 +21,7 @@ from bridge.ingest.report import survey
 from bridge.ingest.state import State, StateStore
 from bridge.ingest.store import Entry, LocalStore, Place, read
 from bridge.objectkeys import data_key, head_key, parse_key
+from bridge.printable import printable
 from tests.ingest.gateway import EPOCH, Gateway, head_of
 
 
