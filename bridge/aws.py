@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from bridge import metadata
 from bridge.export.api import Context, Retry
 
 log = logging.getLogger(__name__)
@@ -231,13 +232,14 @@ class _Held:
 
     def get_frozen_credentials(self) -> Any:
         """The keys to sign a request with; raises what botocore raises if there are none."""
-        with self._asking:
-            found = self._found = self._found or self._ask()
-        if found is None:
-            from botocore.exceptions import NoCredentialsError
+        with metadata.allowed():  # an instance's role, also when its credentials are renewed
+            with self._asking:
+                found = self._found = self._found or self._ask()
+            if found is None:
+                from botocore.exceptions import NoCredentialsError
 
-            raise NoCredentialsError
-        return found.get_frozen_credentials()
+                raise NoCredentialsError
+            return found.get_frozen_credentials()
 
     def get_deferred_property(self, name: str) -> Callable[[], Any]:
         """A function that gives one of the keys, or the account's id, when it is called."""

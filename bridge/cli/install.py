@@ -5,9 +5,13 @@ Running it again updates the units and leaves the configuration alone.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +22,7 @@ from bridge.errors import ConfigError
 from bridge.plugins import shipped
 
 UNITS = ("streambridge.service", "streambridge-ingest.service", "streambridge-ingest.timer")
+CONFIG = "etc/streambridge/streambridge.toml"
 _PLACEHOLDER = "/opt/streambridge/bin/streambridge"
 # ProtectHome= and the service's user keep it out of these.
 _CLOSED = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - named to be refused
@@ -38,19 +43,17 @@ def install_service(
     alone = root != Path("/")
     if not alone:
         _check(command)
-    units = shipped("systemd")
+    units, files = shipped("systemd"), _Root(root)
     for unit in UNITS:
         text = (units / unit).read_text().replace(_PLACEHOLDER, str(command))
-        _write(root / "etc/systemd/system" / unit, text)
+        files.write(f"etc/systemd/system/{unit}", text)
     for kind in ("sysusers", "tmpfiles"):
-        text = (units / f"streambridge.{kind}").read_text()
-        _write(root / f"etc/{kind}.d" / "streambridge.conf", text)
-    target = root / "etc/streambridge/streambridge.toml"
-    if target.exists():
-        echo(f"kept {target}")
+        files.write(f"etc/{kind}.d/streambridge.conf", (units / f"streambridge.{kind}").read_text())
+    if files.has(CONFIG):
+        echo(f"kept {root / CONFIG}")
     else:
-        _write(target, service_config())
-    _link(root / "usr/local/bin/streambridge", command)
+        files.write(CONFIG, service_config())
+    files.link("usr/local/bin/streambridge", command)
     if alone:
         return
     _run("systemd-sysusers", "/etc/sysusers.d/streambridge.conf")
@@ -85,24 +88,87 @@ def _check(command: Path) -> None:
         raise ConfigError(f"only root can install a service; run `sudo {command} install-service`")
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o644)
-    echo(f"wrote {path}")
+class _Root:
+    """Where the files are written. Below a directory that was named nothing is reached by a symbolic link.
+
+    Such a directory may be another's: an image, or a system that is mounted. A link in it must not lead what
+    root writes to another place. The system's own `/` may have its directories where it likes.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.path = root
+        self._flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if root != Path("/"):
+            self._flags |= os.O_NOFOLLOW
+
+    def write(self, place: str, text: str) -> None:
+        """Write a file as a whole, or leave the one before."""
+        path = self.path / place
+        with self._directory(path) as directory:
+            found = _kind(path.name, directory)
+            if found not in (None, stat.S_IFREG):
+                raise ConfigError(f"{path}: this is no ordinary file, but a link, say; remove it")
+            new = f".{path.name}.new"
+            with suppress(FileNotFoundError):
+                os.unlink(new, dir_fd=directory)  # of an attempt that was cut off
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
+            with open(fd, "w", encoding="utf-8") as file:
+                file.write(text)
+                os.fchmod(fd, 0o644)
+            os.rename(new, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+        echo(f"wrote {path}")
+
+    def has(self, place: str) -> bool:
+        """Whether there is something, a link that leads nowhere included."""
+        path = self.path / place
+        with self._directory(path) as directory:
+            return _kind(path.name, directory) is not None
+
+    def link(self, place: str, command: Path) -> None:
+        """Have the command found without its whole path, also by sudo."""
+        path = self.path / place
+        if path == command:
+            return
+        with self._directory(path) as directory:
+            if _kind(path.name, directory) not in (None, stat.S_IFLNK):
+                echo(f"kept {path}, which is another one; the service's is {command}")
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(path.name, dir_fd=directory)
+            os.symlink(command, path.name, dir_fd=directory)
+        echo(f"linked {path} to {command}")
+
+    @contextmanager
+    def _directory(self, path: Path) -> Iterator[int]:
+        """The directory that a file is in, made where it is missing."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        here = os.open(
+            self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        )  # it was named: it may be a link
+        try:
+            for name in path.parent.relative_to(self.path).parts:
+                with suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=here)
+                try:
+                    below = os.open(name, self._flags, dir_fd=here)
+                except OSError as error:
+                    if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                        raise
+                    raise ConfigError(
+                        f"{path}: {name} in it is a symbolic link or a file, not a directory; remove it"
+                    ) from None
+                os.close(here)
+                here = below
+            yield here
+        finally:
+            os.close(here)
 
 
-def _link(link: Path, command: Path) -> None:
-    """Have the command found without its whole path, also by sudo."""
-    if link == command:
-        return
-    if link.exists() and not link.is_symlink():
-        echo(f"kept {link}, which is another one; the service's is {command}")
-        return
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(command)
-    echo(f"linked {link} to {command}")
+def _kind(name: str, directory: int) -> int | None:
+    try:
+        return stat.S_IFMT(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return None
 
 
 def _run(*command: str) -> None:

@@ -427,7 +427,12 @@ def _place(stack: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with the place of this package first on the path: `-P` keeps the working directory off it."""
+    """Ours without its secrets, and with the place of this package first on the path.
+
+    STREAMBRIDGE_... is for the configuration, which was read: the worker gets its part of that in `Hello`.
+    `-P` keeps the working directory off the path.
+    """
     package = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("STREAMBRIDGE_")}
+    return {**ours, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import msgspec
 
-from bridge import aws, cpu, memory, plugins
+from bridge import aws, cpu, memory, metadata, plugins
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
 from bridge.export.api import ExportConfig, Retry
@@ -340,6 +340,7 @@ def main() -> None:
     cpu.polite()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker
+    metadata.deny()
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
         status = Worker(connection).run()

@@ -57,6 +57,11 @@ def test_the_sandbox_leaves_little_exposed(unit: str, most: int) -> None:
     assert done.returncode == 0, done.stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize("unit", ["streambridge.service", "streambridge-ingest.service"])
+def test_no_core_file_takes_secrets_to_the_disk(unit: str) -> None:
+    assert "\nLimitCORE=0\n" in (CHECKOUT / "systemd" / unit).read_text()
+
+
 def test_every_unit_starts_this_installation(root: Path) -> None:
     for name in ("streambridge.service", "streambridge-ingest.service"):
         text = (root / "etc/systemd/system" / name).read_text()
@@ -95,6 +100,38 @@ def test_the_configuration_of_the_service_keeps_data_where_the_unit_allows_it(ro
     lines = (root / "etc/streambridge/streambridge.toml").read_text().splitlines()
     assert 'data_dir = "/var/lib/streambridge"' in lines
     assert "StateDirectory=streambridge" in (root / "etc/systemd/system/streambridge.service").read_text()
+
+
+@pytest.mark.parametrize(
+    ("link", "goes_to"),
+    [
+        ("etc", "outside"),
+        ("etc/systemd/system", "outside"),
+        ("etc/systemd/system/streambridge.service", "outside/file"),
+        ("etc/streambridge/streambridge.toml", "outside/gone"),
+        ("usr/local/bin", "outside"),
+    ],
+)
+def test_a_link_below_root_leads_nothing_elsewhere(tmp_path: Path, link: str, goes_to: str) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("another's")
+    (root / link).parent.mkdir(parents=True)
+    (root / link).symlink_to(tmp_path / goes_to)
+    done = subprocess.run(
+        [sys.executable, "-m", "bridge", "install-service", "--root", root],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert [path.name for path in outside.iterdir()] == ["file"]
+    assert (outside / "file").read_text() == "another's"
+    if link.endswith("toml"):  # a configuration is never written over, wherever it is
+        assert f"kept {root / link}" in done.stdout
+    else:
+        assert done.returncode == 78
+        assert "remove it" in done.stderr
 
 
 def test_an_update_leaves_the_configuration_alone(root: Path) -> None:
