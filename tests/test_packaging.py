@@ -157,7 +157,7 @@ def test_constraints_pin_every_dependency_exactly() -> None:
     assert unmet == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=30)
 def test_pip_install_alone_gives_a_gateway_that_works(tmp_path: Path) -> None:
     tree = copy_sources(tmp_path / "tree")
     environment = tmp_path / "venv"
@@ -175,7 +175,7 @@ def test_pip_install_alone_gives_a_gateway_that_works(tmp_path: Path) -> None:
     run(command, "plugins", "-c", copied, cwd=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=60)
 def test_the_debian_package_holds_a_gateway_that_works(tmp_path: Path) -> None:
     if shutil.which("dpkg-deb") is None:
         pytest.skip("Debian packages are built on Debian")

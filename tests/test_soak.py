@@ -192,7 +192,7 @@ def test_an_ingest_report_that_is_not_complete_or_an_internal_error_fails_the_ru
     assert not verdict.clean(["gw ended by itself"]).good
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=80)
 @pytest.mark.spark
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("planted", [False, True])

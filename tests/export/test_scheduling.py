@@ -400,7 +400,7 @@ def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorde
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_a_backlog_of_a_gibibyte_drains_with_bounded_memory(recorder: Path) -> None:
     async def scenario() -> int:
         async with running(recorder) as gateway:

@@ -31,7 +31,7 @@ KINDS = [
     "iceberg",
     "iceberg in s3",
     "iceberg by rest",
-    pytest.param("iceberg in glue", marks=pytest.mark.slow),  # each new client takes a second
+    pytest.param("iceberg in glue", marks=pytest.mark.slow(seconds=15)),  # each new client takes a second
     "delta",
     "delta in s3",
 ]

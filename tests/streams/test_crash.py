@@ -199,7 +199,7 @@ class Starting:
         return asyncio.run(start())
 
 
-@pytest.mark.parametrize("many", [500_000, pytest.param(5_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("many", [500_000, pytest.param(5_000_000, marks=pytest.mark.slow(seconds=10))])
 def test_a_start_reads_only_the_last_segment_however_long_the_stream(tmp_path: Path, many: int) -> None:
     short = Starting(tmp_path / "few", 18_000)  # 3.7 MB: one segment, nearly full
     long = Starting(tmp_path / "many", many)

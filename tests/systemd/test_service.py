@@ -17,7 +17,7 @@ from tests.ingest.gateway import Gateway, head_of
 from tests.systemd.machine import Machine, until
 from tests.test_packaging import CHECKOUT, copy_sources, run
 
-pytestmark = [pytest.mark.slow(seconds=25), pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.slow(seconds=15), pytest.mark.timeout(1000)]
 
 PUBLISH = """
 import sys, paho.mqtt.publish
