@@ -32,12 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if number is None:
         return
     found = shares(items)
-    share = found[number % len(found)] if found else []
+    share = found[(number - 1) % len(found)] if found else []
     config.hook.pytest_deselected(items=[item for item in items if item not in share])
     items[:] = share
     if share:
         names = ", ".join(dict.fromkeys(item.path.name for item in share))
-        print(f"share {number % len(found) + 1} of {len(found)} of the slow tests: {names}")
+        print(f"share {(number - 1) % len(found) + 1} of {len(found)} of the slow tests: {names}")
 
 
 def shares(items: list[pytest.Item]) -> list[list[pytest.Item]]:
