@@ -91,8 +91,8 @@ async def until(condition: Callable[[], Any], within: float = 20.0, say: Callabl
 
 @asynccontextmanager
 async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> AsyncIterator[Gateway]:
-    settings.setdefault("allow", Allow(directories=[root]))
     """A gateway on the data directory `root/data`, with drop-in plugins from `root/plugins`."""
+    settings.setdefault("allow", Allow(directories=[root]))
     data_dir, drop_in = root / "data", root / "plugins"
     drop_in.mkdir(exist_ok=True, mode=0o755)
     gateway: Gateway
