@@ -44,6 +44,10 @@ storage_free_bytes gauge
     Room that is left in the file system of the data directory.
 storage_size_bytes gauge
     Size of the file system of the data directory.
+clock_synchronised gauge
+    1 if something is known to keep the wall clock right (NTP).
+clock_steps_total counter
+    How often the wall clock was stepped by a second or more; nothing expires by that.
 streams_refused gauge
     Streams that cannot be opened or created, or whose topics an external broker refuses to send.
 stream_appended_messages_total counter stream
@@ -193,6 +197,8 @@ def _values(state: State) -> Iterator[Value]:
     yield "storage_writable", (), state.storage_error is None
     yield "storage_free_bytes", (), state.disk_free
     yield "storage_size_bytes", (), state.disk_size
+    yield "clock_synchronised", (), state.clock_synchronised
+    yield "clock_steps_total", (), state.clock_steps
     yield "streams_refused", (), len(state.refused)
     yield "export_worker_up", (), state.worker_running
     yield "export_worker_restarts_total", (), state.worker_restarts

@@ -248,6 +248,7 @@ class Observer:
         now = _now()
         before = self._earlier(now)
         counts = {name: front_end.stats() for name, front_end in self._front_ends.items()}
+        clock = self._manager.store.clock
         return State(
             gateway=self._gateway,
             version=self._version,
@@ -268,6 +269,9 @@ class Observer:
             disk_size=self._space[1],
             storage_error=self._storage_error,
             loop_delay=round(self._delay, 3),
+            clock_synchronised=clock.synchronised,
+            clock_steps=clock.steps,
+            clock_step=clock.last_step,
         )
 
     def _earlier(self, now: int) -> tuple[int, dict[str, int]]:

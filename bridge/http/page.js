@@ -1,5 +1,5 @@
 "use strict";
-const POLL = 2000, HISTORY = 5000, MINUTE = 60000, HOUR = 60 * MINUTE, LINES = 5;
+const POLL = 2000, HISTORY = 5000, MINUTE = 60000, HOUR = 60 * MINUTE, LINES = 5, EARLIEST = Date.UTC(2025, 0);
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 3", "2 3", "10 3 2 3", "5 5", "1 5"];
 const KINDS = { dropped: "dropped", rejected: "refused, not acknowledged", refused: "turned away" };
@@ -260,6 +260,8 @@ function show(now) {
   if (!now.workerRunning && now.phase === "running") notices.push(["Exports pause", "their worker process ended and is being started again"]);
   if (now.unreachable) notices.push(["No messages come in", now.unreachable]);
   for (const [name, why] of Object.entries(now.refused)) notices.push([`Messages for ${name} are refused`, why]);
+  if (now.time < EARLIEST) notices.push(["The clock is wrong", `it says ${moment.format(now.time)}; messages are stored with that time`]);
+  if (now.clockSteps) notices.push(["The clock was set", `${now.clockStep > 0 ? "forward" : "back"} by ${span(Math.abs(now.clockStep))}; nothing expires by that`]);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
   const active = now.exports.filter((e) => !e.disabled);
   const failing = active.filter((e) => e.error).length;

@@ -72,7 +72,8 @@ class State(Struct, rename="camel", kw_only=True):
     """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short.
 
     `refused` are the streams that cannot be had or whose messages do not reach us, and why; `unreachable`
-    says why there is no connection to an external broker.
+    says why there is no connection to an external broker. `clock_steps`: how often the wall clock was stepped
+    since the start, the last time by `clock_step` ms.
     """
 
     gateway: str
@@ -94,6 +95,9 @@ class State(Struct, rename="camel", kw_only=True):
     disk_size: int
     storage_error: str | None
     loop_delay: float
+    clock_synchronised: bool
+    clock_steps: int
+    clock_step: int
 
     @property
     def ready(self) -> bool:

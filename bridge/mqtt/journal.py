@@ -68,6 +68,7 @@ _FRAME = struct.Struct(">II")
 SLACK = 4 * 1024 * 1024  # bytes of dead records that do not yet make a snapshot worth while
 SYNC_INTERVAL = 1.0
 RETRY_INTERVAL = 1.0
+UNKNOWN = "unknown"  # stands for the boot where its name cannot be read
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -96,8 +97,9 @@ class _Copy:
 class Journal:
     """The journal of one front end."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, boot: str) -> None:
+        """`boot` names this boot of the machine; empty if that is not known."""
+        self._path, self._boot = path, boot
         self.marks: dict[str, Mark] = {}
         self.snapshot: Callable[[], Iterable[Record]] = tuple
         self._fd = -1
@@ -322,7 +324,7 @@ class Journal:
 
     def _snapshot_frames(self) -> bytes:
         frames: list[bytes] = []
-        for record in (Booted(_boot_id()), *self.snapshot()):
+        for record in (Booted(self._boot or UNKNOWN), *self.snapshot()):
             frames += _framed(record)
         return b"".join(frames)
 
@@ -375,14 +377,13 @@ class Journal:
                 os.close(fd)
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+def survived(records: Iterable[Record], boot: str) -> bool:
+    """Whether nothing is missing at the end: after a clean stop, and while the machine runs on.
 
-
-def survived(records: Iterable[Record]) -> bool:
-    """Whether nothing is missing at the end: after a clean stop, and while the machine runs on."""
+    Where the boot has no name, a start that no clean stop came before counts as one after a power cut.
+    """
     boots = [record.boot for record in records if isinstance(record, Booted)]
-    return bool(boots) and boots[-1] in ("", _boot_id())
+    return bool(boots) and boots[-1] in ("", boot or None)
 
 
 def _framed(record: Record) -> tuple[bytes, bytes]:

@@ -12,7 +12,6 @@ import logging
 import resource
 import socket
 import ssl
-import time
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -72,12 +71,15 @@ class Lane:
         self.counts: Counter[str] = Counter()
         self.operations = operations
         self.manager = manager = operations.manager
+        self.clock = manager.store.clock
         self.under_pressure = manager.under_pressure
         self.access = access
-        self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal")
+        self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal", self.clock.boot)
         self.delivery = AmqttDelivery(self._deliver, self._relieved, self.counts)
-        self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts)
-        self.sessions = Sessions(self.loop, self.limits, self.counts, self.journal.settled, self._ended)
+        self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts, self.clock)
+        self.sessions = Sessions(
+            self.loop, self.limits, self.counts, self.clock, self.journal.settled, self._ended
+        )
         self.connections: set[Connection] = set()
         # Each client's newest connection, until it is closed and all that it published is settled.
         self.newest: dict[str, Connection] = {}
@@ -269,7 +271,7 @@ class Lane:
         session.connection = session.seen = None
         session.outbox.detach()
         self.delivery.leave(session)
-        session.left = time.time()
+        session.left = self.clock.now() / 1000
         if session.persistent:
             self.journal.opened(session)
         if lost:
@@ -344,7 +346,9 @@ class Lane:
         if session.will is None:
             return
         delay = session.will.properties.get(p.WILL_DELAY, 0) if session.persistent else 0
-        seconds = min(delay, session.left + delay - time.time())  # it may be gone since before a restart
+        seconds = min(
+            delay, session.left + delay - self.clock.now() / 1000
+        )  # it may be gone since before a restart
         if seconds > 0:
             session.will_timer = self.loop.call_later(min(seconds, 0xFFFF_FFF), self._will_due, session)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.mqtt import properties as p
@@ -12,6 +11,7 @@ from bridge.mqtt.properties import varint
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from bridge.clock import Clock, Deadline
     from bridge.mqtt.sessions import Session
 
 
@@ -49,8 +49,17 @@ def receiver_of(subscriptions: list[Subscription]) -> Receiver:
     )
 
 
+def expiry_of(properties: p.Properties | None, clock: Clock) -> Deadline | None:
+    """When a message with these properties expires (MQTT 5 section 3.3.2.3.3); None: it does not."""
+    seconds = properties.get(p.MESSAGE_EXPIRY) if properties else None
+    return None if seconds is None else clock.deadline(seconds)
+
+
 class Message:
-    """One PUBLISH to be delivered. Not changed once it is made; shared by all its receivers."""
+    """One PUBLISH to be delivered. Not changed once it is made; shared by all its receivers.
+
+    `expires` takes the place of the Message Expiry Interval among the properties: see `expiry_of`.
+    """
 
     __slots__ = ("_plain", "expires", "live", "payload", "properties", "qos", "retain", "topic")
 
@@ -61,11 +70,12 @@ class Message:
         qos: int = 0,
         retain: bool = False,
         properties: p.Properties | None = None,
+        expires: Deadline | None = None,
     ) -> None:
         self.topic, self.payload, self.qos, self.retain = topic, payload, qos, retain
         self.properties = {k: v for k, v in (properties or {}).items() if k in p.MESSAGE}
-        expiry = self.properties.pop(p.MESSAGE_EXPIRY, None)
-        self.expires: float | None = None if expiry is None else time.time() + expiry
+        self.properties.pop(p.MESSAGE_EXPIRY, None)
+        self.expires = expires
         self.live: Mapping[Session, Receiver] = {}  # who gets it through `Delivery`
         self._plain: tuple[bytes, ...] = ()
 
@@ -76,7 +86,7 @@ class Message:
 
     def expired(self) -> bool:
         """Whether its Message Expiry Interval has passed (MQTT 5 section 3.3.2.3.3)."""
-        return self.expires is not None and time.time() >= self.expires
+        return self.expires is not None and self.expires.passed()
 
     def packet(
         self,
@@ -102,7 +112,7 @@ class Message:
                 if identifiers:
                     properties[p.SUBSCRIPTION_ID] = list(identifiers)
                 if self.expires is not None:
-                    properties[p.MESSAGE_EXPIRY] = max(0, round(self.expires - time.time()))
+                    properties[p.MESSAGE_EXPIRY] = max(0, round(self.expires.left()))
             middle += p.write_properties(properties)
         return self._packet(head, middle)
 

@@ -22,7 +22,7 @@ from bridge.errors import (
 from bridge.mqtt import headers as published
 from bridge.mqtt import properties as p
 from bridge.mqtt import requests
-from bridge.mqtt.message import Message
+from bridge.mqtt.message import Message, expiry_of
 from bridge.mqtt.packets import (
     BAD_TOPIC_ALIAS,
     BAD_TOPIC_NAME,
@@ -127,7 +127,9 @@ def publish(
         rejected(conn, batch, qos, packet_id, error)
         return
     if (route.receivers or head & 1) and not route.request:
-        message = Message(topic, payload, qos >> 1, bool(head & 1), properties)
+        message = Message(
+            topic, payload, qos >> 1, bool(head & 1), properties, expiry_of(properties, lane.clock)
+        )
         if lane.router.publish(route, message, session):
             batch.touched[lane.journal] = None
         if lane.delivery.crowded and not route.streams:
@@ -220,7 +222,9 @@ def publish_will(lane: Lane, session: Session, will: Will) -> None:
         lane.counts["dropped_wills"] += 1
         lane.log_will(session, error)
         return
-    lane.router.publish(route, Message(topic, will.payload, will.qos, will.retain, will.properties), None)
+    expires = expiry_of(will.properties, lane.clock)
+    message = Message(topic, will.payload, will.qos, will.retain, will.properties, expires)
+    lane.router.publish(route, message, None)
     lane.counts["wills"] += 1
 
 

@@ -23,7 +23,10 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Opened(Record, frozen=True, tag=1):
-    """A persistent session exists; `left` is the Unix time since when its client is away, 0 if it is not."""
+    """A persistent session exists; `left`: since when its client is away, 0 if it is not.
+
+    Seconds on the age timeline (`bridge.clock`), as `expires` of the others.
+    """
 
     client: str
     user: str | None
@@ -144,11 +147,15 @@ Any_ = (
 )
 
 
+def _at(message: Message) -> float | None:
+    return None if message.expires is None else message.expires.at
+
+
 def queued_record(message: Message, number: int, copies: Iterable[tuple[Session, Outgoing]]) -> Queued:
     """The record of a message that waits for sessions."""
     homes = [(session.client_id, out.qos, out.retain, out.identifiers) for session, out in copies]
     return Queued(
-        number, message.topic, message.payload, message.qos, message.properties, message.expires, homes
+        number, message.topic, message.payload, message.qos, message.properties, _at(message), homes
     )
 
 
@@ -160,4 +167,4 @@ def will_record(session: Session) -> Willed:
 
 def retained_record(message: Message) -> Retained:
     """The record of a retained message."""
-    return Retained(message.topic, message.payload, message.qos, message.properties, message.expires)
+    return Retained(message.topic, message.payload, message.qos, message.properties, _at(message))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import TYPE_CHECKING
 
+from bridge.clock import Deadline
 from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.mqtt.journal import survived
 from bridge.mqtt.marks import Mark
@@ -36,6 +36,7 @@ from bridge.streams import headers
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from bridge.clock import Clock
     from bridge.mqtt.lane import Lane
     from bridge.mqtt.sessions import Session
 
@@ -79,14 +80,14 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
                 saved[client].subscriptions.pop(name, None)
             case Queued(number):
                 numbers = max(numbers, number)
-                message = _message(record, record.qos, retain=False)
+                message = _message(record, lane.clock, retain=False)
                 for client, qos, retain, identifiers in record.homes:
                     if client in saved:
                         saved[client].queue[number] = Outgoing(message, qos, retain, identifiers, number)
             case Settled(client, number) if client in saved:
                 saved[client].queue.pop(number, None)
             case Retained(topic):
-                lane.router.retained.keep(text(topic), _message(record, record.qos, retain=True))
+                lane.router.retained.keep(text(topic), _message(record, lane.clock, retain=True))
             case Marked(stream, upto, known):
                 lane.journal.marks.setdefault(stream, Mark(upto)).add(upto, known)
             case Received(client, packet_id) if client in saved:
@@ -103,7 +104,7 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
                 pass  # about a session that had ended by then
     lane.router.retained.drop_expired()
     lane.journal.resume_numbers(numbers)
-    whole = survived(records)
+    whole = survived(records, lane.clock.boot)
     if not whole:
         lane.journal.marks.clear()
     for client, past in saved.items():
@@ -112,7 +113,8 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
         session.expiry = past.opened.expiry
         if whole:
             session.incoming, session.partial = past.incoming, past.partial
-        session.left = past.opened.left or time.time()
+        lane.clock.observe(int(past.opened.left * 1000))
+        session.left = past.opened.left or lane.clock.now() / 1000
         session.will = past.will
         for subscription in past.subscriptions.values():
             lane.router.subscribe(session, subscription)
@@ -191,7 +193,6 @@ def snapshot(lane: Lane) -> Iterator[Record]:
         yield Marked(stream, mark.upto, sorted(mark.known))
 
 
-def _message(record: Queued | Retained, qos: int, *, retain: bool) -> Message:
-    message = Message(record.topic, record.payload, qos, retain, record.properties)
-    message.expires = record.expires
-    return message
+def _message(record: Queued | Retained, clock: Clock, *, retain: bool) -> Message:
+    expires = None if record.expires is None else Deadline(clock, record.expires)
+    return Message(record.topic, record.payload, record.qos, retain, record.properties, expires)

@@ -8,7 +8,6 @@ wildcard.
 from __future__ import annotations
 
 import heapq
-import time
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterable
 
+    from bridge.clock import Clock
     from bridge.mqtt.journal import Journal
     from bridge.mqtt.settings import Limits
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Retained:
     """The retained messages of all topics."""
 
-    def __init__(self, journal: Journal, limits: Limits, counts: Counter[str]) -> None:
+    def __init__(self, journal: Journal, limits: Limits, counts: Counter[str], clock: Clock) -> None:
+        self._clock = clock
         self._journal, self._limits, self._counts = journal, limits, counts
         self._messages: dict[str, Message] = {}
         self._bytes = 0
@@ -73,14 +74,14 @@ class Retained:
             self._messages[name] = message
             self._bytes += message.size
             if message.expires is not None:
-                heapq.heappush(self._expiring, (message.expires, name))
+                heapq.heappush(self._expiring, (message.expires.at, name))
                 self._tidy()
         if bool(message.payload) == (old is None):
             self._names = None
 
     def drop_expired(self) -> None:
         """Make the room of what has expired free."""
-        while self._expiring and self._expiring[0][0] <= time.time():
+        while self._expiring and self._expiring[0][0] <= self._clock.now() / 1000:
             self.get(heapq.heappop(self._expiring)[1])
 
     def candidates(self, topic_filter: str) -> list[str]:
@@ -107,5 +108,5 @@ class Retained:
     def _tidy(self) -> None:
         if len(self._expiring) > 2 * len(self._messages) + 100:  # most have got another message since
             live = self._messages.items()
-            self._expiring = [(one.expires, name) for name, one in live if one.expires is not None]
+            self._expiring = [(one.expires.at, name) for name, one in live if one.expires is not None]
             heapq.heapify(self._expiring)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Iterable
 
+    from bridge.clock import Clock
     from bridge.mqtt.delivery import Delivery
     from bridge.mqtt.journal import Journal
     from bridge.mqtt.message import Message
@@ -63,10 +64,16 @@ class Router:
     """All topics, subscriptions and retained messages. `epoch` grows when kept routes are out of date."""
 
     def __init__(
-        self, store: Store, delivery: Delivery, journal: Journal, limits: Limits, counts: Counter[str]
+        self,
+        store: Store,
+        delivery: Delivery,
+        journal: Journal,
+        limits: Limits,
+        counts: Counter[str],
+        clock: Clock,
     ) -> None:
         self.epoch = 0
-        self.retained = Retained(journal, limits, counts)
+        self.retained = Retained(journal, limits, counts, clock)
         self._store, self._delivery, self._journal = store, delivery, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self._routes: dict[bytes, Route] = {}

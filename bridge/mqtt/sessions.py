@@ -8,7 +8,6 @@ that has been away for longest goes first, and is counted (`ended_sessions`).
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridge.access.rules import Identity
+    from bridge.clock import Clock
     from bridge.mqtt.connection import Connection
     from bridge.mqtt.message import Subscription
     from bridge.mqtt.packets import Will
@@ -44,7 +44,7 @@ class Session:
         # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
         self.partial: dict[int, frozenset[str]] = {}
         self.connection: Connection | None = None
-        self.left = 0.0  # Unix time at which the connection was lost
+        self.left = 0.0  # when the connection was lost, seconds on the age timeline
         self.seen: object = None  # the newest live message that it got
         self.timer: TimerHandle | None = None
         self.will: Will | None = None  # to be published when the client has gone, and its delay is over
@@ -70,10 +70,11 @@ class Sessions:
         loop: AbstractEventLoop,
         limits: Limits,
         counts: Counter[str],
+        clock: Clock,
         settled: Callable[[Session, Outgoing], None],
         ended: Callable[[Session], None],
     ) -> None:
-        self._loop, self._limits, self._counts = loop, limits, counts
+        self._loop, self._limits, self._counts, self._clock = loop, limits, counts, clock
         self._settled, self._ended = settled, ended
         self._by_id: dict[str, Session] = {}
         self._away: dict[str, Session] = {}  # in the order in which they were left
@@ -114,11 +115,12 @@ class Sessions:
         """A client has gone: end its session now, or when its time is over."""
         if self._by_id.get(session.client_id) is not session:
             return
-        session.left = session.left or time.time()
+        now = self._clock.now() / 1000
+        session.left = session.left or now
         seconds: float = self._limits.session_expiry_interval / 1000
         if session.expiry != NEVER:
             seconds = min(seconds, session.expiry)
-        seconds -= time.time() - session.left
+        seconds -= max(0.0, now - session.left)
         if seconds <= 0:
             self.end(session)
             return

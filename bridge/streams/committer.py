@@ -21,7 +21,7 @@ from pathlib import Path
 from bridge.streams.drops import Reason
 from bridge.streams.log import Segment, Staged
 from bridge.streams.pace import SLOW, Pace
-from bridge.streams.stream import Stream, now_ms
+from bridge.streams.stream import Stream
 from bridge.streams.workers import Workers
 
 HIGH = 8 * 1024 * 1024
@@ -239,10 +239,9 @@ class Committer:
 
     def maintain(self, streams: Iterable[Stream]) -> None:
         """Apply limits that depend on time."""
-        now = now_ms()
         for stream in streams:
             try:
-                stream.maintain(now)
+                stream.maintain(stream.clock.now())
             except OSError as error:
                 self._on_event(stream.name, f"cannot apply its limits: {error}")
 

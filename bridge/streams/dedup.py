@@ -25,7 +25,7 @@ MOST = 100_000
 
 
 class Window:
-    """Message ids of the last `length` ms (None: the default). Times are Unix ms."""
+    """Message ids of the last `length` ms (None: the default). Times are in ms on the age timeline."""
 
     def __init__(self, length: int | None) -> None:
         self.configure(length)
@@ -49,8 +49,6 @@ class Window:
 
     def expire(self, now: int) -> None:
         """Forget the ids that are older than the window."""
-        if self._ages and self._ages[0][0] > now:  # the clock was set back
-            self._ages = deque((min(time, now), number, one) for time, number, one in self._ages)
         ages, most = self._ages, self._most
         while ages and (ages[0][0] + self.length < now or (most is not None and len(ages) > most)):
             _, number, message_id = ages.popleft()
@@ -67,11 +65,11 @@ class Window:
         start = stream.next_sequence
         for base in reversed(stream.log.sizes):
             summary = stream.summary(base)
-            if summary.entries and summary.last_time + self.length < now:  # an empty one says nothing
+            if summary.entries and summary.last_age + self.length < now:  # an empty one says nothing
                 break
             start = base
         with closing(stream.reader()) as reader:
             for data, frame in walk.frames(stream, reader, start, stream.next_sequence):
-                if frame.time + self.length >= now:
+                if frame.age + self.length >= now:
                     for number, message_id in segment.ids_of(data, frame).items():
-                        self.add(message_id, number, frame.time)
+                        self.add(message_id, number, frame.age)

@@ -30,6 +30,7 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 from threading import Lock
 
+from bridge.clock import Clock
 from bridge.streams import layout, recovery, segment
 from bridge.streams.drops import DropLog
 from bridge.streams.group import Group
@@ -72,8 +73,8 @@ class Staged:
 class SegmentLog:
     """Appends commit groups to a stream's segments, and removes segments from its front."""
 
-    def __init__(self, files: Files, directory: Path, meta: Meta, drops: DropLog) -> None:
-        self._drops = drops
+    def __init__(self, files: Files, directory: Path, meta: Meta, drops: DropLog, clock: Clock) -> None:
+        self._drops, self._clock = drops, clock
         self.files, self.directory, self._meta = files, directory, meta
         self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
         self.total_bytes = 0  # their sum
@@ -125,8 +126,7 @@ class SegmentLog:
         fd = self.files.open(path, os.O_RDWR)
         index = Indexer(summary.base)
         index.next, index.entries = summary.next, summary.entries
-        index.first_time, index.last_time = summary.first_time, summary.last_time
-        index.data_bytes = summary.data_bytes
+        index.last_age, index.data_bytes = summary.last_age, summary.data_bytes
         return Segment(path, fd, index, summary.size)  # synced: unknown, so the next sync covers it all
 
     def close(self) -> None:
@@ -163,11 +163,12 @@ class SegmentLog:
             os.close(fd)
 
     # -- writing ---------------------------------------------------------------------------------
-    def stage(self, group: Group, now: int, segment_size: int, *, sync: bool) -> Staged:
+    def stage(self, group: Group, segment_size: int, *, sync: bool) -> Staged:
         """Encode a group at the next numbers; raises OSError if an earlier failure cannot be mended.
 
         `sync`: `write` will be called with it.
         """
+        at = self._clock.wall(), self._clock.now()
         end_of_room = segment_size // segment.SECTOR * segment.SECTOR if sync else 0
         if self._leftovers:
             for path in list(self._leftovers):
@@ -180,7 +181,7 @@ class SegmentLog:
         number = len(group.parts) // 2
         target, offset, low = self.active, self.active.size, 0
         if offset + group.size + FRAME.size <= segment_size:
-            self._stage(staged, target, offset, group, now, end_of_room)
+            self._stage(staged, target, offset, group, at, end_of_room)
             return staged
         ends = list(accumulate(group.record_sizes(), initial=0))
         while low < number:
@@ -191,19 +192,25 @@ class SegmentLog:
                 staged.opened.append(target)
                 continue
             high = max(high, low + 1)  # a message larger than a segment gets one of its own
-            offset = self._stage(staged, target, offset, group.part(low, high), now, end_of_room)
+            offset = self._stage(staged, target, offset, group.part(low, high), at, end_of_room)
             low = high
         return staged
 
     def _stage(
-        self, staged: Staged, target: Segment, offset: int, group: Group, now: int, end_of_room: int
+        self,
+        staged: Staged,
+        target: Segment,
+        offset: int,
+        group: Group,
+        at: tuple[int, int],
+        end_of_room: int,
     ) -> int:
         buffers = segment.encode_frame(
-            staged.next, now, self._meta.salt, group.parts, group.headers, group.ids
+            staged.next, *at, self._meta.salt, group.parts, group.headers, group.ids
         )
         columns = (1 if group.headers else 0) | (2 if group.ids else 0)
         end = offset + sum(map(len, buffers))
-        frame = Frame(staged.next, len(group.parts) // 2, now, columns, offset, end)
+        frame = Frame(staged.next, len(group.parts) // 2, *at, columns, offset, end)
         room = b""
         if end_of_room > end > target.room and end - offset <= SMALL:
             target.room = min(end_of_room, (end + ROOM) // segment.SECTOR * segment.SECTOR)
@@ -313,7 +320,7 @@ class SegmentLog:
         self._tainted = False
 
     def _header(self, base: int) -> bytes:
-        return segment.encode_header(base, self._meta.epoch, time.time_ns() // 1_000_000, self._meta.salt)
+        return segment.encode_header(base, self._meta.epoch, self._clock.wall(), self._meta.salt)
 
     def _make(self, item: Segment) -> None:
         """Make the file of a new segment; raises OSError, and then there is none."""

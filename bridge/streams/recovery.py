@@ -17,6 +17,7 @@ The record of drops is checked too. A damaged one is set aside, and its sound re
 from __future__ import annotations
 
 import os
+from errno import EINVAL
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,6 +73,8 @@ def examine(
         data = files.read(fd, size, 0)
     finally:
         os.close(fd)
+    if data.startswith(segment.OLD_MAGIC):
+        raise OSError(EINVAL, "is in a format from before the first release", str(path))
     index, holes, spans, end = walk(data, base, following, meta.salt)
     holes = [part for first, last in holes for part in drops.live(first, last)]
     header_ok = segment.decode_header(data) == (base, meta.epoch, meta.salt)

@@ -36,11 +36,11 @@ AHEAD = 64
 
 
 class _Row(NamedTuple):
-    """A live message. `topic` is empty where no limit is per topic."""
+    """A live message. `age` is in ms on the age timeline; `topic` is empty where no limit is per topic."""
 
     number: int
     size: int
-    time: int
+    age: int
     topic: bytes
 
 
@@ -104,7 +104,7 @@ class Exact:
         topics = segment.topics_of(data, frame) if self._by_topic else [b""] * frame.number
         for a, b in self._stream.drops.live(max(start, base), min(end, frame.next) - 1):
             for number in range(a, b + 1):
-                yield _Row(number, sizes[number - base], frame.time, topics[number - base])
+                yield _Row(number, sizes[number - base], frame.age, topics[number - base])
 
     # -- appending -------------------------------------------------------------------------------
     def check(self, topic: bytes, data: int, waiting: int) -> None:
@@ -240,7 +240,7 @@ class Exact:
                 return max(target, reached)
             row = self._head[0]
             over = limits.max_bytes is not None and self._live_bytes > limits.max_bytes
-            if row.number >= target and row.time > before and not over:
+            if row.number >= target and row.age > before and not over:
                 return max(target, reached)
             self._forget(self._head.popleft())
             reached = row.number + 1

@@ -3,19 +3,19 @@
 All numbers are little-endian.
 
     segment  = header, frame, frame, ...
-    header   = magic "SBSEG\\0\\0\\1" | base u64 | epoch u64 | created u64 (Unix ms)
+    header   = magic "SBSEG\\0\\0\\2" | base u64 | epoch u64 | created u64 (Unix ms)
                | salt u32 | crc u32                                                       40 bytes
     (then, in the last segment of a stream that is synced before it acknowledges: room)
     frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
-               | base u64 | time u64                                                      36 bytes
+               | base u64 | time u64 | age u64                                            44 bytes
                body (`length` bytes)
     body     = sizes u32 x 2 x number (topic, payload, topic, payload, ...)
                [sizes u32 x number of the headers]   if columns & 1
                [sizes u32 x number of the ids]       if columns & 2
                topic, payload, topic, payload, ...  [headers] [ids]
 
-    index    = magic "SBIDX\\0\\0\\1" | base u64 | next u64 | size u64 | first time u64
-               | last time u64 | data bytes u64 | entries u32 | crc u32,                  64 bytes
+    index    = magic "SBIDX\\0\\0\\2" | base u64 | next u64 | size u64 | last age u64
+               | data bytes u64 | entries u32 | crc u32,                                  56 bytes
                then entries x (sequence u64 | offset u64)
 
 Invariants
@@ -23,7 +23,8 @@ Invariants
   the crc field, the length included. It begins with the stream's salt, a secret random number, so
   that a payload that contains the bytes of a frame can never be taken for one, even where a torn
   write has cut off what stood before it.
-* A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms).
+* A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms), and `age` the same
+  moment on the data directory's age timeline (ms, see `bridge.clock`), which is all that expiry looks at.
 * A frame never spans segments. Bases grow from frame to frame; a jump is a hole, never an overlap.
 * Room is what later frames are written over: 64 bytes made of the salt, again and again, aligned to
   the file. A disk writes whole sectors of 512 bytes or leaves them; a frame that fails its check and
@@ -47,13 +48,14 @@ from msgspec import Struct
 from bridge.deflate import crc32
 from bridge.streams.sums import Sums
 
-SEGMENT_MAGIC = b"SBSEG\0\0\1"
-INDEX_MAGIC = b"SBIDX\0\0\1"
-FRAME_MAGIC = 0x31464253  # "SBF1"
+SEGMENT_MAGIC = b"SBSEG\0\0\2"
+OLD_MAGIC = b"SBSEG\0\0\1"  # its frames had no age; never released
+INDEX_MAGIC = b"SBIDX\0\0\2"
+FRAME_MAGIC = 0x32464253  # "SBF2"
 HEADER = struct.Struct("<8sQQQII")
-FRAME = struct.Struct("<IIIHHIQQ")
-COVERED = struct.Struct("<IHHIQQ")  # what of a frame's header its crc covers
-INDEX = struct.Struct("<8sQQQQQQII")
+FRAME = struct.Struct("<IIIHHIQQQ")
+COVERED = struct.Struct("<IHHIQQQ")  # what of a frame's header its crc covers
+INDEX = struct.Struct("<8sQQQQQII")
 ENTRY = struct.Struct("<QQ")
 PAIR = struct.Struct("<II")
 HEADERS, IDS = 1, 2
@@ -85,6 +87,7 @@ class Frame(Struct, frozen=True, gc=False):
     base: int
     number: int
     time: int
+    age: int
     columns: int
     start: int
     end: int
@@ -106,13 +109,12 @@ class Frame(Struct, frozen=True, gc=False):
 
 
 class Summary(NamedTuple):
-    """What an index says of its sealed segment. Times are Unix ms, sizes bytes."""
+    """What an index says of its sealed segment. `last_age` is in ms on the age timeline, sizes are bytes."""
 
     base: int
     next: int
     size: int
-    first_time: int
-    last_time: int
+    last_age: int
     data_bytes: int
     entries: list[tuple[int, int]]
 
@@ -145,6 +147,7 @@ def _sizes(parts: Sequence[bytes]) -> bytes:
 def encode_frame(
     base: int,
     time: int,
+    age: int,
     salt: int,
     parts: Sequence[bytes],
     headers: dict[int, bytes] | None = None,
@@ -163,7 +166,7 @@ def encode_frame(
                 values = [column.get(i, b"") for i in range(number)]
                 sizes, data, columns = sizes + _sizes(values), data + _joined(values), columns | bit
     length = len(sizes) + sum(map(len, data))
-    covered = COVERED.pack(length, columns, 0, number, base, time) + sizes
+    covered = COVERED.pack(length, columns, 0, number, base, time, age) + sizes
     if length < SMALL:
         covered += b"".join(data)
         return [_FRAME_MAGIC_BYTES + crc32(covered, salt).to_bytes(4, "little") + covered]
@@ -188,10 +191,10 @@ def frame_at(data: bytes, pos: int) -> Frame | None:
     """The frame that begins at `pos`, unchecked; None if there is no frame header there."""
     if len(data) - pos < FRAME.size:
         return None
-    magic, _, length, columns, zero, number, base, time = FRAME.unpack_from(data, pos)
+    magic, _, length, columns, zero, number, base, time, age = FRAME.unpack_from(data, pos)
     if magic != FRAME_MAGIC or zero or not number:
         return None
-    return Frame(base, number, time, columns, pos, pos + FRAME.size + length)
+    return Frame(base, number, time, age, columns, pos, pos + FRAME.size + length)
 
 
 def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
@@ -332,7 +335,7 @@ def resync(data: bytes, pos: int, salt: int) -> int | None:
 def encode_index(summary: Summary) -> bytes:
     """The whole content of an index file."""
     entries = b"".join(ENTRY.pack(*entry) for entry in summary.entries)
-    head = INDEX.pack(INDEX_MAGIC, *summary[:6], len(summary.entries), 0)[:-4]
+    head = INDEX.pack(INDEX_MAGIC, *summary[:5], len(summary.entries), 0)[:-4]
     return head + crc32(entries, crc32(head)).to_bytes(4, "little") + entries
 
 
@@ -340,7 +343,7 @@ def decode_index(data: bytes) -> Summary | None:
     """Read an index file; None if it is damaged."""
     if len(data) < INDEX.size:
         return None
-    magic, base, after, size, first, last, total, number, crc = INDEX.unpack_from(data)
+    magic, base, after, size, last, total, number, crc = INDEX.unpack_from(data)
     entries = data[INDEX.size :]
     if (
         magic != INDEX_MAGIC
@@ -348,7 +351,7 @@ def decode_index(data: bytes) -> Summary | None:
         or crc32(entries, crc32(data[: INDEX.size - 4])) != crc
     ):
         return None
-    return Summary(base, after, size, first, last, total, list(ENTRY.iter_unpack(entries)))
+    return Summary(base, after, size, last, total, list(ENTRY.iter_unpack(entries)))
 
 
 class Indexer:
@@ -356,25 +359,20 @@ class Indexer:
 
     def __init__(self, base: int) -> None:
         self.base = self.next = base
-        self.first_time = self.last_time = self.data_bytes = 0
+        self.last_age = self.data_bytes = 0
         self.entries: list[tuple[int, int]] = []
         self._last_entry = -INDEX_STEP
 
     def add(self, frame: Frame, offset: int) -> None:
         """Take note of one frame, which begins at `offset` of its file."""
-        base, time = frame.base, frame.time
-        if not self.entries:
-            self.first_time = time
         if offset - self._last_entry >= INDEX_STEP:
-            self.entries.append((base, offset))
+            self.entries.append((frame.base, offset))
             self._last_entry = offset
-        self.next = base + frame.number
-        if time > self.last_time:
-            self.last_time = time
+        self.next = frame.next
+        if frame.age > self.last_age:
+            self.last_age = frame.age
         self.data_bytes += frame.data_bytes
 
     def summary(self, size: int) -> Summary:
         """The summary of the segment, now `size` bytes long."""
-        return Summary(
-            self.base, self.next, size, self.first_time, self.last_time, self.data_bytes, self.entries
-        )
+        return Summary(self.base, self.next, size, self.last_age, self.data_bytes, self.entries)

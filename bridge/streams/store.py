@@ -29,15 +29,18 @@ from urllib.parse import unquote
 
 import msgspec
 
+from bridge.clock import NAME as CLOCK
+from bridge.clock import Clock, System
 from bridge.errors import DataDirectoryBusy, StreamError
 from bridge.streams import drops, layout, meta
 from bridge.streams.committer import Committer
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, Settings
-from bridge.streams.stream import Stream, now_ms
+from bridge.streams.stream import Stream
 
 LOCK = "lock"
 MEMORY = "memory"
+RANDOM_BITS = 40  # of ms: 35 years
 RESERVE = 10_000_000  # numbers of a memory stream that one write of its definition covers
 
 Event = Callable[[str, str], None]
@@ -79,6 +82,7 @@ class Store:
         on_event: Event,
         floor: Callable[[str, int], int] = lambda name, epoch: 0,
         files: Files | None = None,
+        system: System | None = None,
         link: bool = True,
     ) -> None:
         """Open the directory, making it if need be; raises DataDirectoryBusy or OSError.
@@ -95,6 +99,9 @@ class Store:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = self._take_lock()
         try:
+            self.clock = Clock(
+                data_dir / CLOCK, self._files.replace, system, empty=not any(self._root.iterdir())
+            )
             self._memory = self._prepare_memory(memory_dir, link)
             for directory in sorted(self._root.iterdir()):
                 if directory.name.startswith("."):
@@ -189,6 +196,7 @@ class Store:
             weigh=self.committer.weigh,
             bury=self.committer.bury,
             on_event=self._on_event,
+            clock=self.clock,
             floor=floor,
         )
 
@@ -205,7 +213,7 @@ class Store:
         fresh = self._root / f".new-{directory.name}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
-        self._epoch = max(now_ms(), self._epoch + 1)  # a name may be deleted and made within a millisecond
+        self._epoch = max(self._new_epoch(), self._epoch + 1)  # a name may be deleted and made within a ms
         lasting = not settings.memory
         known = Meta(name, self._epoch, secrets.randbits(32), settings, definition, drops=lasting)
         if lasting:
@@ -220,6 +228,13 @@ class Store:
             raise
         self.streams[name] = stream
         return stream
+
+    def _new_epoch(self) -> int:
+        """Unix time in ms; where nothing vouches for the wall clock, a random time of the 35 years from then.
+
+        A gateway that is wiped boots into the same second of 1970 again. No two lives may share an epoch.
+        """
+        return self.clock.wall() + (0 if self.clock.synchronised else secrets.randbits(RANDOM_BITS))
 
     def delete(self, name: str) -> None:
         """Remove a stream with all its messages; raises OSError, and then it is still there."""
@@ -242,7 +257,8 @@ class Store:
         shutil.rmtree(gone, ignore_errors=True)
 
     async def keep(self, sync_interval: float) -> None:
-        """Sync and apply limits every `sync_interval` seconds, until cancelled."""
+        """Sync, apply limits and watch the clock every `sync_interval` seconds, until cancelled."""
+        known = sum(stream.next_sequence for stream in self.streams.values())
         while True:
             await asyncio.sleep(sync_interval)
             streams = list(self.streams.values())
@@ -254,6 +270,10 @@ class Store:
                     except OSError as error:
                         self._on_event(stream.name, f"{stream.home}: cannot reserve numbers: {error}")
             await self.committer.sync(stream for stream in streams if not stream.settings.memory)
+            numbers = sum(stream.next_sequence for stream in streams)
+            if self.clock.watch(active=numbers != known):
+                known = numbers
+                await asyncio.to_thread(self.clock.try_save)
 
     async def close(self) -> None:
         """Commit what is pending, sync everything, close the files and give the lock back."""
@@ -265,6 +285,8 @@ class Store:
                 with contextlib.suppress(OSError):  # else the reserved ones are skipped
                     self._reserve(stream.home, stream.meta, stream.next_sequence, 0)
             stream.close()
+        if self.clock.watch(active=True):
+            self.clock.try_save()
         self.committer.close()
         with contextlib.suppress(OSError):  # not ours alone, or not empty
             self._memory.rmdir()

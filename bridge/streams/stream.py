@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from bridge.clock import Clock
 from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
 from bridge.streams import meta as metadata
 from bridge.streams import recovery, whole
@@ -40,13 +40,8 @@ WEIGH_EVERY = 256 * 1024  # bytes that the pending group grows by between two lo
 FRAMING = 2 * (FRAME.size + HEADER.size)  # room that a group may need beside its messages
 
 
-def now_ms() -> int:
-    """Unix time in ms."""
-    return time.time_ns() // 1_000_000
-
-
 class Stream:
-    """The writer of one stream. Sizes in bytes, times in Unix ms."""
+    """The writer of one stream. Sizes in bytes, times in ms."""
 
     def __init__(
         self,
@@ -59,6 +54,7 @@ class Stream:
         weigh: Callable[[Stream], None],
         bury: Callable[[Stream], None],
         on_event: Callable[[str, str], None],
+        clock: Clock,
         floor: int = 0,
     ) -> None:
         """Open the stream; raises OSError.
@@ -66,6 +62,7 @@ class Stream:
         `home` holds its definition, `data` its segments. Numbering goes on at `floor` at the least.
         """
         self.files, self.home, self.directory, self.meta = files, home, data, meta
+        self.clock = clock
         self.counters: dict[str, int] = {}
         self.exported_upto: int | None = None
         self.oldest = 0  # all below it are gone
@@ -73,8 +70,9 @@ class Stream:
         self.drops = DropLog(files, data)
         if self.drops.ranges:  # also when the segment with the last frame has lost that frame
             floor = max(floor, self.drops.ranges[-1].last + 1)
-        self.log = SegmentLog(files, data, meta, self.drops)
+        self.log = SegmentLog(files, data, meta, self.drops, clock)
         self.log.open(floor)
+        clock.observe(self.log.active.index.last_age)
         self._on_event = on_event
         self.exact: Exact | None = None
         self._report(damage + self.log.damage)
@@ -160,7 +158,7 @@ class Stream:
         self.exact = Exact(self) if self.settings.limits != metadata.ExactLimits() else None
         self._set_room()
         with contextlib.suppress(OSError):  # tried again with every commit and every second
-            self.maintain(now_ms())
+            self.maintain(self.clock.now())
 
     def deduplicate(self) -> None:
         """Have message ids count from now on, also if the settings do not say for how long."""
@@ -170,7 +168,7 @@ class Stream:
         if self.window is not None:
             return self.window
         window = Window(length)
-        window.load(self, now_ms())
+        window.load(self, self.clock.now())
         return window
 
     async def idle(self) -> None:
@@ -218,7 +216,7 @@ class Stream:
             if message_id:
                 group.ids[len(parts) >> 1] = message_id
                 if self.window is not None:
-                    self.window.add(message_id, self._next, now_ms())
+                    self.window.add(message_id, self._next, self.clock.now())
         group.size += size
         parts.append(topic)
         parts.append(payload)
@@ -329,7 +327,7 @@ class Stream:
 
     def _stage(self, group: Group) -> Staged:
         settings = self.settings
-        return self.log.stage(group, now_ms(), settings.segment_size, sync=settings.flush)
+        return self.log.stage(group, settings.segment_size, sync=settings.flush)
 
     def finish(self, staged: Staged, error: OSError | None) -> None:
         """Take over the result of `SegmentLog.write`: tell the waiters, apply the limits."""
@@ -343,7 +341,7 @@ class Stream:
         self.rest()
         if self.exact is not None:
             try:
-                self.exact.committed(staged, now_ms())
+                self.exact.committed(staged, self.clock.now())
             except OSError as trouble:  # the messages are stored: that is what the waiters ask for
                 self._on_event(self.name, f"cannot apply its limits now: {trouble}")
         self._set_room()
@@ -356,7 +354,7 @@ class Stream:
             told()
         if self._maintain_late:
             with contextlib.suppress(OSError):
-                self.maintain(now_ms())
+                self.maintain(self.clock.now())
 
     def fail(self, error: OSError) -> None:
         """Nothing pending is stored: all of it fails together, and the numbers are free again."""
@@ -399,7 +397,9 @@ class Stream:
         return number
 
     def _gone(self, ranges: list[tuple[int, int]], reason: Reason) -> int:
-        number = sum(drop.last - drop.first + 1 for drop in self.drops.record(ranges, now_ms(), reason))
+        number = sum(
+            drop.last - drop.first + 1 for drop in self.drops.record(ranges, self.clock.wall(), reason)
+        )
         if number:
             self.count(reason.name.lower(), number)
         return number
@@ -455,7 +455,10 @@ class Stream:
 
     # -- time ------------------------------------------------------------------------------------
     def maintain(self, now: int) -> None:
-        """Apply what depends on time and on changed settings. Called now and then; raises OSError."""
+        """Apply what depends on time and on changed settings. Called now and then; raises OSError.
+
+        `now` is in ms on the age timeline.
+        """
         self.drops.save()
         self._bury(self)
         self._maintain_late = self.busy

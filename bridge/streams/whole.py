@@ -32,10 +32,13 @@ def free(stream: Stream, needed: int) -> None:
 
 
 def expire(stream: Stream, now: int) -> None:
-    """Drop segments all of whose messages are older than the time to live; raises OSError."""
+    """Drop segments all of whose messages are older than the time to live; raises OSError.
+
+    `now` is in ms on the age timeline.
+    """
     ttl = stream.settings.ttl
     while ttl is not None and stream.log.next > stream.log.first:
-        if stream.summary(stream.log.first).last_time + ttl > now or not _drop_first(stream, Reason.EXPIRED):
+        if stream.summary(stream.log.first).last_age + ttl > now or not _drop_first(stream, Reason.EXPIRED):
             return
 
 

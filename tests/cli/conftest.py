@@ -14,8 +14,8 @@ import pytest
 
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.operations.manager import settings_of
-from bridge.streams import stream as writer
 from bridge.streams.store import Store
+from tests.fakes.clock import Machine
 
 COMMAND = [sys.executable, "-m", "bridge"]
 CHECKOUT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ Fill = Callable[..., Path]
 
 
 @pytest.fixture
-def fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fill:
+def fill(tmp_path: Path) -> Fill:
     """A function that appends messages to a stream of a data directory; the n-th at n seconds past noon."""
 
     def fill_it(
@@ -67,12 +67,13 @@ def fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fill:
         )
 
         async def work() -> None:
-            store = Store(data_dir, tmp_path / "memory", on_event=lambda *_: None)
+            machine = Machine(NOON / 1000)
+            store = Store(data_dir, tmp_path / "memory", on_event=lambda *_: None, system=machine)
             stream = store.streams.get(name) or store.create(
                 name, settings_of(definition), msgspec.json.encode(definition)
             )
             for topic, payload in messages:
-                monkeypatch.setattr(writer, "now_ms", lambda at=stream.next_sequence: NOON + 1000 * at)
+                machine.set_wall(NOON / 1000 + stream.next_sequence)
                 stream.append(topic.encode(), payload, headers)
                 await store.committer.drain()
             await store.close()

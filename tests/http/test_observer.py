@@ -16,6 +16,7 @@ from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.operations.manager import StreamManager
 from bridge.plugins import Registry
 from bridge.streams.store import Store
+from tests.fakes.clock import NOON_2026, Machine
 from tests.mqtt.harness import NoExports, NoWorker
 
 
@@ -79,5 +80,32 @@ def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path
         assert 'streambridge_waiting_messages{front_end="mqtt"} 3.0' in told
         assert 'streambridge_events_total{event="ended_sessions",front_end="mqtt"} 1.0' in told
         assert "streambridge_dropped_messages_total{" not in told
+
+    asyncio.run(look())
+
+
+def test_a_wall_clock_that_ntp_sets_is_shown(tmp_path: Path) -> None:
+    async def look() -> None:
+        machine = Machine(40, synchronised=False)
+        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None, system=machine)
+        watching = Observer(
+            "plant-7", tmp_path / "data", StreamManager(store, Registry(), NoExports()), NoWorker(), {}
+        )
+        try:
+            before = metrics.render(watching.state()).decode()
+            machine.set_wall(NOON_2026)
+            store.clock.watch()
+            after = watching.state(fresh=True)
+        finally:
+            watching.close()
+            await store.close()
+        assert "streambridge_clock_synchronised 0.0" in before
+        assert "streambridge_clock_steps_total 0.0" in before
+        assert (after.clock_synchronised, after.clock_steps, after.clock_step) == (
+            True,
+            1,
+            int(NOON_2026 - 40) * 1000,
+        )
+        assert "streambridge_clock_steps_total 1.0" in metrics.render(after).decode()
 
     asyncio.run(look())

@@ -37,6 +37,8 @@ from bridge.operations.reading import ReadMessagesOptions
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 
+from ..fakes.clock import Shifted
+
 DEADLINE = 10.0
 
 
@@ -69,15 +71,26 @@ class NoWorker:
 class Bridge:
     """A front end on a store in a directory."""
 
-    def __init__(self, root: Path, config: MqttConfig, allow: Allow | None = None) -> None:
-        self.root, self.config, self.allow = root, config, allow
+    def __init__(
+        self,
+        root: Path,
+        config: MqttConfig,
+        allow: Allow | None = None,
+        system: Shifted | None = None,
+    ) -> None:
+        self.root, self.config, self.allow, self.system = root, config, allow, system or Shifted()
         self.store: Store
         self.manager: StreamManager
         self.front: MqttFrontEnd
         self.urls: list[str] = []
 
     async def start(self) -> None:
-        self.store = Store(self.root / "data", self.root / "memory", on_event=lambda stream, what: None)
+        self.store = Store(
+            self.root / "data",
+            self.root / "memory",
+            on_event=lambda stream, what: None,
+            system=self.system,
+        )
         self.manager = StreamManager(self.store, plugins.load([]), NoExports())
         self.operations = Operations(self.manager, self.allow)
         self.front = MqttFrontEnd(self.config, self.operations, Access(self.config))
@@ -376,9 +389,9 @@ async def running(root: Path, **settings: Any) -> AsyncIterator[Bridge]:
 
 
 @asynccontextmanager
-async def found_again(bridge: Bridge, taken: Path) -> AsyncIterator[Bridge]:
+async def found_again(bridge: Bridge, taken: Path, system: Shifted | None = None) -> AsyncIterator[Bridge]:
     """A bridge on a copy that was taken of another's files, as a kill or a power cut leaves them."""
-    again = Bridge(taken, MqttConfig(listen=["tcp://127.0.0.1:0"]))
+    again = Bridge(taken, MqttConfig(listen=["tcp://127.0.0.1:0"]), system=system or bridge.system)
     await again.start()
     try:
         yield again

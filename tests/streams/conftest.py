@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from bridge.clock import System
 from bridge.operations.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 from bridge.streams.stream import Stream
+
+from ..fakes.clock import Shifted
 
 
 class House:
@@ -25,6 +28,7 @@ class House:
         self.data_dir = root / "data"
         self.memory_dir = root / "memory"
         self.files = Files()
+        self.system: System = Shifted()  # the machine's clocks
         self.events: list[str] = []
         self.floors: dict[str, int] = {}
 
@@ -36,6 +40,7 @@ class House:
             on_event=lambda stream, what: self.events.append(f"{stream}: {what}"),
             floor=lambda name, epoch: self.floors.get(name, 0),
             files=self.files,
+            system=self.system,
         )
         try:
             yield store

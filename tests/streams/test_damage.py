@@ -273,7 +273,7 @@ def test_a_payload_that_looks_like_a_frame_is_never_taken_for_one(house: House) 
     async def work() -> None:
         async with house.stream() as stream:
             await put(stream, b"true")
-            forged = b"".join(segment.encode_frame(1, 0, 0, [b"t", b"forged"]))
+            forged = b"".join(segment.encode_frame(1, 0, 0, 0, [b"t", b"forged"]))
             await put(stream, b"x" * 100, forged, b"y" * 100)
         (path,) = house.directory().glob("*.seg")
         whole = path.read_bytes()

@@ -329,12 +329,12 @@ def test_an_overwriting_stream_drops_also_when_the_drop_cannot_be_recorded_at_on
         async with house.stream(overwrite=True, max_size=8192, segment_size=1024) as stream:
             files.fails = lambda call: errno.ENOSPC if call == "create .log" else 0
             for n in range(200):
-                await put(stream, b"%03d" % n * 20)
+                await put(stream, b"%03d" % n * 17 + b".")
             assert stream.total_bytes <= 8192
             assert not any((stream.directory / "drops.log").read_bytes())
             files.fails = lambda call: 0
             for n in range(20):
-                await put(stream, b"%03d" % n * 20)
+                await put(stream, b"%03d" % n * 17 + b".")
             oldest = stream.oldest
         async with house.stream() as stream:
             assert stream.drops.live(0, oldest) == [(oldest, oldest)]

@@ -19,7 +19,6 @@ from bridge.operations.manager import committed
 from bridge.streams.drops import Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.store import Store
-from bridge.streams.stream import now_ms
 
 from .conftest import everything
 from .test_faults import Faulty
@@ -169,7 +168,7 @@ class Against(RuleBasedStateMachine):
     def sync_and_maintain(self) -> None:
         assert self.store is not None
         self.loop.run_until_complete(self.store.committer.sync([self.stream]))
-        self.stream.maintain(now_ms())
+        self.stream.maintain(self.stream.clock.now())
 
     @rule()
     def restart(self) -> None:

@@ -17,7 +17,7 @@ from bridge.streams.layout import Files
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.retention import STEP
 from bridge.streams.store import Store
-from bridge.streams.stream import Stream, now_ms
+from bridge.streams.stream import Stream
 
 from .conftest import House, everything, put, run
 from .test_commit import until
@@ -38,8 +38,8 @@ class Counting(Files):
 
 async def aged(stream: Stream) -> None:
     """Wait until all messages are more than a millisecond old."""
-    newest = now_ms()
-    await until(lambda: now_ms() > newest + 2)
+    newest = stream.clock.now()
+    await until(lambda: stream.clock.now() > newest + 2)
 
 
 async def one_by_one(stream: Stream, number: int) -> None:
@@ -162,7 +162,7 @@ async def overwrite(store: Store, stream: Stream) -> None:
 async def expire(store: Store, stream: Stream) -> None:
     while stream.log.first < 1000:
         await store.committer.sync([stream])
-        stream.maintain(stream.summary(stream.log.first).last_time + HOUR)
+        stream.maintain(stream.summary(stream.log.first).last_age + HOUR)
 
 
 async def export(store: Store, stream: Stream) -> None:

@@ -19,6 +19,7 @@ from bridge.streams.layout import Files
 from bridge.streams.meta import Settings
 from bridge.streams.reader import StreamReader, list_streams
 
+from ..fakes.clock import Machine
 from .conftest import House, everything, payloads, put, run
 
 
@@ -214,10 +215,9 @@ def test_a_deleted_stream_is_gone_and_a_new_one_of_its_name_is_another_one(house
 
 
 def test_no_epoch_is_given_twice_however_fast_streams_are_deleted_and_made_or_the_clock_is_set_back(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    house: House,
 ) -> None:
-    clock = [1_000_000]
-    monkeypatch.setattr("bridge.streams.store.now_ms", lambda: clock[0])
+    house.system = machine = Machine(1000)
 
     async def work() -> None:
         epochs: list[int] = []
@@ -227,10 +227,10 @@ def test_no_epoch_is_given_twice_however_fast_streams_are_deleted_and_made_or_th
                 store.delete("s")
             epochs.append(store.create("s", Settings(), b"{}").epoch)
         async with house.store() as store:
-            clock[0] -= 1
+            machine.step(-0.001)
             store.delete("s")
             epochs.append(store.create("s", Settings(), b"{}").epoch)
-            clock[0] += 10
+            machine.step(0.010)
             epochs.append(store.create("other", Settings(), b"{}").epoch)
         assert epochs == [1_000_000, 1_000_001, 1_000_002, 1_000_003, 1_000_004, 1_000_009]
 

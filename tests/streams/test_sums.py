@@ -32,7 +32,7 @@ def _forged(size: int, apart: int = 44) -> bytes:
     found = bytearray()
     for at in range(0, size - 2 * apart, apart):
         length = size - at - segment.FRAME.size - apart
-        head = segment.FRAME.pack(segment.FRAME_MAGIC, 0, length, 0, 0, 1, 5, 0)
+        head = segment.FRAME.pack(segment.FRAME_MAGIC, 0, length, 0, 0, 1, 5, 0, 0)
         found += head + segment.PAIR.pack(0, length - segment.PAIR.size)
     return bytes(found.ljust(size, b"\0"))
 
