@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
     from bridge.operations.catalog import Operations
 
 BACKLOG = 64
+
+
+def _make_way(path: Path) -> None:
+    """Remove what a run that died has left under the socket's name; raises ConfigError if it may be data.
+
+    After a power cut, a file system that does not order its writes (ext2, ext4 without a journal) may show
+    the socket as an empty file or as an empty directory.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if stat.S_ISDIR(found.st_mode) and not any(path.iterdir()):
+            path.rmdir()
+        elif stat.S_ISSOCK(found.st_mode) or (stat.S_ISREG(found.st_mode) and not found.st_size):
+            path.unlink()
+        else:
+            raise ConfigError(f"{path} is in the way, since it is no socket; move it away")
 
 
 class ControlFrontEnd:
@@ -68,10 +85,7 @@ class ControlFrontEnd:
 
     def _unix_socket(self) -> socket.socket:
         """Bound to our name in the data directory, which is ours: what is there is from a run that died."""
-        path = self._data_dir / SOCKET
-        if (path.exists() or path.is_symlink()) and not path.is_socket():
-            raise ConfigError(f"{path} is in the way, since it is no socket; move it away")
-        path.unlink(missing_ok=True)
+        _make_way(self._data_dir / SOCKET)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         # A unix address has room for 107 bytes, a path may be longer: name the directory by descriptor.
         directory = os.open(self._data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -139,7 +139,7 @@ class CursorFile:
     """The file of one cursor, open for writing."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        Files().make_directory(path.parent)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         Files().sync_directory(path.parent)

@@ -29,6 +29,7 @@ from pathlib import Path
 import msgspec
 
 from bridge import aws, cpu, memory, metadata, plugins
+from bridge.durable import make_directory
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
 from bridge.export.api import ExportConfig, Retry
@@ -309,7 +310,7 @@ def _sendable(text: str) -> str:
 
 def _lock(path: Path) -> None:
     """Hold the lock on the cursors; a dying predecessor may have it for a moment."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_directory(path.parent)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bridge.deflate import crc32
+from bridge.durable import make_directory, sync_directory
 from bridge.errors import StorageFailed, StreamError
 from bridge.mqtt.marks import Mark
 from bridge.mqtt.records import (
@@ -220,7 +221,7 @@ class Journal:
         """
         loop = asyncio.get_running_loop()
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self._path.parent)
             self._write_snapshot()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -320,7 +321,7 @@ class Journal:
         except OSError:
             copy.drop()
             raise
-        _sync_directory(self._path.parent)
+        sync_directory(self._path.parent)
 
     def _snapshot_frames(self) -> bytes:
         frames: list[bytes] = []
@@ -338,7 +339,7 @@ class Journal:
                 return  # a write has failed
             self._install(copy)
             self._copy, self._unsynced = None, True
-            await asyncio.to_thread(_sync_directory, self._path.parent)
+            await asyncio.to_thread(sync_directory, self._path.parent)
         except OSError as error:
             self._write_again(error)
         finally:
@@ -403,13 +404,5 @@ def _fill(fd: int, data: bytes) -> None:
     try:
         _write_all(fd, data, 0)
         os.fdatasync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)

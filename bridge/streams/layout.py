@@ -16,6 +16,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge import durable
 from bridge.objectkeys import escape
 
 STREAMS = "streams"
@@ -89,11 +90,11 @@ class Files:
 
     def sync_directory(self, directory: Path) -> None:
         """Wait until the names in a directory are on the disk; raises OSError."""
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        durable.sync_directory(directory)
+
+    def make_directory(self, directory: Path) -> None:
+        """Have a directory, durably (see `bridge.durable`); raises OSError."""
+        durable.make_directory(directory, self.sync_directory)
 
     def replace(self, path: Path, content: bytes, *, sync: bool = True) -> None:
         """Write a whole file: readers see the old content or the new one, never a mixture.

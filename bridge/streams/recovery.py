@@ -81,7 +81,7 @@ def examine(
     if not header_ok and not spans:
         written = len(data.rstrip(b"\0")) >= HEADER.size
         if written:
-            keep(directory, path, "damaged")
+            keep(files, directory, path, "damaged")
         rewrite(files, path, base, meta, [])
         lost = drops.live(base, following - 1) if following is not None and following > base else []
         index.next = following if following is not None else base
@@ -115,7 +115,7 @@ def examine(
             os.close(fd)
         torn = Damage(path, f"a torn tail of {len(tail)} bytes was cut off", [])
         return Examined(index.summary(end), [torn] if tail else [])
-    keep(directory, path, "damaged")
+    keep(files, directory, path, "damaged")
     rewrite(files, path, base, meta, [data[a:b] for a, b in spans])
     mended = Indexer(base)
     offset = HEADER.size
@@ -157,7 +157,7 @@ def mend_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
     done = "made anew"
     try:
         if path.exists():
-            keep(directory, path, "damaged")
+            keep(files, directory, path, "damaged")
             done = "set aside, and written anew with its sound records"
         record.make(files, directory, found)
         return [Damage(path, f"{what}; {done}", [])]
@@ -187,20 +187,21 @@ def walk(
     return index, holes, spans, end
 
 
-def keep(directory: Path, path: Path, why: str) -> Path:
-    """Link a file into the quarantine under a free name."""
+def keep(files: Files, directory: Path, path: Path, why: str) -> Path:
+    """Link a file into the quarantine under a free name, durably: its own name may be given away next."""
     place = directory / layout.QUARANTINE
-    place.mkdir(mode=0o700, exist_ok=True)
+    files.make_directory(place)
     number = sum(1 for _ in place.iterdir())
     kept = place / f"{path.name}.{number}.{why}"
     os.link(path, kept)
+    files.sync_directory(place)
     return kept
 
 
 def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes) -> None:
     """Keep the bytes that are cut off a segment at `offset`."""
     place = directory / layout.QUARANTINE
-    place.mkdir(mode=0o700, exist_ok=True)
+    files.make_directory(place)
     files.replace(place / f"{base:0{layout.DIGITS}d}.{offset}.tail", data)
 
 

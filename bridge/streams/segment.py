@@ -238,16 +238,31 @@ def written_end(data: bytes, start: int, pattern: bytes) -> int:
 def is_torn(data: bytes, frame: Frame, pattern: bytes) -> bool:
     """Whether a frame that fails its check is a write that never ended.
 
-    It ends behind the file, or one of the sectors that it lies in is still room; fewer than 8 bytes
-    of one prove nothing. `data` is the file from its beginning.
+    It ends behind the file, or one of the sectors that it lies in is still room (fewer than 8 bytes of one
+    prove nothing), or from one of them on there are only zeros: the file's size has reached the disk, and
+    its data has not. Zeros up to the frame's own end must cover more than a payload, which may end with
+    them: a whole topic, or a part of the table of sizes. `data` is the file from its beginning.
     """
     if frame.end > len(data):
+        return True
+    zeros = -(-len(data.rstrip(b"\0")) // SECTOR) * SECTOR
+    if zeros < frame.end and (frame.end < len(data) or _covers_more_than_a_payload(data, frame, zeros)):
         return True
     for at in range(frame.start - frame.start % SECTOR, frame.end, SECTOR):
         start, end = max(at, frame.start), min(at + SECTOR, frame.end)
         if end - start >= 8 and data[start:end] == room(pattern, start, end):
             return True
     return False
+
+
+def _covers_more_than_a_payload(data: bytes, frame: Frame, zeros: int) -> bool:
+    if not _fits(frame):
+        return False
+    bounds = _bounds(data, frame)
+    if zeros < bounds[0]:
+        return True
+    spans = zip(bounds[0 : 2 * frame.number : 2], bounds[1 : 2 * frame.number : 2], strict=True)
+    return bounds[-1] == frame.end and any(zeros <= start < end for start, end in spans)
 
 
 def messages(data: bytes, frame: Frame) -> list[Message]:

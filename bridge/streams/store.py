@@ -96,7 +96,7 @@ class Store:
         self.unopened: dict[str, Unopened] = {}
         self._epoch = 0  # the highest of the streams that were made or deleted here: none is given twice
         self._root = data_dir / layout.STREAMS
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._files.make_directory(self._root)
         self._lock = self._take_lock()
         try:
             self.clock = Clock(

@@ -83,3 +83,26 @@ def test_a_data_directory_may_have_a_long_path_and_the_socket_of_a_dead_run(tmp_
     (server.data_dir / SOCKET).write_text("not a socket")
     with pytest.raises(ConfigError, match="in the way"), Service(deep):
         pass
+
+
+@pytest.mark.parametrize("left", ["empty file", "empty directory"])
+def test_what_a_power_cut_makes_of_the_sockets_name_refuses_no_start(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "data" / SOCKET
+    path.parent.mkdir()
+    path.touch() if left == "empty file" else path.mkdir()
+    with Service(tmp_path):
+        assert path.is_socket()
+
+
+@pytest.mark.parametrize("kept", ["directory", "link"])
+def test_what_may_be_somebodys_data_is_left_under_the_sockets_name(tmp_path: Path, kept: str) -> None:
+    path = tmp_path / "data" / SOCKET
+    path.parent.mkdir()
+    if kept == "directory":
+        path.mkdir()
+        (path / "mine").touch()
+    else:
+        (tmp_path / "empty").touch()
+        path.symlink_to(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="in the way"), Service(tmp_path):
+        pass

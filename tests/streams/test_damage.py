@@ -104,6 +104,61 @@ def test_a_power_cut_that_leaves_any_sectors_of_a_frame_unwritten_uses_up_no_num
     run(work())
 
 
+def test_zeros_behind_a_torn_frame_are_no_damage(house: House) -> None:
+    """The file's new size was on the disk before its data, which is then all zeros from some sector on."""
+
+    async def work() -> None:
+        content = await _into_room(house, b"x" * 1800)
+        (path,) = house.directory().glob("*.seg")
+        for at in range(512, path.stat().st_size, 512):
+            path.write_bytes(content[:at] + bytes(len(content) - at))
+            assert "torn tail" in verify(house.data_dir)[0].problems[0].what
+            house.events.clear()
+            async with house.stream() as stream:
+                assert payloads(stream) == [b"first"]
+                assert "torn tail" in house.events[0]
+                assert "lost" not in house.events[0]
+                assert await put(stream, b"new") == [1]
+
+    run(work())
+
+
+@pytest.mark.parametrize("payload", [b"x" * 300, bytes(300)])
+def test_zeros_from_the_middle_of_the_last_group_on_are_no_damage(house: House, payload: bytes) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"first")
+            start = stream.total_bytes
+            await put(stream, *[payload] * 200)
+            (path,) = house.directory().glob("*.seg")
+        content = path.read_bytes()
+        for at in range(-(-(start + 44) // 512) * 512, len(content) - 400, 512):
+            path.write_bytes(content[:at] + bytes(len(content) - at))
+            house.events.clear()
+            async with house.stream() as stream:
+                assert payloads(stream) == [b"first"]
+                assert "lost" not in house.events[0]
+                assert stream.next_sequence == 1
+
+    run(work())
+
+
+def test_a_flipped_bit_in_a_last_message_of_zeros_is_damage_and_its_number_is_used_up(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            await put(stream, b"first")
+            await put(stream, b"second", bytes(4000))
+        (path,) = house.directory().glob("*.seg")
+        content = bytearray(path.read_bytes())
+        content[content.index(b"second")] ^= 1
+        path.write_bytes(content)
+        async with house.stream() as stream:
+            assert "lost: 1-2" in house.events[0]
+            assert await put(stream, b"new") == [3]
+
+    run(work())
+
+
 @pytest.mark.parametrize("payload", [b"x" * 1800, bytes(1800), b"x" * 1000 + bytes(800)])
 def test_a_flipped_bit_in_the_last_frame_before_the_room_is_damage_and_its_number_is_used_up(
     house: House, payload: bytes

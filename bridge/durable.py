@@ -1,0 +1,35 @@
+"""Names that survive a power cut: a file or directory is there for good once its own directory is synced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk; raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: Path, sync: Callable[[Path], None] = sync_directory) -> None:
+    """Have a directory, of mode 0700 if it is made, and its parents; raises OSError.
+
+    Each that is made is synced into its parent, and `path` in any case: who made it may have been killed
+    before that.
+    """
+    missing = []
+    for one in (path, *path.parents):
+        if one.exists():
+            break
+        missing.append(one)
+    for one in reversed(missing):
+        if one != path:
+            one.mkdir(exist_ok=True)
+            sync(one.parent)
+    path.mkdir(mode=0o700, exist_ok=True)  # raises if it is something else
+    sync(path.parent)
