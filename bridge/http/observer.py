@@ -5,8 +5,10 @@
   a desktop: 12 ms for 1,000 streams with an export each.)
 * Times of messages (the oldest, the first that waits for an export) are read from the files, in a
   thread of its own, every step and only when the number in question has changed.
-* Whether the data directory can be written is tried by writing there: a full, read-only, failing or
-  hanging disk is told from a good one by nothing less. The file never has a name.
+* Whether the data directory can be written is tried by writing there: a failing or hanging disk is told from
+  a good one by nothing less. The file never has a name. It is tried at the start, while messages come, and as
+  long as it fails. An idle gateway writes nothing (flash wears out): then the file system's state alone is
+  looked at, which shows one that is full, read-only or gone.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ KEPT = 720  # points: one hour
 BEAT = 1.0
 PROBE_AGE = 1.0  # seconds that a try of the disk is believed
 PROBE_TIMEOUT = 5.0
+SPARE = 1024 * 1024  # bytes; with less an idle gateway's disk is tried as well
 CLIENTS = 200  # devices listed by name
 SHARE = 20  # an answer is used again for so many times what it cost
 
@@ -118,6 +121,7 @@ class Observer:
         self._lookup: asyncio.Task[None] | None = None
         self._probe: asyncio.Future[str | None] | None = None
         self._probed = 0.0
+        self._written: tuple[int, int] | None = None  # what was stored when the disk was last written to
         self._storage_error: str | None = None
         self._space = (0, 0)
 
@@ -175,7 +179,11 @@ class Observer:
         if self._probe is None:
             if loop.time() - self._probed < PROBE_AGE and self._probed:
                 return self._storage_error
-            self._probe = loop.run_in_executor(self._probing, self._try_disk)
+            streams = self._manager.store.streams.values()
+            written = sum(s.next_sequence for s in streams), sum(s.pending_bytes for s in streams)
+            idle = written == self._written and not written[1] and self._storage_error is None
+            self._written = written
+            self._probe = loop.run_in_executor(self._probing, self._try_disk, idle)
         try:
             self._storage_error = await asyncio.wait_for(asyncio.shield(self._probe), PROBE_TIMEOUT)
             self._probe = None
@@ -184,10 +192,13 @@ class Observer:
             self._storage_error = f"{self._data_dir} does not answer"
         return self._storage_error
 
-    def _try_disk(self) -> str | None:
+    def _try_disk(self, idle: bool) -> str | None:
         try:
             space = os.statvfs(self._data_dir)
             self._space = (space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize)
+            good = self._space[0] >= SPARE and not space.f_flag & os.ST_RDONLY
+            if idle and good and self._data_dir.is_dir() and os.access(self._data_dir, os.W_OK | os.X_OK):
+                return None
             with tempfile.TemporaryFile(dir=self._data_dir, buffering=0) as file:
                 file.write(bytes(4096))
                 os.fdatasync(file.fileno())
