@@ -161,21 +161,40 @@ def test_an_update_replaces_the_whole_definition_and_survives_a_restart(tmp_path
     run(work())
 
 
-def test_an_update_may_not_change_persistence_nor_make_the_stream_smaller_than_its_content(
+def test_an_update_may_not_change_persistence(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            manager.create(definition(maxSize=65536, streamSegmentSize=4096))
+            with pytest.raises(UpdateNotAllowed, match=r"definition\.persistence"):
+                manager.update(definition(persistence=1))
+
+    run(work())
+
+
+def test_a_size_below_what_is_stored_takes_effect_at_once_and_loses_nothing_that_must_stay(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
         async with opened(tmp_path) as manager:
             manager.create(definition(maxSize=65536, streamSegmentSize=4096))
+            stream = manager.stream("s")
             await manager.append_all("s", [b"x" * 1000] * 30)
-            with pytest.raises(UpdateNotAllowed, match=r"definition\.persistence"):
-                manager.update(definition(persistence=1))
-            with pytest.raises(InvalidRequest, match=r"8192 is less than the 3\d{4} bytes"):
-                manager.update(definition(maxSize=8192, streamSegmentSize=1024))
-            assert manager.describe("s").definition.max_size == 65536
-            manager.update(definition(maxSize=40000, streamSegmentSize=1024))
-            with pytest.raises(StreamFull, match="maxSize 40000"):
-                await manager.append_all("s", [b"x" * 1000] * 30)
+            small = {"maxSize": 8192, "streamSegmentSize": 1024}
+            manager.update(definition(**small))
+            assert (stream.oldest, stream.live_messages()) == (0, 30), "it rejects: nothing stored goes"
+            with pytest.raises(StreamFull, match="maxSize 8192"):
+                await manager.append("s", b"x")
+            manager.update(definition(**small, retention="exported"))
+            assert stream.oldest == 0
+            stream.exported_upto = 10
+            stream.maintain(0)
+            assert 6 < stream.oldest <= 10, "what is exported goes, and no more"
+            assert stream.counters == {"full": 1, "exported": stream.oldest}
+            exported = stream.oldest
+            manager.update(definition(**small, strategyOnFull=1))
+            assert stream.total_bytes <= 8192
+            assert stream.counters["overwritten"] == stream.oldest - exported > 10
+            await manager.append("s", b"x")
 
     run(work())
 

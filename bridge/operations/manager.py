@@ -78,7 +78,7 @@ class Exports(Protocol):
         """How far a stream's exports are."""
 
     def exported_upto(self, name: str) -> int | None:
-        """The lowest number not yet passed by all enabled exports; None without exports."""
+        """The lowest number not yet passed by all enabled exports, 0 while unknown; None without any."""
 
 
 def settings_of(definition: MessageStreamDefinition) -> Settings:
@@ -260,6 +260,7 @@ class StreamManager:
         """Exchange positions with the export side; called now and then, since limits drop by time too."""
         for stream in self.store.streams.values():
             self._tell(stream)
+        self.store.committer.keep_room()
         self._reads.tidy()
 
     # -- the operations --------------------------------------------------------------------------
@@ -316,6 +317,9 @@ class StreamManager:
     def update(self, raw: Mapping[str, Any] | MessageStreamDefinition, if_version: str | None = None) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
 
+        A `maxSize` below what is stored takes effect at once: what the new definition lets go is dropped
+        (exported segments, or the oldest), and nothing else: the stream is full until there is room.
+
         With `if_version` only if that is still its `version`: two who change one definition do not undo
         each other's changes.
 
@@ -335,12 +339,8 @@ class StreamManager:
                 f"definition.persistence: stream {stream.name!r} is {old.persistence.name} and stays so; "
                 f"delete it and create it again to change that"
             )
-        if definition.max_size != old.max_size and definition.max_size < stream.total_bytes:
-            raise InvalidRequest(
-                f"definition.maxSize: {definition.max_size} is less than the {stream.total_bytes} bytes that "
-                f"stream {stream.name!r} holds now"
-            )
         self._check_starts(stream, old, definition)
+        stream.exported_upto = None  # of the exports so far; `_tell` says how far those to come are
         with all_or_nothing("updated", stream.name, self.store.data_dir):
             stream.configure(settings_of(definition), msgspec.json.encode(definition))
         # Nobody is told in between: a front end would take the stream for gone, with its topics.
@@ -359,7 +359,7 @@ class StreamManager:
         for kind, configs in new.export_definition.items():
             for raw in configs:
                 start = raw.get("startSequenceNumber", 0)
-                if start != before.get((kind, raw["identifier"]), start) and start >= max(newest, 1):
+                if start != before.get((kind, raw["identifier"])) and start >= max(newest, 1):
                     raise InvalidRequest(
                         f"exportDefinition.{kind}: startSequenceNumber {start} of {raw['identifier']!r} "
                         f"must be less than the newest sequence number {newest}"

@@ -15,7 +15,7 @@ import msgspec
 from bridge import plugins
 from bridge.errors import InvalidRequest
 from bridge.export.api import OWN_STREAM, ExportConfig, appends_to_itself
-from bridge.model import MessageStreamDefinition, Persistence
+from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
 from bridge.operations.manager import is_bindable
 from bridge.preflight.look import Finding, Look, existing
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
@@ -100,10 +100,13 @@ def _compared(look: Look, stream: MessageStreamDefinition, stored: StreamMeta) -
         )
     held = 0 if stored.memory else _size(stored)
     if look.knows(*keys, "max_size") and stream.max_size < min(held, before.max_size):
-        yield look.error(
-            (*keys, "max_size"),
-            f"the stream holds {format_size(held)} now; make it at least that, or purge the stream first",
-        )
+        if stream.strategy_on_full is StrategyOnFull.OverwriteOldestData:
+            what = "its oldest messages are dropped at once"
+        elif stream.retention == "exported":
+            what = "what is exported is dropped, and new messages are refused until that is enough"
+        else:
+            what = "new messages are refused until enough of it has expired or was purged"
+        yield look.warning((*keys, "max_size"), f"the stream holds {format_size(held)} now: {what}")
 
 
 def _stored(look: Look) -> tuple[dict[str, StreamMeta], list[str]]:

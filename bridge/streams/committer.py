@@ -6,6 +6,10 @@
   same time; the loop goes on reading sockets meanwhile. Never two syncs of one stream at a time: the
   kernel tells only one of them of an error. On a slow disk the next group waits for those who have
   just been told (see `pace`).
+* On a full disk what may go is freed at once, and the group is written again: segments that were dropped
+  and still wait to be removed, then the stream's own that its settings let go, then exported ones of other
+  streams on the same file system. This happens on the loop, which waits for the disk meanwhile: it is rare,
+  and nothing else could be stored in that time.
 * Back-pressure: when more than `HIGH` bytes wait in all streams together, `on_pressure` is told, and
   told again when less than `LOW` wait. The front ends stop and start reading.
 """
@@ -13,27 +17,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
+from bridge.streams import whole
 from bridge.streams.drops import Reason
 from bridge.streams.log import Segment, Staged
 from bridge.streams.pace import SLOW, Pace
-from bridge.streams.stream import Stream
+from bridge.streams.stream import DISK_ROOM, Stream
 from bridge.streams.workers import Workers
 
 HIGH = 8 * 1024 * 1024
 LOW = 1024 * 1024
 THREADS = 8
+FULL_DISK = "the file system is full"
 
 
 class Committer:
     """Commits the groups of many streams. Use from one event loop's thread."""
 
-    def __init__(self, on_event: Callable[[str, str], None]) -> None:
-        self._on_event = on_event
+    def __init__(self, on_event: Callable[[str, str], None], streams: Mapping[str, Stream]) -> None:
+        """`streams` are all of the store."""
+        self._on_event, self._streams = on_event, streams
         self._dirty: list[Stream] = []
         self._flights = 0  # groups that a worker thread has
         self._loop = asyncio.get_running_loop()  # to ask for it at each commit costs a system call
@@ -41,7 +49,8 @@ class Committer:
         self._waiting: dict[Stream, int] = {}
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
-        self._burying: set[Stream] = set()
+        self._burying: dict[Stream, list[Path]] = {}  # files that a worker thread removes
+        self._relieving = False
         self._paces: dict[Stream, Pace] = {}  # of those on a slow disk
         self._held: dict[Stream, asyncio.TimerHandle] = {}  # those whose next group waits for more
         self.under_pressure = False
@@ -97,11 +106,42 @@ class Committer:
             self._submit(stream, staged, first=True)
             return
         error: OSError | None = None
-        try:
-            stream.log.write(staged, sync=False)
-        except OSError as caught:
-            error = caught.with_traceback(None)  # which holds this frame, and so would keep the group
+        while True:
+            try:
+                stream.log.write(staged, sync=False)
+            except OSError as caught:
+                error = caught.with_traceback(None)  # which holds this frame, and so would keep the group
+            if error is None:
+                break
+            again, error, _ = self._once_more(stream, staged, error, first=False)
+            if again is None:
+                break
+            staged, error = again, None
         stream.finish(staged, error)
+
+    def _once_more(
+        self, stream: Stream, staged: Staged, error: OSError, *, first: bool
+    ) -> tuple[Staged | None, OSError, bool]:
+        """A group that could not be written, staged again if that may help.
+
+        It may once room was made on a full disk, and, if it was the `first` failure of a group that is
+        synced, in a new segment. Returns it or None, why not, and whether the next failure is the first.
+        """
+        while True:
+            elsewhere = False
+            if not stream.made_room(staged, error):
+                if not first:
+                    return None, error, False
+                first, elsewhere = False, True
+            try:
+                again = stream.restage(staged, elsewhere=elsewhere)
+            except OSError as caught:
+                error = caught.with_traceback(None)
+                continue
+            if elsewhere:
+                why = error.strerror or error
+                self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
+            return again, error, first
 
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
         """Write and sync in a worker thread; a callback, since a task would cost more."""
@@ -110,16 +150,10 @@ class Committer:
         )
 
     def _written(self, stream: Stream, staged: Staged, first: bool, error: BaseException | None) -> None:
-        if isinstance(error, OSError) and first and not stream.closed:
-            # The file's tail is not trusted any more: once more, in a new segment.
-            try:
-                staged = stream.restage(staged)
-            except OSError as caught:
-                error = caught.with_traceback(None)
-            else:
-                why = error.strerror or error
-                self._on_event(stream.name, f"sync failed ({why}); written again to a new segment")
-                self._submit(stream, staged, first=False)
+        if isinstance(error, OSError) and not stream.closed:
+            again, error, first = self._once_more(stream, staged, error, first=first)
+            if again is not None:
+                self._submit(stream, again, first=first)
                 return
         self._flights -= 1
         if stream.closed:
@@ -221,21 +255,83 @@ class Committer:
     def bury(self, stream: Stream) -> None:
         """Have the files of segments without a live message removed in a worker thread, if there are any."""
         log = stream.log
-        if log.doomed and stream not in self._burying and stream.drops.explains(stream.oldest):
-            self._burying.add(stream)
+        if (
+            log.doomed
+            and not self._relieving
+            and stream not in self._burying
+            and stream.drops.explains(stream.oldest)
+        ):
             doomed, log.doomed = log.doomed, []
+            self._burying[stream] = doomed
             self._workers.submit(partial(log.bury, doomed), partial(self._buried, stream, doomed))
 
     def _buried(self, stream: Stream, doomed: list[Path], error: BaseException | None) -> None:
-        self._burying.discard(stream)
+        del self._burying[stream]
         if stream.closed:
             return
-        stream.log.doomed = doomed + stream.log.doomed  # `maintain` tries again
         if error is not None:
-            stream.count("delete_failed")
-            self._on_event(stream.name, f"{stream.directory}: cannot delete what was dropped: {error}")
+            stream.log.doomed = doomed + stream.log.doomed  # `maintain` tries again
+            self._not_removed(stream, error)
         else:
             self.bury(stream)
+
+    def _not_removed(self, stream: Stream, error: BaseException) -> None:
+        stream.count("delete_failed")
+        self._on_event(stream.name, f"{stream.directory}: cannot delete what was dropped: {error}")
+
+    def keep_room(self) -> None:
+        """Free what is exported when a file system is nearly full, called now and then.
+
+        Else the next messages would be added to the segment that everything was just exported of.
+        """
+        for memory in (False, True):
+            streams = [s for s in self._streams.values() if s.settings.memory is memory]
+            holding = next((stream for stream in streams if stream.settings.free_exported), None)
+            with contextlib.suppress(OSError):  # an append tells why, if one is refused
+                if holding is not None and holding.files.free(holding.directory) < DISK_ROOM:
+                    self.relieve(holding, DISK_ROOM, exported_only=True)
+
+    def relieve(self, stream: Stream, needed: int, *, exported_only: bool = False) -> bool:
+        """Free room for a stream on a full disk, if possible `needed` bytes; whether any file is gone."""
+        self._relieving = True
+        try:
+            if self._burying.get(stream) or stream.log.doomed:
+                return self._remove_now(stream)
+            whole.relieve(stream, needed, exported_only=exported_only)
+            if stream.log.doomed:
+                self._on_event(stream.name, f"{FULL_DISK}: its segments that may go are dropped")
+                return self._remove_now(stream)
+            for other in list(self._streams.values()):
+                if other is not stream and other.settings.memory == stream.settings.memory:
+                    whole.relieve(other, needed, exported_only=True)
+                    if other.log.doomed:
+                        self._on_event(
+                            other.name, f"{FULL_DISK} for {stream.name!r}: exported ones are dropped"
+                        )
+                        if self._remove_now(other):
+                            return True
+            if not exported_only:
+                whole.seal(stream)
+        except OSError as error:
+            self._on_event(stream.name, f"{stream.directory}: cannot free room on the full disk: {error}")
+        finally:
+            self._relieving = False
+        return False
+
+    def _remove_now(self, stream: Stream) -> bool:
+        """Remove what was dropped from a stream, also what a worker thread is about to remove."""
+        if not stream.drops.explains(stream.oldest):
+            return False
+        try:
+            stream.log.bury([*self._burying.get(stream, ()), *stream.log.doomed], cut=True)
+        except OSError as error:
+            self._not_removed(stream, error)
+            return False
+        stream.log.doomed = []
+        if stream in self._burying:
+            self._burying[stream] = []
+        stream.drops.save()  # its room comes first: it is what makes room the next time
+        return True
 
     def maintain(self, streams: Iterable[Stream]) -> None:
         """Apply limits that depend on time."""

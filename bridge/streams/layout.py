@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from bridge import durable
@@ -25,6 +26,7 @@ SEGMENT = ".seg"
 INDEX = ".idx"
 TEMPORARY = ".tmp"
 DIGITS = 20
+FULL = (ENOSPC, EDQUOT)  # the errors of a file system, or of a user's share of it, that has no room left
 
 
 def directory_name(name: str) -> str:
@@ -87,6 +89,11 @@ class Files:
     def unlink(self, path: Path) -> None:
         """Remove a file; one that is not there is fine."""
         path.unlink(missing_ok=True)
+
+    def free(self, directory: Path) -> int:
+        """How many bytes the file system of a directory has left; raises OSError."""
+        space = os.statvfs(directory)
+        return space.f_bavail * space.f_frsize
 
     def sync_directory(self, directory: Path) -> None:
         """Wait until the names in a directory are on the disk; raises OSError."""

@@ -14,6 +14,10 @@ A group that is synced and small brings `ROOM` bytes of room with it when that i
 `segment`): a sync of bytes that the file has already changes none of the file system's metadata, and
 costs about half. What is left of it is cut off when the segment is sealed or closed.
 
+On a full disk no file can be made, and all messages of the active segment may be about to go. Then the
+active segment has no file until its first group is written: the old one can be removed before that, and
+its room serves the new one. While no file says at which number the stream goes on, `drops.log` does.
+
 A stream may be deleted, and made again under its name, while a thread still works for it: from then
 on (`gone`) the thread makes no file and gives none a name.
 """
@@ -34,7 +38,7 @@ from bridge.clock import Clock
 from bridge.streams import layout, recovery, segment
 from bridge.streams.drops import DropLog
 from bridge.streams.group import Group
-from bridge.streams.layout import Files
+from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
 from bridge.streams.recovery import Damage
 from bridge.streams.segment import FRAME, HEADER, Frame, Indexer, Summary
@@ -95,7 +99,8 @@ class SegmentLog:
     def open(self, first: int) -> None:
         """Take the directory's segments over, mending what a crash or the disk has broken.
 
-        A directory without segments starts with number `first`. Raises OSError.
+        A directory without segments starts with number `first`. Raises OSError. An empty file is one that
+        was about to be removed, if all its messages were dropped (see `bury`), or one that was just made.
         """
         with os.scandir(self.directory) as entries:
             found = {entry.name: entry for entry in entries}
@@ -108,6 +113,13 @@ class SegmentLog:
                 self._resize(base, found[layout.file_name(base)].stat().st_size)
                 continue
             path = layout.segment_path(self.directory, base)
+            if not path.stat().st_size:
+                if following is None:
+                    self._take(self._new(base))
+                    continue
+                if not self._drops.live(base, following - 1):
+                    self.doomed.append(path)
+                    continue
             examined = recovery.examine(
                 self.files, self.directory, base, self._meta, following, drops=self._drops
             )
@@ -119,7 +131,7 @@ class SegmentLog:
             else:
                 self.active = item
         if not bases:
-            self._take(self._create(first))
+            self._take(self._create_if_room(first))
         self.next = self.active.index.next
 
     def _reopened(self, path: Path, summary: Summary) -> Segment:
@@ -134,7 +146,8 @@ class SegmentLog:
         for item in [*self.closing, self.active]:
             with contextlib.suppress(OSError):  # else the next start does
                 self._cut(item)
-            self.retire(item.fd)
+            if item.fd >= 0:
+                self.retire(item.fd)
 
     def pin(self) -> None:
         """A worker thread begins to use our descriptors: none is closed until `unpin`.
@@ -279,6 +292,10 @@ class SegmentLog:
             if item.fd >= 0:
                 self._discard(item)
         staged.opened = []
+        if self._suspect:  # a sync failed: what the file holds of the group is not trusted
+            self._tainted = True
+        if self.active.fd < 0:
+            return
         try:
             self.files.truncate(self.active.fd, self.active.size)
             self.active.room = 0
@@ -310,9 +327,20 @@ class SegmentLog:
         base = max(self.next, first or 0)
         if base == self.active.index.base and not self._tainted:
             return  # it is empty already
-        fresh = self._create(base)
-        if base == self.active.index.base:
-            self.retire(self.active.fd)
+        self._replace(self._create(base) if self.active.fd >= 0 else self._create_if_room(base))
+
+    def leave_active(self) -> None:
+        """As `replace_active`; on a full disk the file is made with the first group. Raises OSError."""
+        self._replace(self._create_if_room(self.next))
+
+    def _replace(self, fresh: Segment) -> None:
+        base, old = fresh.index.base, self.active
+        if old.fd < 0:
+            self._resize(old.index.base, None)
+            if old.index.base != base:
+                self.doomed.append(old.path)  # there may be an empty file
+        elif base == old.index.base:
+            self.retire(old.fd)
         else:
             self._seal()
         self._take(fresh)
@@ -349,6 +377,15 @@ class SegmentLog:
         self._make(fresh)
         return fresh
 
+    def _create_if_room(self, base: int) -> Segment:
+        """A new segment; on a full disk its file is made by the first group. Raises OSError."""
+        try:
+            return self._create(base)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return self._new(base)
+
     def _take(self, fresh: Segment) -> None:
         self.active = fresh
         self._resize(fresh.index.base, fresh.size)
@@ -359,7 +396,10 @@ class SegmentLog:
     # -- syncing ---------------------------------------------------------------------------------
     def unsynced(self) -> list[tuple[Segment, int]]:
         """The segments with committed bytes that are not known to be on the disk, with their sizes."""
-        return [(item, item.size) for item in [*self.closing, self.active] if item.synced < item.size]
+        return [(item, item.size) for item in self._not_synced()]
+
+    def _not_synced(self) -> list[Segment]:
+        return [item for item in [*self.closing, self.active] if item.fd >= 0 and item.synced < item.size]
 
     def sync(self, work: list[tuple[Segment, int]]) -> None:
         """Wait until these are on the disk; raises OSError. May run in a thread."""
@@ -390,7 +430,7 @@ class SegmentLog:
         run in a thread, while nothing else writes or removes.
         """
         lost: list[tuple[int, int]] = []
-        work = [item for item in [*self.closing, self.active] if item.synced < item.size]
+        work = self._not_synced()
         for item in work:
             data = self.files.read(item.fd, item.size, 0)
             frames = list(segment.scan(data, HEADER.size, self._meta.salt))
@@ -485,18 +525,31 @@ class SegmentLog:
             self.closing.remove(item)
             self.retire(item.fd)
 
-    def bury(self, doomed: list[Path]) -> None:
-        """Remove files from the disk and from the list; raises OSError. May run in a thread.
+    def bury(self, doomed: list[Path], *, cut: bool = False) -> None:
+        """Remove files from the disk; raises OSError. May run in a thread. What is gone already is fine.
 
         Only when the disk knows why: otherwise a power cut could leave a legal drop that looks like loss.
+        `cut`: free their room at once, also of a file that a reader has open; it sees that its messages
+        were dropped.
         """
         self._drops.sync()
-        while doomed:
+        for path in doomed:
             with self.gate:
                 self._check_there()
-                self.files.unlink(doomed[0].with_suffix(layout.INDEX))
-                self.files.unlink(doomed[0])
-            del doomed[0]
+                self.files.unlink(path.with_suffix(layout.INDEX))
+                if cut:
+                    self._empty(path)
+                self.files.unlink(path)
+
+    def _empty(self, path: Path) -> None:
+        try:
+            fd = self.files.open(path, os.O_WRONLY)
+        except FileNotFoundError:
+            return
+        try:
+            self.files.truncate(fd, 0)
+        finally:
+            os.close(fd)
 
     def _write_index(self, path: Path, summary: Summary) -> None:
         try:

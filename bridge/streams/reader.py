@@ -167,13 +167,13 @@ class StreamReader:
     def oldest(self) -> int:
         """The number of the oldest message, or the next number if there is none."""
         self._refresh()
-        return self._drops.first_live(self._bases[0]) if self._bases else 0
+        return self._drops.first_live(self._bases[0] if self._bases else 0)
 
     def bounds(self) -> tuple[int, int]:
         """(oldest, next): next - oldest is 0 for an empty stream. As written, not as committed."""
         oldest = self.oldest()
         if not self._bases:
-            return 0, 0
+            return oldest, oldest
         base = after = self._bases[-1]
         if self._open is not None and self._open.is_stale(
             layout.segment_path(self.directory, self._open.base)

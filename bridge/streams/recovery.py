@@ -9,7 +9,7 @@ the stop that they were not yet known to be on the disk. What is found wrong in 
 * anything else is *damage*. The file is linked into `quarantine/`, and a new one with its sound
   frames takes its place. The numbers that are missing are recorded as dropped, reason DAMAGED.
 
-What is cut off or set aside is kept in `quarantine/`; nothing is destroyed.
+What is cut off or set aside is kept in `quarantine/`; nothing is destroyed, but a torn tail on a full disk.
 
 The record of drops is checked too. A damaged one is set aside, and its sound records are written anew.
 """
@@ -24,7 +24,7 @@ from typing import NamedTuple
 from bridge.streams import drops as record
 from bridge.streams import layout, segment
 from bridge.streams.drops import Drop, Drops
-from bridge.streams.layout import Files
+from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
 from bridge.streams.segment import HEADER, Indexer, Summary
 
@@ -105,15 +105,15 @@ def examine(
         return Examined(index.summary(size), [Damage(path, "what followed it is gone", lost)] if lost else [])
     if header_ok and not lost:
         tail = data[end : segment.written_end(data, end, pattern)]
-        if tail:
-            keep_tail(files, directory, base, end, tail)
+        kept = not tail or keep_tail(files, directory, base, end, tail)
         fd = files.open(path, os.O_RDWR)
         try:
             files.truncate(fd, end)
             files.sync(fd)
         finally:
             os.close(fd)
-        torn = Damage(path, f"a torn tail of {len(tail)} bytes was cut off", [])
+        what = f"a torn tail of {len(tail)} bytes was cut off"
+        torn = Damage(path, what if kept else f"{what}; the full disk had no room to keep it", [])
         return Examined(index.summary(end), [torn] if tail else [])
     keep(files, directory, path, "damaged")
     rewrite(files, path, base, meta, [data[a:b] for a, b in spans])
@@ -198,11 +198,19 @@ def keep(files: Files, directory: Path, path: Path, why: str) -> Path:
     return kept
 
 
-def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes) -> None:
-    """Keep the bytes that are cut off a segment at `offset`."""
+def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes) -> bool:
+    """Keep the bytes that are cut off a segment at `offset`; False if the disk is full. Raises OSError."""
     place = directory / layout.QUARANTINE
-    files.make_directory(place)
-    files.replace(place / f"{base:0{layout.DIGITS}d}.{offset}.tail", data)
+    path = place / f"{base:0{layout.DIGITS}d}.{offset}.tail"
+    try:
+        files.make_directory(place)
+        files.replace(path, data)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        path.with_name(path.name + layout.TEMPORARY).unlink(missing_ok=True)
+        return False
+    return True
 
 
 def rewrite(files: Files, path: Path, base: int, meta: Meta, frames: list[bytes]) -> None:

@@ -91,8 +91,8 @@ class Store:
         whether `<data_dir>/memory` is made to lead to `memory_dir`.
         """
         self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
-        self.committer = Committer(on_event)
         self.streams: dict[str, Stream] = {}
+        self.committer = Committer(on_event, self.streams)
         self.unopened: dict[str, Unopened] = {}
         self._epoch = 0  # the highest of the streams that were made or deleted here: none is given twice
         self._root = data_dir / layout.STREAMS
@@ -195,6 +195,7 @@ class Store:
             schedule=self.committer.schedule,
             weigh=self.committer.weigh,
             bury=self.committer.bury,
+            relieve=self.committer.relieve,
             on_event=self._on_event,
             clock=self.clock,
             floor=floor,

@@ -27,7 +27,7 @@ from bridge.streams import recovery, whole
 from bridge.streams.dedup import Window
 from bridge.streams.drops import DropLog, Reason
 from bridge.streams.group import Group
-from bridge.streams.layout import Files
+from bridge.streams.layout import FULL, Files
 from bridge.streams.log import SegmentLog, Staged
 from bridge.streams.meta import Meta, Settings
 from bridge.streams.reader import StreamReader
@@ -37,6 +37,7 @@ from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD, Summary
 
 Waiter = Callable[[StreamError | None], None]
 WEIGH_EVERY = 256 * 1024  # bytes that the pending group grows by between two looks at back-pressure
+DISK_ROOM = 16 * 1024  # bytes that are freed on a full disk beside what a group needs: blocks, records
 FRAMING = 2 * (FRAME.size + HEADER.size)  # room that a group may need beside its messages
 
 
@@ -53,6 +54,7 @@ class Stream:
         schedule: Callable[[Stream], None],
         weigh: Callable[[Stream], None],
         bury: Callable[[Stream], None],
+        relieve: Callable[[Stream, int], bool],
         on_event: Callable[[str, str], None],
         clock: Clock,
         floor: int = 0,
@@ -85,7 +87,8 @@ class Stream:
         self.error: StreamError | None = None
         self.on_commit: list[Callable[[], None]] = []
         self.busy = self.closed = self._maintain_late = False
-        self._schedule, self._scheduled, self._weigh, self._bury = schedule, False, weigh, bury
+        self._schedule, self._scheduled, self._weigh = schedule, False, weigh
+        self._bury, self._relieve = bury, relieve
         self._group, self._waiters = Group(), list[Waiter]()
         self._flight_waiters, self._flight_size = list[Waiter](), 0
         self._rested = asyncio.Event()  # set for an instant
@@ -146,7 +149,13 @@ class Stream:
             self.meta, settings=settings, definition=definition, generation=self.meta.generation + 1
         )
         window = self._loaded(settings.dedup_window) if settings.dedup_window is not None else self.window
-        metadata.save(self.files, self.home, fresh, self.meta)
+        while True:
+            try:
+                metadata.save(self.files, self.home, fresh, self.meta)
+                break
+            except OSError as error:
+                if error.errno not in FULL or not self._relieve(self, DISK_ROOM):
+                    raise
         self.meta, self.window = fresh, window
         self._apply()
 
@@ -300,13 +309,16 @@ class Stream:
             return None
         self._group, self._waiters = Group(), []
         self._flight_waiters, self._flight_size = waiters, group.size
-        try:
-            if self.settings.overwrite:
-                whole.make_room(self, group.size + FRAMING)
-            staged = self._stage(group)
-        except OSError as error:
-            self.fail(error)
-            return None
+        while True:
+            try:
+                if self.settings.overwrite:
+                    whole.make_room(self, group.size + FRAMING)
+                staged = self._stage(group)
+                break
+            except OSError as error:
+                if error.errno not in FULL or not self._relieve(self, group.size + DISK_ROOM):
+                    self.fail(error)
+                    return None
         self.busy = True
         self._set_room()
         return staged
@@ -315,15 +327,28 @@ class Stream:
         """Begin no group now: the next message asks for it again, or who calls this does."""
         self._scheduled = False
 
-    def restage(self, staged: Staged) -> Staged:
-        """After a failed sync of a staged group: the same group for a new segment; raises OSError.
+    def restage(self, staged: Staged, *, elsewhere: bool) -> Staged:
+        """After a failed write of a staged group: the same group once more; raises OSError.
 
-        What the old file holds of the group is not trusted any more, whatever a second sync of it
-        would say (the kernel marks pages clean whose write has failed).
+        `elsewhere`: to a new segment. After a failed sync what the old file holds of the group is not
+        trusted any more, whatever a second sync of it would say (the kernel marks pages clean whose write
+        has failed).
         """
         self.log.abort(staged)
-        self.log.replace_active()
+        if elsewhere:
+            self.log.replace_active()
         return self._stage(staged.group)
+
+    def made_room(self, staged: Staged, error: OSError) -> bool:
+        """After a write of a staged group failed: whether the disk was full, and something could be freed."""
+        if error.errno not in FULL:
+            return False
+        self.log.abort(staged)
+        self.busy = False  # of the group nothing is in the active segment, so that may go too
+        try:
+            return self._relieve(self, staged.group.size + DISK_ROOM)
+        finally:
+            self.busy = True
 
     def _stage(self, group: Group) -> Staged:
         settings = self.settings
@@ -419,7 +444,7 @@ class Stream:
         self.oldest = min(self.drops.first_live(max(log.first, self.oldest)), log.next)
         try:
             if self.oldest >= log.next > log.active.index.base and not self.busy:
-                log.replace_active()
+                log.leave_active()
         except OSError as error:
             self._on_event(self.name, f"{self.directory}: cannot begin a new segment: {error.strerror}")
         while log.first < log.active.index.base and log.following(log.first) <= self.oldest:
@@ -469,6 +494,8 @@ class Stream:
         whole.expire(self, now)
         if self.settings.overwrite:
             whole.make_room(self, FRAMING)
+        elif self.settings.free_exported:
+            whole.free(self, 0)  # it holds more than `max_size` if that was lowered
         if self.exact is not None:
             self.exact.enforce(now)
         if self.window is not None:

@@ -87,9 +87,8 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
     bases = layout.segment_bases(data)
     sizes = [_size(layout.segment_path(data, base)) for base in bases]
     done = 0
-    if bases:
-        found.oldest = drops.first_live(bases[0])
-        found.newest = bases[0] - 1
+    first = bases[0] if bases else drops.first_live(0)  # without a file, all messages were dropped
+    found.oldest, found.newest = drops.first_live(first), first - 1
     for number, base in enumerate(bases):
         following = bases[number + 1] if number + 1 < len(bases) else None
         with contextlib.suppress(FileNotFoundError):  # retention has deleted it while we were reading

@@ -30,10 +30,11 @@ class Selective(Files):
 
     def __init__(self) -> None:
         self.refused: tuple[str, ...] = ()
+        self.number = errno.ENOSPC
 
     def check(self, name: str) -> None:
         if self.refused and name.endswith(self.refused):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self.number, os.strerror(self.number))
 
     def open(self, path: Path, flags: int) -> int:
         self.check(path.name)
@@ -244,7 +245,8 @@ def test_a_full_stream_whose_room_the_disk_refuses_to_free_says_that_it_is_full(
                 while True:
                     await put(stream, b"x" * 100)
             stream.exported_upto = stream.next_sequence
-            files.refused = (".seg",)  # no new segment, behind which the old one could go
+            # No new segment, behind which the old one could go; a disk that is only full makes it later.
+            files.refused, files.number = (".seg",), errno.EIO
             with pytest.raises(StreamFull):
                 stream.append(b"t", b"x" * 100)
             files.refused = ()

@@ -162,7 +162,7 @@ def test_after_a_failed_sync_the_group_is_written_to_a_new_segment_before_it_is_
             assert len(stream.log.sizes) == 2
             assert "written again to a new segment" in house.events[-1]
             first = min(stream.directory.glob("*.seg")).read_bytes()
-            assert b"c" not in first[40:]
+            assert b"tbtc" not in first[40:]
             assert await put(stream, b"d") == [3]
         async with house.stream() as stream:
             assert payloads(stream) == [b"a", b"b", b"c", b"d"]
