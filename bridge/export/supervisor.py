@@ -50,6 +50,7 @@ class _Stream:
         self.since = since  # what the worker says by older definitions is of exports that were deleted
         self.define: wire.Define | None = None
         self.oldest = self.next = 0
+        self.places: dict[str, tuple[str, object]] = {}  # of each export what its position depends on
         self.enabled: set[str] = set()
         self.identifiers: list[str] = []
         self.statuses: dict[str, ExportStatus] = {}
@@ -133,10 +134,21 @@ class ExportSupervisor:
         stream.define = wire.Define(name, self._revision, directory, epoch, exports)
         configs = [config for configs in exports.values() for config in configs]
         before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]
+        places = {
+            str(config.get("identifier")): (kind, config.get("startSequenceNumber", 0))
+            for kind, items in exports.items()
+            for config in items
+        }
+        moved = {one for one, place in places.items() if stream.places.get(one, place) != place}
+        stream.places = places
+        for identifier in moved:  # where it is now, the worker says; until then it has sent nothing
+            stream.positions.pop(identifier, None)
         stream.enabled = {str(c.get("identifier")) for c in configs if not c.get("disabled")}
         for known in (stream.statuses, stream.positions):
             for identifier in known.keys() - set(stream.identifiers):
                 del known[identifier]
+        if moved:
+            stream.since = self._revision
         if set(before) - set(stream.identifiers):
             # At once: one that is deleted and made again is another, and begins at its start.
             stream.since = self._revision
@@ -181,7 +193,12 @@ class ExportSupervisor:
         ]
 
     def exported_upto(self, name: str) -> int | None:
-        """The lowest number that not all enabled exports have passed; None without enabled exports."""
+        """The lowest number that not all enabled exports have passed; None without enabled exports.
+
+        One whose position is not known counts as one that has sent nothing: it is new, or an update has moved
+        its start or changed its kind, and the worker has not said yet where it begins. One that is disabled
+        does not count.
+        """
         stream = self._streams.get(name)
         if stream is None or not stream.enabled:
             return None

@@ -94,12 +94,15 @@ class Task:
             if found is None or found.epoch != self.source.epoch or found.kind != self.kind:
                 self._path.with_suffix(".skipped").unlink(missing_ok=True)
                 found = None
-            elif found.start != fresh.start:
-                found = None  # a moved start moves the position
+            elif found.start != fresh.start:  # that moves the position; what was done stays done
+                fresh.messages, fresh.size, fresh.last_time = found.messages, found.size, found.last_time
+                fresh.rejected, fresh.skipped = found.rejected, found.skipped
+                found = None
         if found is None and not self._cls.limits.contiguous:
             # What was gone before the export began was never for it: it counts, and nobody is told.
             oldest = max(self._planner.oldest(), fresh.position)
-            fresh.position, fresh.skipped = oldest, oldest - fresh.position
+            fresh.skipped += oldest - fresh.position
+            fresh.position = oldest
         loaded = found or fresh
         loaded.error = self.cursor.error or loaded.error
         # Only who sends what is contiguous, and as a whole, has gaps to explain; all others count.
