@@ -192,14 +192,14 @@ class _Fixed:
 
 def _values(state: State) -> Iterator[Value]:
     yield "info", (state.gateway, state.version), 1
-    yield "ready", (), state.ready
+    yield "ready", (), state.readiness.ok
     yield "event_loop_delay_seconds", (), state.loop_delay
     yield "storage_writable", (), state.storage_error is None
     yield "storage_free_bytes", (), state.disk_free
     yield "storage_size_bytes", (), state.disk_size
     yield "clock_synchronised", (), state.clock_synchronised
     yield "clock_steps_total", (), state.clock_steps
-    yield "streams_refused", (), len(state.refused)
+    yield "streams_refused", (), len(state.readiness.refused)
     yield "export_worker_up", (), state.worker_running
     yield "export_worker_restarts_total", (), state.worker_restarts
     yield "export_worker_resident_memory_bytes", (), state.worker_memory

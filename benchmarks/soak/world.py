@@ -76,7 +76,8 @@ class Gateway:
         assert self.process is not None
         if self.process.poll() is not None:
             raise TimeoutError(f"{self.name} ended with {self.process.returncode} at its start: {self.log}")
-        return (self.status() or {}).get("phase") == "running"
+        status = self.status()
+        return status is not None and status["readiness"]["phase"] == "running"
 
     def status(self) -> dict[str, Any] | None:
         """What its status page says; None while it does not answer."""

@@ -205,6 +205,13 @@ def show_ranges(ranges: Iterable[tuple[int, int]]) -> str:
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
 
 
+def lost_to_damage(ranges: Sequence[tuple[int, int]]) -> str:
+    """Say which messages damage has cost, as `1 message lost to damage: number 0`."""
+    number = sum(last - first + 1 for first, last in ranges)
+    numbers = "number" if number == 1 else "numbers"
+    return f"{count(number, 'message')} lost to damage: {numbers} {show_ranges(ranges)}"
+
+
 def format_time(millis: int) -> str:
     """Unix time in ms as ISO 8601 in UTC."""
     return (

@@ -21,8 +21,8 @@ from bridge.cli.common import (
     count,
     data_directory,
     echo,
+    lost_to_damage,
     print_json,
-    show_ranges,
 )
 from bridge.model import plain_definition
 from bridge.streams import verify as integrity
@@ -132,9 +132,9 @@ def _print_stream(checked: Checked) -> None:
         f"{count(checked.total_bytes, 'byte')}"
     )
     for problem in checked.problems:
-        lost = f"; lost: {show_ranges(problem.lost)}" if problem.lost else ""
+        lost = f"; {lost_to_damage(problem.lost)}" if problem.lost else ""
         echo(f"  {problem.path}: {problem.what}{lost}")
     if checked.lost:
-        echo(f"  lost by damage so far: {show_ranges(checked.lost)}")
+        echo(f"  {lost_to_damage(checked.lost)}")
     for name in checked.quarantined:
         echo(f"  set aside: {name}")

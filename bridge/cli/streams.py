@@ -29,11 +29,11 @@ from bridge.cli.common import (
     echo,
     escaped,
     format_time,
+    lost_to_damage,
     note,
     print_facts,
     print_json,
     print_table,
-    show_ranges,
 )
 from bridge.cli.exports import export_rows
 from bridge.cli.lookup import (
@@ -144,6 +144,7 @@ def describe(
         + (f", {row['rejectedMessages']} rejected" if row["rejectedMessages"] else "")
         + (f", {row['skippedMessages']} skipped" if row["skippedMessages"] else "")
         + (f"; {row['errorMessage']}" if row["errorMessage"] else "")
+        + ("; disabled: holds no data back" if row["disabled"] else "")
         for row in export_rows(info)
     ]
     now = time.time() * 1000
@@ -168,7 +169,7 @@ def describe(
             ("persistence", definition["persistence"]),
             ("flush on write", "yes" if definition["flushOnWrite"] else "no"),
             ("topics", " ".join(definition["topics"]) or "-"),
-            *((("lost by damage", show_ranges(info["lost"])),) if info["lost"] else ()),
+            *((("damage", lost_to_damage(info["lost"])),) if info["lost"] else ()),
             *(("export", export) for export in exports),
             ("directory", info["directory"]),
         ]
@@ -244,10 +245,10 @@ def read(
 
 
 def _tell_lost(name: str, lost: Sequence[tuple[int, int]], start: int = 0, end: int = MAX_INT64) -> None:
-    """Which of the numbers start..end-1 were lost by damage."""
+    """Say which of the numbers start..end-1 were lost to damage."""
     parts = [(max(first, start), min(last, end - 1)) for first, last in lost if first < end and last >= start]
     if parts:
-        note(f"{name}: lost by damage: {show_ranges(parts)}")
+        note(f"{name}: {lost_to_damage(parts)}")
 
 
 @app.command(

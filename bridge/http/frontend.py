@@ -115,21 +115,9 @@ class HttpFrontEnd:
 
         The listeners are open or an external broker is connected, and nobody has told the service to stop.
         """
-        error = await self._observer.storage_error()
-        observer = self._observer
-        phase, refused, failing = observer.phase, observer.refused, observer.failing
-        unreachable = observer.unreachable
-        ready = phase == "running" and not (error or refused or failing or unreachable)
-        status = HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE
-        found = {
-            "ok": ready,
-            "phase": phase,
-            "storage": error or "writable",
-            "refused": refused,
-            "failing": failing,
-            "unreachable": unreachable,
-        }
-        return _json(status, found)
+        await self._observer.storage_error()
+        found = self._observer.readiness()
+        return _json(HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE, found)
 
 
 def _json(status: HTTPStatus, value: object) -> Answer:

@@ -28,7 +28,18 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from bridge.errors import CorruptData
-from bridge.http.state import DROPS, FAILURES, REFUSALS, Client, ExportState, State, StreamState, limits_of
+from bridge.http.state import (
+    DROPS,
+    FAILURES,
+    REFUSALS,
+    Client,
+    ExportState,
+    Readiness,
+    State,
+    StreamState,
+    limits_of,
+    readiness,
+)
 from bridge.operations.manager import StreamManager
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
@@ -214,11 +225,10 @@ class Observer:
             found |= front_end.refused
         return found | self._manager.refused
 
-    @property
-    def failing(self) -> dict[str, str]:
-        """The streams whose last write failed, and why; messages for them were refused."""
-        streams = self._manager.store.streams.items()
-        return {name: str(stream.error) for name, stream in streams if stream.error is not None}
+    def readiness(self) -> Readiness:
+        """Whether messages for all streams come in and can be stored, now; of the disk what was last seen."""
+        streams = self._manager.store.streams.values()
+        return readiness(self.phase, self._storage_error, streams, self.refused, self.unreachable)
 
     @property
     def unreachable(self) -> str | None:
@@ -265,14 +275,12 @@ class Observer:
             version=self._version,
             started=self._started,
             time=now,
-            phase=self.phase,
+            readiness=self.readiness(),
             streams=[self._stream(name, now, before) for name in self._manager.names()],
             exports=[export for name in self._manager.names() for export in self._exports_of(name)],
             clients=self._clients(),
             connections=sum(counts[name].get("connections", 0) for name in self._devices),
             counts=counts,
-            refused=self.refused,
-            unreachable=self.unreachable,
             worker_running=self._exports.pid is not None,
             worker_restarts=self._exports.restarts,
             worker_memory=self._exports.memory,

@@ -237,14 +237,6 @@ function told(items) {
   }));
 }
 
-/* Whether a stream has refused messages in the last minute because it is full. */
-const refusals = new Map();
-function refusing(name, count, time) {
-  const before = refusals.get(name) || { count, grew: -MINUTE };
-  refusals.set(name, count > before.count ? { count, grew: time } : before);
-  return time - refusals.get(name).grew < MINUTE;
-}
-
 function showState(level, text) {
   const state = $("state");
   state.dataset.level = level;
@@ -255,23 +247,22 @@ function show(now) {
   document.title = `${now.gateway} – streambridge`;
   put($("gateway"), now.gateway);
   put($("about"), `MQTT gateway, streambridge ${now.version}, running for ${span(now.time - now.started)}`);
-  const notices = [];
+  const notices = [], ready = now.readiness;
   if (now.storageError) notices.push(["Nothing can be stored", now.storageError]);
-  if (!now.workerRunning && now.phase === "running") notices.push(["Exports pause", "their worker process ended and is being started again"]);
-  if (now.unreachable) notices.push(["No messages come in", now.unreachable]);
-  for (const [name, why] of Object.entries(now.refused)) notices.push([`Messages for ${name} are refused`, why]);
+  if (!now.workerRunning && ready.phase === "running") notices.push(["Exports pause", "their worker process ended and is being started again"]);
+  if (ready.unreachable) notices.push(["No messages come in", ready.unreachable]);
+  for (const [name, why] of Object.entries(ready.refused)) notices.push([`Messages for ${name} are refused`, why]);
   if (now.time < EARLIEST) notices.push(["The clock is wrong", `it says ${moment.format(now.time)}; messages are stored with that time`]);
   if (now.clockSteps) notices.push(["The clock was set", `${now.clockStep > 0 ? "forward" : "back"} by ${span(Math.abs(now.clockStep))}; nothing expires by that`]);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
   const active = now.exports.filter((e) => !e.disabled);
   const failing = active.filter((e) => e.error).length;
-  const isFull = (s) => refusing(s.name, s.rejected.full || 0, now.time);
-  const stuck = now.streams.filter((s) => s.error || isFull(s)).length + Object.keys(now.refused).length;
+  const stuck = Object.keys(ready.failing).length + Object.keys(ready.refused).length;
   told(notices);
   if (now.storageError) showState("bad", "Cannot store");
-  else if (now.phase !== "running") showState("unknown", now.phase === "stopping" ? "Stopping" : "Starting");
+  else if (ready.phase !== "running") showState("unknown", ready.phase === "stopping" ? "Stopping" : "Starting");
   else if (stuck) showState("bad", `${many(stuck, "stream")} cannot store`);
-  else if (now.unreachable) showState("bad", "No messages come in");
+  else if (!ready.ok) showState("bad", "No messages come in");
   else if (failing) showState("warn", `Storing; ${many(failing, "export")} held up`);
   else showState("good", "All is well");
 
@@ -287,7 +278,7 @@ function show(now) {
   streams.show(now.streams.map((s) => [s.name, [
     { text: s.name, sub: s.persistence === "Memory" ? "in memory" : "" },
     s.error ? { text: "", pill: "bad", state: "cannot store", sub: s.error }
-      : isFull(s) ? { text: "", pill: "bad", state: "full, refuses messages" } : { text: "", pill: "good", state: "ok" },
+      : s.name in ready.failing ? { text: "", pill: "bad", state: "full, refuses messages" } : { text: "", pill: "good", state: "ok" },
     { text: s.rate === null ? "–" : `${rate(s.rate)}/s` },
     { text: whole.format(s.messages), sub: s.newest < 0 ? "" : `to number ${whole.format(s.newest)}` },
     { text: `${size(s.size)} of ${size(s.maxSize)}`, meter: Math.min(1, s.size / s.maxSize), calm: s.overwrites,

@@ -5,10 +5,13 @@ Sizes are bytes, times are Unix time in ms, rates and ages are in seconds. None 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import Struct
 
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.streams.drops import Reason
+from bridge.streams.stream import Stream
 from bridge.units import format_duration, format_size
 
 DROPS = {reason.name.lower() for reason in Reason}
@@ -68,26 +71,59 @@ class Client(Struct, rename="camel", kw_only=True):
     listener: str
 
 
+class Readiness(Struct, rename="camel", kw_only=True):
+    """Whether messages for all streams come in and can be stored, and what prevents it.
+
+    `/readyz`, the metric `streambridge_ready` and the status page show this and nothing of their own.
+
+    `refused` are the streams that cannot be had or whose messages do not reach us, `failing` those that
+    could not store their last message, because of the disk or for lack of room, each with the reason;
+    `unreachable` says why there is no connection to an external broker.
+    """
+
+    ok: bool
+    phase: str
+    storage: str
+    refused: dict[str, str]
+    failing: dict[str, str]
+    unreachable: str | None
+
+
+def readiness(
+    phase: str,
+    storage_error: str | None,
+    streams: Iterable[Stream],
+    refused: dict[str, str],
+    unreachable: str | None,
+) -> Readiness:
+    """Decide whether the service is ready."""
+    failing = {stream.name: why for stream in streams if (why := stream.cannot_store) is not None}
+    return Readiness(
+        ok=phase == "running" and not (storage_error or refused or failing or unreachable),
+        phase=phase,
+        storage=storage_error or "writable",
+        refused=refused,
+        failing=failing,
+        unreachable=unreachable,
+    )
+
+
 class State(Struct, rename="camel", kw_only=True):
     """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short.
 
-    `refused` are the streams that cannot be had or whose messages do not reach us, and why; `unreachable`
-    says why there is no connection to an external broker. `clock_steps`: how often the wall clock was stepped
-    since the start, the last time by `clock_step` ms.
+    `clock_steps`: how often the wall clock was stepped since the start, the last time by `clock_step` ms.
     """
 
     gateway: str
     version: str
     started: int
     time: int
-    phase: str
+    readiness: Readiness
     streams: list[StreamState]
     exports: list[ExportState]
     clients: list[Client]
     connections: int
     counts: dict[str, dict[str, int]]
-    refused: dict[str, str]
-    unreachable: str | None
     worker_running: bool
     worker_restarts: int
     worker_memory: int
@@ -98,12 +134,6 @@ class State(Struct, rename="camel", kw_only=True):
     clock_synchronised: bool
     clock_steps: int
     clock_step: int
-
-    @property
-    def ready(self) -> bool:
-        """Whether messages for all streams come in and can be stored, as `/readyz` says."""
-        lacking = self.storage_error or self.refused or self.unreachable
-        return self.phase == "running" and not lacking and all(one.error is None for one in self.streams)
 
 
 def limits_of(definition: MessageStreamDefinition) -> list[str]:

@@ -109,7 +109,12 @@ def _below(report: Report) -> Iterator[str]:
         data = stream.to_json()["holes"][stream.holes.index(hole)]
         span = f", between {data['after'] or 'the start'} and {data['before'] or 'now'}"
         why = f" ({hole.reason})" if hole.reason else ""
-        where = f"{stream.gateway} {stream.stream} {hole.first}..{hole.last} ({hole.count:,})"
+        numbers = (
+            f"{hole.first}..{hole.last} ({hole.count:,})"
+            if hole.last > hole.first
+            else f"number {hole.first}"
+        )
+        where = f"{stream.gateway} {stream.stream} {numbers}"
         yield f"{hole.kind}{why}: {where}{span}"
     if len(holes) > HOLES:
         yield f"... and {len(holes) - HOLES} more ranges (--json lists them)"

@@ -149,6 +149,12 @@ def _exports(look: Look, stream: MessageStreamDefinition, registry: plugins.Regi
                 yield look.error(keys, lacking)
             if own := appends_to_itself(raw, stream.name):
                 yield look.error((*keys, *map(snake, own)), f"{stream.name!r} {OWN_STREAM}")
+            if export.disabled and stream.retention == "exported":
+                yield look.warning(
+                    (*keys, "disabled"),
+                    'a disabled export does not hold data back: with retention = "exported" what the enabled '
+                    "ones have passed is freed, and this one will have skipped it",
+                )
             letters = export.dead_letter_stream
             if letters is not None and letters not in look.config.streams:
                 yield look.warning(

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from bridge.errors import CorruptData, MessageTooLarge, StorageFailed, StreamFull
+from bridge.errors import CorruptData, MessageTooLarge, StorageFailed
 from bridge.streams import segment, walk
 from bridge.streams.drops import Reason
 from bridge.streams.log import Staged
@@ -139,10 +139,8 @@ class Exact:
             self._admitted += data
 
     def _refuse(self, limit: str) -> None:
-        self._stream.count("full")
-        raise StreamFull(
-            f"stream {self._stream.name!r} is full: {limit} is reached and it discards new messages; "
-            f"raise the limit, purge, or discard old ones"
+        raise self._stream.full(
+            f"{limit} is reached and it discards new messages; raise the limit, purge, or discard old ones"
         )
 
     # -- after a commit --------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD, Summary
 
 Waiter = Callable[[StreamError | None], None]
 WEIGH_EVERY = 256 * 1024  # bytes that the pending group grows by between two looks at back-pressure
+FULL_FOR = 60.0  # seconds after a refused message in which a stream counts as full, if none is stored
 DISK_ROOM = 16 * 1024  # bytes that are freed on a full disk beside what a group needs: blocks, records
 FRAMING = 2 * (FRAME.size + HEADER.size)  # room that a group may need beside its messages
 
@@ -85,6 +86,7 @@ class Stream:
         self._gone([(0, self.log.first - 1)], Reason.MEMORY if memory else Reason.UNKNOWN)
         self._ill = set[int]()  # segments with damage that could not be set aside yet
         self.error: StreamError | None = None
+        self._refused = "", 0.0, 0  # why there was no room for a message, when, and its provisional number
         self.on_commit: list[Callable[[], None]] = []
         self.busy = self.closed = self._maintain_late = False
         self._schedule, self._scheduled, self._weigh = schedule, False, weigh
@@ -294,11 +296,28 @@ class Stream:
                 whole.free(self, needed)
             self._set_room()
         if self.log.total_bytes + needed > settings.max_size:
-            self.count("full")
-            raise StreamFull(
-                f"stream {self.name!r} is full: {self.log.total_bytes} of maxSize {settings.max_size} bytes "
+            raise self.full(
+                f"{self.log.total_bytes} of maxSize {settings.max_size} bytes "
                 f"are in use and it rejects new data; raise maxSize, set a limit, or let it overwrite"
             )
+
+    def full(self, why: str) -> StreamFull:
+        """Take note of a message that is refused since the stream is full; returns the error to raise."""
+        self.count("full")
+        error = StreamFull(f"stream {self.name!r} is full: {why}")
+        self._refused = str(error), time.monotonic(), self._next
+        return error
+
+    @property
+    def cannot_store(self) -> str | None:
+        """Why the last message was not stored, because of the disk or for lack of room; None if it was.
+
+        What was refused for lack of room is forgotten after `FULL_FOR`, since there may be room again.
+        """
+        if self.error is not None:
+            return str(self.error)
+        why, since, before = self._refused
+        return why if why and self.log.next <= before and time.monotonic() - since < FULL_FOR else None
 
     # -- committing ------------------------------------------------------------------------------
     def begin(self) -> Staged | None:

@@ -279,6 +279,13 @@ def test_what_is_stored_already_is_looked_at(path: Path, fill: Fill) -> None:
     assert "`streambridge repair`" in found[2]
 
 
+def test_a_disabled_export_that_holds_no_data_back_is_a_warning(path: Path) -> None:
+    export = '[[streams.a.export.http]]\nidentifier = "e"\nuri = "http://127.0.0.1:1/"\ndisabled = true\n'
+    (line,) = check(path, QUIET + '[streams.a]\nretention = "exported"\n' + export)
+    assert "streams.a.export.http[0].disabled: a disabled export does not hold data back" in line
+    assert check(path, QUIET + "[streams.a]\n" + export) == []
+
+
 def test_doors_without_a_password_for_the_network_are_warnings(path: Path) -> None:
     text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
     found = check(path, text.replace('[http]\nlisten = ""', '[http]\nlisten = "[::]:0"'))

@@ -170,11 +170,13 @@ def test_damaged_data_is_never_printed(fill: Fill) -> None:
     assert streambridge("repair", data).returncode == 65
     done = streambridge("streams", "read", "sensors", "--data-dir", data)
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["0", "1", "3", "4", "5"]
-    assert (done.returncode, done.stderr) == (0, "sensors: lost by damage: 2\n")
-    assert "lost by damage  2" in lines("streams", "describe", "sensors", "--data-dir", data)
+    assert (done.returncode, done.stderr) == (0, "sensors: 1 message lost to damage: number 2\n")
+    assert "damage          1 message lost to damage: number 2" in lines(
+        "streams", "describe", "sensors", "--data-dir", data
+    )
     listed = streambridge("streams", "list", "--data-dir", data)
     assert listed.stdout.splitlines()[1].split()[:2] == ["sensors", "5"]
-    assert listed.stderr == "sensors: lost by damage: 2\n"
+    assert listed.stderr == "sensors: 1 message lost to damage: number 2\n"
 
 
 def test_a_stream_whose_definition_is_lost_is_not_denied(fill: Fill) -> None:

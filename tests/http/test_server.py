@@ -177,6 +177,29 @@ def test_a_service_that_refuses_messages_for_want_of_room_is_not_ready_until_it_
         eventually(lambda: service.request("/readyz")[0] == 200)  # the device sends it again
 
 
+def test_a_full_stream_is_shown_alike_by_the_health_check_the_metric_and_the_page(
+    start: Callable[..., Service],
+) -> None:
+    service = start('[streams.brim]\nmax_size = "4KiB"\nsegment_size = "2KiB"\n')
+    with service.device("filler") as client:
+        for _ in range(20):
+            client.publish("streams/brim", bytes(500)).wait_for_publish(10)
+        eventually(lambda: service.request("/readyz")[0] == 503)
+        found = service.json("/readyz")
+        assert found["failing"]["brim"].startswith("stream 'brim' is full")
+        eventually(lambda: b"streambridge_ready 0.0" in service.request("/metrics")[2])
+        eventually(lambda: service.json("/status.json")["readiness"] == found)
+        assert service.request("/healthz")[0] == 200
+        bridge = service.directory / "bridge.toml"
+        bridge.write_text(bridge.read_text().replace("4KiB", "1MiB"))
+        service.process.send_signal(signal.SIGHUP)
+        eventually(lambda: "reloaded" in service.log.read_text())
+        client.publish("streams/brim", b"x", qos=1).wait_for_publish(10)
+        assert service.request("/readyz")[0] == 200
+        eventually(lambda: b"streambridge_ready 1.0" in service.request("/metrics")[2])
+        assert service.json("/status.json")["readiness"]["ok"]
+
+
 def test_trying_the_disk_leaves_nothing_there(service: Service) -> None:
     before = sorted(path.name for path in (service.directory / "disk").iterdir())
     assert service.request("/healthz")[0] == 200

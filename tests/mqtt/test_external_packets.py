@@ -140,16 +140,16 @@ def test_a_refused_subscription_is_told_and_its_stream_shown_as_refused_until_it
         )
         observer.phase = "running"
         try:
-            assert observer.state(fresh=True).ready
+            assert observer.state(fresh=True).readiness.ok
             broker.refused = {"here/#": 0x80, "there/#": 0x80}
             bridge.stream("t", "here/#", "there/#", "everywhere/#")
             await until(lambda: bridge.stat("refused_subscriptions") == 2)
             assert "to 'here/#'" in caplog.text
             assert "allow that to client id 'streambridge'" in caplog.text
             state = observer.state(fresh=True)
-            assert list(state.refused) == ["t"]
-            assert "to 'here/#', 'there/#'" in state.refused["t"]
-            assert not state.ready
+            assert list(state.readiness.refused) == ["t"]
+            assert "to 'here/#', 'there/#'" in state.readiness.refused["t"]
+            assert not state.readiness.ok
             told = metrics.render(state).decode()
             assert 'streambridge_refused_total{front_end="mqtt",reason="subscriptions"} 2.0' in told
             assert "streambridge_streams_refused 1.0" in told
@@ -159,7 +159,7 @@ def test_a_refused_subscription_is_told_and_its_stream_shown_as_refused_until_it
             broker.cut()  # on the next connection it is asked for again; what was granted is not
             await until(lambda: bridge.stat("connects") == 2 and not bridge.front.refused)
             assert broker.got("2 SUBSCRIBE") == ["2 SUBSCRIBE here/#", "2 SUBSCRIBE there/#"]
-            assert observer.state(fresh=True).ready
+            assert observer.state(fresh=True).readiness.ok
         finally:
             observer.close()
 
