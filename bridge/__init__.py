@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Refused,
         Retry,
         SecretFile,
+        Stopped,
         send_split,
     )
     from bridge.hookspecs import Event, hookimpl
@@ -54,6 +55,7 @@ __all__ = [
     "Refused",
     "Retry",
     "SecretFile",
+    "Stopped",
     "hookimpl",
     "send_split",
 ]

@@ -27,8 +27,8 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 class Event(Struct, frozen=True, kw_only=True, tag=False):
     """Something that an operator wants to know.
 
-    `name` is `stream_full`, `export_failing` or `export_recovered`; `export` is the identifier, empty
-    for events of a stream.
+    `name` is `stream_full`, `export_failing`, `export_recovered` or `export_stopped` (it makes no attempt
+    until its configuration changes); `export` is the identifier, empty for events of a stream.
     """
 
     name: str

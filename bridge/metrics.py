@@ -88,6 +88,8 @@ export_last_attempt_timestamp_seconds gauge stream export kind
     When it last tried to export; 0 if never.
 export_failing gauge stream export kind
     1 while the export reports an error.
+export_stopped gauge stream export kind
+    1 while the export makes no attempt until its configuration changes; export_failing is 1 too.
 export_disabled gauge stream export kind
     1 if the export is paused by its definition.
 export_worker_up gauge
@@ -242,6 +244,7 @@ def _exports(state: State) -> Iterator[Value]:
         yield "export_skipped_messages_total", labels, export.skipped_messages
         yield "export_last_attempt_timestamp_seconds", labels, export.last_export_time / 1000
         yield "export_failing", labels, export.error is not None
+        yield "export_stopped", labels, export.stopped
         yield "export_disabled", labels, export.disabled
 
 

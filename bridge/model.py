@@ -99,6 +99,7 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     # extensions
     rejected_messages_count: int = 0
     skipped_messages_count: int = 0
+    stopped: bool = False  # until its configuration changes; error_message says why
 
 
 class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):

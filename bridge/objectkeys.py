@@ -12,6 +12,8 @@ rewritten with other content:
   same batch has the same key.
 * `ext` is `ndjson.gz` or `parquet`.
 
+The object's user metadata has `rows-sha256`, the SHA-256 of its rows as unpacked `ndjson`, in hex.
+
 Beside the data each gateway keeps one head object, `<prefix>/_gateway/<escaped id>.json`, which says
 how far its streams go and which numbers were legally dropped before they could be exported.
 

@@ -1,8 +1,12 @@
 """Exporter `s3`: batches of messages as objects, for the ingest job and for anything that reads S3.
 
 An object holds exactly first..last, contiguous, under the name that `bridge.objectkeys` gives it. The
-same batch gives the same name and, as long as the same versions of the libraries that pack it are
-installed, the same bytes, so a retry never changes an object. Formats:
+same batch gives the same name. It is written only where there is no object yet (`If-None-Match: *`), and
+`rows-sha256` in its metadata is the digest of its rows: SHA-256 of them in the format `ndjson`, unpacked.
+Where there is one of the same digest, an earlier attempt has arrived. Where there is any other, this is
+another gateway of the same id, or runs on a copy of a data directory: the export stops, and overwrites
+nothing. `replaceEtag` names an object that may be replaced nevertheless. With `conditionalPut` false, for
+stores that know no conditional requests, objects are overwritten. Formats:
 
 * `ndjson`: gzip of one JSON object per line with the keys gateway, stream, epoch (string),
   sequence_number, ingest_time (RFC 3339, UTC, milliseconds, `Z`), topic, payload (base64).
@@ -18,7 +22,9 @@ be written leaves it out.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,15 +49,22 @@ from bridge import (
     Progress,
     Record,
     Retry,
+    Stopped,
     hookimpl,
 )
-from bridge.aws import Body, failure
+from bridge.aws import Body, error_code, failure
 from bridge.deflate import gzip
 from bridge.export.heads import head_document
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, head_key
 
 AGAIN = 0.2  # seconds
+CHUNK = 1000  # rows
+DIGEST = "rows-sha256"  # the key in an object's metadata
+ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
+EXISTS = frozenset({"412", "PreconditionFailed"})
+UNKNOWN = frozenset({"501", "NotImplemented"})
+_ETAG = re.compile(r"[0-9A-Za-z-]{1,100}")
 Millis = Annotated[int, Meta(ge=1, le=MAX_MILLIS)]
 
 
@@ -69,6 +82,8 @@ class S3Config(AwsConfig, frozen=True):
     server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
     kms_key_id: str | None = None
     checksum_algorithm: Literal["CRC32", "SHA1", "SHA256", "none"] = "CRC32"
+    conditional_put: bool = True
+    replace_etag: str | None = None
 
 
 class S3Exporter(Exporter):
@@ -104,6 +119,8 @@ class S3Exporter(Exporter):
     def check(cls, config: S3Config) -> None:
         if config.kms_key_id and not (config.server_side_encryption or "").startswith("aws:kms"):
             raise ValueError("kmsKeyId needs serverSideEncryption `aws:kms` or `aws:kms:dsse`")
+        if config.replace_etag is not None and not config.conditional_put:
+            raise ValueError("replaceEtag needs conditionalPut; without it, whatever is there is replaced")
 
     @classmethod
     def lacks(cls, config: S3Config) -> str | None:
@@ -116,18 +133,58 @@ class S3Exporter(Exporter):
         return Batching(size=config.size_hint_bytes, millis=config.time_hint_millis)
 
     def export(self, batch: Batch) -> Outcome:
-        key = data_key(
-            batch.gateway,
-            batch.stream,
-            batch.epoch,
-            batch.first,
-            batch.last,
-            batch.records[0].ingest_time,
-            self._extension,
-        )
-        self._put(key, self._encode(batch), self._type)
+        key = self._key(batch)
+        body, digest = self._encode(batch)
+        once = {"IfNoneMatch": "*"} if self.config.conditional_put else {}
+        try:
+            self._put(key, body, self._type, Metadata={DIGEST: digest}, **once)
+        except Exception as error:
+            if not once or error_code(error) not in EXISTS:
+                doing = f"uploading {self._url(key)}"
+                if error_code(error) in UNKNOWN:
+                    doing += " (a store without conditional requests needs conditional_put = false)"
+                raise failure(error, doing) from error
+            self._compare(key, body, digest)
         self._settled_at = math.inf
         return ACCEPTED
+
+    def _key(self, batch: Batch) -> str:
+        epoch, first, last = batch.epoch, batch.first, batch.last
+        since = batch.records[0].ingest_time
+        return self._under(data_key(batch.gateway, batch.stream, epoch, first, last, since, self._extension))
+
+    def _under(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def _url(self, key: str) -> str:
+        return f"s3://{self.config.bucket}/{key}"
+
+    def _compare(self, key: str, body: bytes, digest: str) -> None:
+        """There is an object of this name: see whether it holds these rows. Raises Retry, or Stopped."""
+        doing = f"looking at {self._url(key)}, which is there already"
+        try:
+            found = self._client.head_object(Bucket=self.config.bucket, Key=key)
+        except Exception as error:
+            if error_code(error) == "403":
+                doing += " (without s3:GetObject the gateway cannot tell whether it holds the same messages)"
+            raise failure(error, doing) from error
+        there = found.get("Metadata", {}).get(DIGEST)
+        if there == digest:
+            return  # an earlier attempt has arrived, and its answer has not
+        etag = str(found.get("ETag", "")).strip('"')
+        if self.config.replace_etag and etag == self.config.replace_etag.strip('"'):
+            try:
+                self._put(key, body, self._type, Metadata={DIGEST: digest}, IfMatch=etag)
+            except Exception as error:
+                raise failure(error, f"replacing {self._url(key)}") from error
+            self.context.log.warning("%s had other messages (ETag %s) and was replaced", self._url(key), etag)
+            return
+        raise Stopped(
+            f"there are {'other messages' if there else 'messages of unknown digest'} under these numbers "
+            f"already, and nothing was overwritten: another gateway has the id {self.context.gateway!r}, or "
+            f"this data directory is a copy (see `Recover from a disaster`): {self._url(key)}"
+            f"{f', ETag {etag}' if _ETAG.fullmatch(etag) else ''}"
+        )
 
     def dropped(self, first: int, last: int, reason: str) -> None:
         self._settled_at = math.inf
@@ -168,7 +225,11 @@ class S3Exporter(Exporter):
         now = time.monotonic()
         here = [_with_start(export) for export in exports if self._shares(export.config)]
         document = head_document(self.context.gateway, time.time_ns() // 1_000_000, here)
-        self._put(head_key(self.context.gateway), document, "application/json")
+        key = self._under(head_key(self.context.gateway))
+        try:
+            self._put(key, document, "application/json")
+        except Exception as error:
+            raise failure(error, f"uploading {self._url(key)}") from error
         _written[self._place] = now
 
     def _shares(self, other: ExportConfig) -> bool:
@@ -179,18 +240,16 @@ class S3Exporter(Exporter):
             and other.prefix.strip("/") == self._prefix
         )
 
-    def _put(self, key: str, body: bytes, content_type: str) -> None:
-        key = f"{self._prefix}/{key}" if self._prefix else key
-        try:
-            self._client.put_object(
-                Bucket=self.config.bucket,
-                Key=key,
-                Body=Body(body, self.context),
-                ContentType=content_type,
-                **self._options,
-            )
-        except Exception as error:
-            raise failure(error, f"uploading s3://{self.config.bucket}/{key}") from error
+    def _put(self, key: str, body: bytes, content_type: str, **more: Any) -> None:
+        """Put an object; raises what boto3 raises."""
+        self._client.put_object(
+            Bucket=self.config.bucket,
+            Key=key,
+            Body=Body(body, self.context),
+            ContentType=content_type,
+            **self._options,
+            **more,
+        )
 
 
 def _with_start(export: Progress) -> Progress:
@@ -218,20 +277,25 @@ class _Row(Struct, gc=False):
     payload: bytes  # base64 in JSON
 
 
-def _ndjson() -> tuple[Callable[[Batch], bytes], str, str]:
-    encoder = msgspec.json.Encoder()
+Encode = Callable[[Batch], tuple[bytes, str]]  # an object's content and its `rows-sha256`
+_encoder = msgspec.json.Encoder()
 
-    def encode(batch: Batch) -> bytes:
-        gateway, stream, epoch = batch.gateway, batch.stream, str(batch.epoch)
-        last, text = -1, ""
-        rows = []
-        for record in batch.records:
-            if record.ingest_time != last:  # one for all messages of a commit group
-                last, text = record.ingest_time, _rfc3339(record.ingest_time)
-            rows.append(
-                _Row(gateway, stream, epoch, record.sequence_number, text, record.topic, record.payload)
-            )
-        return gzip(encoder.encode_lines(rows))
+
+def _lines(batch: Batch, records: Sequence[Record]) -> bytes:
+    gateway, stream, epoch = batch.gateway, batch.stream, str(batch.epoch)
+    last, text = -1, ""
+    rows = []
+    for record in records:
+        if record.ingest_time != last:  # one for all messages of a commit group
+            last, text = record.ingest_time, _rfc3339(record.ingest_time)
+        rows.append(_Row(gateway, stream, epoch, record.sequence_number, text, record.topic, record.payload))
+    return _encoder.encode_lines(rows)
+
+
+def _ndjson() -> tuple[Encode, str, str]:
+    def encode(batch: Batch) -> tuple[bytes, str]:
+        lines = _lines(batch, batch.records)
+        return gzip(lines), hashlib.sha256(lines).hexdigest()
 
     return encode, "ndjson.gz", "application/x-ndjson"
 
@@ -241,7 +305,7 @@ def _rfc3339(millis: int) -> str:
     return f"{when:%Y-%m-%dT%H:%M:%S}.{millis % 1000:03d}Z"
 
 
-def _parquet() -> tuple[Callable[[Batch], bytes], str, str]:
+def _parquet() -> tuple[Encode, str, str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -257,8 +321,11 @@ def _parquet() -> tuple[Callable[[Batch], bytes], str, str]:
         ]
     )
 
-    def encode(batch: Batch) -> bytes:
+    def encode(batch: Batch) -> tuple[bytes, str]:
         records, count = batch.records, len(batch.records)
+        digest = hashlib.sha256()
+        for start in range(0, count, CHUNK):  # all lines at once would be one more copy of the batch
+            digest.update(_lines(batch, records[start : start + CHUNK]))
         columns = [
             pa.repeat(pa.scalar(batch.gateway), count),
             pa.repeat(pa.scalar(batch.stream), count),
@@ -271,12 +338,12 @@ def _parquet() -> tuple[Callable[[Batch], bytes], str, str]:
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd")
         content: bytes = sink.getvalue().to_pybytes()
-        return content
+        return content, digest.hexdigest()
 
     return encode, "parquet", "application/vnd.apache.parquet"
 
 
-_FORMATS: dict[str, Callable[[], tuple[Callable[[Batch], bytes], str, str]]] = {
+_FORMATS: dict[str, Callable[[], tuple[Encode, str, str]]] = {
     "ndjson": _ndjson,
     "parquet": _parquet,
 }

@@ -96,6 +96,7 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
                 "rejectedMessages": status.rejected_messages_count,
                 "skippedMessages": status.skipped_messages_count,
                 "errorMessage": status.error_message,
+                "stopped": status.stopped,
             }
         )
     return rows

@@ -17,6 +17,8 @@ What an exporter promises to streambridge
 * A record counts as accepted only when the destination has confirmed it.
 * `Outcome.rejected` is for what can never succeed. Network, throttling, missing rights and expired
   credentials are never a rejection: raise `Retry`, and it is tried again for ever.
+* `Stopped` is for what an operator must look at before anything else is sent, such as a destination that
+  holds other data under the name of this batch.
 * Any other exception counts as `Retry` and is reported as a fault of the plugin.
 """
 
@@ -112,6 +114,13 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
     def __init__(self, reason: str, *, after: float | None = None, unsent: bool = False) -> None:
         super().__init__(reason)
         self.after, self.unsent = after, unsent
+
+
+class Stopped(Exception):  # noqa: N818 - named for what becomes of the export
+    """Raise it when another attempt could do harm: the export stops, and keeps its position and its data.
+
+    It goes on when its configuration changes. The reason is shown to operators, so it says what to do.
+    """
 
 
 class Refused(Exception):  # noqa: N818 - named for what the destination did

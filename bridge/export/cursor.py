@@ -26,6 +26,7 @@ the reader makes of it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import struct
@@ -38,6 +39,7 @@ from msgspec import Struct
 
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
+from bridge.export.api import ExportConfig
 from bridge.model import ExportStatus
 from bridge.objectkeys import JOINED, LOSSES
 from bridge.streams.layout import Files, directory_name
@@ -56,7 +58,8 @@ class Cursor(Struct, kw_only=True):
     configured start sequence number that the position was once taken from. `reached` is the highest
     number that may have been sent, -1 if none; it never goes back, and a start beyond the newest
     message does not count. `skipped` counts the numbers that the position has passed without a message
-    of theirs being exported or rejected.
+    of theirs being exported or rejected. `stopped` is the `fingerprint` of the configuration with which
+    the exporter raised `Stopped`; empty while the export may run.
     """
 
     epoch: int
@@ -72,6 +75,7 @@ class Cursor(Struct, kw_only=True):
     error: str | None = None
     state: bytes = b""
     reached: int = -1
+    stopped: bytes = b""
 
     def plan(self, first: int, last: int) -> None:
         """Fix the boundaries of the next batch; once they are written, it may be sent."""
@@ -89,7 +93,24 @@ class Cursor(Struct, kw_only=True):
             exported_messages_count=self.messages,
             rejected_messages_count=self.rejected,
             skipped_messages_count=self.skipped,
+            stopped=bool(self.stopped),
         )
+
+
+def fingerprint(config: ExportConfig) -> bytes:
+    """Tells one configuration of an export from another."""
+    return hashlib.sha256(msgspec.json.encode(config, enc_hook=str)).digest()[:16]
+
+
+def stopped_with(data_dir: Path, stream: str, epoch: int, config: ExportConfig) -> str | None:
+    """Why an export has stopped, if it has with this very configuration; raises OSError."""
+    path = stream_directory(data_dir, stream) / f"{directory_name(config.identifier)}.cursor"
+    found: Cursor | None = None
+    with contextlib.suppress(CorruptData, FileNotFoundError):
+        found = CursorFile.peek(path)
+    if found is None or found.epoch != epoch or found.stopped != fingerprint(config):
+        return None
+    return found.error or "stopped"
 
 
 def stream_directory(data_dir: Path, stream: str) -> Path:

@@ -28,6 +28,7 @@ from bridge.export.api import (
     Progress,
     Record,
     Retry,
+    Stopped,
 )
 from bridge.export.context import WorkerContext
 from bridge.export.planning import Planner, Source, among, too_large
@@ -104,7 +105,9 @@ class Task:
             fresh.skipped += oldest - fresh.position
             fresh.position = oldest
         loaded = found or fresh
-        loaded.error = self.cursor.error or loaded.error
+        if loaded.stopped and loaded.stopped != cursors.fingerprint(self.config):
+            loaded.stopped, loaded.error = b"", None
+        loaded.error = loaded.error if loaded.stopped else self.cursor.error or loaded.error
         # Only who sends what is contiguous, and as a whole, has gaps to explain; all others count.
         named = self._cls.limits.contiguous
         skipped = cursors.Skipped(self._path.with_suffix(".skipped")) if named else None
@@ -170,7 +173,7 @@ class Task:
             return self.not_before
         if self._renewed:
             return 0.0
-        if self.config.disabled:
+        if self.config.disabled or self.cursor.stopped:
             return self.not_before if self._dirty else NEVER
         if self.cursor.planned:
             return self.not_before
@@ -225,9 +228,10 @@ class Task:
                 if self.gone:
                     self._release()
                     return
+                self._go_on()
             if self._file is None:
                 self._file, self.skipped = self._load()
-            if self.config.disabled:
+            if self.config.disabled or self.cursor.stopped:
                 self._write(force=False)
                 return
             exporter = self._open()
@@ -238,6 +242,8 @@ class Task:
                 self._export(exporter, batch)
         except Retry as error:
             self._failed(str(error), error.after)
+        except Stopped as error:
+            self._stop(str(error))
         except CorruptData as error:
             self._scheduler.damaged(self.source.name, str(error))
             self._failed(str(error), None)
@@ -450,6 +456,22 @@ class Task:
             self._failing = True
             self._scheduler.event("export_failing", self, reason)
         self._scheduler.changed(self.source.name)
+
+    def _stop(self, reason: str) -> None:
+        """Make no attempt until the configuration changes; a restart does not count as a change."""
+        cursor = self.cursor
+        cursor.stopped, cursor.error = cursors.fingerprint(self.config), _short(f"stopped: {reason}")
+        self._attempts, self._failing, self._dirty = 0, True, True
+        log.error("%s: %s", self.label, cursor.error)
+        self._scheduler.event("export_stopped", self, reason)
+        self._scheduler.changed(self.source.name)
+        self.write()
+
+    def _go_on(self) -> None:
+        if self.cursor.stopped:
+            self.cursor.stopped = b""
+            log.info("%s: goes on with another configuration", self.label)
+            self._report(None)
 
     def _recovered(self) -> None:
         self._attempts, self.alone = 0, False

@@ -343,6 +343,7 @@ class Observer:
                     identifier=status.export_config_identifier,
                     kind=kind,
                     disabled=disabled,
+                    stopped=status.stopped,
                     lag=lag,
                     waiting_since=self._time_of(stream, status.export_config_identifier) if lag else None,
                     exported_messages=status.exported_messages_count,

@@ -258,11 +258,13 @@ function show(now) {
   const active = now.exports.filter((e) => !e.disabled);
   const failing = active.filter((e) => e.error).length;
   const stuck = Object.keys(ready.failing).length + Object.keys(ready.refused).length;
+  const stopped = active.filter((e) => e.stopped).length;
   told(notices);
   if (now.storageError) showState("bad", "Cannot store");
   else if (ready.phase !== "running") showState("unknown", ready.phase === "stopping" ? "Stopping" : "Starting");
   else if (stuck) showState("bad", `${many(stuck, "stream")} cannot store`);
   else if (!ready.ok) showState("bad", "No messages come in");
+  else if (stopped) showState("bad", `Storing; ${many(stopped, "export")} stopped`);
   else if (failing) showState("warn", `Storing; ${many(failing, "export")} held up`);
   else showState("good", "All is well");
 
@@ -289,6 +291,7 @@ function show(now) {
   exports_.show(now.exports.map((e) => [JSON.stringify([e.stream, e.identifier]), [
     { text: e.identifier, sub: `${e.stream} to ${e.kind}` },
     e.disabled ? { text: "", pill: "warn", state: "paused" }
+      : e.stopped ? { text: "", pill: "bad", state: "stopped", sub: e.error }
       : e.error ? { text: "", pill: "warn", state: "held up, tries again", sub: e.error }
       : !e.lag ? { text: "", pill: "good", state: "up to date" } : { text: "", pill: "good", state: "exporting" },
     { text: whole.format(e.lag) },

@@ -51,6 +51,7 @@ class ExportState(Struct, rename="camel", kw_only=True):
     identifier: str
     kind: str
     disabled: bool
+    stopped: bool
     lag: int
     waiting_since: int | None
     exported_messages: int

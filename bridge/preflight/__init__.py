@@ -28,6 +28,7 @@ PARTS = (
     streams.room,
     streams.loaded_plugins,
     streams.streams,
+    streams.stopped,
     files.secrets,
     files.certificates,
     files.rules,

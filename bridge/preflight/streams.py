@@ -15,6 +15,7 @@ import msgspec
 from bridge import plugins
 from bridge.errors import InvalidRequest
 from bridge.export.api import OWN_STREAM, ExportConfig, appends_to_itself
+from bridge.export.cursor import stopped_with
 from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
 from bridge.operations.manager import is_bindable
 from bridge.preflight.look import Finding, Look, existing
@@ -160,6 +161,25 @@ def _exports(look: Look, stream: MessageStreamDefinition, registry: plugins.Regi
                 yield look.warning(
                     (*keys, "dead_letter_stream"), f"there is no [streams.{dotted((letters,))}]; add it"
                 )
+
+
+def stopped(look: Look) -> Iterator[Finding]:
+    """Exports that have stopped until their configuration changes, and whose configuration has not."""
+    registry = plugins.load(look.config.export.plugin_dirs)
+    data_dir = look.config.gateway.data_dir
+    for name, stored in _stored(look)[0].items():
+        declared = look.config.streams.get(name)
+        definition = declared or msgspec.json.decode(stored.definition, type=MessageStreamDefinition)
+        for kind, items in definition.export_definition.items():
+            for number, raw in enumerate(items):
+                export, why = _read(registry, kind, raw, []), None
+                if export is not None and not export.disabled:
+                    with suppress(OSError):  # reported where the directories are looked at
+                        why = stopped_with(data_dir, name, stored.epoch, export)
+                if export is not None and why is not None:
+                    what = f"export {export.identifier} of stream {name} makes no attempt: {why}"
+                    keys: Keys = ("streams", name, "export", kind, number)
+                    yield look.error(keys, what) if declared else Finding("error", what)
 
 
 def _read(

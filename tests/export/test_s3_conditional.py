@@ -1,0 +1,244 @@
+"""What the `s3` exporter does where an object of its name is there already: it overwrites nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from typer.testing import CliRunner
+
+from bridge import Batch, Context, Exporter, Record, Retry, Stopped, objectkeys, plugins
+from bridge.cli import app
+from bridge.export.api import convert_config
+from bridge.export.cursor import stream_directory
+from bridge.testing import attempt, deliver, make_batch
+from tests.export.harness import Bucket, Gateway, running, until
+
+CLS = plugins.load().exporters["s3"]
+
+
+def doubled(root: Path) -> Path:
+    """A copy of a gateway's data directory, in a root of its own."""
+    other = root / "other"
+    other.mkdir()
+    shutil.copytree(root / "data", other / "data", symlinks=True)
+    return other
+
+
+async def exported(gateway: Gateway, config: dict[str, Any], *payloads: bytes) -> None:
+    gateway.update("plant", {"s3": [config]})
+    await gateway.append("plant", *payloads)
+
+
+def make(bucket: Bucket, context: Context | None = None, **more: Any) -> Exporter:
+    config = {"identifier": "up", "bucket": bucket.name, "endpointUrl": bucket.url, **more}
+    return CLS(convert_config(CLS, config), context or Context())
+
+
+def other_rows(batch: Batch) -> Batch:
+    """A batch of the same name with other messages."""
+    fresh = make_batch([b"other"] * len(batch.records), batch.first)
+    times = [record.ingest_time for record in batch.records]
+    records = [
+        Record(r.sequence_number, t, r.topic, r.payload) for r, t in zip(fresh.records, times, strict=True)
+    ]
+    return Batch(batch.gateway, batch.stream, batch.epoch, batch.first, batch.last, records)
+
+
+def test_a_doubled_data_directory_overwrites_nothing_and_stops_until_it_is_redefined(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    async def first() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(disabled=True)]})
+        doubled(tmp_path)
+        async with running(tmp_path) as gateway:
+            await exported(gateway, bucket.config(), b"a0", b"a1")
+            await gateway.exported("plant", 1)
+
+    async def second() -> None:
+        async with running(tmp_path / "other") as gateway:
+            await exported(gateway, bucket.config(), b"b0", b"b1")
+            await until(lambda: gateway.status("plant").stopped)
+            status = gateway.status("plant")
+            assert "nothing was overwritten" in (status.error_message or "")
+            assert status.last_exported_sequence_number == -1
+            # Neither a new worker nor a new service makes another attempt.
+            assert gateway.exports.pid is not None
+            os.kill(gateway.exports.pid, signal.SIGKILL)
+            await until(lambda: gateway.exports.restarts == 1)
+            await gateway.append("plant", b"b2")
+        async with running(tmp_path / "other") as gateway:
+            await gateway.append("plant", b"b3")
+            gateway.create("probe", {"s3": [bucket.config(identifier="p", prefix="probe")]})
+            await gateway.append("probe", b"x")
+            await gateway.exported("probe", 0)
+            assert gateway.status("plant").stopped
+            assert gateway.status("plant").last_export_time == status.last_export_time
+        looked = CliRunner().invoke(app, ["exports", "--json", "--data-dir", str(tmp_path / "other/data")])
+        (row,) = (row for row in json.loads(looked.output) if row["stream"] == "plant")
+        assert (row["stopped"], row["errorMessage"]) == (True, status.error_message)
+        toml = tmp_path / "other.toml"
+        export = f'identifier = "up"\nbucket = "{bucket.name}"\nregion = "eu-west-1"\n'
+        export += f'prefix = "raw"\nendpoint_url = "{bucket.url}"\n'
+        export += "time_hint_millis = 50\nhead_interval_millis = 20\n"
+        gateway_table = f'[gateway]\ndata_dir = "{tmp_path / "other/data"}"\nid = "gw-1"\n'
+        where = "[streams.plant]\n[[streams.plant.export.s3]]\n"
+        for changed, found in ((export, False), (export.replace('region = "eu-west-1"\n', ""), True)):
+            toml.write_text(gateway_table + where + changed, encoding="utf-8")
+            checked = CliRunner().invoke(app, ["check", "-c", str(toml)])
+            assert ("makes no attempt" in checked.output) is found, checked.output
+        async with running(tmp_path / "other") as gateway:
+            gateway.update("plant", {"s3": [bucket.config(prefix="copy")]})
+            await gateway.exported("plant", 3)
+            assert not gateway.status("plant").stopped
+            assert gateway.status("plant").error_message is None
+
+    def rows() -> list[bytes]:
+        return [bucket.body(key) for key in bucket.data_keys() if key.startswith("raw/")]
+
+    asyncio.run(first())
+    before = rows()
+    asyncio.run(second())
+    assert rows() == before
+
+
+def test_a_batch_that_had_arrived_counts_as_delivered_also_with_other_bytes(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    async def part(create: bool) -> None:
+        async with running(tmp_path) as gateway:
+            if create:
+                gateway.create("plant", {"s3": [bucket.config()]})
+                await gateway.append("plant", b"a", b"b")
+            await gateway.exported("plant", 1)
+
+    asyncio.run(part(create=True))
+    (key,) = bucket.data_keys()
+    metadata = bucket.client.head_object(Bucket=bucket.name, Key=key)["Metadata"]
+    repacked = gzip.compress(gzip.decompress(bucket.body(key)), 1) + gzip.compress(b"")
+    bucket.client.put_object(Bucket=bucket.name, Key=key, Body=repacked, Metadata=metadata)
+    for path in stream_directory(tmp_path / "data", "plant").glob("*.cursor"):
+        path.unlink()  # as if the worker had died before its note
+    asyncio.run(part(create=False))
+    assert bucket.body(key) == repacked
+
+
+@pytest.mark.parametrize("form", ["ndjson", "parquet"])
+def test_the_digest_is_that_of_the_rows_in_every_format(bucket: Bucket, form: str) -> None:
+    record = Record(7, 1_767_225_600_123, "plant/ü", b"\x00\xff", b"")
+    batch = Batch("gw 1", "plant", 1_767_225_600_000, 7, 7, [record])
+    deliver(make(bucket, format=form), batch)
+    (key,) = bucket.data_keys()
+    found = bucket.client.head_object(Bucket=bucket.name, Key=key)["Metadata"]
+    line = (
+        '{"gateway":"gw 1","stream":"plant","epoch":"1767225600000","sequence_number":7,'
+        '"ingest_time":"2026-01-01T00:00:00.123Z","topic":"plant/ü","payload":"AP8="}\n'
+    )
+    assert found == {"rows-sha256": hashlib.sha256(line.encode()).hexdigest()}
+    if form == "ndjson":
+        assert gzip.decompress(bucket.body(key)).decode() == line
+
+
+def test_an_object_without_a_digest_or_of_other_rows_stops_the_export(bucket: Bucket) -> None:
+    exporter, batch = make(bucket), make_batch([b"x", b"y"])
+    deliver(exporter, batch)
+    (key,) = bucket.data_keys()
+    with pytest.raises(Stopped, match="other messages"):
+        exporter.export(other_rows(batch))
+    bucket.client.put_object(Bucket=bucket.name, Key=key, Body=b"of an older version")
+    with pytest.raises(Stopped, match="unknown digest"):
+        exporter.export(batch)
+    assert bucket.body(key) == b"of an older version"
+
+
+def test_an_object_that_an_operator_names_is_replaced_and_no_other(bucket: Bucket) -> None:
+    batch = make_batch([b"x", b"y"])
+    deliver(make(bucket), batch)
+    (key,) = bucket.data_keys()
+    etag = bucket.client.put_object(Bucket=bucket.name, Key=key, Body=b"cut short")["ETag"]
+    with pytest.raises(Stopped):
+        make(bucket, replaceEtag='"0123"').export(batch)
+    deliver(make(bucket, replaceEtag=etag.strip('"')), batch)
+    assert len(gzip.decompress(bucket.body(key)).splitlines()) == 2
+    with pytest.raises(Stopped):  # it was for that one object
+        make(bucket, replaceEtag=etag).export(other_rows(batch))
+
+
+def test_for_stores_without_conditional_requests_objects_are_overwritten(bucket: Bucket) -> None:
+    batch = make_batch([b"x"])
+    for one in (batch, other_rows(batch)):
+        deliver(make(bucket, conditionalPut=False), one)
+    (key,) = bucket.data_keys()
+    assert b'"b3RoZXI="' in gzip.decompress(bucket.body(key))
+    with pytest.raises(ValueError, match="replaceEtag"):
+        make(bucket, conditionalPut=False, replaceEtag="0123")
+
+
+class Refusing(Context):
+    """A context whose S3 client fails a call once with an error of the service."""
+
+    def __init__(self, operation: str, status: int, code: str) -> None:
+        super().__init__()
+        self.fault = operation, status, code
+
+    def client(self, service: str, config: Any, **options: Any) -> Any:
+        client = super().client(service, config, **options)
+        operation, status, code = self.fault
+        return _Faulty(client, operation, status, code)
+
+
+class _Faulty:
+    def __init__(self, client: Any, operation: str, status: int, code: str) -> None:
+        self._client, self._left = client, [operation]
+        self._answer: Any = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name in self._left:
+            self._left.remove(name)
+            raise ClientError(self._answer, name)
+        call: Callable[..., Any] = getattr(self._client, name)
+        return call
+
+
+def test_a_conflict_of_two_requests_is_tried_again(bucket: Bucket) -> None:
+    exporter = make(bucket, Refusing("put_object", 409, "ConditionalRequestConflict"))
+    outcome = attempt(exporter, make_batch([b"x"]))
+    assert "ConditionalRequestConflict" in outcome.error
+    deliver(exporter, make_batch([b"x"]))
+
+
+def test_without_the_right_to_look_the_error_names_it_and_the_export_waits(bucket: Bucket) -> None:
+    batch = make_batch([b"x"])
+    exporter = make(bucket, Refusing("head_object", 403, "403"))
+    deliver(exporter, batch)
+    assert "s3:GetObject" in attempt(exporter, batch).error
+    deliver(exporter, batch)
+
+
+def test_a_store_without_conditional_requests_is_named_with_the_remedy(bucket: Bucket) -> None:
+    exporter = make(bucket, Refusing("put_object", 501, "NotImplemented"))
+    with pytest.raises(Retry, match="conditional_put = false"):
+        exporter.export(make_batch([b"x"]))
+
+
+def test_the_head_object_is_rewritten(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"s3": [bucket.config()]})
+            for n in range(2):
+                await gateway.append("plant", b"x")
+                await until(lambda n=n: bucket.head_exported() == [n])  # type: ignore[misc]
+
+    asyncio.run(scenario())
+    assert "raw/" + objectkeys.head_key("gw-1") in bucket.names()
