@@ -371,7 +371,7 @@ def failure(error: BaseException, doing: str) -> Retry:
         wait = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
         if wait.isdecimal():
             after = min(float(wait), timedelta(minutes=5).total_seconds())
-    return Retry(f"{doing}: {cause(error)}", after=after, unsent=is_unsent(error))
+    return Retry(f"{doing}: {cause(error)}", after=after, unsent=is_unsent(error), cut=is_cut(error))
 
 
 def safe_code(code: str) -> str:
@@ -392,6 +392,17 @@ def cause(error: BaseException) -> str:
     operation = getattr(error, "operation_name", "the request")
     log.info("%s was answered: %s", operation, str(error)[:MAX_CAUSE])
     return f"{operation} was answered {status} {code or 'without an error code'}"
+
+
+def is_cut(error: BaseException) -> bool:
+    """Whether the link is the cause: no connection, or one that ended without an answer."""
+    from botocore import exceptions as botocore
+
+    if error_code(error) == "RequestTimeout":  # S3: the body did not come in time
+        return True
+    return isinstance(error, botocore.ConnectionError | botocore.HTTPClientError) and not isinstance(
+        error, botocore.SSLError
+    )
 
 
 def is_unsent(error: BaseException) -> bool:

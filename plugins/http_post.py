@@ -37,7 +37,7 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.aws import Body, is_unsent
+from bridge.aws import Body, is_cut, is_unsent
 
 REFUSED = frozenset({400, 411, 413, 414, 415, 421, 422, 431})
 
@@ -121,7 +121,9 @@ class HttpExporter(Exporter):
                 if n == 0:
                     raise
                 left = range(n, len(batch.records))
-                return Outcome(rejected=rejected, retry=left, error=str(error), after=error.after)
+                return Outcome(
+                    rejected=rejected, retry=left, error=str(error), after=error.after, cut=error.cut
+                )
         return Outcome(rejected=rejected)
 
     def close(self) -> None:
@@ -137,7 +139,9 @@ class HttpExporter(Exporter):
             response = self._session.send(request.prepare())
             answer = response.content[:200]
         except BotoCoreError as error:
-            raise Retry(f"posting to {self.config.uri}: {error}", unsent=is_unsent(error)) from error
+            raise Retry(
+                f"posting to {self.config.uri}: {error}", unsent=is_unsent(error), cut=is_cut(error)
+            ) from error
         if not 200 <= response.status_code < 300:
             # Whoever defines the export can read the reason, and may have chosen who answers: not its words.
             reason = f"{self.config.uri} answered {response.status_code}"

@@ -89,7 +89,7 @@ class KinesisExporter(Exporter):
         retry: list[int] = []
         rejected: dict[int, str] = {}
         held: set[str] = set()  # keys of which a record has failed: the later ones wait for it
-        error = ""
+        error, cut = "", False
         for wave in self._waves(keys):
             sending = [n for n in wave if keys[n] not in held]
             failed = [n for n in wave if keys[n] in held]
@@ -98,14 +98,18 @@ class KinesisExporter(Exporter):
             except Retry as problem:
                 if len(sending) == len(batch.records):
                     raise
-                again, refused, error = sending, {}, str(problem)
+                again, refused, error, cut = sending, {}, str(problem), problem.cut
             failed += again
             rejected |= refused
             error = error or self._error
             retry += failed
             held |= {key for n in failed if (key := keys[n]) is not None}
         return Outcome(
-            retry=sorted(retry), rejected=rejected, error=error, after=self._after if retry else None
+            retry=sorted(retry),
+            rejected=rejected,
+            error=error,
+            after=self._after if retry else None,
+            cut=cut,
         )
 
     def _send(

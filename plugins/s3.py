@@ -186,6 +186,28 @@ class S3Exporter(Exporter):
             f"{f', ETag {etag}' if _ETAG.fullmatch(etag) else ''}"
         )
 
+    def landed(self, batch: Batch) -> bool | None:
+        key = self._key(batch)
+        where, doing = {"Bucket": self.config.bucket, "Key": key}, f"looking for {self._url(key)}"
+        try:
+            found = self._client.head_object(**where)
+        except Exception as error:
+            code = error_code(error)
+            if code == "403":  # of a HEAD without a body, which does not say why
+                try:
+                    self._client.get_object(**where, Range="bytes=0-0")["Body"].close()
+                except Exception as denied:
+                    # What is absent is AccessDenied for all who may not list the bucket.
+                    code = "404" if error_code(denied) == "AccessDenied" else error_code(denied)
+                    error = denied
+            if code in ABSENT:
+                return False
+            raise failure(error, doing) from error
+        if found.get("Metadata", {}).get(DIGEST) == _digest(batch):
+            self._settled_at = math.inf
+            return True
+        return None if self.config.conditional_put else False  # the next attempt looks closer
+
     def dropped(self, first: int, last: int, reason: str) -> None:
         self._settled_at = math.inf
 
@@ -292,6 +314,13 @@ def _lines(batch: Batch, records: Sequence[Record]) -> bytes:
     return _encoder.encode_lines(rows)
 
 
+def _digest(batch: Batch) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(batch.records), CHUNK):  # all lines at once would be one more copy of the batch
+        digest.update(_lines(batch, batch.records[start : start + CHUNK]))
+    return digest.hexdigest()
+
+
 def _ndjson() -> tuple[Encode, str, str]:
     def encode(batch: Batch) -> tuple[bytes, str]:
         lines = _lines(batch, batch.records)
@@ -323,9 +352,6 @@ def _parquet() -> tuple[Encode, str, str]:
 
     def encode(batch: Batch) -> tuple[bytes, str]:
         records, count = batch.records, len(batch.records)
-        digest = hashlib.sha256()
-        for start in range(0, count, CHUNK):  # all lines at once would be one more copy of the batch
-            digest.update(_lines(batch, records[start : start + CHUNK]))
         columns = [
             pa.repeat(pa.scalar(batch.gateway), count),
             pa.repeat(pa.scalar(batch.stream), count),
@@ -338,7 +364,7 @@ def _parquet() -> tuple[Encode, str, str]:
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd")
         content: bytes = sink.getvalue().to_pybytes()
-        return content, digest.hexdigest()
+        return content, _digest(batch)
 
     return encode, "parquet", "application/vnd.apache.parquet"
 

@@ -22,7 +22,10 @@ Invariants
 ----------
 1. A cursor never leads: a position is written only after every record before it was accepted,
    rejected or found to be dropped. It may lag: after a crash the planned batch is sent again.
-2. The boundaries of a batch are durable before its first attempt, so every attempt has the same.
+2. The boundaries of a batch are durable before its first attempt, so every attempt has the same. Where the
+   link cuts attempts, the batch goes in parts (`sizing`). Where a batch is one object, it gets a lower end
+   and another name instead: only after the exporter has looked and found nothing under the old name
+   (`landed`), and the new boundaries are durable before the attempt, too.
 3. One batch is in flight per export. A thread that hangs keeps its export, but not its place in
    the pool.
 4. The worker may die at any instant, with SIGKILL too. Nothing but time is lost.
@@ -36,6 +39,7 @@ five minutes; the worker itself is back at once, for the others.
 
 Modules, each knowing only those before it: `api` (what plugins see), `settings`, `wire` (messages
 between the processes), `cursor` (byte layout of positions), `planning` (which messages make a batch),
-`task` (one export), `scheduler` (the pool), `worker` (the process), `supervisor` (the parent's side).
+`sizing` (how large an attempt may be), `task` (one export), `scheduler` (the pool), `worker` (the
+process), `supervisor` (the parent's side).
 Shared by exporters: `heads` (the head object in S3), `keys` (partition keys), `firehose`, `uploads`.
 """

@@ -10,7 +10,9 @@ What streambridge promises to an exporter
 * Batches come in sequence order, one at a time; the next one comes when every record of this one
   is accepted or rejected.
 * A batch stays within `limits`; a record larger than `limits.record_bytes` is rejected for it.
-* A batch that is tried again, also after a crash, has the same `first` and `last`.
+* A batch that is tried again, also after a crash, has the same `first` and `last`. It may have fewer
+  records: the others come in an attempt of their own. A batch of a `contiguous` exporter is cut short, with
+  a lower `last`, only after `landed` has said that nothing of it is at the destination.
 
 What an exporter promises to streambridge
 -----------------------------------------
@@ -92,13 +94,15 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """What became of each record, by its index in `batch.records`. Not named means accepted.
 
-    `error` says why records are to be tried again; `after` is the least wait in seconds.
+    `error` says why records are to be tried again; `after` is the least wait in seconds; `cut` is that of
+    `Retry`.
     """
 
     retry: Sequence[int] = ()
     rejected: Mapping[int, str] = {}
     error: str = ""
     after: float | None = None
+    cut: bool = False
 
 
 ACCEPTED = Outcome()
@@ -108,12 +112,16 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
     """Raise it to have the whole batch tried again, after `after` seconds at the earliest.
 
     `unsent` says that nothing was sent, such as without a connection: then the attempt does not count
-    against the bandwidth ceiling.
+    against the bandwidth ceiling. `cut` says that the link is the cause: no connection, or one that ended
+    without an answer. Then it is tried again sooner, and in smaller batches if attempts are long beside
+    the time for which the link stays up.
     """
 
-    def __init__(self, reason: str, *, after: float | None = None, unsent: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, after: float | None = None, unsent: bool = False, cut: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.after, self.unsent = after, unsent
+        self.after, self.unsent, self.cut = after, unsent, cut
 
 
 class Stopped(Exception):  # noqa: N818 - named for what becomes of the export
@@ -310,6 +318,14 @@ class Exporter:
     def export(self, batch: Batch) -> Outcome:
         """Send the batch; return when the destination has answered for every record."""
         raise Retry(f"{type(self).__name__} has no export method")
+
+    def landed(self, batch: Batch) -> bool | None:
+        """Whether a batch is at the destination: all of it, nothing of it, or None if that is unknown.
+
+        Asked of a `contiguous` exporter before a batch is tried again whose attempt had no answer, or
+        before it is cut short. It may raise Retry.
+        """
+        return None
 
     def idle(self) -> float | None:
         """Called when nothing is left to send; return seconds to be called again, or None."""

@@ -59,7 +59,7 @@ class Cursor(Struct, kw_only=True):
     number that may have been sent, -1 if none; it never goes back, and a start beyond the newest
     message does not count. `skipped` counts the numbers that the position has passed without a message
     of theirs being exported or rejected. `stopped` is the `fingerprint` of the configuration with which
-    the exporter raised `Stopped`; empty while the export may run.
+    the exporter raised `Stopped`; empty while the export may run. `limit` is that of `sizing`, 0 for none.
     """
 
     epoch: int
@@ -76,6 +76,7 @@ class Cursor(Struct, kw_only=True):
     state: bytes = b""
     reached: int = -1
     stopped: bytes = b""
+    limit: int = 0
 
     def plan(self, first: int, last: int) -> None:
         """Fix the boundaries of the next batch; once they are written, it may be sent."""

@@ -45,7 +45,7 @@ class FirehoseSender:
             if len(payload) > MAX_RECORD
         }
         retry: list[int] = []
-        self._error, self._after = "", 0.0
+        self._error, self._after, cut = "", 0.0, False
         requests = self._requests(payloads, rejected)
         for number, groups in enumerate(requests):
             try:
@@ -54,9 +54,11 @@ class FirehoseSender:
                 if len(requests) == 1:
                     raise
                 retry += [n for rest in requests[number:] for group in rest for n in group]
-                self._error = str(problem)
+                self._error, cut = str(problem), problem.cut
                 break
-        return Outcome(retry=sorted(retry), rejected=rejected, error=self._error, after=self._after or None)
+        return Outcome(
+            retry=sorted(retry), rejected=rejected, error=self._error, after=self._after or None, cut=cut
+        )
 
     def _requests(self, payloads: list[bytes], without: dict[int, str]) -> list[list[list[int]]]:
         """Requests of records of messages, each within the limits."""

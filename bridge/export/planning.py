@@ -65,6 +65,7 @@ class Planner:
     def __init__(self, source: Source, transform: Transform | None) -> None:
         self._source, self._transform = source, transform
         self._limits, self._batching = BatchLimits(), Batching()
+        self.most = MAX_BYTES  # the size of a batch that no link limits
         self._reader: StreamReader | None = None
         self._drops: DropLog | None = None
         self._topics = _Topics()
@@ -79,8 +80,23 @@ class Planner:
         self._limits, self._batching = limits, batching
         self._records = min(batching.records or MAX_RECORDS, limits.records or MAX_RECORDS)
         wanted = batching.size or limits.batch_bytes or MAX_BYTES
-        self._bytes = min(wanted, limits.batch_bytes or wanted, most)
+        self.most = self._bytes = min(wanted, limits.batch_bytes or wanted, most)
         self._count_from = -1
+
+    def limit(self, size: int | None) -> None:
+        """Plan no batch of more than `size` bytes; None: as many as the exporter wants."""
+        least = min(self.most, size or self.most)
+        if least != self._bytes:
+            self._bytes, self._count_from = least, -1
+
+    def fitting(self, records: Sequence[Record]) -> int:
+        """How many of the leading records a batch may have by now; at least one."""
+        room = self._bytes
+        for n, record in enumerate(records[: self._records]):
+            room -= len(record.payload) + len(record.topic)
+            if room < 0:
+                return max(n, 1)
+        return min(len(records), self._records)
 
     def due(self, position: int) -> float:
         """The monotonic time at which planning may give a batch: in the past if nothing is known."""

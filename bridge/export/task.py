@@ -32,6 +32,7 @@ from bridge.export.api import (
 )
 from bridge.export.context import WorkerContext
 from bridge.export.planning import Planner, Source, among, too_large
+from bridge.export.sizing import Sizing
 from bridge.model import ExportStatus
 from bridge.streams.layout import directory_name
 
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
 NEVER = math.inf
 LAST = 11  # the priority of exports that name none
 IDLE_AFTER = 0.2  # seconds; so that a trickle of messages does not write a cursor for each
+AWAY_PARTS = 8
 _ERROR_SIZE = 500
+_CUT = (ConnectionError, TimeoutError)
 
 log = logging.getLogger("bridge.export")
 
@@ -65,7 +68,11 @@ class Task:
         self._attempts = 0
         self._failing = False
         self._pending: set[int] | None = None  # of the planned batch, what is not settled; None: all
+        self._later: set[int] = set()  # of these, what the attempt under way leaves to later ones
+        self._doubtful = False  # the planned batch may have arrived: an attempt of it had no answer
         self._handled = 0  # how many messages of the planned batch are settled
+        self._down_since: float | None = None  # since when the link has been the cause of failures
+        self._sizing = Sizing()
         self._dirty = False
         self._idle_at = NEVER
         name = directory_name(config.identifier)
@@ -118,6 +125,8 @@ class Task:
             file.close()
             raise
         self.cursor = loaded
+        self._sizing = Sizing(loaded.limit or None)
+        self._doubtful = loaded.planned is not None
         if found is not None and self._cls.idle is not Exporter.idle:
             # The worker before us may have died between its last batch and what it does when idle.
             self._idle_at = time.monotonic() + IDLE_AFTER
@@ -235,13 +244,13 @@ class Task:
                 self._write(force=False)
                 return
             exporter = self._open()
-            batch = self._batch()
+            batch = self._batch(exporter)
             if batch is None:
                 self._idle(exporter)
             else:
                 self._export(exporter, batch)
         except Retry as error:
-            self._failed(str(error), error.after)
+            self._failed(str(error), error.after, cut=error.cut)
         except Stopped as error:
             self._stop(str(error))
         except CorruptData as error:
@@ -250,7 +259,7 @@ class Task:
         except BaseException as error:
             if not isinstance(error, OSError):
                 log.exception("%s: the plugin or streambridge is at fault", self.label)
-            self._failed(f"{type(error).__name__}: {error}", None)
+            self._failed(f"{type(error).__name__}: {error}", None, cut=isinstance(error, _CUT))
 
     def _open(self) -> Exporter:
         if self._exporter is None:
@@ -273,9 +282,13 @@ class Task:
             except Exception as error:
                 log.warning("%s: closing it failed: %s", self.label, error)
 
-    def _batch(self) -> Batch | None:
+    def _batch(self, exporter: Exporter) -> Batch | None:
+        self._planner.limit(self._sizing.limit)
+        self._later = set()
         records = self._again() if self.cursor.planned else None
-        if records is None:
+        if records:
+            records = self._portion(exporter, records)
+        elif records is None:
             records = self._plan()
         if records is None or self.cursor.planned is None:
             return None
@@ -283,6 +296,10 @@ class Task:
         if not records:  # what was left of the planned batch was dropped
             self._settled()
             return None
+        return self._made_of(records)
+
+    def _made_of(self, records: Sequence[Record]) -> Batch:
+        assert self.cursor.planned is not None
         first, last = self.cursor.planned
         return Batch(
             gateway=self._scheduler.gateway,
@@ -293,6 +310,32 @@ class Task:
             records=list(records),
             attempt=self._attempts + 1,
         )
+
+    def _portion(self, exporter: Exporter, records: Sequence[Record]) -> Sequence[Record] | None:
+        """What of a planned batch goes in the next attempt; None if all of it has arrived after all.
+
+        The limits may be lower than when it was planned. Its boundaries stay: the rest of it goes in a
+        later attempt. Only where a batch is one object there is no such part. Then it gets a lower end, and
+        with it another name, provided that nothing is at the destination under the name that it had.
+        """
+        fitting = self._planner.fitting(records)
+        if not self._cls.limits.contiguous:
+            self._later = {record.sequence_number for record in records[fitting:]}
+            return records[:fitting]
+        if self._doubtful or fitting < len(records):
+            batch = self._made_of(records)
+            with self._scheduler.in_plugin(self, f"looking for {batch.first} to {batch.last}"):
+                landed = exporter.landed(batch)
+            self._doubtful = False
+            if landed:
+                self._count(batch, set(), {})
+                self._settled()
+                return None
+            if landed is False and fitting < len(records):
+                records = records[:fitting]
+                self.cursor.plan(batch.first, records[-1].sequence_number)
+                self._dirty = True
+        return records
 
     def _again(self) -> Sequence[Record] | None:
         """What is left of the planned batch; None if another takes its place, as part of it was dropped."""
@@ -323,6 +366,7 @@ class Task:
             self._idle_at = time.monotonic()  # all of it was dropped; there may be more
             return None
         cursor.plan(records[0].sequence_number, records[-1].sequence_number)
+        self._doubtful = False
         whole = len(records) == records[-1].sequence_number - cursor.position + 1
         self._pending = None if whole else {record.sequence_number for record in records}
         self._handled = 0
@@ -353,27 +397,50 @@ class Task:
             batch = msgspec.structs.replace(
                 batch, records=[r for n, r in enumerate(batch.records) if n not in large]
             )
+            if not batch.records:
+                return  # the others of the planned batch come with the next step
+        began = time.monotonic()
         with self._scheduler.in_plugin(self, f"exporting {batch.first} to {batch.last}"):
             try:
                 outcome = exporter.export(batch)
             except Retry as error:
                 if error.unsent:
                     self._scheduler.give_back(self)
+                elif error.cut:
+                    self._was_cut(batch, began)
+                raise
+            except _CUT:
+                self._was_cut(batch, began)
                 raise
         if not isinstance(outcome, Outcome):
             raise Retry(f"the plugin returned {type(outcome).__name__} instead of an Outcome")
-        if not self._settle(batch, outcome):
+        if outcome.cut:
+            self._was_cut(batch, began)
+        else:
+            self._sizing.delivered(_size(batch), time.monotonic() - began, self._planner.most)
+            self.cursor.limit = self._sizing.limit or 0
+        if self._settle(batch, outcome):
+            return
+        if not outcome.retry:
+            self._recovered()  # a part of the planned batch; the next one goes at once
+        else:
             if len(outcome.retry) < len(batch.records):
                 self._attempts = 0
-            self._failed(
-                outcome.error or f"{len(outcome.retry)} records are to be tried again", outcome.after
-            )
+            reason = outcome.error or f"{len(outcome.retry)} records are to be tried again"
+            self._failed(reason, outcome.after, cut=outcome.cut)
+
+    def _was_cut(self, batch: Batch, began: float) -> None:
+        """An attempt had no answer: the batch may have arrived, and may have been too long for the link."""
+        self._doubtful = True
+        self._sizing.cut(_size(batch), time.monotonic() - began)
+        if self.cursor.limit != (self._sizing.limit or 0):
+            self.cursor.limit, self._dirty = self._sizing.limit or 0, True
 
     def _settle(self, batch: Batch, outcome: Outcome) -> bool:
         """Take note of an outcome; True if the planned batch is settled now."""
         again = set(outcome.retry)
         rejected = {n: reason for n, reason in outcome.rejected.items() if n not in again}
-        left = {batch.records[n].sequence_number for n in again}
+        left = {batch.records[n].sequence_number for n in again} | self._later
         for n, reason in rejected.items():
             record = batch.records[n]
             try:
@@ -441,10 +508,18 @@ class Task:
             self._file.write(self.cursor)
             self._dirty = False
 
-    def _failed(self, reason: str, after: float | None) -> None:
+    def _failed(self, reason: str, after: float | None, *, cut: bool = False) -> None:
         self._scheduler.failures += 1
-        tuning = self._scheduler.tuning
-        wait = min(tuning.first_backoff * 2**self._attempts, tuning.max_backoff) * random.uniform(0.5, 1.0)
+        tuning, now = self._scheduler.tuning, time.monotonic()
+        wait = min(tuning.first_backoff * 2**self._attempts, tuning.max_backoff)
+        if cut:
+            # Nobody is relieved by a longer wait, and a link that is back may soon be gone again: what is
+            # lost of its time is a part of the time for which it was away.
+            self._down_since = self._down_since or now
+            wait = min(wait, max(tuning.first_backoff, (now - self._down_since) / AWAY_PARTS))
+        else:
+            self._down_since = None
+        wait *= random.uniform(0.5, 1.0)
         self._attempts = min(self._attempts + 1, 30)
         wait = max(wait, after or 0.0)
         self.not_before = time.monotonic() + wait
@@ -474,7 +549,7 @@ class Task:
             self._report(None)
 
     def _recovered(self) -> None:
-        self._attempts, self.alone = 0, False
+        self._attempts, self.alone, self._down_since = 0, False, None
         self._report(None)
         if self._failing:
             self._failing = False
@@ -511,6 +586,10 @@ class Task:
             raise ValueError(f"the state of an export has at most {cursors.STATE_LIMIT} bytes")
         self.cursor.state = state
         self._write()
+
+
+def _size(batch: Batch) -> int:
+    return sum([len(record.payload) + len(record.topic) for record in batch.records])
 
 
 def _short(reason: str) -> str:
