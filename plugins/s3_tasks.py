@@ -8,11 +8,11 @@ attempts are the same upload.
 
 Each task ends with one status message: Success; Failure for what can never succeed (no such file, a
 FIFO or a device, no such bucket, a bad definition), and then the next task is taken; Canceled when the
-export is deleted, or when the task is gone from the stream before it was done: expired, overwritten or
-purged. When an export is deleted, at most the first 1,000 of its waiting tasks are told of, and none if it
-is disabled. None are told of either when its stream is deleted, since nobody can read them any more. An
-upload in parts that was under way is aborted, but for that of a disabled export. The message of a task
-that is gone has its number and no definition.
+export or its stream is deleted, or when the task is gone from the stream before it was done: expired,
+overwritten or purged. When an export or a stream is deleted, at most the first 1,000 of its pending tasks
+are reported, and none if the export is disabled or the export worker is not running. An upload in parts
+that was under way is aborted, but for that of a disabled export. A status message has the task's definition
+wherever that can be read: not of a message that is no S3ExportTaskDefinition, nor of a task that is gone.
 Network, throttling, rights and credentials are waited out, and the task stays InProgress. A status
 stream that is missing or full costs the message, never the task.
 """
@@ -138,6 +138,10 @@ class S3TaskExporter(Exporter):
                 task = msgspec.json.decode(record.payload, type=TaskDefinition)
             except msgspec.MsgspecError as error:
                 raise TaskError(f"no S3ExportTaskDefinition: {error}") from error
+            try:
+                task.check()
+            except ValueError as error:
+                raise TaskError(str(error)) from error
             self._run(record, task)
         except TaskError as error:
             upload = self._upload
@@ -161,8 +165,8 @@ class S3TaskExporter(Exporter):
                 task = msgspec.json.decode(record.payload, type=TaskDefinition)
             except msgspec.MsgspecError:
                 self.context.log.debug("message %d is no task", record.sequence_number)
-            self._cancel(record.sequence_number, task, "the export was deleted")
-        upload = self._upload  # its task cannot be read any more if the stream was deleted
+            self._cancel(record.sequence_number, task, "the export or its stream was deleted")
+        upload = self._upload  # its task may be among those that are not reported
         if upload and upload.upload_id and upload.number not in {r.sequence_number for r in records}:
             self._abort(None, upload)
 

@@ -22,6 +22,7 @@ from bridge.cli.lookup import find
 from bridge.control import LARGEST, SOCKET
 from bridge.control.client import Control
 from bridge.errors import StreamBridgeError, StreamNotFound
+from bridge.export.api import Record
 from bridge.export.cursor import forget_stream, highest_exported
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
@@ -96,7 +97,11 @@ class _Stopped:
     def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
         """The worker will be told at the start."""
 
-    def forget(self, name: str) -> None:
+    def waiting(self, name: str) -> dict[str, list[Record]]:
+        """No exporter hears of it."""
+        return {}
+
+    def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
         """The cursors of a deleted stream go too."""
         forget_stream(self._data_dir, name)
 

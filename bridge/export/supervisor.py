@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,9 @@ import msgspec
 from bridge import logs
 from bridge.aws import AwsSettings
 from bridge.export import wire
+from bridge.export.api import Record
 from bridge.export.cursor import forget_others, forget_stream, highest_exported, stored_status
+from bridge.export.planning import Planner, Source
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
 
@@ -159,8 +162,21 @@ class ExportSupervisor:
         self._redefined.add(name)
         self._soon()
 
-    def forget(self, name: str) -> None:
-        """A stream was deleted; its cursors go too."""
+    def waiting(self, name: str) -> dict[str, list[Record]]:
+        """By export, the first records that it has not sent: to be handed to `forget` after the deletion."""
+        stream = self._streams.get(name)
+        if stream is None or stream.define is None or self._writer is None:
+            return {}
+        source = Source(name, stream.define.directory, stream.define.epoch)
+        source.next = stream.next
+        with closing(Planner(source, None)) as planner:
+            return {
+                identifier: planner.waiting(stream.positions[identifier])
+                for identifier in stream.enabled & stream.positions.keys()
+            }
+
+    def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
+        """A stream was deleted; its cursors go too. Exporters hear of what was waiting."""
         if self._streams.pop(name, None) is None:
             return
         self._redefined.discard(name)
@@ -168,7 +184,7 @@ class ExportSupervisor:
         if self._writer is None:
             forget_stream(self._data_dir, name)
         else:
-            self._send(wire.Forget(name))
+            self._send(wire.Forget(name, waiting or {}))
 
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:
         """Messages below `next_sequence` may be exported.

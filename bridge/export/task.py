@@ -59,6 +59,7 @@ class Task:
         self.running = False
         self.alone = False
         self.gone = self.over = False  # deleted; and closed since
+        self._waiting: Sequence[Record] | None = None
         self.last_step = 0.0
         self.not_before = 0.0
         self.charged = 0.0  # seconds, at the bandwidth ceiling, of what it sends
@@ -159,12 +160,13 @@ class Task:
         """Whether an update to this configuration keeps the position; else it is another export."""
         return kind == self.kind and _start_of(config) == _start_of(self.config)
 
-    def remove(self, *, replaced: bool = False) -> None:
+    def remove(self, *, replaced: bool = False, waiting: Sequence[Record] | None = None) -> None:
         """The export was deleted: the next step closes it, and its position is forgotten.
 
-        One of the same identifier that takes its place looks at the files itself: what was sent stays known.
+        `waiting` is what it had not sent, if its stream was deleted too; else it is read from there. One of
+        the same identifier that takes its place looks at the files itself: what was sent stays known.
         """
-        self.gone = True
+        self.gone, self._waiting = True, waiting
         for path in () if replaced else (self._path, self._path.with_suffix(".skipped")):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -277,10 +279,17 @@ class Task:
             try:
                 with self._scheduler.in_plugin(self, "closing it"):
                     if self.gone:
-                        exporter.cancelled(self._planner.waiting(self.cursor.position))
+                        exporter.cancelled(self._cancelled())
                     exporter.close()
             except Exception as error:
                 log.warning("%s: closing it failed: %s", self.label, error)
+
+    def _cancelled(self) -> Sequence[Record]:
+        """The first records that a deleted export has not sent."""
+        position = self.cursor.position
+        if self._waiting is None:
+            return self._planner.waiting(position)
+        return [record for record in self._waiting if record.sequence_number >= position]
 
     def _batch(self, exporter: Exporter) -> Batch | None:
         self._planner.limit(self._sizing.limit)

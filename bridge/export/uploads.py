@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 MAX_KEY = 1024
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -45,11 +45,15 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
     """S3ExportTaskDefinition: upload the file `input_url` as `bucket`/`key`."""
 
     input_url: str
-    bucket: Annotated[str, Meta(min_length=3, max_length=63)]
-    key: Annotated[str, Meta(min_length=1, max_length=MAX_KEY)]
+    bucket: str
+    key: str
     user_metadata: dict[str, Any] = msgspec.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError for what no upload can have; a status message carries the definition then."""
+        for name, value, least, most in (("bucket", self.bucket, 3, 63), ("key", self.key, 1, MAX_KEY)):
+            if not least <= len(value) <= most:
+                raise ValueError(f"{name}: {len(value)} characters; it has {least} to {most}")
         reserved = [name for name in self.user_metadata if name.lower().startswith("$aws-gg-")]
         if reserved:
             raise ValueError(f"userMetadata: names that begin with $aws-gg- are reserved: {reserved[0]}")

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge.aws import AwsSettings
+from bridge.export.api import Record
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus
 
@@ -66,9 +67,10 @@ class Define(Message, frozen=True, array_like=True, tag=True):
 
 
 class Forget(Message, frozen=True, array_like=True, tag=True):
-    """To the worker: the stream was deleted."""
+    """The stream was deleted. `waiting` are the first records that each export had not sent."""
 
     name: str
+    waiting: dict[str, list[Record]] = {}
 
 
 class Committed(Message, frozen=True, array_like=True, tag=True):

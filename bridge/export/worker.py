@@ -24,7 +24,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -32,7 +34,7 @@ from bridge import aws, cpu, memory, metadata, plugins
 from bridge.durable import make_directory
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
-from bridge.export.api import ExportConfig, Retry
+from bridge.export.api import ExportConfig, Record, Retry
 from bridge.export.planning import Source
 from bridge.export.scheduler import Scheduler, memory_used
 from bridge.export.task import Task
@@ -194,8 +196,8 @@ class Worker:
                     self._scheduler.wake()
             case wire.Define():
                 self._define(message)
-            case wire.Forget(name):
-                self._forget(name)
+            case wire.Forget(name, waiting):
+                self._forget(name, waiting)
             case wire.Appended(number, error):
                 if (answer := self._waiting.get(number)) is not None:
                     answer.put(error)
@@ -254,13 +256,13 @@ class Worker:
             task.hold(crash.wait, crash.reason, alone=crash.alone)
         self._scheduler.put(task)
 
-    def _remove(self, task: Task, *, replaced: bool = False) -> None:
-        task.remove(replaced=replaced)
+    def _remove(self, task: Task, *, replaced: bool = False, waiting: Sequence[Record] | None = None) -> None:
+        task.remove(replaced=replaced, waiting=waiting)
         self._scheduler.wake()
 
-    def _forget(self, name: str) -> None:
+    def _forget(self, name: str, waiting: Mapping[str, Sequence[Record]] = MappingProxyType({})) -> None:
         for task in self._scheduler.of_stream(name):
-            self._remove(task)
+            self._remove(task, waiting=waiting.get(task.config.identifier, ()))
         self._broken.pop(name, None)
         if self._sources.pop(name, None) is not None:
             cursor.forget_stream(self._hello.data_dir, name)

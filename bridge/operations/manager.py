@@ -32,7 +32,7 @@ from bridge.errors import (
     UpdateFailed,
     UpdateNotAllowed,
 )
-from bridge.export.api import OWN_STREAM, appends_to, appends_to_itself
+from bridge.export.api import OWN_STREAM, Record, appends_to, appends_to_itself
 from bridge.model import (
     ExportStatus,
     MessageStreamDefinition,
@@ -68,8 +68,11 @@ class Exports(Protocol):
     def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
         """A stream is there, or has changed."""
 
-    def forget(self, name: str) -> None:
-        """A stream was deleted."""
+    def waiting(self, name: str) -> dict[str, list[Record]]:
+        """By export, the first records that it has not sent; asked before a stream is deleted."""
+
+    def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
+        """A stream was deleted, and with it what was waiting."""
 
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:
         """A stream holds oldest..next_sequence-1."""
@@ -368,12 +371,13 @@ class StreamManager:
     def delete(self, name: str) -> None:
         """deleteMessageStream: messages and export positions go too. Raises StreamNotFound, StorageFailed."""
         stream = self.stream(name)
+        waiting = self._exports.waiting(name)
         with all_or_nothing("deleted", name, self.store.data_dir):
             self.store.delete(name)
         self._unbind(stream)
         del self.definitions[name]
         self._rebound()
-        self._exports.forget(name)
+        self._exports.forget(name, waiting)
 
     def names(self) -> list[str]:
         """listStreams: the names, sorted."""

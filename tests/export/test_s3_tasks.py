@@ -301,6 +301,58 @@ def test_tasks_of_a_deleted_export_are_canceled(tmp_path: Path, bucket: Bucket) 
     asyncio.run(scenario())
 
 
+def test_tasks_of_a_deleted_stream_are_canceled(tmp_path: Path, bucket: Bucket) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x")
+
+    async def scenario() -> list[dict[str, Any]]:
+        door = Door(bucket.url)
+        try:
+            async with running(tmp_path) as gateway:
+                status = {"statusStreamName": "status"}
+                config = {"identifier": "up", "endpointUrl": door.url, "statusConfig": status}
+
+                def told() -> list[dict[str, Any]]:
+                    return [json.loads(message) for message in gateway.read("status")]
+
+                gateway.create("status", {})
+                gateway.create("tasks", {"s3TaskExecutor": [config]})
+                await gateway.append("tasks", task(bucket, path))
+                await gateway.exported("tasks", 0)
+                with door.shut():
+                    await gateway.append("tasks", task(bucket, path), b"no task", task(bucket, path, key="z"))
+                    await until(lambda: gateway.status("tasks").error_message)
+                    gateway.manager.delete("tasks")
+                    await until(lambda: len(told()) >= 6, say=lambda: str(told()))
+                return told()
+        finally:
+            door.close()
+
+    told = asyncio.run(scenario())
+    seen = [(message["statusContext"]["sequenceNumber"], message["status"]) for message in told]
+    assert seen == [(0, 2), (0, 0), (1, 2), (1, 4), (2, 4), (3, 4)]
+    canceled = [message["statusContext"].get("s3ExportTaskDefinition") for message in told[3:]]
+    assert [found and found["key"] for found in canceled] == ["k", None, "z"]
+    assert {message["statusContext"]["streamName"] for message in told} == {"tasks"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bucket": "b"}, {"key": "k" * 1025}, {"key": ""}, {"userMetadata": {"$aws-gg-x": "1"}}],
+)
+def test_a_task_that_is_refused_for_its_values_is_named_with_its_definition(
+    tmp_path: Path, bucket: Bucket, change: dict[str, Any]
+) -> None:
+    context = Notes()
+    payload = json.dumps({**json.loads(task(bucket, tmp_path / "f")), **change}).encode()
+    rejected = deliver(make(bucket, context), make_batch([payload]))
+    assert rejected.keys() == {0}
+    (message,) = context.messages
+    assert message["status"] == 1
+    found = message["statusContext"]["s3ExportTaskDefinition"]
+    assert {"userMetadata": {}, **json.loads(payload)} == found
+
+
 def test_an_upload_under_way_is_aborted_when_its_stream_is_deleted(tmp_path: Path, bucket: Bucket) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(11 * MIB))

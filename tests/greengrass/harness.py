@@ -43,7 +43,10 @@ class Exports:
             for raw in configs
         ]
 
-    def forget(self, name: str) -> None:
+    def waiting(self, name: str) -> dict[str, list[Any]]:
+        return {}
+
+    def forget(self, name: str, waiting: object = None) -> None:
         self.known.pop(name, None)
 
     def committed(self, *_: object) -> None:

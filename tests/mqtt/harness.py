@@ -48,7 +48,10 @@ class NoExports:
     def define(self, *_: object) -> None:
         return
 
-    def forget(self, name: str) -> None:
+    def waiting(self, name: str) -> dict[str, list[Any]]:
+        return {}
+
+    def forget(self, name: str, waiting: object = None) -> None:
         return
 
     def committed(self, *_: object) -> None:
