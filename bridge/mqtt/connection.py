@@ -28,11 +28,10 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from bridge.errors import StreamError
-from bridge.mqtt import control, handshake, publishing
+from bridge.mqtt import answers, control, handshake, publishing
 from bridge.mqtt.batch import Batch
 from bridge.mqtt.packets import (
     CONNECT,
-    DISCONNECT,
     KEEP_ALIVE_TIMEOUT,
     MALFORMED,
     MAX_CONNECT,
@@ -185,7 +184,7 @@ class Connection(asyncio.Protocol):
     def fail(self, counter: str, why: str, reason: int) -> None:
         """The client did wrong, or must go: tell an MQTT 5 client the reason, and close."""
         if self.level == V5 and self.state is State.OPEN:
-            self.send(bytes((DISCONNECT, 2, reason, 0)))
+            self.send(answers.disconnect(reason))
         self.end(counter, why, linger=True)
 
     def end(self, counter: str, why: str, *, will: bool = True, linger: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from bridge.mqtt import answers
 from bridge.mqtt import properties as p
 from bridge.mqtt.message import Subscription
 from bridge.mqtt.packets import (
@@ -23,15 +24,12 @@ from bridge.mqtt.packets import (
     PUBREC,
     PUBREL,
     QUOTA_EXCEEDED,
-    SUBACK,
     SUBSCRIBE,
     SUCCESS,
-    UNSUBACK,
     UNSUBSCRIBE,
     V5,
     V311,
     ProtocolError,
-    packet,
     parse_ack,
     parse_disconnect,
     parse_subscribe,
@@ -93,9 +91,9 @@ def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) ->
             conn.lane.journal.released(session, packet_id)
             batch.touched[conn.lane.journal] = None
     elif conn.level == V5:
-        batch.acks += bytes((PUBCOMP, 3)) + raw + bytes((PACKET_ID_NOT_FOUND,))
+        batch.acks += answers.ack(PUBCOMP, raw, PACKET_ID_NOT_FOUND)
         return
-    batch.acks += bytes((PUBCOMP, 2)) + raw
+    batch.acks += answers.ack(PUBCOMP, raw)
 
 
 def _subscribe(conn: Connection, session: Session, body: bytes) -> None:
@@ -106,7 +104,7 @@ def _subscribe(conn: Connection, session: Session, body: bytes) -> None:
     for request in requests:
         code = _refusal(conn, session, request)
         if code:
-            codes.append(code if conn.level == V5 else 0x80)
+            codes.append(code)
             continue
         options = request.options
         subscription = Subscription(
@@ -138,8 +136,7 @@ async def _confirm(
     await lane.delivery.subscribe(session, [subscription.filter for subscription, _ in granted])
     await lane.journaled()
     if session.connection is conn:
-        empty = b"\0" if conn.level == V5 else b""
-        conn.send(packet(SUBACK, packet_id.to_bytes(2, "big") + empty + codes))
+        conn.send(answers.suback(conn.level, packet_id, codes))
         wanted = [
             one for one, new in granted if one.retain_handling == 0 or (one.retain_handling == 1 and new)
         ]
@@ -181,8 +178,7 @@ def _unsubscribe(conn: Connection, session: Session, body: bytes) -> None:
         if known and session.persistent:
             conn.lane.journal.unsubscribed(session, topic_filter)
         codes.append(SUCCESS if known else NO_SUBSCRIPTION_EXISTED)
-    details = b"\0" + codes if conn.level == V5 else b""
-    conn.send(packet(UNSUBACK, packet_id.to_bytes(2, "big") + details))
+    conn.send(answers.unsuback(conn.level, packet_id, codes))
 
 
 def _disconnect(conn: Connection, session: Session, body: bytes) -> None:

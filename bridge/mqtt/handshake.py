@@ -12,24 +12,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.access.logins import Denied, Reason
 from bridge.addresses import is_loopback
+from bridge.mqtt import answers
 from bridge.mqtt import properties as p
 from bridge.mqtt.packets import (
     BAD_AUTH_METHOD,
     BAD_CLIENT_ID,
     BAD_TOPIC_NAME,
     BAD_USER_OR_PASSWORD,
-    CONNACK,
     NOT_AUTHORIZED,
     SERVER_BUSY,
     SESSION_TAKEN_OVER,
+    SUCCESS,
     UNSUPPORTED_VERSION,
     V5,
     Connect,
     ProtocolError,
-    packet,
     parse_connect,
 )
-from bridge.mqtt.properties import write_properties
 from bridge.mqtt.publishing import RECEIVE_MAXIMUM, TOPIC_ALIASES
 from bridge.mqtt.sessions import NEVER
 from bridge.topics import REQUEST_LEVEL, is_topic_name
@@ -46,11 +45,6 @@ _REASONS = {
     Reason.WRONG_CREDENTIALS: BAD_USER_OR_PASSWORD,
     Reason.BUSY: SERVER_BUSY,
 }
-# MQTT 5 reason code to 3.1.1 return code (section 3.2.2.3)
-_RETURN_CODES = {
-    UNSUPPORTED_VERSION: 1, BAD_CLIENT_ID: 2, SERVER_BUSY: 3, BAD_USER_OR_PASSWORD: 4,
-    NOT_AUTHORIZED: 5, BAD_TOPIC_NAME: 5,
-}  # fmt: skip
 
 
 class Refused(NamedTuple):
@@ -75,10 +69,7 @@ def begin(conn: Connection, body: bytes) -> None:
 
 def refuse(conn: Connection, refused: Refused) -> None:
     """Answer with a reason, and close."""
-    if conn.level == V5:
-        conn.send(packet(CONNACK, bytes((0, refused.reason, 0))))
-    else:
-        conn.send(packet(CONNACK, bytes((0, _RETURN_CODES.get(refused.reason, 5)))))
+    conn.send(answers.connack(conn.level, refused.reason))
     conn.end("refused_connects", f"refused: {refused.text}", linger=True)
 
 
@@ -196,7 +187,7 @@ def _adopt(conn: Connection, connect: Connect, session: Session) -> None:
 def _connack(conn: Connection, connect: Connect, session: Session, *, present: bool) -> bytes:
     """CONNACK 0; for MQTT 5 with everything that is less than the protocol allows (section 3.2.2.3)."""
     if connect.level != V5:
-        return packet(CONNACK, bytes((present, 0)))
+        return answers.connack(connect.level, SUCCESS, present=present)
     lane = conn.lane
     properties: p.Properties = {
         p.MAXIMUM_PACKET_SIZE: lane.max_packet,
@@ -211,4 +202,4 @@ def _connack(conn: Connection, connect: Connect, session: Session, *, present: b
         properties[p.ASSIGNED_CLIENT_ID] = session.client_id.encode()
     if conn.keep_alive != 1.5 * connect.keep_alive:
         properties[p.SERVER_KEEP_ALIVE] = round(conn.keep_alive / 1.5)
-    return packet(CONNACK, bytes((present, 0)) + write_properties(properties))
+    return answers.connack(connect.level, SUCCESS, present=present, properties=properties)

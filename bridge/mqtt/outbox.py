@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
+from bridge.mqtt.answers import ack
 from bridge.mqtt.packets import PACKET_ID_NOT_FOUND, PUBREL, SUCCESS, V5
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Outbox:
         self._again = {packet_id: out for packet_id, out in self._inflight.items() if not out.released}
         for packet_id, out in self._inflight.items():
             if out.released:
-                line.send(bytes((PUBREL, 2)) + packet_id.to_bytes(2, "big"))
+                line.send(ack(PUBREL, packet_id.to_bytes(2, "big")))
         self.pump()
 
     def detach(self) -> None:
@@ -133,9 +134,8 @@ class Outbox:
             if out is not None:
                 out.released = True
                 self._again.pop(packet_id, None)
-            code = SUCCESS if out is not None else PACKET_ID_NOT_FOUND
-            body = packet_id.to_bytes(2, "big") + (bytes((code,)) if line.level == V5 and code else b"")
-            line.send(bytes((PUBREL, len(body))) + body)
+            code = SUCCESS if out is not None or line.level != V5 else PACKET_ID_NOT_FOUND
+            line.send(ack(PUBREL, packet_id.to_bytes(2, "big"), code))
 
     def pending(self) -> list[Outgoing]:
         """Everything not yet acknowledged, oldest first."""

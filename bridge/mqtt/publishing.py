@@ -19,16 +19,15 @@ from bridge.errors import (
     StreamFull,
     Unauthorized,
 )
+from bridge.mqtt import answers, requests
 from bridge.mqtt import headers as published
 from bridge.mqtt import properties as p
-from bridge.mqtt import requests
 from bridge.mqtt.message import Message, expiry_of
 from bridge.mqtt.packets import (
     BAD_TOPIC_ALIAS,
     BAD_TOPIC_NAME,
     IMPLEMENTATION_ERROR,
     NOT_AUTHORIZED,
-    PACKET_TOO_LARGE,
     PROTOCOL_ERROR,
     PUBACK,
     PUBLISH,
@@ -56,11 +55,11 @@ if TYPE_CHECKING:
 RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH and PUBREL, announced too
 TOPIC_ALIASES = 64  # per connection, announced in CONNACK
 
-# error, the counter's ending, MQTT 5 reason code
+# error, the counter's ending, MQTT 5 reason code: one that PUBACK, PUBREC and DISCONNECT may carry
 _REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
     (NoStream, "no_stream", BAD_TOPIC_NAME),
     (StreamFull, "full", QUOTA_EXCEEDED),
-    (MessageTooLarge, "too_large", PACKET_TOO_LARGE),
+    (MessageTooLarge, "too_large", QUOTA_EXCEEDED),  # a limit of the stream; 0x95 may not be here
     (StorageFailed, "storage", IMPLEMENTATION_ERROR),
     (Unauthorized, "not_allowed", NOT_AUTHORIZED),
     (StreamBridgeError, "other", UNSPECIFIED),
@@ -204,7 +203,7 @@ def rejected(conn: Connection, batch: Batch, qos: int, packet_id: bytes, error: 
     elif conn.level == V5:
         conn.lane.counts[f"rejected_{kind}"] += 1
         conn.lane.log_dropped(conn, kind, str(error))
-        batch.acks += bytes((PUBACK if qos == 2 else PUBREC, 3)) + packet_id + bytes((reason,))
+        batch.acks += answers.ack(PUBACK if qos == 2 else PUBREC, packet_id, reason)
     else:
         batch.close = (f"rejected_{kind}", f"not acknowledged: {error}", reason)
         conn.hold("rejected")

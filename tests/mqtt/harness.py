@@ -190,6 +190,44 @@ class Published(NamedTuple):
     properties: bytes
 
 
+_BOTH = "CONNACK DISCONNECT"
+_EVERY = "CONNACK PUBACK PUBREC SUBACK UNSUBACK DISCONNECT"
+# Table 2-6 of MQTT 5, "Reason Codes": the packets in which a server may send each
+REASON_CODES = {
+    0x00: "CONNACK PUBACK PUBREC PUBREL PUBCOMP SUBACK UNSUBACK DISCONNECT AUTH",
+    0x01: "SUBACK", 0x02: "SUBACK", 0x10: "PUBACK PUBREC", 0x11: "UNSUBACK", 0x18: "AUTH", 0x80: _EVERY,
+    0x81: _BOTH, 0x82: _BOTH, 0x83: _EVERY, 0x84: "CONNACK", 0x85: "CONNACK", 0x86: "CONNACK", 0x87: _EVERY,
+    0x88: "CONNACK", 0x89: _BOTH, 0x8A: "CONNACK", 0x8B: "DISCONNECT", 0x8C: "CONNACK", 0x8D: "DISCONNECT",
+    0x8E: "DISCONNECT", 0x8F: "SUBACK UNSUBACK DISCONNECT", 0x90: "CONNACK PUBACK PUBREC DISCONNECT",
+    0x91: "PUBACK PUBREC SUBACK UNSUBACK", 0x92: "PUBREL PUBCOMP", 0x93: "DISCONNECT", 0x94: "DISCONNECT",
+    0x95: _BOTH, 0x96: "DISCONNECT", 0x97: "CONNACK PUBACK PUBREC SUBACK DISCONNECT", 0x98: "DISCONNECT",
+    0x99: "CONNACK PUBACK PUBREC DISCONNECT", 0x9A: _BOTH, 0x9B: _BOTH, 0x9C: _BOTH, 0x9D: _BOTH,
+    0x9E: "SUBACK DISCONNECT", 0x9F: _BOTH, 0xA0: "DISCONNECT", 0xA1: "SUBACK DISCONNECT",
+    0xA2: "SUBACK DISCONNECT",
+}  # fmt: skip
+PACKET_TYPES = {
+    0x20: "CONNACK", 0x40: "PUBACK", 0x50: "PUBREC", 0x62: "PUBREL", 0x70: "PUBCOMP", 0x90: "SUBACK",
+    0xB0: "UNSUBACK", 0xE0: "DISCONNECT", 0xF0: "AUTH",
+}  # fmt: skip
+
+
+def illegal_reasons(packet: Packet) -> list[str]:
+    """The reason codes of a server's MQTT 5 packet that the standard does not allow there."""
+    head, body = packet
+    match PACKET_TYPES.get(head):
+        case "PUBACK" | "PUBREC" | "PUBREL" | "PUBCOMP":
+            codes = body[2:3]
+        case "SUBACK" | "UNSUBACK":
+            codes = body[3 + body[2] :]
+        case "CONNACK":
+            codes = body[1:2]
+        case "DISCONNECT" | "AUTH":
+            codes = body[:1]
+        case _:
+            return []
+    return [hex(code) for code in codes if PACKET_TYPES[head] not in REASON_CODES.get(code, "").split()]
+
+
 class Client:
     """One connection of raw packets."""
 
@@ -220,9 +258,12 @@ class Client:
                     shift += 7
                     if byte < 0x80:
                         break
-                return Packet(head, await self.reader.readexactly(length))
+                packet = Packet(head, await self.reader.readexactly(length))
             except (asyncio.IncompleteReadError, OSError) as error:
                 raise ConnectionError("closed by the bridge") from error
+        if self.level == V5:
+            assert not (wrong := illegal_reasons(packet)), f"{packet} carries {wrong}"
+        return packet
 
     async def exchange(self, *packets: bytes) -> Packet:
         self.send(*packets)

@@ -84,7 +84,7 @@ async def test_a_full_stream_is_said_with_quota_exceeded_and_the_connection_stay
     stored = len(await bridge.stored("small"))
     assert codes == [b"\0"] * stored + [b"\x97"] * (20 - stored)
     send(client, "small", b"x" * 5000, 1, 21)
-    assert await client.receive() == Packet(0x40, b"\0\x15\x95"), "too large for the stream"
+    assert await client.receive() == Packet(0x40, b"\0\x15\x97"), "too large for the stream"
     send(client, "small", b"x" * 500, 2, 22)
     assert await client.receive() == Packet(0x50, b"\0\x16\x97")
     assert await client.alive()
