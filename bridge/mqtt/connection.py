@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
 
     __slots__ = (
         "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes", "_tail", "_timer",
-        "address", "aliases", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
+        "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
         "receive_maximum", "requests", "session", "state", "transport", "writable",
     )  # fmt: skip
 
@@ -77,6 +77,7 @@ class Connection(asyncio.Protocol):
         self.lane, self.listener = lane, listener
         self.state = State.NEW
         self.level = V311
+        self.bridge = False  # the client is another broker
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
         self.session: Session | None = None
         self.writable = True

@@ -28,7 +28,7 @@ from bridge.mqtt.packets import (
     SUCCESS,
     UNSUBSCRIBE,
     V5,
-    V311,
+    V31,
     ProtocolError,
     parse_ack,
     parse_disconnect,
@@ -48,6 +48,8 @@ def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
     """Handle one packet; anything that a client may not send is an error (MQTT-2.2.2-2)."""
     session = conn.session
     assert session is not None
+    if conn.level == V31 and head in (0x6A, 0x8A, 0xAA):
+        head &= 0xF7  # in MQTT 3.1 PUBREL, SUBSCRIBE and UNSUBSCRIBE may have DUP
     match head:
         case 0x40:  # PUBACK
             session.outbox.puback(parse_ack(head, body, conn.level)[0])
@@ -110,8 +112,8 @@ def _subscribe(conn: Connection, session: Session, body: bytes) -> None:
         subscription = Subscription(
             request.filter,
             options & 3,
-            bool(options & 4),
-            bool(options & 8),
+            bool(options & 4) or conn.bridge,
+            bool(options & 8) or conn.bridge,
             options >> 4 & 3,
             identifier,
         )
@@ -147,7 +149,7 @@ async def _confirm(
 def _refusal(conn: Connection, session: Session, request: TopicRequest) -> int:
     """Why a filter is not granted: an MQTT 5 reason code, or 0."""
     if not is_topic_filter(request.filter):
-        if conn.level == V311:
+        if conn.level != V5:
             raise ProtocolError(f"topic filter {request.filter[:80]!r}")
         return BAD_TOPIC_FILTER
     if request.filter.startswith("$share/"):

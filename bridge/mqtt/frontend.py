@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from bridge.mqtt.external import ExternalBroker
 from bridge.mqtt.lane import Lane
-from bridge.mqtt.packets import V5, V311
+from bridge.mqtt.packets import V5, V31, V311
 
 if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.mqtt.settings import MqttConfig
     from bridge.operations.catalog import Operations
 
-_PROTOCOLS = {V311: "MQTT 3.1.1", V5: "MQTT 5"}
+_PROTOCOLS = {V31: "MQTT 3.1", V311: "MQTT 3.1.1", V5: "MQTT 5"}
 
 
 class MqttFrontEnd:

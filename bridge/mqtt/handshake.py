@@ -17,7 +17,6 @@ from bridge.mqtt import properties as p
 from bridge.mqtt.packets import (
     BAD_AUTH_METHOD,
     BAD_CLIENT_ID,
-    BAD_TOPIC_NAME,
     BAD_USER_OR_PASSWORD,
     NOT_AUTHORIZED,
     SERVER_BUSY,
@@ -25,15 +24,17 @@ from bridge.mqtt.packets import (
     SUCCESS,
     UNSUPPORTED_VERSION,
     V5,
+    V31,
     Connect,
     ProtocolError,
     parse_connect,
+    protocol_of,
 )
 from bridge.mqtt.publishing import RECEIVE_MAXIMUM, TOPIC_ALIASES
 from bridge.mqtt.sessions import NEVER
-from bridge.topics import REQUEST_LEVEL, is_topic_name
 
 if TYPE_CHECKING:
+    from bridge.access.rules import Identity
     from bridge.mqtt.connection import Connection
     from bridge.mqtt.sessions import Session
 
@@ -57,13 +58,15 @@ class Refused(NamedTuple):
 def begin(conn: Connection, body: bytes) -> None:
     """Take a CONNECT; the answer comes when the client is known."""
     try:
+        conn.level, conn.bridge, _ = protocol_of(body)
         connect = parse_connect(body)
     except ProtocolError as error:
-        if error.reason == UNSUPPORTED_VERSION:
-            refuse(conn, Refused(UNSUPPORTED_VERSION, str(error)))
+        # 3.1.1 has no return code for a malformed CONNECT: the connection is closed (MQTT-3.1.4-1).
+        if error.reason == UNSUPPORTED_VERSION or conn.level == V5:
+            conn.lane.counts["protocol_errors"] += error.reason != UNSUPPORTED_VERSION
+            refuse(conn, Refused(error.reason, str(error)))
             return
         raise
-    conn.level = connect.level
     conn.lane.spawn(_open(conn, connect))
 
 
@@ -82,12 +85,7 @@ async def _open(conn: Connection, connect: Connect) -> None:
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
     identity = lane.access.identify(client_id, user, local=is_loopback(conn.address))
     if refused is None and connect.will is not None:
-        will = connect.will
-        if not is_topic_name(will.topic):
-            refused = Refused(BAD_TOPIC_NAME, f"a will on topic {will.topic[:80]!r}")
-        elif will.topic.partition("/")[0] == REQUEST_LEVEL or not identity.may_publish(will.topic):
-            why = f"{identity.label} may not publish its will on {will.topic!r}; see [[mqtt.acl]]"
-            refused = Refused(NOT_AUTHORIZED, why)
+        refused = _refused_will(conn, identity, connect.will.topic)
     while refused is None:
         old, newest = lane.sessions.get(client_id), lane.newest.get(client_id)
         if old is not None and old.identity.user != user:
@@ -131,10 +129,24 @@ def _unfit(connect: Connect) -> Refused | None:
     """What rules a CONNECT out, whoever sends it."""
     if p.AUTH_METHOD in connect.properties:
         return Refused(BAD_AUTH_METHOD, "enhanced authentication is not offered")
+    if not connect.client_id and connect.level == V31:
+        return Refused(BAD_CLIENT_ID, "no client id, which MQTT 3.1 asks for (3.1, section 3.1)")
     if not connect.client_id and not connect.clean and connect.level != V5:
         return Refused(BAD_CLIENT_ID, "a persistent session without client id (MQTT-3.1.3-8)")
     if len(connect.client_id) > MAX_CLIENT_ID:
         return Refused(BAD_CLIENT_ID, f"a client id of {len(connect.client_id)} characters")
+    return None
+
+
+def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused | None:
+    """Why a client may not have a will on this topic: the rules of a PUBLISH hold for it too."""
+    try:
+        route = conn.lane.router.route(topic.encode())
+    except ProtocolError as error:
+        return Refused(error.reason, f"a will on topic {topic[:80]!r}")
+    if route.request or route.denied or not (route.ignored or identity.may_publish(topic)):
+        why = f"{identity.label} may not publish its will on {topic!r}; see [[mqtt.acl]]"
+        return Refused(NOT_AUTHORIZED, why)
     return None
 
 

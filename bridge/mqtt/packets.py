@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 from bridge.errors import StreamBridgeError
 from bridge.mqtt.properties import Properties, PropertyError, read_properties, varint
 
+V31: Final = 3
 V311: Final = 4
 V5: Final = 5
 
@@ -126,6 +127,7 @@ class Connect(NamedTuple):
     password: bytes | None
     will: Will | None
     properties: Properties
+    bridge: bool = False  # another broker: see `protocol_of`
 
 
 class TopicRequest(NamedTuple):
@@ -214,24 +216,35 @@ def properties_at(data: bytes, pos: int, end: int, packet_type: int) -> tuple[Pr
         raise ProtocolError(str(error), error.reason) from error
 
 
-def parse_connect(body: bytes) -> Connect:
-    """Check and read the body of a CONNECT (3.1.1 and 5, section 3.1).
+def protocol_of(body: bytes) -> tuple[int, bool, int]:
+    """Read the protocol of a CONNECT (section 3.1.2): level, whether a bridge sends it, the next position.
 
-    An unknown protocol level raises with reason UNSUPPORTED_VERSION, so that the caller can answer it.
+    Brokers that bridge set the top bit of the level (0x83, 0x84), which no standard describes: they want none
+    of their own messages back, and messages with their RETAIN flag as it was published. MQTT 5 has
+    subscription options for both. An unknown level raises with reason UNSUPPORTED_VERSION.
     """
     end = len(body)
     name, pos = read_binary(body, 0, end)
     if name not in (b"MQTT", b"MQIsdp") or pos + 4 > end:
         raise ProtocolError("not an MQTT CONNECT")
-    level, flags = body[pos], body[pos + 1]
-    if level not in (V311, V5) or name != b"MQTT":
-        raise ProtocolError(f"protocol level {level}; 4 (3.1.1) and 5 are served", UNSUPPORTED_VERSION)
-    keep_alive = body[pos + 2] << 8 | body[pos + 3]
-    pos += 4
+    byte = body[pos]
+    level, bridge = byte & 0x7F, byte > 0x7F
+    if level not in ((V31,) if name == b"MQIsdp" else (V311,) if bridge else (V311, V5)):
+        why = f"protocol {name.decode()} level {byte}; MQIsdp 3 (3.1), MQTT 4 (3.1.1) and 5 are served"
+        raise ProtocolError(why, UNSUPPORTED_VERSION)
+    return level, bridge, pos + 1
+
+
+def parse_connect(body: bytes) -> Connect:
+    """Check and read the body of a CONNECT (3.1, 3.1.1 and 5, section 3.1); raises as `protocol_of` does."""
+    end = len(body)
+    level, bridge, pos = protocol_of(body)
+    flags, keep_alive = body[pos], body[pos + 1] << 8 | body[pos + 2]
+    pos += 3
     has_will, will_qos, has_name, has_password = flags & 4, flags >> 3 & 3, flags & 0x80, flags & 0x40
     if flags & 1 or will_qos == 3 or (not has_will and flags & 0x38):
         raise ProtocolError(f"CONNECT flags {flags:#04x}")
-    if has_password and not has_name and level == V311:
+    if has_password and not has_name and level != V5:
         raise ProtocolError("a password without a user name (MQTT-3.1.2-22)")
     properties: Properties = {}
     if level == V5:
@@ -243,6 +256,8 @@ def parse_connect(body: bytes) -> Connect:
         if level == V5:
             will_properties, pos = properties_at(body, pos, end, WILL)
         topic, pos = read_text(body, pos, end)
+        if not topic and level != V5:  # which has a reason code for it
+            raise ProtocolError("an empty will topic (MQTT-4.7.3-1)")
         payload, pos = read_binary(body, pos, end)
         will = Will(topic, payload, will_qos, bool(flags & 0x20), will_properties)
     username: str | None = None
@@ -253,7 +268,8 @@ def parse_connect(body: bytes) -> Connect:
         password, pos = read_binary(body, pos, end)
     if pos != end:
         raise ProtocolError("bytes behind the CONNECT's fields")
-    return Connect(level, client_id, bool(flags & 2), keep_alive, username, password, will, properties)
+    clean = bool(flags & 2)
+    return Connect(level, client_id, clean, keep_alive, username, password, will, properties, bridge)
 
 
 # Not a packet type of its own: the properties of a will differ from its CONNECT's.

@@ -75,7 +75,7 @@ def allowed_route(conn: Connection, topic: bytes) -> Route:
     """The route of a topic, or a denied one if the client may not publish there."""
     route = conn.lane.router.route(topic)
     assert conn.session is not None
-    if not route.denied and not conn.session.identity.may_publish(route.name):
+    if not route.denied and not route.ignored and not conn.session.identity.may_publish(route.name):
         route = Route(route.name, ())
         route.denied = True
     return route
@@ -120,12 +120,14 @@ def publish(
             for stream in streams:
                 places[stream] = stream.append(topic, payload, kept)
                 batch.touched[stream] = None
+        elif route.ignored:
+            lane.counts["ignored_bridge_state"] += 1
         else:
             lane.counts["without_stream"] += 1
     except (StreamError, Unauthorized) as error:
         rejected(conn, batch, qos, packet_id, error)
         return
-    if (route.receivers or head & 1) and not route.request:
+    if (route.receivers or head & 1) and not route.request and not route.ignored:
         message = Message(
             topic, payload, qos >> 1, bool(head & 1), properties, expiry_of(properties, lane.clock)
         )
@@ -214,6 +216,8 @@ def publish_will(lane: Lane, session: Session, will: Will) -> None:
     topic = will.topic.encode()
     flags = will.qos << 1 | will.retain
     route = lane.router.route(topic)
+    if route.ignored:
+        return
     try:
         for stream in route.streams:
             stream.append(topic, will.payload, _headers(flags & 3, will.properties, session, 0, route))

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.store import Store, Stream
 
+# Where Mosquitto says that one of its bridges is connected, at both ends, unless it is configured otherwise.
+BRIDGE_STATE = "$SYS/broker/connection/"
 RESERVED = ("$SYS/", "$share/", REQUEST_LEVEL + "/")
 ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
 LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
@@ -38,6 +40,7 @@ class Route:
     __slots__ = (
         "append",
         "denied",
+        "ignored",
         "name",
         "no_local",
         "receivers",
@@ -54,7 +57,8 @@ class Route:
         self.receivers: dict[Session, Receiver] = {}
         self.no_local = False  # some receiver does not want its own messages back
         self.request = name.partition("/")[0] == REQUEST_LEVEL
-        self.reserved = not self.request and name.startswith(RESERVED)
+        self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped: a bridge goes on
+        self.reserved = not self.request and not self.ignored and name.startswith(RESERVED)
         self.denied = self.reserved  # for this client
         self.with_client = False  # some stream keeps who published
         self.append: Callable[[bytes, bytes], int] | None = None

@@ -296,7 +296,7 @@ class Client:
         """Subscribe; returns the codes of the SUBACK."""
         answer = await self.exchange(subscribe(packet_id, *filters, level=self.level, **options))
         assert answer.head == 0x90, answer
-        return answer.body[2 if self.level == V311 else 3 :]
+        return answer.body[3 if self.level == V5 else 2 :]
 
     async def alive(self) -> bool:
         """Whether the bridge still answers on this connection."""

@@ -88,7 +88,7 @@ async def test_malformed_packets_close_their_connection_and_no_other(bridge: Bri
 
 @bridge_test
 async def test_other_versions_of_the_protocol_are_refused_with_a_reason(bridge: Bridge) -> None:
-    for level, name in ((3, b"MQIsdp"), (6, b"MQTT")):
+    for level, name in ((3, b"MQTT"), (6, b"MQTT"), (0x85, b"MQTT"), (4, b"MQIsdp")):
         client = await bridge.open()
         client.send(connect("v", level=level, name=name))
         assert await client.receive() == Packet(0x20, b"\0\1")
