@@ -38,7 +38,9 @@ from bridge.tomlstruct import Reader, dotted, keys_of
 # The keys of a stream that are not named as the SDK's field is.
 RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # What a running service takes over on SIGHUP, besides [streams]; the rest needs a restart.
-RELOADED = {"mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "log.level"}
+RELOADED = {
+    "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.refused_stream", "log.level",
+}  # fmt: skip
 
 
 class Gateway(Struct, frozen=True, kw_only=True):

@@ -329,7 +329,7 @@ class Connection(asyncio.Protocol):
                         try:
                             route.append(topic, d[at:end])
                         except StreamError as error:
-                            publishing.rejected(self, batch, qos, packet_id, error)
+                            publishing.refused(self, batch, head, topic, packet_id, d[at:end], None, error)
                         else:
                             if (stream := route.stream) is not last:
                                 touched[stream] = None  # type: ignore[index]

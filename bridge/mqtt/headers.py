@@ -8,7 +8,7 @@ from bridge.mqtt import properties as p
 from bridge.streams.headers import Headers, encode
 
 
-def of_publish(flags: int, properties: p.Properties, client: str, packet_id: int) -> bytes:
+def of_publish(flags: int, properties: p.Properties, client: str, packet_id: int, refused: str = "") -> bytes:
     """The headers of a PUBLISH: from its fixed header's flags, its MQTT 5 properties and who sent it."""
     expiry = properties.get(p.MESSAGE_EXPIRY)
     return encode(
@@ -23,5 +23,6 @@ def of_publish(flags: int, properties: p.Properties, client: str, packet_id: int
             reply=properties.get(p.RESPONSE_TOPIC, b"").decode(),
             token=properties.get(p.CORRELATION_DATA, b""),
             expires=int((time.time() + expiry) * 1000) if expiry is not None else 0,
+            refused=refused,
         )
     )

@@ -72,6 +72,7 @@ class Lane:
         self.operations = operations
         self.manager = manager = operations.manager
         self.clock = manager.store.clock
+        self.refused_stream = config.refused_stream
         self.under_pressure = manager.under_pressure
         self.access = access
         self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal", self.clock.boot)
@@ -162,6 +163,7 @@ class Lane:
             raise ConfigError("mqtt.listen was changed; that needs a restart")
         context = tls_context(config.tls) if config.tls is not None else None
         self.access.load(config)
+        self.refused_stream = config.refused_stream
         if context is not None and self._tls is not None:
             current = context
             self._tls.sni_callback = lambda sock, _name, _context: setattr(sock, "context", current)

@@ -4,10 +4,17 @@ A message that a stream refuses is never acknowledged as if it were stored. MQTT
 that (section 3.4.2.1); for a 3.1.1 client, to which a PUBACK is our promise, the connection ends with
 a counted and logged reason, after the acknowledgements of what came before. QoS 0 is dropped and
 counted.
+
+A refusal is permanent if the same message would be refused again whatever is exported or purged meanwhile
+(`PERMANENT`). A 3.1.1 client would send such a message again at each connection, and never get to the next.
+With `[mqtt] refused_stream` it is stored there instead, and acknowledged as any other: in none of its own
+streams, to no subscriber, and not retained.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import TYPE_CHECKING
 
 from bridge.errors import (
@@ -64,6 +71,10 @@ _REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
     (Unauthorized, "not_allowed", NOT_AUTHORIZED),
     (StreamBridgeError, "other", UNSPECIFIED),
 )
+
+# Too large for the stream, or no such stream. Not: full, a disk that fails, or what the rules forbid.
+PERMANENT = (MessageTooLarge, NoStream)
+LONGEST_REASON = 500  # characters of an error that are stored with the message
 
 
 def reason_of(error: StreamBridgeError) -> int:
@@ -125,7 +136,7 @@ def publish(
         else:
             lane.counts["without_stream"] += 1
     except (StreamError, Unauthorized) as error:
-        rejected(conn, batch, qos, packet_id, error)
+        refused(conn, batch, head, topic, packet_id, payload, properties, error)
         return
     if (route.receivers or head & 1) and not route.request and not route.ignored:
         message = Message(
@@ -136,10 +147,18 @@ def publish(
         if lane.delivery.crowded and not route.streams:
             conn.hold("delivery")
             lane.crowding.add(conn)
+    _acknowledge(lane, session, batch, qos, packet_id, places)
+
+
+def _acknowledge(
+    lane: Lane, session: Session, batch: Batch, qos: int, packet_id: bytes, places: dict[Stream, int]
+) -> None:
+    """Answer a PUBLISH once what its batch touches is committed."""
     if qos == 2:
         batch.acks += b"\x40\x02" + packet_id
     elif qos == 4:
         batch.acks += b"\x50\x02" + packet_id
+        number = packet_id[0] << 8 | packet_id[1]
         session.incoming.add(number)
         batch.ids[number] = places
         for stream, place in places.items():
@@ -196,8 +215,27 @@ def publish_v5(
     publish(conn, batch, head, topic, packet_id, data[pos:end], route, properties)
 
 
-def rejected(conn: Connection, batch: Batch, qos: int, packet_id: bytes, error: StreamBridgeError) -> None:
-    """A message was refused: say so if the protocol can, or close after what came before."""
+def refused(
+    conn: Connection,
+    batch: Batch,
+    head: int,
+    topic: bytes,
+    packet_id: bytes,
+    payload: bytes,
+    properties: p.Properties | None,
+    error: StreamBridgeError,
+) -> None:
+    """A message was refused: keep it in `refused_stream`, answer with the reason, or close (3.1.1)."""
+    qos, session = head & 6, conn.session
+    assert session is not None
+    try:
+        places = _keep_refused(conn.lane, session, head, topic, packet_id, payload, properties, error)
+    except StreamError as other:
+        error, places = other, None  # the stream of refused messages is full, say: it will be sent again
+    if places is not None:
+        batch.touched.update(dict.fromkeys(places))
+        _acknowledge(conn.lane, session, batch, qos, packet_id, places)
+        return
     kind, reason = next((kind, code) for cls, kind, code in _REASONS if isinstance(error, cls))
     if not qos:
         conn.lane.counts[f"dropped_{kind}"] += 1
@@ -211,6 +249,43 @@ def rejected(conn: Connection, batch: Batch, qos: int, packet_id: bytes, error: 
         conn.hold("rejected")
 
 
+def _keep_refused(
+    lane: Lane,
+    session: Session,
+    head: int,
+    topic: bytes,
+    packet_id: bytes,
+    payload: bytes,
+    properties: p.Properties | None,
+    error: StreamBridgeError,
+) -> dict[Stream, int] | None:
+    """Store a message in `refused_stream` and return where; None if there is no such stream, or it need not.
+
+    Raises the StreamError of that stream, but MessageTooLarge: then it is as if there were none.
+    """
+    name = lane.refused_stream
+    if name is None or name not in lane.manager.definitions or not isinstance(error, PERMANENT):
+        return None
+    number = packet_id[0] << 8 | packet_id[1] if head & 6 == 4 else 0
+    if head & 8 and name in session.partial.get(number, ()):
+        return {}  # it is there since an earlier attempt
+    kind = next(kind for cls, kind, _ in _REASONS if isinstance(error, cls))
+    why = f"{kind}: {error}"[:LONGEST_REASON]
+    kept = published.of_publish(head, properties or {}, session.client_id, number, why)
+    stream = lane.manager.stream(name)
+    try:
+        stream.ensure_admits(topic, payload, kept)
+    except MessageTooLarge:
+        return None
+    if number:
+        _mark(lane, (stream,), topic, payload, kept)
+    place = stream.append(topic, payload, kept)
+    lane.counts[f"kept_{kind}"] += 1
+    text = "%s: a message is kept in stream %r, since its own can never store it: %s (counted in the metrics)"
+    lane.tell(f"kept_{kind}", logging.WARNING, text, session.identity.label, name, error)
+    return {stream: place}
+
+
 def publish_will(lane: Lane, session: Session, will: Will) -> None:
     """Publish the will of a client that went without DISCONNECT (section 3.1.2.5)."""
     topic = will.topic.encode()
@@ -219,11 +294,19 @@ def publish_will(lane: Lane, session: Session, will: Will) -> None:
     if route.ignored:
         return
     try:
+        kept = _headers(flags & 3, will.properties, session, 0, route)
+        if len(route.streams) > 1:
+            for stream in route.streams:
+                stream.ensure_admits(topic, will.payload, kept)
         for stream in route.streams:
-            stream.append(topic, will.payload, _headers(flags & 3, will.properties, session, 0, route))
+            stream.append(topic, will.payload, kept)
     except StreamError as error:
-        lane.counts["dropped_wills"] += 1
-        lane.log_will(session, error)
+        places = None
+        with contextlib.suppress(StreamError):
+            places = _keep_refused(lane, session, flags & 3, topic, b"", will.payload, will.properties, error)
+        if places is None:
+            lane.counts["dropped_wills"] += 1
+            lane.log_will(session, error)
         return
     expires = expiry_of(will.properties, lane.clock)
     message = Message(topic, will.payload, will.qos, will.retain, will.properties, expires)

@@ -130,6 +130,7 @@ async def find_stored_ids(lane: Lane) -> None:
     What cannot be read is passed over.
     """
     found: dict[tuple[Session, int, bytes], set[str]] = {}
+    refused: set[tuple[Session, int, bytes]] = set()  # stored, although in none of their own streams
     for name, mark in list(lane.journal.marks.items()):
         if name not in lane.manager.definitions:
             del lane.journal.marks[name]
@@ -153,12 +154,16 @@ async def find_stored_ids(lane: Lane) -> None:
                 kept = headers.decode(message.headers)
                 session = lane.sessions.get(kept.client)
                 if session is not None and kept.id:
-                    found.setdefault((session, kept.id, message.topic), set()).add(name)
+                    key = (session, kept.id, message.topic)
+                    found.setdefault(key, set()).add(name)
+                    if kept.refused:
+                        refused.add(key)
             position = messages[-1].sequence_number + 1
         lane.journal.marks[name] = Mark(lane.manager.stream(name).next_sequence)
     for (session, packet_id, topic), names in found.items():
         names |= session.partial.get(packet_id, frozenset())
-        if all(stream.name in names for stream in lane.manager.bound(text(topic))):
+        own = lane.manager.bound(text(topic))
+        if (session, packet_id, topic) in refused or all(stream.name in names for stream in own):
             session.incoming.add(packet_id)
         else:
             session.partial[packet_id] = frozenset(names)

@@ -141,11 +141,14 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     """[mqtt]: the MQTT front end.
 
     `allow_anonymous` left out allows clients without a user name on loopback listeners only.
+    `refused_stream` is the stream that keeps messages which their own stream can never store; the
+    embedded broker acknowledges them once they are there.
     """
 
     mode: Literal["embedded", "external"] = "embedded"
     listen: list[str] = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:1883"])
     max_packet: Annotated[int, Meta(ge=KIB, le=256 * MIB)] = MIB
+    refused_stream: Annotated[str, Meta(min_length=1)] | None = None
     allow_anonymous: bool | None = None
     users_file: Path | None = None
     acl: list[AccessRule] = []

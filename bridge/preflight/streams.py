@@ -90,6 +90,23 @@ def loaded_plugins(look: Look) -> Iterator[Finding]:
             )
 
 
+def refused_messages(look: Look) -> Iterator[Finding]:
+    """Whether the stream for messages that can never be stored elsewhere is there."""
+    name, keys = look.config.mqtt.refused_stream, ("mqtt", "refused_stream")
+    if name is None or not look.knows(*keys):
+        return
+    if look.config.mqtt.mode == "external":
+        yield look.warning(
+            keys, 'not used, since mode = "external" drops and counts such messages; remove it'
+        )
+    elif look.knows("streams") and name not in look.config.streams and name not in _stored(look)[0]:
+        yield look.warning(
+            keys,
+            f"there is no stream {name!r}; until it is declared as [streams.{name}] or created, messages "
+            "that can never be stored are refused, as without refused_stream",
+        )
+
+
 def _compared(look: Look, stream: MessageStreamDefinition, stored: StreamMeta) -> Iterator[Finding]:
     """What of a definition cannot take the place of the stored one."""
     before = msgspec.json.decode(stored.definition, type=MessageStreamDefinition)

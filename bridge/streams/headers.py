@@ -12,6 +12,8 @@ Layout: a msgpack map with only the keys that say something; b"" when none does 
     utf8           true                                    MQTT 5 Payload Format Indicator
     reply, token   topic, bytes                            MQTT 5 Response Topic, Correlation Data
     expires        Unix time in ms                         MQTT 5 Message Expiry, made absolute
+    refused        "too_large: ..." or "no_stream: ..."    why its own stream can never store it
+                                                           (`refused_stream`); `client` is there too
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Headers(msgspec.Struct, omit_defaults=True, frozen=True):
     reply: str = ""
     token: bytes = b""
     expires: int = 0
+    refused: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

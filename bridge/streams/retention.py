@@ -122,6 +122,11 @@ class Exact:
                 f"{limits.max_message_size}"
             )
         if limits.discard_new:
+            if limits.max_bytes is not None and data > limits.max_bytes:
+                stream.count("too_large")
+                raise MessageTooLarge(
+                    f"stream {stream.name!r}: a message of {data} bytes is over maxBytes {limits.max_bytes}"
+                )
             if limits.max_messages is not None and stream.live_messages() + waiting >= limits.max_messages:
                 self._refuse(f"maxMessages {limits.max_messages}")
             if limits.max_bytes is not None and self._live_bytes + self._admitted + data > limits.max_bytes:

@@ -586,3 +586,14 @@ uri = "http{{s}}://127.0.0.1:{{web}}/in"
         "or the other port",
     ]
     assert check(path, text.format(s=wrong, broker=broker, web=web)) == []  # nobody is there now
+
+
+def test_a_stream_for_refused_messages_that_is_not_there_is_a_warning(path: Path, fill: Fill) -> None:
+    text = QUIET.replace("[mqtt]", '[mqtt]\nrefused_stream = "refused"')
+    (found,) = check(path, text)
+    assert found.startswith("warning: x.toml:6: mqtt.refused_stream: there is no stream 'refused'; until")
+    assert check(path, text + "[streams.refused]\n") == []
+    (found,) = check(path, text.replace("[mqtt]", '[mqtt]\nmode = "external"').replace("listen = [", "#"))
+    assert "not used" in found
+    fill(name="refused")
+    assert check(path, text) == []

@@ -1,0 +1,178 @@
+"""`refused_stream`: messages that their own stream can never store are kept there, and acknowledged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bridge.access.rules import AccessRule
+from bridge.model import Limits
+from bridge.mqtt import properties as p
+from bridge.mqtt.packets import V5, V311
+
+from .harness import (
+    Bridge,
+    Packet,
+    ack,
+    bridge_test,
+    copied,
+    decoded,
+    found_again,
+    publish,
+    run_async,
+    running,
+    until,
+)
+
+SMALL = {"max_size": 4096, "stream_segment_size": 2048}
+BIG = b"x" * 5000
+RECEIVED = 8  # the kind of journal record that has the id of a QoS 2 message
+
+
+async def kept(bridge: Bridge) -> list[tuple[bytes, bytes, str, str]]:
+    """What was kept: topic, payload, client, and the kind of the reason."""
+    found = []
+    for message in await bridge.stored("refused"):
+        headers = decoded(message.headers)
+        kind, _, text = headers["refused"].partition(": ")
+        assert text, headers
+        found.append((message.topic, message.payload, headers["client"], kind))
+    return found
+
+
+@bridge_test(refused_stream="refused")
+async def test_a_3_1_1_device_gets_on_when_a_message_can_never_be_stored(bridge: Bridge) -> None:
+    bridge.stream("refused")
+    bridge.stream("small", "small", **SMALL)
+    bridge.stream("limited", "limited/size", limits=Limits(max_message_size=10))
+    bridge.stream("few", "limited/bytes", limits=Limits(max_bytes=10, discard="new"))
+    client = await bridge.connect("dev")
+    topics = ("small", "streams/typo", "limited/size", "limited/bytes")
+    for number, topic in enumerate(topics, 1):
+        assert await client.exchange(publish(topic, BIG, 1, number)) == Packet(0x40, bytes((0, number)))
+        assert await client.exchange(publish("in/next", topic.encode(), 1, 9)) == Packet(0x40, b"\0\x09")
+    client.send(publish("small", BIG))
+    assert await client.exchange(publish("in/next", b"last", 1, 9)) == Packet(0x40, b"\0\x09")
+    assert await kept(bridge) == [
+        (b"small", BIG, "dev", "too_large"),
+        (b"streams/typo", BIG, "dev", "no_stream"),
+        (b"limited/size", BIG, "dev", "too_large"),
+        (b"limited/bytes", BIG, "dev", "too_large"),
+        (b"small", BIG, "dev", "too_large"),
+    ]
+    assert await bridge.payloads() == [*(topic.encode() for topic in topics), b"last"]
+    assert (bridge.stat("kept_too_large"), bridge.stat("kept_no_stream")) == (4, 1)
+
+
+@bridge_test(refused_stream="refused")
+async def test_a_refused_message_goes_nowhere_else(bridge: Bridge) -> None:
+    bridge.stream("refused")
+    bridge.stream("small", "both/#", **SMALL)
+    bridge.stream("large", "both/#")
+    subscriber = await bridge.connect("s")
+    await subscriber.subscribe(("both/#", 1))
+    client = await bridge.open()
+    await client.connect("c", level=V5)
+    properties = {p.USER_PROPERTY: [(b"unit", b"K")]}
+    sent = publish("both/a", BIG, 1, 1, retain=True, level=V5, properties=properties)
+    assert await client.exchange(sent) == Packet(0x40, b"\0\1"), "an MQTT 5 client gets no refusal either"
+    assert await subscriber.silent()
+    assert (bridge.stat("retained"), await bridge.payloads("large")) == (0, [])
+    (message,) = await bridge.stored("refused")
+    headers = decoded(message.headers)
+    assert (headers["user"], headers["retain"]) == ([["unit", "K"]], True)
+
+
+@bridge_test(refused_stream="refused", acl=[AccessRule(user="*", publish=["small"], subscribe=["#"])])
+async def test_what_may_succeed_later_and_what_is_forbidden_is_refused_as_ever(bridge: Bridge) -> None:
+    bridge.stream("refused")
+    bridge.stream("small", "small", **SMALL)
+    client = await bridge.open()
+    await client.connect("c", level=V5)
+    codes = set()
+    for number in range(1, 20):
+        codes.add((await client.exchange(publish("small", b"x" * 500, 1, number, level=V5))).body[2:])
+    assert codes == {b"", b"\x97"}, "full"
+    assert (await client.exchange(publish("streams/typo", b"", 1, 1, level=V5))).body[2] == 0x87
+    old = await bridge.connect("old")
+    old.send(publish("small", b"x" * 500, 1, 1))
+    assert await old.closed()
+    assert await bridge.stored("refused") == []
+
+
+@pytest.mark.parametrize("name", [None, "missing", "tiny", "full"])
+def test_without_a_stream_that_takes_it_a_message_is_refused_as_ever(
+    tmp_path: Path, name: str | None
+) -> None:
+    async def main() -> None:
+        async with running(tmp_path, refused_stream=name) as bridge:
+            bridge.stream("small", "small", **SMALL)
+            bridge.stream("tiny", "tiny", **SMALL)
+            bridge.stream("full", "full", limits=Limits(max_messages=1, discard="new"))
+            client = await bridge.open()
+            await client.connect("c", level=V5)
+            assert await client.exchange(publish("full", b"", 1, 1, level=V5)) == Packet(0x40, b"\0\1")
+            assert (await client.exchange(publish("small", BIG, 1, 1, level=V5))).body[2] == 0x97
+            old = await bridge.connect("old")
+            old.send(publish("small", BIG, 1, 1))
+            assert await old.closed()
+            assert bridge.stat("kept_too_large") == 0
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("level", [V311, V5])
+def test_qos_2_keeps_a_refused_message_once_also_across_a_kill(tmp_path: Path, level: int) -> None:
+    async def main() -> None:
+        async with running(tmp_path, refused_stream="refused") as bridge:
+            bridge.stream("refused")
+            options = {"level": level, "clean": False}
+            if level == V5:
+                options["properties"] = {p.SESSION_EXPIRY: 100}
+            client = await bridge.connect("dev", **options)
+            send = publish("streams/typo", b"once", 2, 7, level=level)
+            again = publish("streams/typo", b"once", 2, 7, level=level, dup=True)
+            assert await client.exchange(send) == Packet(0x50, b"\0\7")
+            assert await client.exchange(again) == Packet(0x50, b"\0\7")
+            taken = copied(bridge)
+            # as a kill leaves it between the stream's commit and the journal's
+            (taken / "data" / "mqtt" / "sessions.journal").write_bytes(before_the_id(taken))
+            async with found_again(bridge, taken) as other:
+                client = await other.connect("dev", **options)
+                assert await client.exchange(again) == Packet(0x50, b"\0\7")
+                assert [one[1] for one in await kept(other)] == [b"once"]
+                assert await client.exchange(ack(0x62, 7)) == Packet(0x70, b"\0\7")
+
+    run_async(main())
+
+
+def before_the_id(taken: Path) -> bytes:
+    """The journal's frames up to the one that has the QoS 2 id."""
+    raw, pos = (taken / "data" / "mqtt" / "sessions.journal").read_bytes(), 0
+    while pos < len(raw):
+        end = pos + 8 + int.from_bytes(raw[pos : pos + 4], "big")
+        if msgspec.msgpack.decode(raw[pos + 8 : end])[0] == RECEIVED:
+            return raw[:pos]
+        pos = end
+    raise AssertionError("no record of the id")
+
+
+@bridge_test(refused_stream="refused")
+async def test_a_will_that_can_never_be_stored_is_kept_too(bridge: Bridge) -> None:
+    bridge.stream("refused")
+    client = await bridge.connect("dev", will=("streams/typo", b"gone", 1))
+    client.abort()
+    await until(lambda: bridge.stat("kept_no_stream") == 1)
+    assert await kept(bridge) == [(b"streams/typo", b"gone", "dev", "no_stream")]
+    assert bridge.stat("dropped_wills") == 0
+
+
+@bridge_test
+async def test_a_reload_applies_another_stream_for_refused_messages(bridge: Bridge) -> None:
+    bridge.stream("refused")
+    bridge.front.reload(msgspec.structs.replace(bridge.config, refused_stream="refused"))
+    client = await bridge.connect("dev")
+    assert await client.exchange(publish("streams/typo", b"", 1, 1)) == Packet(0x40, b"\0\1")
+    assert len(await kept(bridge)) == 1
