@@ -82,6 +82,10 @@ class Unauthorized(StreamBridgeError):
     status_name = "Unauthorized"
 
 
+class RetainedFull(StreamBridgeError):
+    """Raised for a retained message beyond `[mqtt.limits] retained_messages` or `retained_bytes`."""
+
+
 class StreamError(StreamBridgeError):
     """The base of what can go wrong with one stream's storage."""
 

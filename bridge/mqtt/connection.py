@@ -309,11 +309,14 @@ class Connection(asyncio.Protocol):
                         packet_id = b""
                     if at > end:
                         raise ProtocolError("a PUBLISH that is shorter than its topic and packet id")
-                    published += 1
                     if v5:
                         if at >= end:
                             raise ProtocolError("a PUBLISH without properties")
                         if d[at] or not topic:
+                            if lane.turns.over:
+                                lane.turns.wait(self)
+                                break
+                            published += 1
                             publishing.publish_v5(self, batch, head, topic, packet_id, d, at, end)
                             last = None
                             pos = end
@@ -321,7 +324,11 @@ class Connection(asyncio.Protocol):
                         at += 1
                     route = routes.get(topic)
                     if route is None:
+                        if lane.turns.over:
+                            lane.turns.wait(self)
+                            break
                         route = self.find_route(topic)
+                    published += 1
                     if route.append is None or head & 0x0D:
                         publishing.publish(self, batch, head, topic, packet_id, d[at:end], route)
                         last = None
@@ -338,6 +345,9 @@ class Connection(asyncio.Protocol):
                                 acks += b"\x40\x02"
                                 acks += packet_id
                 elif state is State.OPEN:
+                    if head & 0xD0 == 0x80 and lane.turns.over:  # SUBSCRIBE or UNSUBSCRIBE
+                        lane.turns.wait(self)
+                        break
                     control.handle(self, batch, head, d[body:end])
                     if self.state is State.CLOSED:
                         return size

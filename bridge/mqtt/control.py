@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from bridge.mqtt import answers
@@ -60,9 +61,13 @@ def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
         case 0x70:  # PUBCOMP
             session.outbox.puback(parse_ack(head, body, conn.level)[0])
         case 0x82:  # SUBSCRIBE
+            began = time.perf_counter()
             _subscribe(conn, session, body)
+            conn.lane.turns.spend(began)
         case 0xA2:  # UNSUBSCRIBE
+            began = time.perf_counter()
             _unsubscribe(conn, session, body)
+            conn.lane.turns.spend(began)
         case 0xC0 if not body:  # PINGREQ
             conn.send(bytes((PINGRESP, 0)))
         case 0xE0:  # DISCONNECT

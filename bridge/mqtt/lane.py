@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridge.addresses import is_loopback
-from bridge.errors import ConfigError, StreamError
+from bridge.errors import ConfigError, StreamBridgeError, StreamError
 from bridge.mqtt import properties as p
 from bridge.mqtt.connection import Connection
 from bridge.mqtt.delivery import AmqttDelivery
@@ -29,6 +29,7 @@ from bridge.mqtt.router import Router
 from bridge.mqtt.sessions import Session, Sessions
 from bridge.mqtt.settings import parse_address
 from bridge.mqtt.tls import BACKLOG, TlsServer, tls_context
+from bridge.mqtt.turns import Turns
 from bridge.mqtt.websocket import WebSocket
 
 if TYPE_CHECKING:
@@ -77,9 +78,16 @@ class Lane:
         self.access = access
         self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal", self.clock.boot)
         self.delivery = AmqttDelivery(self._deliver, self._relieved, self.counts)
-        self.router = Router(manager, self.delivery, self.journal, self.limits, self.counts, self.clock)
+        self.turns = Turns(self.loop)
+        self.router = Router(manager, self.delivery, self.journal, self.limits, self.clock, self.turns)
         self.sessions = Sessions(
-            self.loop, self.limits, self.counts, self.clock, self.journal.settled, self._ended
+            self.loop,
+            self.limits,
+            self.counts,
+            self.clock,
+            self.journal.settled,
+            self._ended,
+            self._evicted,
         )
         self.connections: set[Connection] = set()
         # Each client's newest connection, until it is closed and all that it published is settled.
@@ -365,10 +373,16 @@ class Lane:
     def _ended(self, session: Session) -> None:
         if session.will_timer is not None:
             self._will_due(session)
-        for topic_filter in list(session.subscriptions):
-            self.router.unsubscribe(session, topic_filter)
+        self.router.end(session)
         if session.persistent:
             self.journal.ended(session)
+
+    def _evicted(self, session: Session) -> None:
+        text = (
+            "the session of client %r is ended, with what waits for it: it was away for longest, and there "
+            "are more than [mqtt.limits] sessions = %d (counted in the metrics as ended_sessions)"
+        )
+        self.tell("evicted", logging.WARNING, text, session.client_id, self.limits.sessions)
 
     def _deliver(self, session: Session, message: Any) -> None:
         self.router.deliver_live(session, message)
@@ -404,7 +418,7 @@ class Lane:
         text = "%s: a message was not stored: %s (counted in the metrics and on the status page)"
         self.tell(kind, logging.WARNING, text, conn.name, why)
 
-    def log_will(self, session: Session, error: StreamError) -> None:
+    def log_will(self, session: Session, error: StreamBridgeError) -> None:
         """A will could not be stored."""
         log.warning("the will of client %r was not stored: %s", session.client_id, error)
 

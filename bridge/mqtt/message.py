@@ -55,6 +55,11 @@ def expiry_of(properties: p.Properties | None, clock: Clock) -> Deadline | None:
     return None if seconds is None else clock.deadline(seconds)
 
 
+def size_of(topic: bytes, payload: bytes) -> int:
+    """Roughly the bytes that a message holds in memory."""
+    return len(topic) + len(payload) + 200
+
+
 class Message:
     """One PUBLISH to be delivered. Not changed once it is made; shared by all its receivers.
 
@@ -82,7 +87,7 @@ class Message:
     @property
     def size(self) -> int:
         """Roughly the bytes that it holds in memory."""
-        return len(self.topic) + len(self.payload) + 200
+        return size_of(self.topic, self.payload)
 
     def expired(self) -> bool:
         """Whether its Message Expiry Interval has passed (MQTT 5 section 3.3.2.3.3)."""

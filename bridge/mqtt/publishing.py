@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from bridge.errors import (
     MessageTooLarge,
     NoStream,
+    RetainedFull,
     StorageFailed,
     StreamBridgeError,
     StreamError,
@@ -69,6 +71,7 @@ _REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
     (MessageTooLarge, "too_large", QUOTA_EXCEEDED),  # a limit of the stream; 0x95 may not be here
     (StorageFailed, "storage", IMPLEMENTATION_ERROR),
     (Unauthorized, "not_allowed", NOT_AUTHORIZED),
+    (RetainedFull, "retained", QUOTA_EXCEEDED),
     (StreamBridgeError, "other", UNSPECIFIED),
 )
 
@@ -118,6 +121,8 @@ def publish(
         if route.denied:
             why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
             raise Unauthorized(f"it may not publish on {route.name!r}; {why}")
+        if head & 1 and not route.request and not route.ignored:
+            lane.router.retained.check(route.name, payload)
         if route.request:
             requests.take(conn, route.name, payload, properties or {}, qos >> 1)
         elif route.streams:
@@ -135,15 +140,19 @@ def publish(
             lane.counts["ignored_bridge_state"] += 1
         else:
             lane.counts["without_stream"] += 1
-    except (StreamError, Unauthorized) as error:
+    except (StreamError, RetainedFull, Unauthorized) as error:
         refused(conn, batch, head, topic, packet_id, payload, properties, error)
         return
     if (route.receivers or head & 1) and not route.request and not route.ignored:
+        began = time.perf_counter()
         message = Message(
             topic, payload, qos >> 1, bool(head & 1), properties, expiry_of(properties, lane.clock)
         )
         if lane.router.publish(route, message, session):
             batch.touched[lane.journal] = None
+        lane.turns.spend(began)
+        if lane.turns.over:
+            lane.turns.wait(conn)
         if lane.delivery.crowded and not route.streams:
             conn.hold("delivery")
             lane.crowding.add(conn)
@@ -294,13 +303,15 @@ def publish_will(lane: Lane, session: Session, will: Will) -> None:
     if route.ignored:
         return
     try:
+        if will.retain:
+            lane.router.retained.check(route.name, will.payload)
         kept = _headers(flags & 3, will.properties, session, 0, route)
         if len(route.streams) > 1:
             for stream in route.streams:
                 stream.ensure_admits(topic, will.payload, kept)
         for stream in route.streams:
             stream.append(topic, will.payload, kept)
-    except StreamError as error:
+    except (StreamError, RetainedFull) as error:
         places = None
         with contextlib.suppress(StreamError):
             places = _keep_refused(lane, session, flags & 3, topic, b"", will.payload, will.properties, error)

@@ -11,10 +11,10 @@ import heapq
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from bridge.mqtt.message import Message
+from bridge.errors import RetainedFull
+from bridge.mqtt.message import Message, size_of
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterable
 
     from bridge.clock import Clock
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 class Retained:
     """The retained messages of all topics."""
 
-    def __init__(self, journal: Journal, limits: Limits, counts: Counter[str], clock: Clock) -> None:
-        self._clock = clock
-        self._journal, self._limits, self._counts = journal, limits, counts
+    def __init__(self, journal: Journal, limits: Limits, clock: Clock) -> None:
+        self._journal, self._limits, self._clock = journal, limits, clock
         self._messages: dict[str, Message] = {}
         self._bytes = 0
         self._names: list[str] | None = None  # sorted; None: to be made anew
@@ -49,16 +48,24 @@ class Retained:
             return None
         return message
 
+    def check(self, name: str, payload: bytes) -> None:
+        """Raise RetainedFull if the limits leave no room for this as the retained message of a topic."""
+        if not self._fits(name, payload):
+            self.drop_expired()
+            if not self._fits(name, payload):
+                limits = self._limits
+                raise RetainedFull(
+                    f"no room for a retained message of {len(payload)} bytes on {name!r}: "
+                    f"{len(self._messages)} of [mqtt.limits] retained_messages = {limits.retained_messages} "
+                    f"and {self._bytes} of retained_bytes = {limits.retained_bytes} are in use; raise the "
+                    "limit, or clear some"
+                )
+
     def publish(self, name: str, message: Message) -> bool:
-        """Keep the newest message of a topic, or clear it if it is empty (MQTT-3.3.1-10).
+        """Keep the newest message of a topic, or clear it if it is empty (MQTT-3.3.1-10). `check` it first.
 
         Returns whether the journal must be committed before the message may be acknowledged.
         """
-        if not self._fits(name, message):
-            self.drop_expired()
-            if not self._fits(name, message):
-                self._counts["dropped_retained"] += 1
-                message = Message(message.topic, b"", retain=True)  # the old one is out of date
         if not message.payload and name not in self._messages:
             return False
         self.keep(name, message)
@@ -97,11 +104,11 @@ class Retained:
         found = names[bisect_left(names, prefix) : bisect_left(names, prefix[:-1] + "0")]  # the one after "/"
         return [prefix[:-1], *found] if prefix[:-1] in self._messages else found  # "a/#" matches "a" as well
 
-    def _fits(self, name: str, message: Message) -> bool:
-        if not message.payload:
+    def _fits(self, name: str, payload: bytes) -> bool:
+        if not payload:
             return True
         old = self._messages.get(name)
-        size = self._bytes + message.size - (old.size if old is not None else 0)
+        size = self._bytes + size_of(name.encode(), payload) - (old.size if old is not None else 0)
         number = len(self._messages) + (old is None)
         return number <= self._limits.retained_messages and size <= self._limits.retained_bytes
 

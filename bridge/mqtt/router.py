@@ -7,6 +7,8 @@ so that a PUBLISH costs one dict look-up, whatever the number of streams, filter
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from bridge.mqtt.message import Receiver, Subscription, receiver_of
@@ -16,7 +18,6 @@ from bridge.mqtt.retained import Retained
 from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_name, matches
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Callable, Iterable
 
     from bridge.clock import Clock
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from bridge.mqtt.sessions import Session
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.store import Store, Stream
+    from bridge.mqtt.turns import Turns
 
 # Where Mosquitto says that one of its bridges is connected, at both ends, unless it is configured otherwise.
 BRIDGE_STATE = "$SYS/broker/connection/"
 RESERVED = ("$SYS/", "$share/", REQUEST_LEVEL + "/")
 ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
+PRUNED = 50  # filters taken out of the tree between two looks at the clock
 LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
 
 
@@ -42,7 +45,7 @@ class Route:
         "denied",
         "ignored",
         "name",
-        "no_local",
+        "own",
         "receivers",
         "request",
         "reserved",
@@ -55,7 +58,8 @@ class Route:
         self.name, self.streams = name, streams
         self.stream: Stream | None = streams[0] if len(streams) == 1 else None
         self.receivers: dict[Session, Receiver] = {}
-        self.no_local = False  # some receiver does not want its own messages back
+        # For those who do not want all of their own messages back: what they still ask for, if anything.
+        self.own: dict[Session, Receiver | None] = {}
         self.request = name.partition("/")[0] == REQUEST_LEVEL
         self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped: a bridge goes on
         self.reserved = not self.request and not self.ignored and name.startswith(RESERVED)
@@ -73,14 +77,18 @@ class Router:
         delivery: Delivery,
         journal: Journal,
         limits: Limits,
-        counts: Counter[str],
         clock: Clock,
+        turns: Turns,
     ) -> None:
         self.epoch = 0
-        self.retained = Retained(journal, limits, counts, clock)
+        self._turns = turns
+        self.retained = Retained(journal, limits, clock)
         self._store, self._delivery, self._journal = store, delivery, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self._routes: dict[bytes, Route] = {}
+        # Subscriptions of sessions that have ended and are still in the tree.
+        self._ended: deque[tuple[Session, Subscription]] = deque()
+        self._pruning = False
 
     def forget_routes(self) -> None:
         """Streams or subscriptions have changed."""
@@ -92,6 +100,7 @@ class Router:
         route = self._routes.get(topic)
         if route is not None:
             return route
+        began = time.perf_counter()
         name = text(topic)
         # Below `$` a client may publish, to no avail for wildcards (4.7.2); not where the server would.
         if not is_topic_name(name.removeprefix("$")):
@@ -99,16 +108,25 @@ class Router:
         route = Route(name, () if name.startswith(RESERVED) else self._store.bound(name))
         found: dict[Session, list[Subscription]] = {}
         for session, subscription in self._tree.match(name):
+            if session.subscriptions.get(subscription.filter) is not subscription:
+                continue  # of a session that has ended
+            wanted = found.get(session)
+            if wanted is None:
+                wanted = found[session] = []
+            wanted.append(subscription)
+        for session, wanted in found.items():
             if session.identity.may_read(name):
-                found.setdefault(session, []).append(subscription)
-                route.no_local |= subscription.no_local
-        route.receivers = {session: receiver_of(wanted) for session, wanted in found.items()}
+                route.receivers[session] = receiver_of(wanted)
+                others = [one for one in wanted if not one.no_local]
+                if len(others) < len(wanted):
+                    route.own[session] = receiver_of(others) if others else None
         route.with_client = any(self._store.wants_client(stream.name) for stream in route.streams)
         if route.stream is not None and not route.receivers and not route.with_client:
             route.append = route.stream.append
         if len(self._routes) >= ROUTES:
             self._routes.clear()
         self._routes[topic] = route
+        self._turns.spend(began)
         return route
 
     def subscribe(self, session: Session, subscription: Subscription) -> bool:
@@ -131,6 +149,29 @@ class Router:
         self.forget_routes()
         return True
 
+    def end(self, session: Session) -> None:
+        """Remove the subscriptions of a session that has ended; the tree follows little by little."""
+        self._ended.extend((session, one) for one in session.subscriptions.values())
+        session.subscriptions = {}
+        self.forget_routes()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Take filters of ended sessions out of the tree, as many as fit a turn of the event loop."""
+        while self._ended and not self._turns.over:
+            began = time.perf_counter()
+            for _ in range(min(PRUNED, len(self._ended))):
+                session, subscription = self._ended.popleft()
+                self._tree.remove(subscription.filter, (session, subscription))
+            self._turns.spend(began)
+        if self._ended and not self._pruning:
+            self._pruning = True
+            asyncio.get_running_loop().call_soon(self._prune_again)
+
+    def _prune_again(self) -> None:
+        self._pruning = False
+        self._prune()
+
     def publish(self, route: Route, message: Message, origin: Session | None = None) -> bool:
         """Give a message to all receivers and keep it if it is retained; streams are the caller's.
 
@@ -142,8 +183,11 @@ class Router:
         receivers = route.receivers
         if not receivers:
             return waits
-        if route.no_local and origin in receivers:
-            receivers = self._without_own(route, origin)
+        if origin is not None and origin in route.own:
+            receivers, wanted = dict(receivers), route.own[origin]
+            del receivers[origin]
+            if wanted is not None:
+                receivers[origin] = wanted
         live = False
         lasting: list[Outgoing] = []
         homes: list[Session] = []
@@ -207,15 +251,3 @@ class Router:
         if qos and session.persistent and not self._store.bound(name):
             self._journal.queued(message, [session], [out])
         session.outbox.put(out)
-
-    def _without_own(self, route: Route, origin: Session | None) -> dict[Session, Receiver]:
-        """The receivers, without what the publisher asked not to be sent back (MQTT 5 No Local)."""
-        receivers = dict(route.receivers)
-        if origin is not None:
-            wanted = [
-                s for s in origin.subscriptions.values() if not s.no_local and matches(s.filter, route.name)
-            ]
-            del receivers[origin]
-            if wanted:
-                receivers[origin] = receiver_of(wanted)
-        return receivers

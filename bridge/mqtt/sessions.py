@@ -3,7 +3,7 @@
 A session lives as long as its connection, and then for its expiry interval: 0 for a clean session of
 3.1.1, no end for the others there, what the client asked for in MQTT 5; never longer than
 `limits.session_expiry_interval`. At most `limits.sessions` are kept for clients that are away: the one
-that has been away for longest goes first, and is counted (`ended_sessions`).
+that has been away for longest goes first, is logged, and counted (`ended_sessions`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions by client id. `ended` is called for each session that is over."""
+    """All sessions by client id. `ended` is called for each that is over, `evicted` for one too many."""
 
     def __init__(
         self,
@@ -73,9 +73,10 @@ class Sessions:
         clock: Clock,
         settled: Callable[[Session, Outgoing], None],
         ended: Callable[[Session], None],
+        evicted: Callable[[Session], None],
     ) -> None:
         self._loop, self._limits, self._counts, self._clock = loop, limits, counts, clock
-        self._settled, self._ended = settled, ended
+        self._settled, self._ended, self._evicted = settled, ended, evicted
         self._by_id: dict[str, Session] = {}
         self._away: dict[str, Session] = {}  # in the order in which they were left
 
@@ -128,7 +129,9 @@ class Sessions:
         session.timer = self._loop.call_later(seconds, self.end, session)
         if len(self._away) > self._limits.sessions:
             self._counts["ended_sessions"] += 1
-            self.end(next(iter(self._away.values())))
+            oldest = next(iter(self._away.values()))
+            self._evicted(oldest)
+            self.end(oldest)
 
     def end(self, session: Session) -> None:
         """Forget a session and everything that it holds."""

@@ -101,30 +101,46 @@ async def test_subscriptions_and_retained_messages_are_bounded(bridge: Bridge) -
     client = await bridge.connect("c")
     codes = await client.subscribe(*((f"t/{number}", 0) for number in range(15)))
     assert codes == b"\0" * 10 + b"\x80" * 5
+    client = await bridge.open()
+    await client.connect("new", level=V5)
     for number in range(15):
-        await client.exchange(publish(f"r/{number}", b"x", 1, 1, retain=True))
-    assert bridge.stat("retained") == 10
-    assert bridge.stat("dropped_retained") == 5
+        sent = publish(f"in/{number}", b"x", 1 + number % 2, number + 1, retain=True, level=V5)
+        assert (await client.exchange(sent)).body[2:] == (b"" if number < 10 else b"\x97"), number
+    old = await bridge.connect("old")
+    old.send(publish("in/old", b"x", 1, 1, retain=True))
+    assert await old.closed(), "as for every other refusal in 3.1.1"
+    client.send(publish("in/qos0", b"x", retain=True, level=V5))
+    assert await client.exchange(publish("in/0", b"newer", 1, 20, retain=True, level=V5)) == Packet(
+        0x40, b"\0\x14"
+    )
+    assert len(await bridge.stored()) == 11, "what is refused is not in the stream either"
+    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (10, 1)
+    assert bridge.stat("rejected_retained") == 6
+    will = await bridge.connect("w", will=("in/will", b"x", 1), will_retain=True)
+    will.abort()
+    await until(lambda: bridge.stat("dropped_wills") == 1)
+    assert len(await bridge.stored()) == 11
 
 
 @bridge_test(retained_bytes=10_000)
-async def test_retained_messages_are_bounded_by_their_bytes_and_none_out_of_date_is_kept(
-    bridge: Bridge,
-) -> None:
-    client = await bridge.connect("c")
-    for name in ("a", "b"):
-        await client.exchange(publish(f"last/{name}", bytes(4_000), 1, 1, retain=True))
-    await client.exchange(publish("last/c", bytes(4_000), 1, 1, retain=True))
-    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (2, 1)
-    await client.exchange(publish("last/a", bytes(8_000), 1, 1, retain=True))
-    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (1, 2)
+async def test_retained_messages_are_bounded_by_their_bytes(bridge: Bridge) -> None:
+    async def retain(name: str, size: int) -> int:
+        sent = publish(f"last/{name}", bytes(size), 1, 1, retain=True, level=V5)
+        return int.from_bytes((await client.exchange(sent)).body[2:])
+
+    client = await bridge.open()
+    await client.connect("c", level=V5)
+    assert [await retain(name, 4_000) for name in "abc"] == [0, 0, 0x97]
+    assert await retain("a", 8_000) == 0x97, "and what was there stays"
+    subscriber = await bridge.connect("s")
+    await subscriber.subscribe(("last/#", 0))
+    assert [len((await subscriber.message()).payload) for _ in "ab"] == [4_000, 4_000]
+    assert await subscriber.silent()
     await bridge.restart()
-    client = await bridge.connect("c")
-    await client.exchange(publish("last/c", bytes(4_000), 1, 1, retain=True))
-    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (2, 0)
-    await client.exchange(publish("last/c", b"", 1, 1, retain=True))
-    await client.exchange(publish("last/c", bytes(5_000), 1, 1, retain=True))
-    assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (2, 0)
+    client = await bridge.open()
+    await client.connect("c", level=V5)
+    assert [await retain(name, size) for name, size in (("c", 5_000), ("b", 0), ("c", 5_000))] == [0x97, 0, 0]
+    assert bridge.stat("retained") == 2
 
 
 @bridge_test

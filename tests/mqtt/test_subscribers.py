@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import unittest
 
 from bridge.topics import is_topic_name, matches
 
@@ -305,11 +306,16 @@ async def test_a_session_ends_when_its_client_stays_away_too_long(bridge: Bridge
 
 
 @bridge_test(sessions=2)
-async def test_of_too_many_sessions_the_one_left_first_goes(bridge: Bridge) -> None:
-    for name in ("a", "b", "c"):
-        client = await bridge.connect(name, clean=False)
-        client.disconnect()
-        assert await client.closed()
+async def test_of_too_many_sessions_the_one_left_first_goes_and_is_logged(bridge: Bridge) -> None:
+    with unittest.TestCase().assertLogs("bridge.mqtt", "WARNING") as logs:
+        for name in ("a", "b", "c"):
+            client = await bridge.connect(name, clean=False)
+            client.disconnect()
+            assert await client.closed()
+        await until(lambda: bridge.stat("ended_sessions") == 1)
+    (line,) = logs.output
+    assert "client 'a'" in line
+    assert "sessions = 2" in line
     for name, present in (("a", 0), ("b", 1), ("c", 1)):
         client = await bridge.open()
         assert (await client.connect(name, clean=False)).body[0] == present, name

@@ -1,0 +1,80 @@
+"""Floods of filters: what a few clients subscribe to stalls nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from .harness import PING, Bridge, bridge_test, publish, unsubscribe, until
+
+STALL = 0.3  # seconds of work in one turn of the event loop, our clients' included
+CLIENTS, FILTERS, LEVELS = 10, 990, 60
+
+
+@asynccontextmanager
+async def no_stall(what: str) -> AsyncIterator[None]:
+    """Fails if one turn of the event loop takes too much CPU time; the rest of the machine does not count."""
+    worst = 0.0
+
+    async def watch() -> None:
+        nonlocal worst
+        while True:
+            began = time.process_time()
+            await asyncio.sleep(0.001)
+            worst = max(worst, time.process_time() - began)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+        await asyncio.sleep(0.002)
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+    assert worst < STALL, f"{what}: others had no turn for {worst:.3f} s"
+
+
+@bridge_test(seconds=240)
+async def test_a_flood_of_wildcard_filters_stalls_nobody(bridge: Bridge) -> None:
+    rng = random.Random(1)
+    filters = [
+        [("/".join(rng.choice("+a") for _ in range(LEVELS)), number % 2) for number in range(FILTERS)]
+        for _ in range(CLIENTS)
+    ]
+    hostile = [await bridge.connect(f"h{number}") for number in range(CLIENTS)]
+    async with no_stall("subscribing"):
+        await asyncio.gather(*(c.subscribe(*wanted) for c, wanted in zip(hostile, filters, strict=True)))
+    begin = ["a"] * (LEVELS - 2)
+
+    async def publish_much(number: int) -> None:
+        client = await bridge.connect(f"p{number}")
+        topics = ["/".join([*begin, chr(97 + n), chr(97 + number)]) for n in range(8)]
+        client.send(*(publish(topic, b"x", n % 2, n + 1) for n, topic in enumerate(topics)), PING)
+        while (await client.receive(60)).head != 0xD0:
+            pass
+
+    async with no_stall("publishing on many topics at once"):
+        await asyncio.gather(*(publish_much(number) for number in range(CLIENTS)))
+    client = await bridge.connect("p")
+    topic = "/".join("a" * LEVELS)
+    async with no_stall("publishing to all of them"):
+        client.send(*(publish(topic, b"%d" % n) for n in range(500)), PING)
+        assert (await client.receive(60)).head == 0xD0
+        for one in hostile:
+            received: list[bytes] = []
+            while received[-1:] != [b"499"]:
+                received += [payload for payload in [(await one.message(60)).payload] if payload != b"x"]
+            assert received == [b"%d" % n for n in range(500)], "in order, and each once"
+    async with no_stall("unsubscribing"):
+        for one, wanted in zip(hostile, filters, strict=True):
+            one.send(unsubscribe(3, *(name for name, _ in wanted[::3])), PING)
+        for one in hostile:
+            while (await one.receive(60)).head != 0xD0:
+                pass
+    async with no_stall("going"):
+        for one in hostile:
+            one.abort()
+        await until(lambda: bridge.stat("sessions") == CLIENTS + 1)
+        await until(lambda: len(bridge.lane.router._tree) == 0, what="the filters are forgotten")
