@@ -23,6 +23,7 @@ import asyncio
 import contextlib
 import enum
 import logging
+import socket
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -35,6 +36,7 @@ from bridge.mqtt.packets import (
     KEEP_ALIVE_TIMEOUT,
     MALFORMED,
     MAX_CONNECT,
+    PACKET_TOO_LARGE,
     PUBLISH,
     V5,
     V311,
@@ -70,7 +72,7 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes", "_tail", "_timer",
         "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
-        "receive_maximum", "requests", "session", "state", "transport", "writable",
+        "reason", "receive_maximum", "requests", "session", "state", "transport", "writable",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, listener: Listener) -> None:
@@ -83,6 +85,7 @@ class Connection(asyncio.Protocol):
         self.writable = True
         self.receive_maximum = self.max_packet_out = 0xFFFF_FFFF
         self.keep_alive = 0.0  # seconds of silence until the connection counts as lost; 0: never
+        self.reason = 0  # why it was closed, a reason code
         self.aliases: dict[int, bytes] = {}
         self.requests = 0  # being answered
         self._drained: asyncio.Future[None] | None = None
@@ -152,6 +155,25 @@ class Connection(asyncio.Protocol):
         if self.state is not State.CLOSED and not self.transport.is_closing():
             self.transport.write(data)
 
+    def answer(self, data: bytes) -> None:
+        """Send an answer of a length that the client determines; close if it does not take that much.
+
+        MQTT 5 section 3.1.2.11.4: the client must not be sent more than its Maximum Packet Size, and without
+        this answer it could not go on.
+        """
+        if len(data) <= self.max_packet_out:
+            self.send(data)
+        else:
+            why = f"an answer of {len(data)} bytes, above its Maximum Packet Size of {self.max_packet_out}"
+            self.fail("refused_packet_size", why, PACKET_TOO_LARGE)
+
+    def acknowledge_now(self) -> None:
+        """Have the kernel acknowledge what was read, if nothing else goes out to carry that."""
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX and not self.transport.is_closing():
+            with contextlib.suppress(OSError):  # the peer may have gone this very moment
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
     def hold(self, why: str) -> None:
         """Stop reading until `release` has been called for every reason."""
         if self.state is State.CLOSED:
@@ -184,7 +206,8 @@ class Connection(asyncio.Protocol):
 
     def fail(self, counter: str, why: str, reason: int) -> None:
         """The client did wrong, or must go: tell an MQTT 5 client the reason, and close."""
-        if self.level == V5 and self.state is State.OPEN:
+        self.reason = reason
+        if self.level == V5 and self.state is State.OPEN and self.max_packet_out >= 4:
             self.send(answers.disconnect(reason))
         self.end(counter, why, linger=True)
 

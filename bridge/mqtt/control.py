@@ -12,7 +12,10 @@ from bridge.mqtt.message import Subscription
 from bridge.mqtt.packets import (
     AUTH,
     BAD_TOPIC_FILTER,
+    CONNACK,
+    CONNECT,
     DISCONNECT,
+    MALFORMED,
     NO_SHARED_SUBSCRIPTIONS,
     NO_SUBSCRIPTION_EXISTED,
     NOT_AUTHORIZED,
@@ -54,12 +57,14 @@ def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
     match head:
         case 0x40:  # PUBACK
             session.outbox.puback(parse_ack(head, body, conn.level)[0])
+            _nothing_to_send(conn, session)
         case 0x50:  # PUBREC
             session.outbox.pubrec(*parse_ack(head, body, conn.level))
         case 0x62:  # PUBREL
             _pubrel(conn, session, batch, parse_ack(head, body, conn.level)[0])
         case 0x70:  # PUBCOMP
-            session.outbox.puback(parse_ack(head, body, conn.level)[0])
+            session.outbox.pubcomp(parse_ack(head, body, conn.level)[0])
+            _nothing_to_send(conn, session)
         case 0x82:  # SUBSCRIBE
             began = time.perf_counter()
             _subscribe(conn, session, body)
@@ -73,13 +78,23 @@ def handle(conn: Connection, batch: Batch, head: int, body: bytes) -> None:
         case 0xE0:  # DISCONNECT
             _disconnect(conn, session, body)
         case _:
-            raise ProtocolError(
-                f"a packet that no client may send: {head:#04x}, {len(body)} bytes", PROTOCOL_ERROR
-            )
+            # With flags that its type does not have, a packet is malformed (MQTT 5 section 2.1.3).
+            reason = PROTOCOL_ERROR if head in (CONNECT, CONNACK, 0x90, 0xB0, PINGRESP, AUTH) else MALFORMED
+            raise ProtocolError(f"a packet that no client may send: {head:#04x}, {len(body)} bytes", reason)
 
 
 assert (PUBACK, PUBREC, PUBREL, PUBCOMP) == (0x40, 0x50, 0x62, 0x70)
 assert (SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT, AUTH) == (0x82, 0xA2, 0xC0, 0xE0, 0xF0)
+
+
+def _nothing_to_send(conn: Connection, session: Session) -> None:
+    """The client has acknowledged the last message: let its socket know that we got that.
+
+    The kernel waits 40 ms for data of ours to go along with the TCP acknowledgement, and a client without
+    TCP_NODELAY keeps its next small packet back for as long (Nagle's algorithm).
+    """
+    if not len(session.outbox):
+        conn.acknowledge_now()
 
 
 def _pubrel(conn: Connection, session: Session, batch: Batch, packet_id: int) -> None:
@@ -143,7 +158,8 @@ async def _confirm(
     await lane.delivery.subscribe(session, [subscription.filter for subscription, _ in granted])
     await lane.journaled()
     if session.connection is conn:
-        conn.send(answers.suback(conn.level, packet_id, codes))
+        conn.answer(answers.suback(conn.level, packet_id, codes))
+    if session.connection is conn:
         wanted = [
             one for one, new in granted if one.retain_handling == 0 or (one.retain_handling == 1 and new)
         ]
@@ -185,7 +201,7 @@ def _unsubscribe(conn: Connection, session: Session, body: bytes) -> None:
         if known and session.persistent:
             conn.lane.journal.unsubscribed(session, topic_filter)
         codes.append(SUCCESS if known else NO_SUBSCRIPTION_EXISTED)
-    conn.send(answers.unsuback(conn.level, packet_id, codes))
+    conn.answer(answers.unsuback(conn.level, packet_id, codes))
 
 
 def _disconnect(conn: Connection, session: Session, body: bytes) -> None:

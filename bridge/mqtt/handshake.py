@@ -19,6 +19,8 @@ from bridge.mqtt.packets import (
     BAD_CLIENT_ID,
     BAD_USER_OR_PASSWORD,
     NOT_AUTHORIZED,
+    PACKET_TOO_LARGE,
+    PROTOCOL_ERROR,
     SERVER_BUSY,
     SESSION_TAKEN_OVER,
     SUCCESS,
@@ -67,12 +69,15 @@ def begin(conn: Connection, body: bytes) -> None:
             refuse(conn, Refused(error.reason, str(error)))
             return
         raise
+    conn.max_packet_out = connect.properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
     conn.lane.spawn(_open(conn, connect))
 
 
 def refuse(conn: Connection, refused: Refused) -> None:
     """Answer with a reason, and close."""
-    conn.send(answers.connack(conn.level, refused.reason))
+    answer = answers.connack(conn.level, refused.reason)
+    if len(answer) <= conn.max_packet_out:
+        conn.send(answer)
     conn.end("refused_connects", f"refused: {refused.text}", linger=True)
 
 
@@ -120,7 +125,12 @@ async def _open(conn: Connection, connect: Connect) -> None:
         await lane.journaled()
     if session.connection is not conn:
         return
-    conn.send(_connack(conn, connect, session, present=present))
+    answer = _connack(conn, connect, session, present=present)
+    if len(answer) > conn.max_packet_out:
+        size = f"its Maximum Packet Size of {conn.max_packet_out}"
+        refuse(conn, Refused(PACKET_TOO_LARGE, f"CONNACK has {len(answer)} bytes, above {size}"))
+        return
+    conn.send(answer)
     conn.opened()
     session.outbox.attach(conn)
 
@@ -129,6 +139,8 @@ def _unfit(connect: Connect) -> Refused | None:
     """What rules a CONNECT out, whoever sends it."""
     if p.AUTH_METHOD in connect.properties:
         return Refused(BAD_AUTH_METHOD, "enhanced authentication is not offered")
+    if p.AUTH_DATA in connect.properties:
+        return Refused(PROTOCOL_ERROR, "authentication data without a method (MQTT 5 section 3.1.2.11.10)")
     if not connect.client_id and connect.level == V31:
         return Refused(BAD_CLIENT_ID, "no client id, which MQTT 3.1 asks for (3.1, section 3.1)")
     if not connect.client_id and not connect.clean and connect.level != V5:
@@ -186,7 +198,6 @@ def _adopt(conn: Connection, connect: Connect, session: Session) -> None:
     if connect.level == V5:
         lane.set_expiry(session, properties.get(p.SESSION_EXPIRY, 0))
         conn.receive_maximum = properties.get(p.RECEIVE_MAXIMUM, 65_535)
-        conn.max_packet_out = properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
     else:
         lane.set_expiry(session, 0 if connect.clean else NEVER)
     lane.set_will(session, connect.will)

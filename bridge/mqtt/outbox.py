@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from bridge.mqtt.answers import ack
-from bridge.mqtt.packets import PACKET_ID_NOT_FOUND, PUBREL, SUCCESS, V5
+from bridge.mqtt.packets import PACKET_ID_NOT_FOUND, PROTOCOL_ERROR, PUBREL, SUCCESS, V5, ProtocolError
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -118,7 +118,27 @@ class Outbox:
             self._send(line, self._pop())
 
     def puback(self, packet_id: int) -> None:
-        """PUBACK or PUBCOMP: the subscriber has the message (an unknown id is ignored, as 4.3.2 allows)."""
+        """PUBACK: the subscriber has the message (an unknown id is ignored, as 4.3.2 allows).
+
+        As `pubrec` and `pubcomp` it raises ProtocolError for an id whose message has another QoS.
+        """
+        self._check(packet_id, 1)
+        self._done(packet_id)
+
+    def pubcomp(self, packet_id: int) -> None:
+        """PUBCOMP: the subscriber has released the message."""
+        self._check(packet_id, 2)
+        self._done(packet_id)
+
+    def _check(self, packet_id: int, qos: int) -> None:
+        out = self._inflight.get(packet_id)
+        if out is not None and out.qos != qos:
+            why = (
+                f"an acknowledgement of QoS {qos} for packet id {packet_id}, whose message has QoS {out.qos}"
+            )
+            raise ProtocolError(why, PROTOCOL_ERROR)
+
+    def _done(self, packet_id: int) -> None:
         out = self._inflight.pop(packet_id, None)
         if out is not None:
             self._again.pop(packet_id, None)
@@ -127,9 +147,10 @@ class Outbox:
 
     def pubrec(self, packet_id: int, reason: int) -> None:
         """PUBREC: answer with PUBREL, or forget the message if the subscriber refused it (MQTT 5 4.3.3)."""
+        self._check(packet_id, 2)
         out, line = self._inflight.get(packet_id), self._line
         if reason >= 0x80:
-            self.puback(packet_id)
+            self._done(packet_id)
         elif line is not None:
             if out is not None:
                 out.released = True

@@ -290,6 +290,8 @@ def parse_subscribe(body: bytes, level: int) -> tuple[int, list[TopicRequest], P
             raise ProtocolError("a SUBSCRIBE that ends before its options")
         options = body[pos]
         pos += 1
+        if not name:
+            raise ProtocolError("an empty topic filter (MQTT-4.7.3-1)")
         reserved = 0xC0 if level == V5 else 0xFC
         if options & reserved or options & 3 == 3 or options & 0x30 == 0x30:
             raise ProtocolError(f"SUBSCRIBE options {options:#04x}")
@@ -308,6 +310,8 @@ def parse_unsubscribe(body: bytes, level: int) -> tuple[int, list[str]]:
     filters: list[str] = []
     while pos < end:
         name, pos = read_text(body, pos, end)
+        if not name:
+            raise ProtocolError("an empty topic filter (MQTT-4.7.3-1)")
         filters.append(name)
     if not filters:
         raise ProtocolError("an UNSUBSCRIBE without topic filters (MQTT-3.10.3-2)", PROTOCOL_ERROR)

@@ -75,7 +75,7 @@ _ALLOWED: Final[dict[int, frozenset[int]]] = {
 
 
 class PropertyError(ValueError):
-    """Raised when properties are malformed (0x81) or do not belong where they are (0x82)."""
+    """Raised when properties are malformed (0x81) or break a rule: twice, or such a value (0x82)."""
 
     def __init__(self, message: str, reason: int = 0x81) -> None:
         super().__init__(message)
@@ -121,7 +121,7 @@ def read_properties(data: bytes, pos: int, end: int, packet_type: int) -> tuple[
     while pos < stop:
         kind = data[pos]
         if kind not in allowed:
-            raise PropertyError(f"property {kind:#04x} where it may not be", 0x82)
+            raise PropertyError(f"property {kind:#04x} where it may not be")  # malformed: section 2.2.2.2
         value, pos = _read_value(data, kind, pos + 1, stop)
         if kind == USER_PROPERTY or (kind == SUBSCRIPTION_ID and packet_type & 0xF0 == 0x30):
             found.setdefault(kind, []).append(value)

@@ -108,6 +108,8 @@ def publish(
     """Handle one PUBLISH in full (section 3.3): store, keep, deliver, acknowledge."""
     lane, session, qos = conn.lane, conn.session, head & 6
     assert session is not None
+    if head & 14 == 8:
+        raise ProtocolError("a PUBLISH of QoS 0 with DUP (MQTT-3.3.1-2)")
     number = packet_id[0] << 8 | packet_id[1] if qos else 0
     if qos == 4 and number in session.incoming:
         batch.acks += b"\x50\x02" + packet_id  # stored before: once per packet id (4.3.3)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from bridge.addresses import is_loopback
+from bridge.mqtt.packets import PACKET_TOO_LARGE
 
 if TYPE_CHECKING:
     from bridge.mqtt.connection import Connection
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455 section 1.3
 MAX_REQUEST = 8 * 1024
 CONTINUATION, BINARY, CLOSE, PING, PONG = 0, 2, 8, 9, 10
-NORMAL, WRONG, UNACCEPTABLE = 1000, 1002, 1003  # close codes (section 7.4.1)
+NORMAL, WRONG, UNACCEPTABLE, TOO_BIG = 1000, 1002, 1003, 1009  # close codes (section 7.4.1)
+MAX_FRAME = 0xFFF_FFFF + 5  # bytes: the largest MQTT packet, whatever `max_packet` is
 
 
 class WebSocket(asyncio.Protocol):
@@ -38,6 +40,7 @@ class WebSocket(asyncio.Protocol):
         self._open = self._closing = False
         self._left = self._done = 0  # of the present data frame: payload bytes to come, and passed on
         self._mask = b"\0\0\0\0"
+        self._begun = False  # a message whose last frame has not come
 
     # -- the protocol of the socket ------------------------------------------------------------
 
@@ -83,7 +86,7 @@ class WebSocket(asyncio.Protocol):
 
     def close(self) -> None:
         """Say goodbye, and close."""
-        self._end(NORMAL)
+        self._end(TOO_BIG if self._inner.reason == PACKET_TOO_LARGE else NORMAL)
 
     def abort(self) -> None:
         self._closing = True
@@ -177,7 +180,11 @@ class WebSocket(asyncio.Protocol):
                 length = int.from_bytes(data[at : at + wide], "big")
             at += wide + 4
             mask = data[at - 4 : at]
-            if opcode in (BINARY, CONTINUATION):
+            if opcode == (CONTINUATION if self._begun else BINARY):  # section 5.4
+                if length > MAX_FRAME:
+                    self._end(TOO_BIG)
+                    break
+                self._begun = head < 0x80
                 self._mask, self._left, self._done, pos = mask, length, 0, at
             elif opcode in (CLOSE, PING, PONG) and length < 126 and head & 0x80:
                 if size < at + length:

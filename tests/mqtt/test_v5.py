@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from typing import Any
 
 from bridge.mqtt import properties as p
 from bridge.mqtt.packets import V5, packet
 
-from .harness import Bridge, Client, Packet, ack, bridge_test, decoded, publish, subscribe, unsubscribe, until
+from .harness import (
+    Bridge,
+    Client,
+    Packet,
+    ack,
+    bridge_test,
+    connect,
+    decoded,
+    publish,
+    subscribe,
+    unsubscribe,
+    until,
+)
 
 
 async def v5(bridge: Bridge, client_id: str = "", **options: Any) -> Client:
@@ -57,10 +71,10 @@ async def test_refusals_have_reason_codes(bridge: Bridge) -> None:
         (publish("in/a", b"", 1, 1, level=V5, properties={p.TOPIC_ALIAS: 0}), 0x94),
         (publish("in/a", b"", 1, 1, level=V5, properties={p.TOPIC_ALIAS: 65}), 0x94),
         (publish("", b"", 1, 1, level=V5, properties={p.TOPIC_ALIAS: 5}), 0x82),
-        (publish("in/a", b"", 1, 1, level=V5, properties={p.SESSION_EXPIRY: 5}), 0x82),
+        (publish("in/a", b"", 1, 1, level=V5, properties={p.SESSION_EXPIRY: 5}), 0x81),
         (publish("in/a", b"", 1, 1, level=V5, properties={p.RESPONSE_TOPIC: b"a/+"}), 0x90),
         (b"\x30\x07\0\4in/a\xff", 0x81),
-        (b"\xc0\1\0", 0x82),
+        (b"\xc0\1\0", 0x81),
         (packet(0xF0, b""), 0x82),
         (b"\x30\xff\xff\xff\x7f", 0x95),
         (subscribe(1, ("a", 0x30), level=V5), 0x81),
@@ -355,3 +369,96 @@ async def test_more_qos_2_messages_at_a_time_than_announced_end_the_connection(b
     else:
         got = await client.receive()
     assert got == Packet(0xE0, b"\x93\0")
+
+
+@bridge_test
+async def test_malformed_packets_are_answered_with_0x81_and_others_with_0x82(bridge: Bridge) -> None:
+    for raw, reason in (
+        (b"\x80\6\0\1\0\0\1a\0", 0x81),  # flags that the type does not have (2.1.3)
+        (b"\x41\3\0\1\0", 0x81),
+        (b"\x60\3\0\1\0", 0x81),
+        (b"\x00\0", 0x81),
+        (b"\xe1\0", 0x81),
+        (b"\x30\5\0\1a\1\x21", 0x81),  # a property that its packet may not carry (2.2.2.2)
+        (b"\x38\4\0\1a\0", 0x81),  # DUP with QoS 0 (MQTT-3.3.1-2)
+        (subscribe(1, ("", 0), level=V5), 0x81),
+        (unsubscribe(1, "a", "", level=V5), 0x81),
+        (b"\xd0\0", 0x82),
+        (packet(0x10, b""), 0x82),
+        (b"\xa2\3\0\1\0", 0x82),  # without a payload (3.10.3)
+    ):
+        client = await v5(bridge, "bad")
+        assert await client.exchange(raw) == Packet(0xE0, bytes((reason, 0))), raw
+        assert await client.closed()
+    old = await bridge.connect("old")
+    old.send(unsubscribe(1, ""))
+    assert await old.closed()
+    old = await bridge.connect("old")
+    old.send(publish("a", dup=True))
+    assert await old.closed()
+
+
+@bridge_test
+async def test_a_malformed_connect_is_answered_too_where_the_protocol_can(bridge: Bridge) -> None:
+    for options, reason in (
+        ({"properties": {p.AUTH_DATA: b"x"}}, 0x82),
+        ({"properties": {p.TOPIC_ALIAS: 1}}, 0x81),
+        ({"properties": {p.MAXIMUM_PACKET_SIZE: 0}}, 0x82),
+        ({"will": ("", b"", 0)}, 0x90),
+    ):
+        client = await bridge.open()
+        await client.connect("c", level=V5, expect=reason, **options)
+        assert await client.closed()
+    client = await bridge.open()
+    client.send(connect("c", will=("", b"", 0)))
+    assert await client.reader.read() == b"", "3.1.1: closed without a CONNACK (MQTT-3.1.4-1)"
+
+
+@bridge_test
+async def test_acknowledgements_of_another_qos_are_protocol_errors(bridge: Bridge) -> None:
+    publisher = await v5(bridge, "p")
+    for qos, head in ((1, 0x50), (1, 0x70), (2, 0x40)):
+        client = await v5(bridge, "s")
+        await client.subscribe(("plain", qos))
+        assert (await publisher.exchange(publish("plain", b"x", 2, 1, level=V5))).head == 0x50
+        await publisher.exchange(ack(0x62, 1))
+        message = client.parse(*await client.receive())
+        assert await client.exchange(ack(head, message.packet_id)) == Packet(0xE0, b"\x82\0"), (qos, head)
+        assert await client.closed()
+
+
+@bridge_test
+async def test_nothing_larger_than_the_client_takes_is_sent(bridge: Bridge) -> None:
+    for size, expected in ((4, b""), (20, b"\x20\3\0\x95\0")):
+        client = await bridge.open()
+        client.send(connect("", level=V5, properties={p.MAXIMUM_PACKET_SIZE: size}))
+        assert await client.reader.read() == expected
+    client = await v5(bridge, "c", properties={p.MAXIMUM_PACKET_SIZE: 30})
+    assert await client.subscribe(("a", 0)) == b"\0"
+    client.send(subscribe(2, *((f"t/{n}", 0) for n in range(40)), level=V5))
+    assert await client.receive() == Packet(0xE0, b"\x95\0")
+    assert await client.closed()
+
+
+@bridge_test
+async def test_a_client_without_tcp_nodelay_does_not_stall(bridge: Bridge) -> None:
+    client = await v5(bridge, "c")
+    await client.subscribe(("plain", 2))
+    sock = client.writer.get_extra_info("socket")
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0)
+    times = []
+    for number in range(1, 31):
+        began = time.perf_counter()
+        client.send(publish("plain", b"x", 2, number, level=V5))
+        heads = []
+        while len(heads) < 4:
+            head, body = await client.receive()
+            heads.append(head & 0xF0)
+            if head & 0xF0 == 0x30:
+                client.send(ack(0x50, client.parse(head, body).packet_id))
+            elif head == 0x50:
+                client.send(ack(0x62, number))
+            elif head == 0x62:
+                client.send(b"\x70\2" + body[:2])
+        times.append(time.perf_counter() - began)
+    assert sorted(times)[15] < 0.03, "44 ms: the delayed acknowledgement of TCP, and Nagle's algorithm"

@@ -118,6 +118,22 @@ async def test_what_is_not_a_websocket_for_mqtt_is_refused(bridge: Bridge) -> No
 
 
 @bridge_test(**WS)
+async def test_each_mistake_has_its_close_code(bridge: Bridge) -> None:
+    whole = frame(connect("x"))
+    for bad, code in (
+        (frame(connect("x"), 0), 1002),  # a continuation of nothing
+        (whole + frame(PING, fin=False) + frame(PING), 1002),  # another message within one
+        (whole + frame(PING, fin=False) + frame(PING, 0) + frame(PING, 0), 1002),
+        (frame(connect("x"), 1), 1003),
+        (whole + frame(b"\x30\xff\xff\xff\x7f"), 1009),  # an MQTT packet above max_packet
+        (b"\x82\xff\0\0\0\0\x10\0\0\5\0\0\0\0", 1009),  # a frame above any MQTT packet
+    ):
+        client = await upgraded(bridge)
+        client.send(bad)
+        assert (await client.reader.read())[-4:] == b"\x88\2" + code.to_bytes(2, "big"), bad
+
+
+@bridge_test(**WS)
 async def test_a_page_of_this_machine_may_come_in(bridge: Bridge) -> None:
     for origin in ("http://localhost:3000", "http://127.0.0.2", "http://[::1]:3000"):
         client = await bridge.open()
