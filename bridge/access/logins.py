@@ -15,11 +15,13 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from bridge.access import proofs
 from bridge.access.rules import Identity
 from bridge.access.users import ITERATIONS, Password, read_users
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
     from pathlib import Path
 
     from bridge.access.rules import AccessRule
@@ -67,6 +69,7 @@ class Access:
         self._rules: Sequence[AccessRule] = ()
         self._users: dict[str, Password] = {}
         self._anonymous: bool | None = None
+        self._authorities: AbstractSet[bytes] = frozenset()
         self._verified: dict[bytes, None] = {}
         self._failures: dict[str, int] = {}
         self._checking: Counter[str] = Counter()
@@ -75,9 +78,10 @@ class Access:
         self._hasher = ThreadPoolExecutor(1, "mqtt-password")
         self.load(config)
 
-    def load(self, config: AccessSettings) -> None:
-        """Take over users and rules, or raise and leave everything as it was."""
+    def load(self, config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> None:
+        """Take over users, rules and `proofs.authorities`, or raise and leave everything as it was."""
         users = read_users(config.users_file) if config.users_file is not None else {}
+        self._authorities = authorities
         self._users, self._rules, self._anonymous = users, config.acl, config.allow_anonymous
         self._verified = {}
 
@@ -90,9 +94,17 @@ class Access:
         """Whether user names mean anything; without a users file every client is anonymous."""
         return bool(self._users)
 
-    def knows(self, user: str | None) -> bool:
-        """Whether a client that came in with this name (None: anonymous) could still come in."""
-        return user is None or user in self._users
+    def knows(self, user: str) -> bool:
+        """Whether there is a user of this name."""
+        return user in self._users
+
+    def proof_of(self, user: str) -> bytes:
+        """What a user is let in by who has given the password."""
+        return proofs.of_password(self._users[user]) if user in self._users else b""
+
+    def still_admits(self, user: str | None, proof: bytes) -> bool:
+        """Whether a client that came in by this proof (user None: anonymous) could still come in by it."""
+        return proofs.holds(proof, user, self._users, self._authorities)
 
     def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
         """What a client that was let in may do; `local`: it is on this machine."""
@@ -113,7 +125,7 @@ class Access:
             return Denied(Reason.BUSY, f"{AT_A_TIME} logins from this address are being checked already")
         self._checking[address] += 1
         try:
-            if await self._hash(known, password) and self._users.get(user) is known:
+            if await self._hash(known, password) and self._users.get(user) == known:
                 if len(self._verified) >= REMEMBERED:
                     self._verified.clear()
                 self._verified[mark] = None

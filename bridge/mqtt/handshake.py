@@ -11,6 +11,7 @@ import secrets
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.access.logins import Denied, Reason
+from bridge.access.proofs import of_certificate
 from bridge.addresses import is_loopback
 from bridge.mqtt import answers
 from bridge.mqtt import properties as p
@@ -85,8 +86,9 @@ async def _open(conn: Connection, connect: Connect) -> None:
     lane = conn.lane
     refused = _unfit(connect)
     user: str | None = None
+    proof = b""
     if refused is None:
-        user, refused = await _authenticate(conn, connect)
+        user, proof, refused = await _authenticate(conn, connect)
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
     identity = lane.access.identify(client_id, user, local=is_loopback(conn.address))
     if refused is None and connect.will is not None:
@@ -109,6 +111,8 @@ async def _open(conn: Connection, connect: Connect) -> None:
             break
     if conn.transport.is_closing():
         return
+    if refused is None and not lane.access.still_admits(user, proof):  # a reload came in between
+        refused = Refused(NOT_AUTHORIZED, "what let it in was replaced meanwhile")
     if refused is not None:
         refuse(conn, refused)
         return
@@ -116,7 +120,7 @@ async def _open(conn: Connection, connect: Connect) -> None:
     present = session is not None
     if session is None:
         session = lane.sessions.create(client_id, identity)
-    session.identity = identity
+    session.identity, session.proof = lane.access.identify(client_id, user), proof
     _adopt(conn, connect, session)
     if present and session.subscriptions:
         await lane.delivery.subscribe(session, list(session.subscriptions))
@@ -162,18 +166,19 @@ def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused |
     return None
 
 
-async def _authenticate(conn: Connection, connect: Connect) -> tuple[str | None, Refused | None]:
-    """Who the client is: the name in its certificate, a user with a password, or nobody (None)."""
+async def _authenticate(conn: Connection, connect: Connect) -> tuple[str | None, bytes, Refused | None]:
+    """Who the client is, and by what proof: a certificate, a user with a password, or nobody (None)."""
     access = conn.lane.access
     if conn.listener.client_certificates:
         name = conn.certificate_name()
         if not name or (connect.username or name) != name:
-            return None, Refused(NOT_AUTHORIZED, f"user name {connect.username!r} is not its certificate's")
-        return name, None
+            why = f"user name {connect.username!r} is not its certificate's"
+            return None, b"", Refused(NOT_AUTHORIZED, why)
+        return name, of_certificate(conn.transport.get_extra_info("ssl_object")), None
     if connect.username is None or not access.has_users:
-        return None, _answer(access.refuse_anonymous(loopback=conn.listener.address.loopback))
+        return None, b"", _answer(access.refuse_anonymous(loopback=conn.listener.address.loopback))
     denied = await access.verify(connect.username, connect.password, conn.address)
-    return connect.username, _answer(denied)
+    return connect.username, access.proof_of(connect.username), _answer(denied)
 
 
 def _answer(denied: Denied | None) -> Refused | None:

@@ -42,13 +42,13 @@ from bridge.mqtt.records import (
     Ended,
     Held,
     Marked,
-    Opened,
     Received,
     Record,
     Released,
     Settled,
     Subscribed,
     Unsubscribed,
+    opened_record,
     queued_record,
     retained_record,
     will_record,
@@ -118,7 +118,7 @@ class Journal:
 
     def opened(self, session: Session) -> None:
         """A session is persistent from now on, or has been left."""
-        self._add(Opened(session.client_id, session.identity.user, session.expiry, session.left))
+        self._add(opened_record(session))
 
     def ended(self, session: Session) -> None:
         """A persistent session is over."""

@@ -16,6 +16,7 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from bridge.access.proofs import authorities
 from bridge.addresses import is_loopback
 from bridge.errors import ConfigError, StreamBridgeError, StreamError
 from bridge.mqtt import properties as p
@@ -53,6 +54,7 @@ STOP_TIMEOUT = 10.0  # seconds for the last commits
 CLOSE_TIMEOUT = 1.0  # seconds for the last bytes
 LOG_INTERVAL = 10.0  # seconds between two lines about drops of one kind
 STOPPING = "the service is stopping"
+REVOKED = "its password has changed, its user is gone, or its certificate is not signed by client_ca any more"
 
 
 class Listener:
@@ -111,6 +113,7 @@ class Lane:
         """Restore sessions and listen; returns the urls, with the ports really taken."""
         if self.config.tls is not None:
             self._tls = tls_context(self.config.tls)
+            self.access.load(self.config, authorities(self._tls))
         recover(self.journal.read(), self)
         await find_stored_ids(self)
         self.journal.snapshot = lambda: snapshot(self)
@@ -118,6 +121,7 @@ class Lane:
         self.manager.on_pressure.append(self._pressure)
         self.manager.on_bindings_changed.append(self.router.forget_routes)
         await self.delivery.start()
+        self._revoke()  # the users file may have changed since the stop
         for session in self.sessions.all():
             self._await_will(session)
             self.sessions.leave(session)
@@ -163,25 +167,43 @@ class Lane:
         """Take over users, rules and certificates, or raise a ConfigError and leave all as it was.
 
         Where a listener is and where names come from is fixed when it opens; users and rules that are
-        meant for another one could open a door, so that nothing is taken over then.
+        meant for another one could open a door, so that nothing is taken over then. New certificates come
+        with new keys for session tickets: no client resumes what an earlier client CA has allowed.
         """
         if _asks_for(config.tls) != _asks_for(self.config.tls):
             raise ConfigError("[mqtt.tls] or its client_ca was added or removed; that needs a restart")
         if config.listen != self.config.listen:
             raise ConfigError("mqtt.listen was changed; that needs a restart")
         context = tls_context(config.tls) if config.tls is not None else None
-        self.access.load(config)
+        self.access.load(config, authorities(context))
         self.refused_stream = config.refused_stream
-        if context is not None and self._tls is not None:
-            current = context
-            self._tls.sni_callback = lambda sock, _name, _context: setattr(sock, "context", current)
+        for listener in self._listeners:
+            if context is not None and isinstance(listener.server, TlsServer):
+                listener.server.context = context
         for session in self.sessions.all():
             conn, user = session.connection, session.identity.user
             local = conn is not None and is_loopback(conn.address)
             session.identity = self.access.identify(session.client_id, user, local=local)
-            if conn is not None and not conn.listener.client_certificates and not self.access.knows(user):
-                conn.fail("refused_reload", f"user {user!r} is no longer in the users file", NOT_AUTHORIZED)
+        self._revoke()
         self.router.forget_routes()
+
+    def _revoke(self) -> None:
+        """Close the connections of clients that would not be let in any more; their wills are dropped.
+
+        So are wills that wait for their delay. The session stays for a client that comes back with a new
+        password or certificate; that of a user who is gone ends, since nobody could ever open it.
+        """
+        for session in self.sessions.all():
+            conn, user = session.connection, session.identity.user
+            if self.access.still_admits(user, session.proof):
+                continue
+            if session.will is not None:
+                self.counts["dropped_wills"] += 1
+                self.set_will(session, None)
+            if conn is not None:
+                conn.fail("refused_reload", REVOKED, NOT_AUTHORIZED)
+            if session.proof[:1] != b"c" and not self.access.knows(user or ""):
+                self.sessions.end(session)
 
     async def _listen(self, address: Address) -> str:
         tls = self._tls if address.secure else None
@@ -366,7 +388,9 @@ class Lane:
 
     def _will_due(self, session: Session) -> None:
         will = session.will
-        if will is not None:
+        if will is not None and not session.identity.may_publish(will.topic):
+            self.counts["dropped_wills"] += 1  # its rules have changed since
+        elif will is not None:
             publish_will(self, session, will)
         self.set_will(session, None)
 

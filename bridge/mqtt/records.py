@@ -26,12 +26,15 @@ class Opened(Record, frozen=True, tag=1):
     """A persistent session exists; `left`: since when its client is away, 0 if it is not.
 
     Seconds on the age timeline (`bridge.clock`), as `expires` of the others.
+
+    `proof` is what its client was let in by (`access.proofs`).
     """
 
     client: str
     user: str | None
     expiry: int
     left: float
+    proof: bytes = b""
 
 
 class Ended(Record, frozen=True, tag=2):
@@ -149,6 +152,11 @@ Any_ = (
 
 def _at(message: Message) -> float | None:
     return None if message.expires is None else message.expires.at
+
+
+def opened_record(session: Session) -> Opened:
+    """The record of a session that exists."""
+    return Opened(session.client_id, session.identity.user, session.expiry, session.left, session.proof)
 
 
 def queued_record(message: Message, number: int, copies: Iterable[tuple[Session, Outgoing]]) -> Queued:

@@ -26,6 +26,7 @@ from bridge.mqtt.records import (
     Subscribed,
     Unsubscribed,
     Willed,
+    opened_record,
     queued_record,
     retained_record,
     will_record,
@@ -110,7 +111,7 @@ def recover(records: Sequence[Record], lane: Lane) -> None:
     for client, past in saved.items():
         identity = lane.access.identify(client, past.opened.user)
         session = lane.sessions.create(client, identity)
-        session.expiry = past.opened.expiry
+        session.expiry, session.proof = past.opened.expiry, past.opened.proof
         if whole:
             session.incoming, session.partial = past.incoming, past.partial
         lane.clock.observe(int(past.opened.left * 1000))
@@ -175,7 +176,7 @@ def snapshot(lane: Lane) -> Iterator[Record]:
     for session in lane.sessions.all():
         if not session.persistent:
             continue
-        yield Opened(session.client_id, session.identity.user, session.expiry, session.left)
+        yield opened_record(session)
         if session.lasting_will is not None:
             yield will_record(session)
         for subscription in session.subscriptions.values():

@@ -32,12 +32,13 @@ class Session:
     """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
 
     __slots__ = (
-        "client_id", "connection", "expiry", "identity", "incoming", "left", "outbox", "partial", "seen",
-        "subscriptions", "timer", "will", "will_timer",
+        "client_id", "connection", "expiry", "identity", "incoming", "left", "outbox", "partial", "proof",
+        "seen", "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
         self.client_id, self.identity, self.outbox = client_id, identity, outbox
+        self.proof = b""  # what its client was let in by (`access.proofs`)
         self.expiry = 0  # seconds that it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)

@@ -42,7 +42,8 @@ class TlsServer:
     ) -> None:
         """`factory` makes a connection, and the protocol that is to be told what TLS has deciphered."""
         self.sockets: list[socket.socket] = []
-        self._lane, self._context, self._factory = lane, context, factory
+        self.context = context  # of the handshakes that begin from now on
+        self._lane, self._factory = lane, factory
 
     async def open(self, address: Address) -> None:
         """Listen; raises OSError."""
@@ -107,7 +108,7 @@ class TlsServer:
             await lane.loop.connect_accepted_socket(
                 lambda: protocol,
                 sock,
-                ssl=self._context,
+                ssl=self.context,
                 ssl_handshake_timeout=lane.limits.connect_timeout / 1000,
             )
         except ConnectionAbortedError:

@@ -28,11 +28,8 @@ PARTS = (
     streams.room,
     streams.loaded_plugins,
     streams.streams,
-<<<<<<< HEAD
     streams.stopped,
-=======
     streams.refused_messages,
->>>>>>> 068000d (Keep messages that can never be stored in refused_stream)
     files.secrets,
     files.certificates,
     files.rules,

@@ -1,0 +1,66 @@
+"""Proofs: what a client was let in by, kept to tell later whether it would still be let in.
+
+A proof is a few bytes, stored with the session: `p` and a digest of the user's line in the users file, or `c`
+and the digests of the certificates in the client CA file that its own certificate was verified with. An empty
+proof is that of an anonymous client. A proof holds as long as that line is unchanged, or all of those
+certificates are still in the file. So a renewed CA certificate ends what the old one allowed, even if both
+have the same key: the client must show its certificate again, in a new handshake.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from collections.abc import Set as AbstractSet
+
+    from bridge.access.users import Password
+
+SIZE = 16  # bytes of a digest
+
+
+def authorities(context: ssl.SSLContext | None) -> frozenset[bytes]:
+    """The digests of the certificates that clients' certificates are verified with."""
+    found = [] if context is None else context.get_ca_certs(binary_form=True)
+    return frozenset(map(_digest, found))
+
+
+def of_password(password: Password) -> bytes:
+    """The proof of a client that knew this password."""
+    return b"p" + _digest(repr(tuple(password)).encode())
+
+
+def of_certificate(tls: ssl.SSLObject) -> bytes:
+    """The proof of a client whose certificate was verified in this TLS session.
+
+    A resumed session has no chain of certificates: it needs all of the authorities there were.
+    """
+    known = authorities(tls.context)
+    needed = {_digest(certificate) for certificate in _verified_chain(tls)} & known
+    return b"c" + b"".join(sorted(needed or known))
+
+
+def holds(proof: bytes, user: str | None, users: Mapping[str, Password], known: AbstractSet[bytes]) -> bool:
+    """Whether a client of this name would be let in by its proof again."""
+    if proof[:1] == b"c":
+        return all(proof[at : at + SIZE] in known for at in range(1, len(proof), SIZE))
+    if user is None:
+        return True
+    return user in users and proof in (b"", of_password(users[user]))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:SIZE]
+
+
+def _verified_chain(tls: Any) -> list[bytes]:
+    """The certificates from the client's own to the root, in DER; none where TLS does not tell."""
+    public = getattr(tls, "get_verified_chain", None)  # public since Python 3.13
+    if public is not None:
+        return list(public())
+    private = getattr(getattr(tls, "_sslobj", None), "get_verified_chain", None)
+    chain = None if private is None else private()
+    return [ssl.PEM_cert_to_DER_cert(certificate.public_bytes()) for certificate in chain or ()]

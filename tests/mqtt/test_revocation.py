@@ -1,0 +1,187 @@
+"""What a reload takes away ends at once: connections, TLS tickets and wills of what is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bridge.access.rules import AccessRule
+from bridge.access.users import hash_password
+from bridge.mqtt import properties as p
+from bridge.mqtt.packets import V5
+from bridge.mqtt.settings import TlsSettings
+from tests.fakes.certificates import Authority, Pair
+
+from .harness import Bridge, Client, bridge_test, connect, until
+from .test_access import open_tls, users, with_bridge
+
+ANN, BOB = ("ann:" + hash_password(b"a"), "bob:" + hash_password(b"b"))
+STAYS = {p.SESSION_EXPIRY: 1000}
+
+
+def log_in(
+    bridge: Bridge, authority: Authority, pair: Pair, version: ssl.TLSVersion, session: ssl.SSLSession | None
+) -> tuple[bytes, bool, ssl.SSLSession | None]:
+    """Connect as a blocking client; returns the return code, whether TLS was resumed, and its ticket.
+
+    Raises OSError where the bridge refuses.
+    """
+    context = ssl.create_default_context(cafile=str(authority.cert))
+    context.minimum_version = context.maximum_version = version
+    context.load_cert_chain(pair.cert, pair.key)
+    if session is not None:
+        context = session_context[session.id]
+    with (
+        socket.create_connection(("127.0.0.1", bridge.port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as secured,
+    ):
+        secured.sendall(connect("c"))
+        answer = secured.recv(4)
+        if not answer:
+            raise ConnectionResetError("closed by the bridge")
+        ticket = secured.session
+        if ticket is not None:
+            session_context[ticket.id] = context
+        return answer[3:], bool(secured.session_reused), ticket
+
+
+session_context: dict[bytes, ssl.SSLContext] = {}  # a ticket is only taken by the context that got it
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_no_tls_ticket_of_a_replaced_client_ca_resumes(tmp_path: Path, version: ssl.TLSVersion) -> None:
+    old, new = Authority(tmp_path / "old", "old-ca"), Authority(tmp_path / "new", "new-ca")
+    server, device = old.issue("server"), old.issue("dev-1")
+    renewed = new.issue("dev-1")
+    tls = TlsSettings(cert=server.cert, key=server.key, client_ca=old.cert)
+
+    async def test(bridge: Bridge) -> None:
+        async def attempt(pair: Pair, ticket: ssl.SSLSession | None = None) -> Any:
+            return await asyncio.to_thread(log_in, bridge, old, pair, version, ticket)
+
+        code, resumed, ticket = await attempt(device)
+        assert (code, resumed) == (b"\0", False)
+        code, resumed, ticket = await attempt(device, ticket)
+        assert (code, resumed) == (b"\0", True), "a ticket serves while the CA stays"
+        bridge.front.reload(
+            msgspec.structs.replace(bridge.config, tls=msgspec.structs.replace(tls, client_ca=new.cert))
+        )
+        for given in (ticket, None):
+            with pytest.raises(OSError):
+                await attempt(device, given)
+        assert (await attempt(renewed))[:2] == (b"\0", False)
+
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls)
+
+
+def test_connections_whose_certificate_no_longer_verifies_are_closed_and_others_stay(tmp_path: Path) -> None:
+    first, second = Authority(tmp_path / "first", "first-ca"), Authority(tmp_path / "second", "second-ca")
+    server = first.issue("server")
+    both, one = tmp_path / "both.pem", tmp_path / "one.pem"
+    both.write_text(first.cert.read_text() + second.cert.read_text())
+    one.write_text(second.cert.read_text())
+    tls = TlsSettings(cert=server.cert, key=server.key, client_ca=both)
+
+    async def test(bridge: Bridge) -> None:
+        watcher = await open_tls(bridge, first, second.issue("watcher"))
+        await watcher.connect("watcher")
+        await watcher.subscribe(("#", 0))
+        leaving = await open_tls(bridge, first, first.issue("leaving"))
+        await leaving.connect("leaving", will=("will/leaving", b"", 0))
+        between = await open_tls(bridge, first, first.issue("between"))  # its CONNECT comes after the reload
+        bridge.front.reload(bridge.config)
+        assert await leaving.alive(), "nothing was taken away"
+        bridge.front.reload(
+            msgspec.structs.replace(bridge.config, tls=msgspec.structs.replace(tls, client_ca=one))
+        )
+        assert await leaving.closed()
+        await between.connect("between", expect=5)
+        assert await watcher.silent(), "no will of what is revoked"
+        await until(lambda: bridge.stat("connections") == 1)
+        assert bridge.stat("dropped_wills") == 1
+        watcher.disconnect()
+
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls)
+
+
+def test_a_new_password_and_the_end_of_a_user_close_connections_and_drop_wills(tmp_path: Path) -> None:
+    path = users(tmp_path, f"{ANN}\n{BOB}\n")
+
+    async def client(bridge: Bridge, name: str, user: str, delay: int = 0) -> Client:
+        options: dict[str, Any] = {
+            "user": user,
+            "password": user[:1].encode(),
+            "level": V5,
+            "properties": STAYS,
+        }
+        will = (f"will/{name}", b"", 0)
+        return await bridge.connect(name, will=will, will_properties={p.WILL_DELAY: delay}, **options)
+
+    async def test(bridge: Bridge) -> None:
+        watcher = await bridge.connect("watcher")
+        await watcher.subscribe(("#", 0))
+        here = [await client(bridge, "ann-here", "ann"), await client(bridge, "bob-here", "bob")]
+        for name, user in (("ann-away", "ann"), ("bob-away", "bob")):
+            (await client(bridge, name, user, delay=1000)).abort()
+        await until(lambda: bridge.stat("connections") == 3)
+        bridge.front.reload(bridge.config)
+        assert [await one.alive() for one in here] == [True, True]
+        path.write_text("ann:" + hash_password(b"other") + "\n")
+        bridge.front.reload(bridge.config)
+        assert [await one.closed() for one in here] == [True, True]
+        assert await watcher.silent(), "neither wills nor delayed wills"
+        assert bridge.stat("dropped_wills") == 4
+        left = {session.client_id for session in bridge.lane.sessions.all()}
+        assert left == {"watcher", "ann-here", "ann-away"}, (
+            "nobody could ever open those of a user who is gone"
+        )
+        back = await bridge.open()
+        back.level = V5
+        back.send(connect("ann-away", user="ann", password=b"other", level=V5, clean=False, properties=STAYS))
+        assert (await back.receive()).body[:2] == b"\1\0"
+
+    with_bridge(tmp_path, test, users_file=path)
+
+
+def test_what_was_taken_away_during_a_stop_is_gone_at_the_start(tmp_path: Path) -> None:
+    path = users(tmp_path, f"{ANN}\n{BOB}\n")
+
+    async def test(bridge: Bridge) -> None:
+        for user in ("ann", "bob"):
+            options: dict[str, Any] = {"user": user, "password": user[:1].encode(), "level": V5}
+            options["will_properties"] = {p.WILL_DELAY: 1000}
+            client = await bridge.connect(user, will=("in/will", b"x", 1), properties=STAYS, **options)
+            client.abort()
+        await until(lambda: not bridge.stat("connections"))
+        await bridge.stop()
+        path.write_text(ANN + "\n")
+        await bridge.start()
+        (session,) = bridge.lane.sessions.all()
+        assert session.client_id == "ann"
+        assert session.will is not None
+        await bridge.stop()
+        path.write_text("ann:" + hash_password(b"other") + "\n")
+        await bridge.start()
+        (session,) = bridge.lane.sessions.all()
+        assert session.will is None
+        assert await bridge.payloads() == []
+
+    with_bridge(tmp_path, test, users_file=path)
+
+
+@bridge_test
+async def test_a_will_on_a_topic_that_its_client_may_not_publish_on_any_more_is_dropped(
+    bridge: Bridge,
+) -> None:
+    client = await bridge.connect("c", will=("in/will", b"x", 1))
+    bridge.front.reload(msgspec.structs.replace(bridge.config, acl=[AccessRule(publish=["other"])]))
+    client.abort()
+    await until(lambda: not bridge.stat("connections"))
+    assert await bridge.payloads() == []
+    assert bridge.stat("dropped_wills") == 1
