@@ -13,6 +13,19 @@ def host_and_port(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def network_of(address: str) -> str:
+    """What counts as one client: an IPv4 address, an IPv6 /64, or any other text as it is."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return f"{ipaddress.IPv6Address(int(found) >> 64 << 64)}/64"
+    return str(found)
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host means this machine; an IPv6 address comes without its brackets."""
     try:

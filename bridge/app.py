@@ -156,7 +156,7 @@ class Service:
                 loop.add_signal_handler(number, self._told_to_stop)
             addresses: list[str] = []
             if config.http.listen:  # opened first and closed last, to show a start and a stop that take time
-                page: FrontEnd = HttpFrontEnd(config.http.listen, observer)
+                page: FrontEnd = HttpFrontEnd(config.http, observer)
                 addresses += await page.start()
                 stack.push_async_callback(page.stop)
             await exports.start()

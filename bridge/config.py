@@ -20,10 +20,10 @@ import re
 import socket
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from bridge import tomlfile
 from bridge.addresses import host_and_port
@@ -31,7 +31,7 @@ from bridge.aws import AwsSettings
 from bridge.errors import ConfigError
 from bridge.export.settings import ExportSettings
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
-from bridge.mqtt.settings import MqttConfig
+from bridge.mqtt.settings import Count, MqttConfig
 from bridge.tomlfile import Document, Keys
 from bridge.tomlstruct import Reader, dotted, keys_of
 
@@ -79,11 +79,16 @@ class Greengrass(Struct, frozen=True, kw_only=True):
 
     Clients show the token in `token_file`; processes of root and of the service's own user on this machine
     need none. What they may do is what the rules of [[mqtt.acl]] say for `user`.
+
+    A client that asks for nothing during `idle_timeout` is disconnected; the SDKs connect again.
     """
 
     listen: str = "127.0.0.1:8088"
     token_file: Path | None = None
     user: str = "greengrass"
+    connections: Count = 1_000
+    connections_per_address: Count = 1_000
+    idle_timeout: Annotated[int, Meta(ge=1000)] = 24 * 3_600_000
 
     def __post_init__(self) -> None:
         _check_listen(self.listen, "127.0.0.1:8088")
@@ -93,6 +98,8 @@ class Http(Struct, frozen=True, kw_only=True):
     """[http]: the status page, metrics and health checks."""
 
     listen: str = "127.0.0.1:9464"
+    connections: Count = 64
+    connections_per_address: Count = 32
 
     def __post_init__(self) -> None:
         _check_listen(self.listen, "127.0.0.1:9464")

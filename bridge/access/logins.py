@@ -1,8 +1,8 @@
 """Who may come in: users, passwords, and the price of guessing.
 
 What it promises: security files fail closed (at a reload the old users stay if the new ones are wrong); a
-password is verified in a thread, once per client and password, and each failure from an address slows the
-next answer to it down.
+password is verified in a thread, once per client and password; whoever waits for that takes turns, and each
+failure from an address delays the next answer to it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import asyncio
 import enum
 import hmac
 import os
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from bridge.access import proofs
+from bridge.access.guesses import AT_A_TIME, Guesses
 from bridge.access.rules import Identity
-from bridge.access.users import ITERATIONS, Password, read_users
+from bridge.access.users import Password, read_users, usual_iterations
+from bridge.addresses import network_of
+from bridge.net.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 
     from bridge.access.rules import AccessRule
 
-FIRST_DELAY, LONGEST_DELAY = 0.25, 8.0
-AT_A_TIME = 16  # logins of one address that are checked, or made to wait
-REMEMBERED = 10_000  # addresses with failures, and verified passwords
+REMEMBERED = 10_000  # verified passwords, and networks that they came from
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Reason(enum.Enum):
@@ -70,9 +72,10 @@ class Access:
         self._users: dict[str, Password] = {}
         self._anonymous: bool | None = None
         self._authorities: AbstractSet[bytes] = frozenset()
-        self._verified: dict[bytes, None] = {}
-        self._failures: dict[str, int] = {}
-        self._checking: Counter[str] = Counter()
+        self._verified: dict[bytes, Password] = {}
+        self._networks: dict[str, None] = {}  # that have logged in
+        self._guesses = Guesses()
+        self._turns = Turns()
         self._key = os.urandom(16)
         # Its own thread, and only one: guessing passwords must not use up the store's threads.
         self._hasher = ThreadPoolExecutor(1, "mqtt-password")
@@ -83,7 +86,7 @@ class Access:
         users = read_users(config.users_file) if config.users_file is not None else {}
         self._authorities = authorities
         self._users, self._rules, self._anonymous = users, config.acl, config.allow_anonymous
-        self._verified = {}
+        self._nobody = Password(usual_iterations(users), b"", b"\0" * 64)
 
     def close(self) -> None:
         """End the thread that hashes."""
@@ -97,6 +100,10 @@ class Access:
     def knows(self, user: str) -> bool:
         """Whether there is a user of this name."""
         return user in self._users
+
+    def knows_network(self, network: str) -> bool:
+        """Whether somebody of this network has logged in."""
+        return network in self._networks
 
     def proof_of(self, user: str) -> bytes:
         """What a user is let in by who has given the password."""
@@ -116,36 +123,59 @@ class Access:
         return None if allowed else Denied(Reason.NOT_ALLOWED, "a user name and password are needed here")
 
     async def verify(self, user: str, password: bytes | None, address: str) -> Denied | None:
-        """Check a password; the answer to a wrong one comes late, and later each time."""
+        """Check a password; the answer to a wrong one comes late, and later each time.
+
+        A name and password that were right before cost no hash. All others take turns at the one thread that
+        hashes: by network, then by user; networks that have logged in before keep half of the turns. What
+        is cancelled before its turn costs nothing. All names that are not in the users file share the turns
+        of one name; they are never told apart from a user with a wrong password.
+        """
         known = self._users.get(user)
         mark = hmac.digest(self._key, user.encode() + b"\0" + (password or b""), "sha256")
-        if known is not None and mark in self._verified:
+        if known is not None and self._verified.get(mark) == known:
             return None
-        if self._checking[address] >= AT_A_TIME:
-            return Denied(Reason.BUSY, f"{AT_A_TIME} logins from this address are being checked already")
-        self._checking[address] += 1
+        network = network_of(address)
+        who = (network, user)
+        if not self._guesses.begin(who):
+            return Denied(Reason.BUSY, f"{AT_A_TIME} logins of {user!r} from this address are being checked")
+        loop = asyncio.get_running_loop()
+        began, delay = loop.time(), 0.0
         try:
-            if await self._hash(known, password) and self._users.get(user) == known:
-                if len(self._verified) >= REMEMBERED:
-                    self._verified.clear()
-                self._verified[mark] = None
-                self._failures.pop(address, None)
+            right = await self._is_right(known, password, network, user)
+            if right and self._users.get(user) == known:
+                self._remember(mark, known, network)
                 return None
-            count = self._failures.pop(address, 0)
-            if len(self._failures) >= REMEMBERED:
-                del self._failures[next(iter(self._failures))]
-            self._failures[address] = count + 1
-            await asyncio.sleep(min(FIRST_DELAY * 2 ** min(count, 8), LONGEST_DELAY))
+            delay = began + self._guesses.wrong(network) - loop.time()
+            await asyncio.sleep(delay)
         finally:
-            self._checking[address] -= 1
-            if not self._checking[address]:
-                del self._checking[address]
+            self._guesses.end(who, began + delay - loop.time() if delay > 0 else 0.0)
         return Denied(Reason.WRONG_CREDENTIALS, f"wrong user name or password for {user!r}")
 
-    async def _hash(self, known: Password | None, password: bytes | None) -> bool:
+    async def _is_right(
+        self, known: Password | None, password: bytes | None, network: str, user: str
+    ) -> bool:
         if password is None:
             return False
-        # An unknown user takes as long as a known one, so that names cannot be told apart by time.
-        hashed = known or Password(ITERATIONS, b"", b"\0" * 64)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._hasher, hashed.verify, password) and known is not None
+        name = user if known is not None else ""
+        await self._turns.wait(network, name, known=network in self._networks)
+        # Somebody unknown costs as much as a user, so that names cannot be told apart by time.
+        hashed = known or self._nobody
+        hashing = loop.run_in_executor(self._hasher, hashed.verify, password)
+        hashing.add_done_callback(lambda _: self._turns.done())  # also if nobody waits for it any more
+        return await asyncio.shield(hashing) and known is not None
+
+    def _remember(self, mark: bytes, known: Password | None, network: str) -> None:
+        """Note that a password was right, and where it came from."""
+        self._guesses.right(network)
+        if known is not None:
+            _note(self._verified, mark, known)
+        _note(self._networks, network, None)
+
+
+def _note(memory: dict[K, V], key: K, value: V) -> None:
+    """Put an entry at the end of a dict of bounded size; the oldest goes."""
+    memory.pop(key, None)
+    if len(memory) >= REMEMBERED:
+        del memory[next(iter(memory))]
+    memory[key] = value

@@ -2,7 +2,7 @@
 
 It is that of mosquitto_passwd: one `name:$7$iterations$salt$hash` per line (PBKDF2 with HMAC-SHA-512, salt
 and hash in base64); `hash_password` makes such a hash. It fails closed: a missing, empty, malformed or
-world-writable file is a ConfigError.
+file that its group or others may write to is a ConfigError.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import hmac
 import os
 import re
 import stat
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 ITERATIONS = 210_000  # OWASP's advice for PBKDF2 with SHA-512
@@ -38,6 +40,12 @@ class Password(NamedTuple):
         return hmac.compare_digest(found, self.hash)
 
 
+def usual_iterations(users: Mapping[str, Password]) -> int:
+    """The number of iterations that most users have; the largest of several such numbers."""
+    counts = Counter(password.iterations for password in users.values())
+    return max(counts, key=lambda count: (counts[count], count), default=ITERATIONS)
+
+
 def hash_password(password: bytes) -> str:
     """Hash a password for the users file."""
     salt = os.urandom(16)
@@ -52,8 +60,8 @@ def read_users(path: Path) -> dict[str, Password]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"mqtt.users_file {path}: {error}") from error
-    if mode & stat.S_IWOTH:
-        raise ConfigError(f"mqtt.users_file {path}: everybody may write to it; chmod o-w it")
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"mqtt.users_file {path}: others than its owner may write to it; chmod go-w it")
     users: dict[str, Password] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):

@@ -27,9 +27,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from bridge import cbor
+from bridge.addresses import network_of
 from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, Status
+from bridge.net.limits import keep_alive
 from bridge.operations.catalog import READ, Found
 
 if TYPE_CHECKING:
@@ -83,23 +85,33 @@ class Connection(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._settled: asyncio.Future[None] | None = None
+        self._heard = 0.0
+        self._silence: asyncio.TimerHandle | None = None
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
     # -- the transport calls ------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
-        self.host, self.address = peer[0], f"{peer[0]}:{peer[1]}"
+        self.host, self.address = str(peer[0]), f"{peer[0]}:{peer[1]}"
         self.socket = transport.get_extra_info("socket")
         self._transport.set_write_buffer_limits(high=UNSENT)
         self._timer = self._loop.call_later(HANDSHAKE, self.end, "no whole Connect in time")
         self._front.connections.add(self)
+        if refused := self._front.limits.enter(self.host, keep_alive(transport)):
+            self._front.counts["refused_limit"] += 1
+            self.end(f"refused: {refused}; see [greengrass] connections")
+        else:
+            self._front.guests.keep(self, self.host, 0)
 
     def data_received(self, data: bytes) -> None:
         if self._state is State.ENDING:
             self._quiet()
             return
         self._buffer += data
+        self._heard = self._loop.time()
+        if self._state is State.NEW:
+            self._front.guests.keep(self, self.host, len(self._buffer))
         if len(self._buffer) >= self._need or self._skip:
             self._work()
         if self._state is State.OPEN:
@@ -118,11 +130,15 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._state = State.ENDING
         self._timer.cancel()
+        if self._silence is not None:
+            self._silence.cancel()
         self._buffer.clear()
         self._writable.set()
         for task in self._reads:
             task.cancel()
         self._settle()
+        self._front.limits.leave(self.host)
+        self._front.guests.leave(self, self.host)
         self.closed.set_result(None)
         self._front.gone(self)
 
@@ -243,15 +259,53 @@ class Connection(asyncio.Protocol):
             self._refuse(request_id, Status.UNSUPPORTED_PROTOCOL_VERSION, f"this server speaks {known}")
             return
         token = request.get("authToken")
-        if why := self._front.refused(self, token if isinstance(token, str) else ""):
-            self._refuse(request_id, Status.UNAUTHORIZED, why)
+        if not self._admitted(request_id, token if isinstance(token, str) else ""):
             return
         self.identify()
         self._version = cast("str", version)
         self._state = State.OPEN
-        self._timer.cancel()
+        self._front.guests.leave(self, self.host)
+        self._watch()
         answer = {"protocolVersion": self._version, "clientIdentifier": self.address}
         self._connected(request_id, {"status": 0, **answer})
+
+    def _admitted(self, request_id: str, token: str) -> bool:
+        """Whether it may come in; the answer to a wrong token comes late, and later each time."""
+        guesses, network = self._front.guesses, network_of(self.host)
+        if token and not guesses.begin(network):
+            self._refuse(
+                request_id, Status.UNAUTHORIZED, "too many wrong tokens from this address; try later"
+            )
+            return False
+        why = self._front.refused(self, token)
+        if not token:  # nothing was guessed
+            if why:
+                self._refuse(request_id, Status.UNAUTHORIZED, why)
+            return not why
+        if not why:
+            guesses.end(network)
+            guesses.right(network)
+            return True
+        delay = guesses.wrong(network)
+        guesses.end(network, delay)
+        self._hold("token")
+        self._loop.call_later(delay, self._refuse, request_id, Status.UNAUTHORIZED, why)
+        return False
+
+    def _watch(self) -> None:
+        """Disconnect a client that is silent for too long, with nothing of it under way."""
+        busy = self._reads or self._appends or self._holds
+        left = self._front.idle_timeout - (0.0 if busy else self._loop.time() - self._heard)
+        if left > 0:
+            self._silence = self._loop.call_later(left, self._watch)
+        else:
+            self._front.counts["idle"] += 1
+            self.end("")
+
+    def dismiss(self) -> None:
+        """Too much is waiting of clients that have not said who they are, and this one has most of it."""
+        self.end("too much is waiting of clients that have not connected")
+        self._transport.abort()
 
     def _refuse(self, request_id: str, status: Status, why: str) -> None:
         self._connected(request_id, {"status": int(status), "errorMessage": why})

@@ -18,9 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from bridge.access.guesses import Guesses
 from bridge.addresses import host_and_port, is_loopback
 from bridge.greengrass.connection import Connection
 from bridge.net import peer
+from bridge.net.guests import Guests
+from bridge.net.limits import ConnectionLimits
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MANY = 64 * 1024  # bytes of an unfinished frame from which on they are counted
 PARTIAL_BYTES = 256 * 1024 * 1024  # that may wait in unfinished frames of all clients together
+GUEST_BYTES = 8 * 1024 * 1024
 BACKLOG = 1024
 
 
@@ -51,11 +55,26 @@ class Settings(Protocol):
     def user(self) -> str:
         """The user whose rules hold for clients on TCP."""
 
+    @property
+    def connections(self) -> int:
+        """How many connections on TCP may be open."""
+
+    @property
+    def connections_per_address(self) -> int:
+        """How many of them one address may have."""
+
+    @property
+    def idle_timeout(self) -> int:
+        """Milliseconds until a client that asks for nothing is disconnected."""
+
 
 class GreengrassFrontEnd:
     """The listeners, and what their connections share."""
 
-    def __init__(self, config: Settings, operations: Operations, access: Access) -> None:
+    def __init__(
+        self, config: Settings, operations: Operations, access: Access, guest_bytes: int = GUEST_BYTES
+    ) -> None:
+        """`guest_bytes` is the memory for all clients that have not said who they are."""
         self._config, self.operations, self._access = config, operations, access
         self.manager = operations.manager
         self.connections: set[Connection] = set()
@@ -65,6 +84,10 @@ class GreengrassFrontEnd:
         self._tasks: set[asyncio.Task[None]] = set()
         self._partial: dict[Connection, int] = {}
         self._waiting: list[Connection] = []
+        self.limits = ConnectionLimits(config.connections, config.connections_per_address)
+        self.idle_timeout = config.idle_timeout / 1000
+        self.guests: Guests[Connection] = Guests(guest_bytes, Connection.dismiss)
+        self.guesses = Guesses()
 
     async def start(self) -> list[str]:
         """Listen; returns the urls, port 0 resolved. Raises ConfigError or OSError."""

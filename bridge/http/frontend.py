@@ -10,6 +10,7 @@ import logging
 import time
 from http import HTTPStatus
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import parse_qs
 
 import msgspec
@@ -18,6 +19,7 @@ from bridge import metrics
 from bridge.addresses import host_and_port, is_loopback
 from bridge.http.observer import SHARE, Observer
 from bridge.http.server import Answer, Server
+from bridge.net.limits import ConnectionLimits
 
 log = logging.getLogger("bridge.http")
 PAGE = Path(__file__).parent
@@ -25,11 +27,28 @@ JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
+class Settings(Protocol):
+    """The section [http] of the configuration."""
+
+    @property
+    def listen(self) -> str:
+        """host:port."""
+
+    @property
+    def connections(self) -> int:
+        """How many connections may be open."""
+
+    @property
+    def connections_per_address(self) -> int:
+        """How many of them one address may have."""
+
+
 class HttpFrontEnd:
     """The status page and what stands beside it."""
 
-    def __init__(self, listen: str, observer: Observer) -> None:
+    def __init__(self, config: Settings, observer: Observer) -> None:
         """Raises ValueError if `listen` is no address."""
+        listen = config.listen
         self._observer = observer
         self._page = _page()
         self._metrics: asyncio.Task[bytes] | None = None
@@ -46,6 +65,7 @@ class HttpFrontEnd:
                 "/healthz": self._health,
                 "/readyz": self._readiness,
             },
+            ConnectionLimits(config.connections, config.connections_per_address),
         )
 
     async def start(self) -> list[str]:

@@ -6,7 +6,7 @@ A page on the web can have a name of its own point at our address (DNS rebinding
 then carry that name; they cannot carry an address or our name.
 
 Every answer forbids browsers to embed, to guess types, to keep, and to load anything from elsewhere.
-At most 64 connections are open; one that idles is closed after 30 s.
+As many connections are open as `ConnectionLimits` allow; one that idles is closed after 30 s.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from typing import NamedTuple
 
 from bridge.addresses import host_and_port
 from bridge.errors import ConfigError
+from bridge.net.limits import ConnectionLimits, keep_alive
 
 HEAD_LIMIT = 8 * 1024
 HEAD_TIMEOUT = 10.0
 IDLE_TIMEOUT = 30.0
 SEND_TIMEOUT = 30.0
-CONNECTIONS = 64
+ONCE = {"host", "content-length", "transfer-encoding"}  # fields that no request may have twice (RFC 9112)
 
 log = logging.getLogger("bridge.http")
 
@@ -67,9 +68,9 @@ class Refused(Exception):  # noqa: N818 - named for what happened
 class Server:
     """Serves `routes` by their path."""
 
-    def __init__(self, listen: str, routes: dict[str, Route]) -> None:
+    def __init__(self, listen: str, routes: dict[str, Route], limits: ConnectionLimits) -> None:
         self._host, self._port = host_and_port(listen)
-        self._routes = routes
+        self._routes, self._limits = routes, limits
         self._names = _names(self._host)
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
@@ -78,7 +79,7 @@ class Server:
         """Listen; returns the url with the port really taken. Raises ConfigError."""
         try:
             self._server = await asyncio.start_server(
-                self._connected, self._host, self._port, limit=HEAD_LIMIT, backlog=CONNECTIONS
+                self._connected, self._host, self._port, limit=HEAD_LIMIT
             )
         except OSError as error:
             raise ConfigError(f"http.listen {self._host}:{self._port}: {error}") from error
@@ -96,16 +97,18 @@ class Server:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if len(self._open) >= CONNECTIONS:
-            writer.transport.abort()
-            return
+        address = str((writer.get_extra_info("peername") or ("local",))[0])
         self._open[task] = writer
         try:
+            if self._limits.enter(address, keep_alive(writer.transport)):
+                writer.transport.abort()
+                return
             with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
                 await self._serve(reader, writer)
         except asyncio.CancelledError:
             pass  # the service stops; streams would log it as an error
         finally:
+            self._limits.leave(address)
             del self._open[task]
             writer.close()
 
@@ -137,7 +140,7 @@ class Server:
             fields: dict[str, str] = {}
             for line in lines:
                 name, colon, value = line.partition(":")
-                if not colon or not name or name != name.strip() or name.lower() in fields.keys() & {"host"}:
+                if not colon or not name or name != name.strip() or name.lower() in fields.keys() & ONCE:
                     raise ValueError(line)
                 fields[name.lower()] = value.strip()
         except ValueError:

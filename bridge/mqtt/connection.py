@@ -70,9 +70,9 @@ class Connection(asyncio.Protocol):
     """The server's side of one MQTT connection."""
 
     __slots__ = (
-        "_batches", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes", "_tail", "_timer",
-        "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
-        "reason", "receive_maximum", "requests", "session", "state", "transport", "writable",
+        "_batches", "_connect_size", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes",
+        "_tail", "_timer", "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener",
+        "max_packet_out", "reason", "receive_maximum", "requests", "session", "state", "transport", "writable",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, listener: Listener) -> None:
@@ -91,6 +91,7 @@ class Connection(asyncio.Protocol):
         self._drained: asyncio.Future[None] | None = None
         self._tail: bytes | bytearray = b""  # read, not yet handled
         self._need = 2  # bytes that make the next packet whole
+        self._connect_size = 0  # bytes of its CONNECT while the login waits
         self._holds: set[str] = set()
         self._routes: dict[bytes, Route] = {}
         self._epoch = -1
@@ -123,6 +124,8 @@ class Connection(asyncio.Protocol):
                 self._tail = bytearray(self._tail)
             self._tail += data  # linear, in however many pieces a big packet arrives
             if len(self._tail) < self._need or self._holds:
+                if self.state is not State.OPEN:
+                    self._wait()
                 return
             data, self._tail = bytes(self._tail), b""
         self._work(data)
@@ -195,8 +198,29 @@ class Connection(asyncio.Protocol):
         if not self._holds and not self.transport.is_closing():
             self.transport.resume_reading()
 
+    def wait_with(self, size: int) -> None:
+        """Its login waits, and needs so many bytes beside what the client has sent behind it."""
+        self._connect_size = size
+        self._wait()
+
+    def listen_for_end(self, yes: bool) -> None:
+        """Read on, though nothing is handled, to notice when the client goes before its answer comes."""
+        if self.state is State.CLOSED or self.transport.is_closing():
+            return
+        if yes:
+            self.transport.resume_reading()
+        elif self._holds:
+            self.transport.pause_reading()
+
+    def _wait(self) -> None:
+        """Before it is logged in, what it has sent counts against a budget for all such clients."""
+        self.lane.guests.keep(self, self.address, self._connect_size + len(self._tail))
+        if len(self._tail) > MAX_CONNECT and self._holds:
+            self.transport.pause_reading()
+
     def opened(self) -> None:
         """The handshake is over: handle what the client has sent behind its CONNECT."""
+        self.lane.guests.leave(self, self.address)
         self.state = State.OPEN
         self.limit = self.lane.max_packet
         self._timer.cancel()
@@ -284,6 +308,8 @@ class Connection(asyncio.Protocol):
         else:
             if used < len(data) and self.state is not State.CLOSED:
                 self._tail = data[used:] if used else data
+                if self.state is not State.OPEN:
+                    self._wait()
 
     def _packets(self, d: bytes) -> int:
         """Handle the whole packets in `d`; return how many bytes that used."""

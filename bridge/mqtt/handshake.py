@@ -71,7 +71,8 @@ def begin(conn: Connection, body: bytes) -> None:
             return
         raise
     conn.max_packet_out = connect.properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
-    conn.lane.spawn(_open(conn, connect))
+    conn.wait_with(len(body))
+    conn.lane.logging_in[conn] = conn.lane.spawn(_open(conn, connect))
 
 
 def refuse(conn: Connection, refused: Refused) -> None:
@@ -89,6 +90,7 @@ async def _open(conn: Connection, connect: Connect) -> None:
     proof = b""
     if refused is None:
         user, proof, refused = await _authenticate(conn, connect)
+    lane.logging_in.pop(conn, None)  # from here on it is not ended half way
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
     identity = lane.access.identify(client_id, user, local=is_loopback(conn.address))
     if refused is None and connect.will is not None:
@@ -120,7 +122,8 @@ async def _open(conn: Connection, connect: Connect) -> None:
     present = session is not None
     if session is None:
         session = lane.sessions.create(client_id, identity)
-    session.identity, session.proof = lane.access.identify(client_id, user), proof
+    session.identity = identity
+    session.proof = proof
     _adopt(conn, connect, session)
     if present and session.subscriptions:
         await lane.delivery.subscribe(session, list(session.subscriptions))
@@ -177,7 +180,9 @@ async def _authenticate(conn: Connection, connect: Connect) -> tuple[str | None,
         return name, of_certificate(conn.transport.get_extra_info("ssl_object")), None
     if connect.username is None or not access.has_users:
         return None, b"", _answer(access.refuse_anonymous(loopback=conn.listener.address.loopback))
+    conn.listen_for_end(True)
     denied = await access.verify(connect.username, connect.password, conn.address)
+    conn.listen_for_end(False)
     return connect.username, access.proof_of(connect.username), _answer(denied)
 
 

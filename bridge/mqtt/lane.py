@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
-import socket
 import ssl
 from collections import Counter
 from functools import partial
@@ -32,6 +30,9 @@ from bridge.mqtt.settings import parse_address
 from bridge.mqtt.tls import BACKLOG, TlsServer, tls_context
 from bridge.mqtt.turns import Turns
 from bridge.mqtt.websocket import WebSocket
+from bridge.net.guests import Guests
+from bridge.net.limits import ConnectionLimits, keep_alive
+from bridge.net.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -43,17 +44,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 120),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
-)
-SPARE_DESCRIPTORS = 200  # kept free for segments, exports and the log
 STOP_TIMEOUT = 10.0  # seconds for the last commits
 CLOSE_TIMEOUT = 1.0  # seconds for the last bytes
 LOG_INTERVAL = 10.0  # seconds between two lines about drops of one kind
 STOPPING = "the service is stopping"
+GUESTS = "too much is waiting of clients that have not logged in; see [mqtt.limits] guest_bytes"
 REVOKED = "its password has changed, its user is gone, or its certificate is not signed by client_ca any more"
 
 
@@ -98,14 +93,17 @@ class Lane:
         self.reading: dict[Connection, set[asyncio.Task[None]]] = {}  # requests that end with it
         self.stopping = False
         self._handshakes: dict[Connection, str] = {}  # in their TLS handshake, with their address
-        self._by_address: Counter[str] = Counter()
+        self._open = ConnectionLimits(self.limits.connections, self.limits.connections_per_address)
+        self.guests: Guests[Connection] = Guests(self.limits.guest_bytes, self._dismiss)
+        self.logging_in: dict[Connection, asyncio.Task[None]] = {}
+        rate = self.limits.handshakes_per_second
+        # Each turn is given back after a tenth of a second.
+        self.handshake_turns = Turns(max(rate // 10, 1)) if rate else None
         self._listeners: list[Listener] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._tls: ssl.SSLContext | None = None
         self._logged: dict[str, float] = {}
         self._empty: asyncio.Future[None] | None = None  # set by the last connection, at the stop
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._most = min(self.limits.connections, max(files - SPARE_DESCRIPTORS, files // 2))
 
     # -- life ------------------------------------------------------------
 
@@ -232,20 +230,23 @@ class Lane:
 
     # -- connections ------------------------------------------------------------
 
-    def expect(self, conn: Connection, address: str) -> bool:
+    def expect(self, conn: Connection, address: str, descriptor: int) -> bool:
         """A socket whose TLS handshake is to begin: whether there is room for it."""
-        refused = self._count(address)
+        refused = self._count(address, descriptor)
         conn.address = self._handshakes[conn] = address
         if refused:
             self.given_up(conn, "refused_limit", refused)
-        return not refused
+        else:
+            self.guests.keep(conn, address, 0)
+        return not refused and conn in self._handshakes
 
     def given_up(self, conn: Connection, counter: str = "", why: str = "") -> None:
         """Nothing comes of an expected connection, unless `accept` has seen it already."""
         address = self._handshakes.pop(conn, None)
         if address is None:
             return
-        self._uncount(address)
+        self._open.leave(address)
+        self.guests.leave(conn, address)
         if counter:
             self.counts[counter] += 1
             self.log_closed(conn, counter, why)
@@ -253,44 +254,42 @@ class Lane:
     def accept(self, conn: Connection) -> None:
         """A new connection: let it stay if there is room for it."""
         address = self._handshakes.pop(conn, None)
+        descriptor = keep_alive(conn.transport)  # for a peer that vanishes without keep-alive of its own
         if address is None:
-            refused = self._count(conn.address)
+            refused = self._count(conn.address, descriptor)
         else:
             conn.address, refused = address, STOPPING if self.stopping else ""
         self.connections.add(conn)
-        sock = conn.transport.get_extra_info("socket")
-        if sock is not None:
-            # A peer that vanished is noticed even if it asked for no keep-alive in MQTT.
-            for level, option, value in KEEP_ALIVE:
-                sock.setsockopt(level, option, value)
         if refused:
             conn.end("refused_limit", refused)
+        else:
+            self.guests.keep(conn, conn.address, 0)
 
     def gone(self, conn: Connection) -> None:
         """A connection's transport is closed."""
         if conn in self.connections:
             self.connections.discard(conn)
-            self._uncount(conn.address)
+            self._open.leave(conn.address)
+            self.guests.leave(conn, conn.address)
+        if (task := self.logging_in.pop(conn, None)) is not None:
+            task.cancel()  # nobody waits for its answer
         if self._empty is not None and not self.connections and not self._empty.done():
             self._empty.set_result(None)
 
-    def _count(self, address: str) -> str:
+    def _count(self, address: str, descriptor: int) -> str:
         """Count a socket; returns why it is one too many, or nothing if there is room for it."""
-        room = self._most - len(self.connections) - len(self._handshakes)
-        self._by_address[address] += 1
+        refused = self._open.enter(address, descriptor)
         self.counts["accepted"] += 1
-        if self.stopping:
-            return STOPPING
-        if room <= 0:
-            return f"{self._most} connections are open already"
-        if self._by_address[address] > self.limits.connections_per_address:
-            return "too many connections from this address"
-        return ""
+        return STOPPING if self.stopping else refused
 
-    def _uncount(self, address: str) -> None:
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+    def _dismiss(self, conn: Connection) -> None:
+        """Too much is waiting of peers that have not logged in, and this one has the largest part of it."""
+        if conn in self._handshakes:
+            self.logging_in.pop(conn).cancel()
+            self.given_up(conn, "refused_guest", GUESTS)
+        else:
+            conn.end("refused_guest", GUESTS)
+            conn.transport.abort()
 
     def left(self, conn: Connection, *, will: bool) -> None:
         """A client's connection has ended, politely (no will) or not."""

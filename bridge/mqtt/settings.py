@@ -69,8 +69,12 @@ class Limits(Struct, frozen=True, kw_only=True):
     """[mqtt.limits]: what clients may use up before they are refused, held or dropped from.
 
     connections           open connections in all, and from one address (connections_per_address);
-                          with TLS they count from before the handshake
+                          with TLS they count from before the handshake. An IPv6 /64 is one address
     connect_timeout       from the connection to a complete CONNECT; a TLS handshake before has as long
+    guest_bytes           memory for all clients that have not logged in: 4 KiB each, 32 KiB in a TLS
+                          handshake, and what they have sent; above it, those that hold most are closed
+    handshakes_per_second  TLS handshakes that begin; more wait their turn, one address after the other;
+                          0 is no limit
     max_keep_alive        seconds; MQTT 5 clients are told, silent others are closed after 1.5 times it
     in_flight             messages sent to one subscriber and not yet acknowledged by it
     queued_messages       messages waiting for one subscriber beyond those, and their bytes
@@ -86,6 +90,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     connections: Count = 10_000
     connections_per_address: Count = 10_000
     connect_timeout: Annotated[int, Meta(ge=10)] = 10_000
+    guest_bytes: Annotated[int, Meta(ge=256 * KIB)] = 16 * MIB
+    handshakes_per_second: Annotated[int, Meta(ge=0)] = 200
     max_keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 3_600
     in_flight: Annotated[int, Meta(ge=1, le=65_535)] = 128
     queued_messages: Count = 10_000

@@ -8,6 +8,7 @@ accepted here: the lane is asked for room, and only then TLS begins.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -15,6 +16,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
+from bridge.addresses import network_of
 from bridge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 1024  # sockets that wait in the kernel for their accept
 BURST = 100  # sockets accepted until others have their turn
+HANDSHAKE_BYTES = 28 * 1024  # that TLS needs while it shakes hands, counted against `guest_bytes`
+TURN = 0.1  # seconds until the turn of a handshake is another one's
 RETRY_INTERVAL = 1.0  # seconds until the next accept when there are no descriptors or no memory
 
 
@@ -97,14 +101,18 @@ class TlsServer:
                 return
             sock.setblocking(False)
             conn, protocol = self._factory()
-            if self._lane.expect(conn, str(peer[0])):
-                self._lane.spawn(self._shake_hands(sock, conn, protocol))
+            if self._lane.expect(conn, str(peer[0]), sock.fileno()):
+                task = self._lane.spawn(self._shake_hands(sock, conn, protocol))
+                self._lane.logging_in[conn] = task
             else:
                 sock.close()
 
     async def _shake_hands(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
         lane = self._lane
         try:
+            if not await self._turn(sock, conn):
+                return
+            lane.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
             await lane.loop.connect_accepted_socket(
                 lambda: protocol,
                 sock,
@@ -120,7 +128,31 @@ class TlsServer:
             what = "%s hung up in its TLS handshake%s; does it trust our certificate?"
             lane.tell("tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else "")
         finally:
+            if lane.logging_in.get(conn) is asyncio.current_task():
+                del lane.logging_in[conn]
             lane.given_up(conn)
+
+    async def _turn(self, sock: socket.socket, conn: Connection) -> bool:
+        """Wait until the handshake may begin; whether it may. Raises OSError if the client has gone."""
+        lane, turns = self._lane, self._lane.handshake_turns
+        if turns is None:
+            return True
+        network = network_of(conn.address)
+        try:
+            async with asyncio.timeout(lane.limits.connect_timeout / 1000):
+                await turns.wait(network, known=lane.access.knows_network(network))
+            lane.loop.call_later(TURN, turns.done)
+            with contextlib.suppress(BlockingIOError):
+                if not sock.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError
+        except TimeoutError:
+            sock.close()
+            lane.given_up(conn, "refused_busy", "too many TLS handshakes; see handshakes_per_second")
+            return False
+        except BaseException:
+            sock.close()
+            raise
+        return True
 
 
 def _reason(error: ssl.SSLError) -> str:

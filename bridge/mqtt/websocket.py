@@ -72,7 +72,9 @@ class WebSocket(asyncio.Protocol):
                 if len(data) > MAX_REQUEST:
                     self._refuse("431 Request Header Fields Too Large")
                 self._unread = data
+                self._inner.wait_with(len(data))
                 return
+            self._inner.wait_with(0)
             if not self._upgrade(data[:end]):
                 return
             data = data[end + 4 :]

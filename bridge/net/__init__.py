@@ -1,1 +1,1 @@
-"""What every listener shares."""
+"""What listeners share: limits of connections, memory of strangers, fair turns. Knows no protocol."""

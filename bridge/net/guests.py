@@ -1,0 +1,66 @@
+"""What peers that have not logged in may keep in memory, all of them together.
+
+Each counts with its bytes that wait here, and with `EACH` for itself. When all of them are over the budget,
+networks that hold more than an equal share lose peers until there is some room again: those first that hold
+most, then those that have said least, then the oldest. So who floods displaces himself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from bridge.addresses import network_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EACH = 4 * 1024  # bytes of a connection that says nothing
+T = TypeVar("T")
+
+
+class Guests(Generic[T]):
+    """The peers that have not logged in."""
+
+    def __init__(self, budget: int, dismiss: Callable[[T], None]) -> None:
+        """`dismiss` closes a peer's connection; it may call `leave`."""
+        self._budget, self._dismiss = budget, dismiss
+        self._networks: dict[str, dict[T, int]] = {}
+        self._held: Counter[str] = Counter()  # bytes of each network
+        self.total = 0
+
+    def keep(self, peer: T, address: str, waiting: int) -> None:
+        """So many bytes of a peer wait here now."""
+        network = network_of(address)
+        peers = self._networks.setdefault(network, {})
+        more = EACH + waiting - peers.get(peer, 0)
+        peers[peer] = EACH + waiting
+        self._held[network] += more
+        self.total += more
+        if more > 0 and self.total > self._budget:
+            self._make_room()
+
+    def leave(self, peer: T, address: str) -> None:
+        """A peer has logged in or is gone; also if it is not known."""
+        network = network_of(address)
+        peers = self._networks.get(network)
+        if peers is None or peer not in peers:
+            return
+        size = peers.pop(peer)
+        self.total -= size
+        self._held[network] -= size
+        if not peers:
+            del self._networks[network], self._held[network]
+
+    def _make_room(self) -> None:
+        room = self._budget - self._budget // 8  # not one by one: each time all are looked through
+        share = room // len(self._networks)
+        for network, held in self._held.most_common():
+            if held <= share or self.total <= room:
+                return
+            peers = self._networks[network]
+            for peer in sorted(peers, key=peers.__getitem__, reverse=True):
+                if self.total <= room or self._held[network] <= share:
+                    break
+                self.leave(peer, network)
+                self._dismiss(peer)

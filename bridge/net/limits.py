@@ -1,0 +1,77 @@
+"""How many connections a listener keeps open, in all and from one address, and what it leaves to others.
+
+An address counts with its network (`addresses.network_of`), since whoever has one IPv6 address has 2^64.
+
+The last descriptors of the process are for segments, exports and the log. The kernel gives a new socket the
+lowest number that is free, so the number says how many descriptors are in use at least, whoever uses them.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from bridge.addresses import network_of
+
+if TYPE_CHECKING:
+    import asyncio
+
+SPARE_DESCRIPTORS = 200
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 120),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 20),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
+
+
+class ConnectionLimits:
+    """The open connections of one front end, counted."""
+
+    def __init__(self, connections: int, connections_per_address: int) -> None:
+        self._most, self._most_of_one = connections, connections_per_address
+        self._by_network: Counter[str] = Counter()
+        self._open = 0
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._descriptors = files - min(SPARE_DESCRIPTORS, files // 2)
+
+    def __len__(self) -> int:
+        """How many connections are counted."""
+        return self._open
+
+    def enter(self, address: str, descriptor: int = -1) -> str:
+        """Count a connection; returns why it must be closed, or nothing if there is room for it.
+
+        It counts until `leave` in either case.
+        """
+        network = network_of(address)
+        self._open += 1
+        self._by_network[network] += 1
+        if self._open > self._most:
+            return f"{self._most} connections are open already"
+        if self._by_network[network] > self._most_of_one:
+            return "too many connections from this address"
+        if descriptor >= self._descriptors:
+            return "too few file descriptors are left; see LimitNOFILE"
+        return ""
+
+    def leave(self, address: str) -> None:
+        """A connection that was counted is closed."""
+        network = network_of(address)
+        self._open -= 1
+        self._by_network[network] -= 1
+        if not self._by_network[network]:
+            del self._by_network[network]
+
+
+def keep_alive(transport: asyncio.BaseTransport) -> int:
+    """Have the kernel notice a peer that vanished; returns the descriptor of its socket, -1 without one."""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return -1
+    if sock.family != socket.AF_UNIX:
+        for level, option, value in KEEP_ALIVE:
+            sock.setsockopt(level, option, value)
+    return int(sock.fileno())
