@@ -40,7 +40,7 @@ from bridge.export.supervisor import ExportSupervisor
 from bridge.greengrass import GreengrassFrontEnd
 from bridge.http import HttpFrontEnd
 from bridge.http.observer import Observer
-from bridge.mqtt import MqttFrontEnd
+from bridge.mqtt import MqttFrontEnd, clients
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
 from bridge.streams.store import Store
@@ -144,7 +144,9 @@ class Service:
             stack.callback(access.close)
             self._front_end = front_end = MqttFrontEnd(config.mqtt, operations, access)
             self._greengrass = greengrass = GreengrassFrontEnd(config.greengrass, operations, access)
-            control = ControlFrontEnd(operations, gateway.data_dir)
+            control = ControlFrontEnd(
+                operations, gateway.data_dir, dict.fromkeys(clients.OPERATIONS, front_end.command)
+            )
             observer = Observer(
                 gateway.id,
                 gateway.data_dir,

@@ -39,7 +39,8 @@ from bridge.tomlstruct import Reader, dotted, keys_of
 RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # What a running service takes over on SIGHUP, besides [streams]; the rest needs a restart.
 RELOADED = {
-    "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.refused_stream", "log.level",
+    "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.client_ids",
+    "mqtt.refused_stream", "log.level",
 }  # fmt: skip
 
 

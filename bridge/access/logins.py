@@ -12,14 +12,14 @@ import enum
 import hmac
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
 
 from bridge.access import proofs
 from bridge.access.guesses import AT_A_TIME, Guesses
 from bridge.access.rules import Identity
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.addresses import network_of
-from bridge.net.turns import Turns
+from bridge.net.fairqueue import FairQueue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +56,10 @@ class AccessSettings(Protocol):
     def allow_anonymous(self) -> bool | None:
         """Whether clients without a name may come in; None: on loopback only."""
 
+    @property
+    def client_ids(self) -> Literal["any", "user", "prefix"]:
+        """Which client ids a user may have."""
+
 
 class Denied(NamedTuple):
     """Why a client is not let in, with a text for the log."""
@@ -75,7 +79,7 @@ class Access:
         self._verified: dict[bytes, Password] = {}
         self._networks: dict[str, None] = {}  # that have logged in
         self._guesses = Guesses()
-        self._turns = Turns()
+        self._turns = FairQueue()
         self._key = os.urandom(16)
         # Its own thread, and only one: guessing passwords must not use up the store's threads.
         self._hasher = ThreadPoolExecutor(1, "mqtt-password")
@@ -84,7 +88,7 @@ class Access:
     def load(self, config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> None:
         """Take over users, rules and `proofs.authorities`, or raise and leave everything as it was."""
         users = read_users(config.users_file) if config.users_file is not None else {}
-        self._authorities = authorities
+        self._authorities, self._client_ids = authorities, config.client_ids
         self._users, self._rules, self._anonymous = users, config.acl, config.allow_anonymous
         self._nobody = Password(usual_iterations(users), b"", b"\0" * 64)
 
@@ -116,6 +120,18 @@ class Access:
     def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
         """What a client that was let in may do; `local`: it is on this machine."""
         return Identity(client_id, user, self._rules, local=local, label=label)
+
+    @property
+    def binds_ids(self) -> bool:
+        """Whether a client id belongs to a user by its name, whoever came with it first."""
+        return self._client_ids != "any"
+
+    def may_use_id(self, user: str | None, client_id: str) -> bool:
+        """Whether a client id is one of this user's (None: anonymous, for whom it may be nobody's)."""
+        if not self.binds_ids:
+            return True
+        owner = client_id.partition(":")[0] if self._client_ids == "prefix" else client_id
+        return owner == user if user is not None else owner not in self._users
 
     def refuse_anonymous(self, *, loopback: bool) -> Denied | None:
         """Whether a client without a user name may come in through a listener."""

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import exports, integrity, service, streams, trial, users
+from bridge.cli import clients, exports, integrity, service, streams, trial, users
 from bridge.cli.common import ExitCode, denied, echo, note
 from bridge.errors import (
     ConfigError,
@@ -58,6 +58,7 @@ service.add_to(app)
 integrity.add_to(app)
 app.add_typer(streams.app, name="streams")
 exports.add_to(app)
+app.add_typer(clients.app, name="clients")
 users.add_to(app)
 trial.add_to(app)
 app.add_typer(ingest, name="ingest")

@@ -106,7 +106,7 @@ def delete(
     where = place(config, data_dir)
     storage = operate(where, "describeMessageStream", name=name)["messageStreamInfo"]["storageStatus"]
     number = storage["newestSequenceNumber"] - storage["oldestSequenceNumber"] + 1
-    _confirm(sure, f"Delete {name} with up to {count(number, 'message')}?")
+    confirm(sure, f"Delete {name} with up to {count(number, 'message')}?")
     declared = _declared(config, data_dir, name)
     operate(where, "deleteMessageStream", name=name)
     echo(f"deleted {name}")
@@ -157,7 +157,7 @@ def purge(
     """Drop messages of a stream, exported or not; the numbers go on."""
     which = "all messages" if upto is None else f"the messages below {upto}"
     on = f" on {topic}" if topic is not None else ""
-    _confirm(sure, f"Drop {which} of {name}{on}?")
+    confirm(sure, f"Drop {which} of {name}{on}?")
     given = {key: value for key, value in (("upto", upto), ("topic", topic)) if value is not None}
     reply = operate(place(config, data_dir), "purgeMessageStream", name=name, **given)
     echo(f"messages dropped: {reply['purgedMessages']}")
@@ -211,7 +211,8 @@ def _groups(messages: Iterable[bytes]) -> Iterator[list[bytes]]:
         yield group
 
 
-def _confirm(sure: bool, question: str) -> None:
+def confirm(sure: bool, question: str) -> None:
+    """Ask before what cannot be undone, unless `--yes` was said."""
     if sure:
         return
     if not sys.stdin.isatty():

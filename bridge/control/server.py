@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import stat
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,12 @@ from bridge.errors import ConfigError
 from bridge.operations.codec import answer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bridge.operations.catalog import Operations
 
 BACKLOG = 64
+Command = Callable[[str, bytes], Awaitable[bytes]]  # operation and request
 
 
 def _make_way(path: Path) -> None:
@@ -40,8 +44,11 @@ def _make_way(path: Path) -> None:
 class ControlFrontEnd:
     """The listener and its connections."""
 
-    def __init__(self, operations: Operations, data_dir: Path) -> None:
-        self._operations, self._data_dir = operations, data_dir
+    def __init__(
+        self, operations: Operations, data_dir: Path, others: Mapping[str, Command] | None = None
+    ) -> None:
+        """`others` carry out, by their names, what is not asked of streams; request and reply are in CBOR."""
+        self._operations, self._data_dir, self._others = operations, data_dir, others or {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -76,7 +83,11 @@ class ControlFrontEnd:
                     request = await reader.readexactly(size)
                     end = 1 + request[0]
                     name, body = request[1:end].decode("ascii"), request[end:]
-                    reply = await answer(self._operations, name, body, LARGEST, TRUSTED)
+                    other = self._others.get(name)
+                    if other is None:
+                        reply = await answer(self._operations, name, body, LARGEST, TRUSTED)
+                    else:
+                        reply = await other(name, body)
                     writer.write(len(reply).to_bytes(HEADER, "big") + reply)
                     await writer.drain()
         finally:

@@ -72,7 +72,8 @@ class Connection(asyncio.Protocol):
     __slots__ = (
         "_batches", "_connect_size", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes",
         "_tail", "_timer", "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener",
-        "max_packet_out", "reason", "receive_maximum", "requests", "session", "state", "transport", "writable",
+        "max_packet_out", "reason", "receive_maximum", "requests", "session", "state", "transport",
+        "writable",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, listener: Listener) -> None:

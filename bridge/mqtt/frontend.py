@@ -5,16 +5,14 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from bridge.mqtt import clients
 from bridge.mqtt.external import ExternalBroker
 from bridge.mqtt.lane import Lane
-from bridge.mqtt.packets import V5, V31, V311
 
 if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.mqtt.settings import MqttConfig
     from bridge.operations.catalog import Operations
-
-_PROTOCOLS = {V31: "MQTT 3.1", V311: "MQTT 3.1.1", V5: "MQTT 5"}
 
 
 class MqttFrontEnd:
@@ -67,6 +65,10 @@ class MqttFrontEnd:
         """Why there is no connection to an external broker; None if there is one, or need not be."""
         return self._external.unreachable if self._external is not None else None
 
+    async def command(self, operation: str, body: bytes) -> bytes:
+        """Carry out one of `clients.OPERATIONS` for the command line; request and reply are in CBOR."""
+        return await clients.answer(self._lane, operation, body)
+
     def clients(self, most: int) -> list[tuple[str, str | None, str, str]]:
         """Connected clients, at most so many: client id, user name, address, protocol."""
         if self._lane is None:
@@ -74,6 +76,11 @@ class MqttFrontEnd:
         sessions = ((conn, conn.session) for conn in self._lane.connections)
         known = ((conn, session) for conn, session in sessions if session is not None)
         return [
-            (session.client_id, session.identity.user, conn.address, _PROTOCOLS.get(conn.level, "MQTT"))
+            (
+                session.client_id,
+                session.identity.user,
+                conn.address,
+                clients.PROTOCOLS.get(conn.level, "MQTT"),
+            )
             for conn, session in islice(known, most)
         ]

@@ -91,13 +91,17 @@ async def _open(conn: Connection, connect: Connect) -> None:
     if refused is None:
         user, proof, refused = await _authenticate(conn, connect)
     lane.logging_in.pop(conn, None)  # from here on it is not ended half way
+    if refused is None and connect.client_id and not lane.access.may_use_id(user, connect.client_id):
+        why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}; see mqtt.client_ids"
+        refused = Refused(BAD_CLIENT_ID, why)
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
     identity = lane.access.identify(client_id, user, local=is_loopback(conn.address))
     if refused is None and connect.will is not None:
         refused = _refused_will(conn, identity, connect.will.topic)
     while refused is None:
         old, newest = lane.sessions.get(client_id), lane.newest.get(client_id)
-        if old is not None and old.identity.user != user:
+        foreign = old is not None and old.identity.user != user
+        if foreign and not lane.access.binds_ids:
             refused = Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user")
         elif old is not None and old.connection is not None:
             old.connection.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
@@ -107,7 +111,7 @@ async def _open(conn: Connection, connect: Connect) -> None:
                 refused = Refused(SERVER_BUSY, "what its last connection sent is not stored yet")
         elif old is None:
             break
-        elif connect.clean:
+        elif connect.clean or foreign:
             lane.sessions.end(old)
         else:
             break

@@ -30,9 +30,9 @@ from bridge.mqtt.settings import parse_address
 from bridge.mqtt.tls import BACKLOG, TlsServer, tls_context
 from bridge.mqtt.turns import Turns
 from bridge.mqtt.websocket import WebSocket
+from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
-from bridge.net.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -98,7 +98,7 @@ class Lane:
         self.logging_in: dict[Connection, asyncio.Task[None]] = {}
         rate = self.limits.handshakes_per_second
         # Each turn is given back after a tenth of a second.
-        self.handshake_turns = Turns(max(rate // 10, 1)) if rate else None
+        self.handshake_turns = FairQueue(max(rate // 10, 1)) if rate else None
         self._listeners: list[Listener] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._tls: ssl.SSLContext | None = None

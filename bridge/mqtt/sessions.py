@@ -119,10 +119,7 @@ class Sessions:
             return
         now = self._clock.now() / 1000
         session.left = session.left or now
-        seconds: float = self._limits.session_expiry_interval / 1000
-        if session.expiry != NEVER:
-            seconds = min(seconds, session.expiry)
-        seconds -= max(0.0, now - session.left)
+        seconds = self.lifetime(session) - max(0.0, now - session.left)
         if seconds <= 0:
             self.end(session)
             return
@@ -133,6 +130,11 @@ class Sessions:
             oldest = next(iter(self._away.values()))
             self._evicted(oldest)
             self.end(oldest)
+
+    def lifetime(self, session: Session) -> float:
+        """Seconds that a session outlives its connection."""
+        longest = self._limits.session_expiry_interval / 1000
+        return longest if session.expiry == NEVER else min(longest, session.expiry)
 
     def end(self, session: Session) -> None:
         """Forget a session and everything that it holds."""

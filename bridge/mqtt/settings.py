@@ -149,6 +149,11 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     `allow_anonymous` left out allows clients without a user name on loopback listeners only.
     `refused_stream` is the stream that keeps messages which their own stream can never store; the
     embedded broker acknowledges them once they are there.
+
+    `client_ids` says which client ids a user may have: "any"; "user", its own name alone; "prefix", its
+    name, also with `:` and more behind it. Clients without a user name may then have none that is a user's,
+    and whoever has taken an id of a user has to give it back to him. To let the server choose is always
+    allowed.
     """
 
     mode: Literal["embedded", "external"] = "embedded"
@@ -157,6 +162,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     refused_stream: Annotated[str, Meta(min_length=1)] | None = None
     allow_anonymous: bool | None = None
     users_file: Path | None = None
+    client_ids: Literal["any", "user", "prefix"] = "any"
     acl: list[AccessRule] = []
     tls: TlsSettings | None = None
     limits: Limits = Limits()

@@ -23,6 +23,7 @@ PARTS = (
     network.unused,
     network.exposure,
     network.destinations,
+    network.client_ids,
     files.directories,
     files.closed_streams,
     streams.room,

@@ -9,6 +9,8 @@ import ssl
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
+import msgspec
+
 from bridge.addresses import host_and_port, is_loopback
 from bridge.mqtt.settings import parse_address
 from bridge.preflight.look import Finding, Look
@@ -144,6 +146,24 @@ def _answer(host: str, port: int, hello: bytes) -> bytes | None:
                 return b""
     except OSError:
         return None
+
+
+def client_ids(look: Look) -> Iterator[Finding]:
+    """Rules that give rights to a client id, which anybody chooses."""
+    config = look.config.mqtt
+    if config.client_ids != "any" or config.mode != "embedded":
+        return
+    for number, rule in enumerate(config.acl):
+        for right, filters in msgspec.structs.asdict(rule).items():
+            # Its own level below streambridge/ is each client's by the protocol of requests, not by a rule.
+            asked = filters if isinstance(filters, list) else []
+            wide = [name for name in asked if "%c" in name and not name.startswith("streambridge/")]
+            if wide:
+                yield look.warning(
+                    ("mqtt", "acl", number, right),
+                    f"{wide[0]!r} gives rights to whoever chooses that client id; write %u for the user "
+                    'name, or bind the ids to users: mqtt.client_ids = "user" or "prefix"',
+                )
 
 
 def _wanted(look: Look) -> Iterator[Wanted]:

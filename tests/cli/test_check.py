@@ -597,3 +597,16 @@ def test_a_stream_for_refused_messages_that_is_not_there_is_a_warning(path: Path
     assert "not used" in found
     fill(name="refused")
     assert check(path, text) == []
+
+
+@pytest.mark.parametrize("binding", ["any", "user", "prefix"])
+def test_rights_of_a_client_id_that_anybody_may_choose_are_a_warning(path: Path, binding: str) -> None:
+    rules = """
+[[mqtt.acl]]
+publish = ["in/%u/#", "streambridge/%c/+"]
+[[mqtt.acl]]
+subscribe = ["commands/%c/#"]
+"""
+    found = check(path, QUIET.replace("[greengrass]", f'client_ids = "{binding}"\n[greengrass]') + rules)
+    assert len(found) == (binding == "any"), found
+    assert all(line.startswith("warning: x.toml:") and "commands/%c/#" in line for line in found)

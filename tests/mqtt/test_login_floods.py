@@ -17,7 +17,6 @@ import pytest
 from bridge.access.users import hash_password, read_users, usual_iterations
 from bridge.addresses import network_of
 from bridge.net.guests import Guests
-from bridge.net.turns import Turns
 
 from .harness import Bridge, Client, bridge_test, connect, run_async, until
 from .test_abuse import _files  # noqa: F401 - both ends of the connections are in this process

@@ -12,7 +12,7 @@ import asyncio
 Waiting = dict[str, dict[str, dict["asyncio.Future[None]", None]]]  # by network and name, in order
 
 
-class Turns:
+class FairQueue:
     """At most `at_a_time` have their turn together."""
 
     def __init__(self, at_a_time: int = 1) -> None:
