@@ -196,7 +196,8 @@ threads = 3
 
 def test_a_key_like_no_other_is_answered_with_the_known_ones(path: Path) -> None:
     assert mistakes(path, "[greengrass]\nxyz = 1") == [
-        "streambridge.toml:2: greengrass.xyz = 1: unknown key; known here: listen, token_file, user"
+        "streambridge.toml:2: greengrass.xyz = 1: unknown key; known here: connections, "
+        "connections_per_address, idle_timeout, listen, token_file, user"
     ]
 
 

@@ -91,6 +91,8 @@ def test_a_connection_serves_one_request_after_the_other(service: Service) -> No
         (b"GET / HTTP/2.0\r\nHost: localhost\r\n\r\n", 400),
         (b"GET http://localhost/ HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\ncontent-length: 0\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello", 400),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
@@ -130,6 +132,16 @@ def test_many_idle_connections_do_not_take_the_streams_door(service: Service) ->
     idle = [socket.create_connection(("127.0.0.1", service.port), timeout=30) for _ in range(80)]
     service.publish(("streams/sensors", b"1"))
     for connection in idle:
+        connection.close()
+    eventually(lambda: _answers(service))
+
+
+def test_one_address_cannot_take_all_connections(service: Service) -> None:
+    idle = [socket.create_connection(("127.0.0.1", service.port), timeout=30) for _ in range(70)]
+    other = socket.create_connection(("127.0.0.1", service.port), 30, source_address=("127.0.0.9", 0))
+    other.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    assert other.recv(65536).startswith(b"HTTP/1.1 200 ")
+    for connection in (*idle, other):
         connection.close()
     eventually(lambda: _answers(service))
 

@@ -137,9 +137,12 @@ def test_a_users_file_that_is_missing_or_open_to_all_is_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match="No such file"):
         read_users(tmp_path / "nothing")
     path = users(tmp_path, BOB)
-    path.chmod(0o666)
-    with pytest.raises(ConfigError, match="chmod"):
-        read_users(path)
+    for mode in (0o666, 0o606, 0o620):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="chmod"):
+            read_users(path)
+    path.chmod(0o640)
+    assert list(read_users(path)) == ["bob"]
 
 
 def test_a_reload_is_all_or_nothing(tmp_path: Path) -> None:

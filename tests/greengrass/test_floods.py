@@ -1,0 +1,106 @@
+"""Floods of peers without a token on port 8088: guesses are slow, connections and memory bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bridge.addresses import network_of
+
+from .harness import CONNECT, Raw, Server, frame
+
+
+class Limited(Server):
+    """A server with other limits."""
+
+    def __init__(self, root: Path, token: bytes | None = None, **limits: int) -> None:
+        file = root / "token"
+        if token is not None:
+            file.write_bytes(token)
+        super().__init__(root, token_file=None if token is None else file)
+        self.config = msgspec.structs.replace(self.config, **limits)
+
+
+def guess(server: Server, token: str) -> Raw:
+    """A client that has sent a token and waits for its answer."""
+    client = Raw(server, connect=None)
+    client.socket.sendall(b"\x01" + frame(1, {**CONNECT, "authToken": token}))
+    return client
+
+
+def test_each_wrong_token_is_answered_later_and_a_right_one_at_once(tmp_path: Path) -> None:
+    with Limited(tmp_path, b"right") as server:
+        took = []
+        for _ in range(3):
+            began = time.monotonic()
+            with guess(server, "wrong") as client:
+                assert client.greeted()["status"] != 0
+                assert client.ended()
+            took.append(time.monotonic() - began)
+        assert took[2] > 2 * took[0], "later each time"
+        began = time.monotonic()
+        with guess(server, "right") as client:
+            assert client.greeted()["status"] == 0
+        assert time.monotonic() - began < took[2]
+
+
+def test_guessing_in_parallel_is_no_faster_also_for_those_who_hang_up(tmp_path: Path) -> None:
+    with Limited(tmp_path, b"right") as server:
+        for _ in range(5):  # so that the answers to come are late
+            server.call(server.front.guesses.wrong, network_of("127.0.0.1"))
+        for number in range(16):
+            guess(server, f"wrong{number}").socket.close()
+        server.wait_until(lambda: len(server.front.connections) == 16)
+        deadline = time.monotonic() + 6
+        refusal = None
+        while refusal is None:
+            assert time.monotonic() < deadline, (
+                "all 16 have been looked at, and their answers are still to come"
+            )
+            with guess(server, "right") as client:
+                refusal = client.greeted().get("errorMessage")
+        assert "too many wrong tokens" in refusal, "a guess that is not looked at"
+
+
+@pytest.mark.parametrize("limit", ["connections", "connections_per_address"])
+def test_connections_are_bounded_in_all_and_per_address(tmp_path: Path, limit: str) -> None:
+    with Limited(tmp_path, **{limit: 5}) as server, contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(Raw(server)) for _ in range(5)]
+        for _ in range(20):
+            with Raw(server, connect=None) as refused:
+                assert refused.ended()
+        assert server.front.stats()["refused_limit"] == 20
+        assert all(client.ask(8)["op"] for client in kept)
+        kept[0].socket.close()
+        server.wait_until(lambda: len(server.front.connections) == 4)
+        with Raw(server) as client:
+            assert client.ask(8)["op"]
+
+
+def test_a_client_that_asks_for_nothing_is_disconnected_and_one_that_asks_is_not(tmp_path: Path) -> None:
+    with Limited(tmp_path, idle_timeout=1000) as server, Raw(server) as silent, Raw(server) as busy:
+        began = time.monotonic()
+        while len(server.front.connections) == 2:
+            assert busy.ask(8)["op"]
+            assert time.monotonic() - began < 10
+        assert silent.ended(), "with FIN, so that the SDK connects again"
+        assert busy.ask(8)["op"]
+        assert server.front.stats()["idle"] == 1
+
+
+def test_half_connects_are_bounded_in_all_and_others_come_in(tmp_path: Path) -> None:
+    with Limited(tmp_path) as server, contextlib.ExitStack() as stack:
+        half = b"\x01" + frame(1, b"x" * 60_000)[:-1000]
+        for number in range(300):
+            client = stack.enter_context(Raw(server, connect=None))
+            with contextlib.suppress(OSError):
+                client.socket.sendall(half)
+            if number % 100 == 99:
+                with Raw(server) as good:
+                    assert good.ask(8)["op"]
+        server.wait_until(lambda: server.front.stats().get("ended", 0) > 100)
+        assert server.front.guests.total <= 8 << 20, "300 of them would be 17 MiB"
