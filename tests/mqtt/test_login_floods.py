@@ -16,6 +16,7 @@ import pytest
 
 from bridge.access.users import hash_password, read_users, usual_iterations
 from bridge.addresses import network_of
+from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 
 from .harness import Bridge, Client, bridge_test, connect, run_async, until
@@ -184,7 +185,7 @@ def test_an_ipv6_network_counts_as_one_address(address: str, network: str) -> No
 
 def test_turns_go_round_networks_and_names_and_keep_half_for_known_ones() -> None:
     async def main() -> None:
-        turns, order = Turns(), []
+        turns, order = FairQueue(), []
 
         async def work(network: str, name: str, known: bool) -> None:
             await turns.wait(network, name, known=known)
