@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 import subprocess
 import sys
@@ -23,9 +24,11 @@ from bridge.plugins import shipped
 
 UNITS = ("streambridge.service", "streambridge-ingest.service", "streambridge-ingest.timer")
 CONFIG = "etc/streambridge/streambridge.toml"
+TOKEN = "etc/streambridge/greengrass-token"
 _PLACEHOLDER = "/opt/streambridge/bin/streambridge"
 # ProtectHome= and the service's user keep it out of these.
 _CLOSED = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - named to be refused
+_EXAMPLE_TOKEN = f'# Example: token_file = "/{TOKEN}"'
 _LOCAL_DATA = 'data_dir = "data"\n#data_dir = "/var/lib/streambridge"\n'
 
 
@@ -36,8 +39,8 @@ def install_service(
 ) -> None:
     """Install and start the systemd service.
 
-    Brings its user and a first configuration. Needs root. Running it again updates the units and leaves
-    the configuration alone.
+    Brings its user, a first configuration and a token for the clients of port 8088. Needs root. Running it
+    again updates the units and leaves the configuration and the token alone.
     """
     command = Path(sys.prefix).absolute() / "bin" / "streambridge"
     alone = root != Path("/")
@@ -53,6 +56,12 @@ def install_service(
         echo(f"kept {root / CONFIG}")
     else:
         files.write(CONFIG, service_config())
+    if files.has(TOKEN):
+        echo(f"kept {root / TOKEN}")
+    else:
+        files.write(
+            TOKEN, secrets.token_urlsafe(32) + "\n", 0o600
+        )  # systemd-tmpfiles lets the service read it
     files.link("usr/local/bin/streambridge", command)
     if alone:
         return
@@ -68,8 +77,9 @@ def install_service(
 
 
 def service_config() -> str:
-    """The sample configuration with its data where the unit allows it."""
+    """The sample configuration with its data where the unit allows it, and with the token's file."""
     text = (shipped("config") / "streambridge.toml").read_text()
+    text = text.replace(_EXAMPLE_TOKEN, _EXAMPLE_TOKEN.removeprefix("# Example: "))
     return text.replace(_LOCAL_DATA, 'data_dir = "/var/lib/streambridge"\n')
 
 
@@ -101,7 +111,7 @@ class _Root:
         if root != Path("/"):
             self._flags |= os.O_NOFOLLOW
 
-    def write(self, place: str, text: str) -> None:
+    def write(self, place: str, text: str, mode: int = 0o644) -> None:
         """Write a file as a whole, or leave the one before."""
         path = self.path / place
         with self._directory(path) as directory:
@@ -114,7 +124,7 @@ class _Root:
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
             with open(fd, "w", encoding="utf-8") as file:
                 file.write(text)
-                os.fchmod(fd, 0o644)
+                os.fchmod(fd, mode)
             os.rename(new, path.name, src_dir_fd=directory, dst_dir_fd=directory)
         echo(f"wrote {path}")
 
@@ -142,9 +152,8 @@ class _Root:
     def _directory(self, path: Path) -> Iterator[int]:
         """The directory that a file is in, made where it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        here = os.open(
-            self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        )  # it was named: it may be a link
+        # The directory itself was named: it may be a link.
+        here = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in path.parent.relative_to(self.path).parts:
                 with suppress(FileExistsError):

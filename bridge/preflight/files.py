@@ -135,7 +135,7 @@ def rules(look: Look) -> Iterator[Finding]:
     except ConfigError:
         return  # reported with the secrets
     for number, rule in enumerate(mqtt.acl):
-        if rule.user not in ("*", "", *users):
+        if rule.user not in ("*", "", look.config.greengrass.user, *users):
             near = difflib.get_close_matches(rule.user, users, n=1)
             where = "there is no users_file" if mqtt.users_file is None else f"it is not in {mqtt.users_file}"
             hint = f"did you mean {near[0]!r}?" if near else "add the user, or remove the rule"

@@ -134,6 +134,17 @@ def test_a_link_below_root_leads_nothing_elsewhere(tmp_path: Path, link: str, go
         assert "remove it" in done.stderr
 
 
+def test_a_token_for_port_8088_is_made_once_and_named_in_the_configuration(root: Path) -> None:
+    token = root / "etc/streambridge/greengrass-token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    made = token.read_text()
+    assert len(made.strip()) >= 32
+    config = (root / "etc/streambridge/streambridge.toml").read_text()
+    assert '\ntoken_file = "/etc/streambridge/greengrass-token"\n' in config
+    assert f"kept {token}" in install(root)
+    assert token.read_text() == made
+
+
 def test_an_update_leaves_the_configuration_alone(root: Path) -> None:
     config = root / "etc/streambridge/streambridge.toml"
     config.write_text("# mine\n")
