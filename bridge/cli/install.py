@@ -24,7 +24,7 @@ from bridge.plugins import shipped
 
 UNITS = ("streambridge.service", "streambridge-ingest.service", "streambridge-ingest.timer")
 CONFIG = "etc/streambridge/streambridge.toml"
-TOKEN = "etc/streambridge/greengrass-token"
+TOKEN = "etc/streambridge/greengrass-token"  # noqa: S105 - where it is
 _PLACEHOLDER = "/opt/streambridge/bin/streambridge"
 # ProtectHome= and the service's user keep it out of these.
 _CLOSED = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - named to be refused
