@@ -33,10 +33,11 @@ test-spark: venv ## the Spark job on every version that is promised, by spark-su
 	@.ci/tools java
 	$(BIN)/python -m pytest tests/ingest/test_versions.py -m slow
 
-lint: venv ## formatting, style and types
+lint: venv ## formatting, style, types, and which room may import which
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: venv ## put the formatting right
 	$(BIN)/ruff format

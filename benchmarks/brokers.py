@@ -183,7 +183,8 @@ def keep(port: int) -> None:
 
 def serve_on_flash(path: Path) -> None:
     """Be the service on the slow disk, until killed."""
-    from bridge import app, config
+    from bridge.config import settings
+    from bridge.service import service
     from bridge.streams.layout import Files
 
     def sync(_: Files, fd: int) -> None:
@@ -191,7 +192,7 @@ def serve_on_flash(path: Path) -> None:
         time.sleep(FLASH)
 
     Files.sync = sync  # type: ignore[method-assign]
-    app.run(config.load(path))
+    service.run(settings.load(path))
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bridge.aws import AwsSettings, client
 from bridge.export.settings import ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
 from bridge.model import MIB
 from bridge.operations.manager import StreamManager
-from bridge.plugins import load
+from bridge.plugin.aws import AwsSettings, client
+from bridge.plugin.discovery import load
 from bridge.streams.reader import list_streams
 from bridge.streams.store import Store
 

@@ -66,7 +66,8 @@ def serve(stage: str, directory: Path, port: int, size: int) -> None:
     """Be the server of a stage, until killed."""
     if stage == "sockets":
         uvloop.run(floor(port, size))
-    from bridge import app, config
+    from bridge.config import settings
+    from bridge.service import service
     from bridge.streams.log import SegmentLog
     from bridge.streams.stream import Stream
 
@@ -80,7 +81,7 @@ def serve(stage: str, directory: Path, port: int, size: int) -> None:
     for owner, name, replacement in patched.get(stage, []):
         setattr(owner, name, replacement)
     brokers.ours(directory, port, sync=stage == "fdatasync")  # writes the configuration
-    app.run(config.load(directory / "streambridge.toml"))
+    service.run(settings.load(directory / "streambridge.toml"))
 
 
 def measure(stage: str, root: Path, load: tuple[int, int], size: int, seconds: float) -> dict[str, Any]:

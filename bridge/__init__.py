@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bridge.export.api import (
+    from bridge.plugin.api import (
         ACCEPTED,
         AwsBatchedConfig,
         AwsConfig,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         Stopped,
         send_split,
     )
-    from bridge.hookspecs import Event, hookimpl
+    from bridge.plugin.hooks import Event, hookimpl
 
 __all__ = [
     "ACCEPTED",
@@ -61,15 +61,15 @@ __all__ = [
 ]
 
 FOR_PLUGINS = (
-    "bridge.aws",
+    "bridge.plugin.aws",
     "bridge.deflate",
-    "bridge.export.firehose",
-    "bridge.export.heads",
-    "bridge.export.keys",
-    "bridge.export.uploads",
+    "bridge.plugin.firehose",
+    "bridge.plugin.heads",
+    "bridge.plugin.keys",
+    "bridge.plugin.uploads",
     "bridge.model",
     "bridge.objectkeys",
-    "bridge.testing",
+    "bridge.plugin.testing",
 )
 
 if not TYPE_CHECKING:
@@ -77,6 +77,6 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = "bridge.hookspecs" if name in ("Event", "hookimpl") else "bridge.export.api"
+        home = "bridge.plugin.hooks" if name in ("Event", "hookimpl") else "bridge.plugin.api"
         found = globals()[name] = getattr(import_module(home), name)
         return found

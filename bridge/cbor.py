@@ -15,10 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from bridge.streams.segment import Message
+from typing import Any, Protocol
 
 MAX_DEPTH = 16
 _BREAK = object()
@@ -256,7 +253,20 @@ _NUMBER, _TIME, _PAYLOAD = encode("sequenceNumber"), encode("ingestTime"), encod
 _FIXED = struct.Struct(f">{len(_NUMBER) + 1}sQ{len(_TIME) + 1}sQ{len(_PAYLOAD) + 1}sI")
 
 
-def messages(begins: Iterable[bytes], rows: Sequence[Message]) -> list[bytes]:
+class Row(Protocol):
+    """What is encoded of a stored message."""
+
+    @property
+    def sequence_number(self) -> int: ...
+
+    @property
+    def ingest_time(self) -> int: ...
+
+    @property
+    def payload(self) -> bytes: ...
+
+
+def messages(begins: Iterable[bytes], rows: Sequence[Row]) -> list[bytes]:
     """The pieces of an array of messages. `begins` has the head and the first entries of each one's map.
 
     Number, time and payload follow as the last three entries. Their lengths have one form, whatever

@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote
 
 HEADS = "_gateway/"
 MAX_SEQUENCE = 2**63 - 1
-# Of the reasons in a head object (see `bridge.export.heads`): those that are losses, never joined with
+# Of the reasons in a head object (see `bridge.plugin.heads`): those that are losses, never joined with
 # others; and how the reason of a range begins that was joined from several, before their count.
 LOSSES = ("damaged", "unknown")
 JOINED = "joined:"

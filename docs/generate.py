@@ -26,11 +26,15 @@ import typer  # noqa: E402
 
 import bridge  # noqa: E402
 import bridge.streams  # noqa: E402
-from bridge import config, hookspecs, metrics, objectkeys, plugins  # noqa: E402
+from bridge import objectkeys  # noqa: E402
 from bridge.cli import app  # noqa: E402
+from bridge.config import settings  # noqa: E402
 from bridge.export import cursor  # noqa: E402
-from bridge.export.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
-from bridge.mqtt import journal  # noqa: E402
+from bridge.http import metrics  # noqa: E402
+from bridge.mqtt.broker import journal  # noqa: E402
+from bridge.plugin import discovery  # noqa: E402
+from bridge.plugin import hooks as hookspecs  # noqa: E402
+from bridge.plugin.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
 from bridge.streams import drops, layout, meta, segment  # noqa: E402
 
 NOTE = "<!-- Made by docs/generate.py; a change here is lost. -->\n\n"
@@ -85,7 +89,7 @@ def configuration() -> str:
             name = re.match(r"\[([\w.]+)\]", text)[1]  # type: ignore[index]
             found.append(f"## {name}\n\n```toml\n{(before + body).strip()}\n```")
         before = comment
-    reloaded = "\n".join(f"* `{key}`" for key in sorted({*config.RELOADED, "streams"}))
+    reloaded = "\n".join(f"* `{key}`" for key in sorted({*settings.RELOADED, "streams"}))
     return "\n\n".join(
         [
             "# Configuration",
@@ -113,7 +117,7 @@ SHARED = {"every": ExportConfig, "batches": BatchedConfig, "aws": AwsConfig}
 
 def exporters() -> dict[str, str]:
     """The pages of the exporters, with what is made from the code made anew."""
-    kinds = plugins.load().exporters
+    kinds = discovery.load().exporters
 
     def block(found: re.Match[str]) -> str:
         name = found[2]

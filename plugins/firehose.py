@@ -1,4 +1,4 @@
-"""Exporter `firehose`: records of a Data Firehose delivery stream; see `bridge.export.firehose`.
+"""Exporter `firehose`: records of a Data Firehose delivery stream; see `bridge.plugin.firehose`.
 
 Each message is followed by `delimiter`, a newline by default, so that messages do not run together at
 the destination. `packBytes` packs messages into records of up to so many bytes.
@@ -22,7 +22,7 @@ from bridge import (
     Outcome,
     hookimpl,
 )
-from bridge.export.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
+from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
 
 PACKED = 10_000  # messages of a batch, when they are packed
 

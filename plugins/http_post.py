@@ -37,7 +37,7 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.aws import Body, is_cut, is_unsent
+from bridge.plugin.aws import Body, is_cut, is_unsent
 
 REFUSED = frozenset({400, 411, 413, 414, 415, 421, 422, 431})
 

@@ -24,7 +24,7 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.export.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender
+from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender
 
 LOOK_AGAIN = 300.0
 

@@ -35,9 +35,9 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.aws import cause, failure, is_hopeless, is_throttled, safe_code
-from bridge.export.keys import KeyTemplate
 from bridge.model import MIB
+from bridge.plugin.aws import cause, failure, is_hopeless, is_throttled, safe_code
+from bridge.plugin.keys import KeyTemplate
 
 SHARD_RECORDS, SHARD_BYTES = 1000, 1_000_000  # per second
 SHARDS_EVERY = 300.0  # seconds between two looks at how many shards there are

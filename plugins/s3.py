@@ -15,7 +15,7 @@ stores that know no conditional requests, objects are overwritten. Formats:
 
 An object is due at `sizeHintBytes` of payload and topics or when its first message is
 `timeHintMillis` old, whichever comes first. At most every `headIntervalMillis` after uploads, or after
-messages were dropped before theirs, the gateway's head object is written (see `bridge.export.heads`).
+messages were dropped before theirs, the gateway's head object is written (see `bridge.plugin.heads`).
 When an export is deleted, it is written once more without it, if the link is up; else the next one to
 be written leaves it out.
 """
@@ -52,11 +52,11 @@ from bridge import (
     Stopped,
     hookimpl,
 )
-from bridge.aws import Body, error_code, failure
 from bridge.deflate import gzip
-from bridge.export.heads import head_document
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, head_key
+from bridge.plugin.aws import Body, error_code, failure
+from bridge.plugin.heads import head_document
 
 AGAIN = 0.2  # seconds
 CHUNK = 1000  # rows

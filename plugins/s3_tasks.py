@@ -43,9 +43,9 @@ from bridge import (
     Retry,
     hookimpl,
 )
-from bridge.aws import Body, cause, error_code, failure, is_invalid
-from bridge.export.uploads import TaskDefinition, resolve_key
 from bridge.model import MIB, Name
+from bridge.plugin.aws import Body, cause, error_code, failure, is_invalid
+from bridge.plugin.uploads import TaskDefinition, resolve_key
 
 MIN_PART = 5 * MIB
 MAX_PARTS = 10_000

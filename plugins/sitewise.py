@@ -35,7 +35,7 @@ from bridge import (
     hookimpl,
     send_split,
 )
-from bridge.aws import cause, error_code, failure, is_invalid, safe_code
+from bridge.plugin.aws import cause, error_code, failure, is_invalid, safe_code
 
 MAX_ENTRIES = 10
 # Whatever else the service may answer is tried again: only these can never succeed.

@@ -22,9 +22,10 @@ import pytest
 import typer
 import yaml
 
-from bridge import config, plugins
 from bridge.cli import app
-from bridge.metrics import METRICS
+from bridge.config import load
+from bridge.http.metrics import METRICS
+from bridge.plugin import discovery
 from tests.http.conftest import Service, eventually
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,14 +152,14 @@ def test_every_configuration_in_the_documentation_is_valid(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
-    registry = plugins.load()
+    registry = discovery.load()
     checked = 0
     for page, _, text in blocks("toml", READ):
         if "project" in tomllib.loads(text) or page == DOCS / "reference" / "configuration.md":
             continue
         path = tmp_path / "streambridge.toml"
         path.write_text(text)
-        settings = config.load(path)
+        settings = load(path)
         for definition in settings.streams.values():
             shipped = {k: v for k, v in definition.export_definition.items() if k in registry.exporters}
             registry.check(shipped)
@@ -180,7 +181,7 @@ def test_each_exporter_has_a_page_with_its_rights_an_example_and_its_failures() 
         assert wanted <= set(heads), page.name
         assert f".export.{kinds[0]}]]" in text, page.name
     assert documented == {
-        kind for kind, cls in plugins.load().exporters.items() if cls.__module__.startswith("streambridge_")
+        kind for kind, cls in discovery.load().exporters.items() if cls.__module__.startswith("streambridge_")
     }
 
 

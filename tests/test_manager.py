@@ -11,15 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from bridge import plugins
 from bridge.errors import InvalidRequest, StorageFailed, StreamFull, StreamNotFound, UpdateNotAllowed
 from bridge.model import ExportStatus, MessageStreamDefinition, plain_definition
 from bridge.operations.manager import PURGE_STEP, StreamManager
+from bridge.plugin import discovery
 from bridge.streams import verify
 from bridge.streams.meta import Settings
 from bridge.streams.store import Store
 
-REGISTRY = plugins.load()
+REGISTRY = discovery.load()
 
 
 class NoExports:

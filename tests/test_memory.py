@@ -7,7 +7,7 @@ import sys
 
 BURST = """
 import psutil
-from bridge import memory
+from bridge import process
 
 def resident():
     return psutil.Process().memory_info().rss >> 20
@@ -16,7 +16,7 @@ burst = [bytes(4000) for _ in range(20_000)]
 left = burst[::100]  # what is still in use lies between the holes
 most = resident()
 del burst
-memory.trim()
+process.trim_memory()
 print(most, resident())
 """
 

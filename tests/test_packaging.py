@@ -130,8 +130,8 @@ def test_the_service_runs_without_the_extras(tmp_path: Path) -> None:
     program = f"""
 import sys
 sys.modules |= dict.fromkeys({HEAVY})  # importing one is an ImportError now
-import bridge.app, bridge.cli, bridge.plugins
-print([plugin.error for plugin in bridge.plugins.load().found])
+import bridge.service.service, bridge.cli, bridge.plugin.discovery
+print([plugin.error for plugin in bridge.plugin.discovery.load().found])
 """
     errors = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(CHECKOUT))
     assert set(json.loads(errors.replace("None", "null"))) <= {None}

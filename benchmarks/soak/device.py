@@ -22,8 +22,8 @@ from typing import Any
 import uvloop
 
 from benchmarks.soak.plan import Device
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import PUBACK, PUBREC, PUBREL, V5
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import PUBACK, PUBREC, PUBREL, V5
 from tests.mqtt.harness import Client, ack, connect, publish
 
 WINDOW = 20  # messages in flight

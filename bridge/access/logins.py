@@ -18,7 +18,7 @@ from bridge.access import proofs
 from bridge.access.guesses import AT_A_TIME, Guesses
 from bridge.access.rules import Identity
 from bridge.access.users import Password, read_users, usual_iterations
-from bridge.addresses import network_of
+from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
 
 if TYPE_CHECKING:

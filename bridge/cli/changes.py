@@ -27,10 +27,10 @@ from bridge.cli.common import (
     print_json,
 )
 from bridge.cli.operate import Place, operate, place
-from bridge.config import RENAMED, in_toml, stream_definition
+from bridge.config.settings import RENAMED, in_toml, stream_definition
+from bridge.config.tomlstruct import keys_of
 from bridge.errors import StreamBridgeError
 from bridge.model import MessageStreamDefinition
-from bridge.tomlstruct import keys_of
 
 TOGETHER = 1000  # messages that `append` sends in one request
 AT_MOST = 8 * 1024 * 1024  # bytes of them, unless one alone has more; a request may have 64 MiB

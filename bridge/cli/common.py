@@ -14,14 +14,14 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from bridge import tomlfile
-from bridge.config import Config, load, understand
+from bridge.config import tomlfile
+from bridge.config.settings import Config, load, understand
+from bridge.config.tomlfile import Keys
 from bridge.errors import ConfigError, StreamBridgeError
-from bridge.plugins import shipped
+from bridge.plugin.discovery import shipped
 from bridge.printable import printable, printable_json
 from bridge.streams.layout import STREAMS
 from bridge.streams.store import LOCK, user_name
-from bridge.tomlfile import Keys
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
 

@@ -20,7 +20,7 @@ import typer
 
 from bridge.cli.common import echo
 from bridge.errors import ConfigError
-from bridge.plugins import shipped
+from bridge.plugin.discovery import shipped
 
 UNITS = ("streambridge.service", "streambridge-ingest.service", "streambridge-ingest.timer")
 CONFIG = "etc/streambridge/streambridge.toml"

@@ -15,20 +15,21 @@ from typing import Any, NamedTuple
 import cbor2
 import msgspec
 
-from bridge import cbor, errors, plugins
+from bridge import cbor, errors
 from bridge.access.rules import TRUSTED
 from bridge.cli.common import act_as_owner, data_directory, known_config, note
 from bridge.cli.lookup import find
 from bridge.control import LARGEST, SOCKET
 from bridge.control.client import Control
 from bridge.errors import StreamBridgeError, StreamNotFound
-from bridge.export.api import Record
 from bridge.export.cursor import forget_stream, highest_exported
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
 from bridge.operations.catalog import Operations
 from bridge.operations.codec import answer
 from bridge.operations.manager import StreamManager
+from bridge.plugin import discovery
+from bridge.plugin.api import Record
 from bridge.streams.store import is_running, open_stopped
 
 
@@ -84,7 +85,7 @@ async def _here(where: Place, operation: str, body: bytes) -> bytes:
         on_event=lambda stream, what: note(f"{stream}: {what}"),
         floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
     ) as store:
-        manager = StreamManager(store, plugins.load(where.plugin_dirs), _Stopped(data_dir))
+        manager = StreamManager(store, discovery.load(where.plugin_dirs), _Stopped(data_dir))
         return await answer(Operations(manager), operation, body, LARGEST, TRUSTED)
 
 

@@ -19,9 +19,9 @@ from bridge.cli.common import (
     print_table,
 )
 from bridge.cli.install import install_service
-from bridge.config import Config, load
+from bridge.config.settings import Config, load
 from bridge.errors import ConfigError
-from bridge.plugins import load as load_plugins
+from bridge.plugin.discovery import load as load_plugins
 
 
 def add_to(app: typer.Typer) -> None:
@@ -48,12 +48,12 @@ def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service until SIGTERM or Ctrl-C."""
     settings = load_config(config)
     # The broker and its dependencies; the other commands need none of them.
-    from bridge import app
-    from bridge.preflight import hindrances
+    from bridge.config.checks import hindrances
+    from bridge.service import service
 
     if problems := hindrances(config, settings):  # before anything is made
         raise ConfigError("\n".join(problems))
-    app.run(settings)
+    service.run(settings)
 
 
 _CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
@@ -70,7 +70,7 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
     Every finding has its place and a remedy. Looks at the whole configuration, ports, directories, disk
     room, plugins, certificates, secrets and credentials. Warnings leave the exit code at 0.
     """
-    from bridge.preflight import examine
+    from bridge.config.checks import examine
 
     if "CREDENTIALS_DIRECTORY" not in os.environ:  # the unit has it; here, look where its content comes from
         there = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from bridge.cli.common import JsonOption, echo, print_json, print_table
 from bridge.cli.lookup import read_messages
 from bridge.errors import StreamBridgeError
-from bridge.mqtt.properties import varint
+from bridge.mqtt.wire.properties import varint
 from bridge.streams.reader import StreamReader
 
 # However long the bench runs, it takes little disk; what the demo counts in the end is kept.

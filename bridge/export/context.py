@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from bridge.export.api import AwsBatchedConfig, AwsConfig, Context, Progress
+from bridge.plugin.api import AwsBatchedConfig, AwsConfig, Context, Progress
 
 if TYPE_CHECKING:
     from pathlib import Path

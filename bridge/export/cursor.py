@@ -39,9 +39,9 @@ from msgspec import Struct
 
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
-from bridge.export.api import ExportConfig
 from bridge.model import ExportStatus
 from bridge.objectkeys import JOINED, LOSSES
+from bridge.plugin.api import ExportConfig
 from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096

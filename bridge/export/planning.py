@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.export.api import Batching, BatchLimits, ExportConfig, Record
+from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
 from bridge.streams.drops import DropLog, Reason
 from bridge.streams.layout import Files
 from bridge.streams.reader import StreamReader

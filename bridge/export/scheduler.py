@@ -20,14 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from bridge import aws
 from bridge.export import wire
-from bridge.export.api import AwsBatchedConfig, AwsConfig, Batch, ExportConfig, Progress, Record, Retry
 from bridge.export.planning import Transform
 from bridge.export.task import NEVER, Task
-from bridge.hookspecs import Event
 from bridge.model import MIB
-from bridge.plugins import Registry
+from bridge.plugin import aws
+from bridge.plugin.api import AwsBatchedConfig, AwsConfig, Batch, ExportConfig, Progress, Record, Retry
+from bridge.plugin.discovery import Registry
+from bridge.plugin.hooks import Event
 
 APPEND_TIMEOUT = 30.0
 IDLE_MEMORY = 96 * MIB  # more than what the process has without any batch

@@ -26,13 +26,13 @@ from pathlib import Path
 import msgspec
 
 from bridge import logs
-from bridge.aws import AwsSettings
 from bridge.export import wire
-from bridge.export.api import Record
 from bridge.export.cursor import forget_others, forget_stream, highest_exported, stored_status
 from bridge.export.planning import Planner, Source
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.plugin.api import Record
+from bridge.plugin.aws import AwsSettings
 
 __all__ = ["ExportSupervisor", "highest_exported"]
 

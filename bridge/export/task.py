@@ -20,7 +20,11 @@ import msgspec
 
 from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
-from bridge.export.api import (
+from bridge.export.context import WorkerContext
+from bridge.export.planning import Planner, Source, among, too_large
+from bridge.export.sizing import Sizing
+from bridge.model import ExportStatus
+from bridge.plugin.api import (
     Batch,
     ExportConfig,
     Exporter,
@@ -30,10 +34,6 @@ from bridge.export.api import (
     Retry,
     Stopped,
 )
-from bridge.export.context import WorkerContext
-from bridge.export.planning import Planner, Source, among, too_large
-from bridge.export.sizing import Sizing
-from bridge.model import ExportStatus
 from bridge.streams.layout import directory_name
 
 if TYPE_CHECKING:

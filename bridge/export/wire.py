@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from bridge.aws import AwsSettings
-from bridge.export.api import Record
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus
+from bridge.plugin.api import Record
+from bridge.plugin.aws import AwsSettings
 
 
 class Tuning(Struct, frozen=True, kw_only=True):

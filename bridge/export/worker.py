@@ -30,16 +30,17 @@ from types import MappingProxyType
 
 import msgspec
 
-from bridge import aws, cpu, memory, metadata, plugins
+from bridge import process
 from bridge.durable import make_directory
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
-from bridge.export.api import ExportConfig, Record, Retry
 from bridge.export.planning import Source
 from bridge.export.scheduler import Scheduler, memory_used
 from bridge.export.task import Task
-from bridge.hookspecs import Event
 from bridge.model import ExportStatus
+from bridge.plugin import aws, discovery, metadata
+from bridge.plugin.api import ExportConfig, Record, Retry
+from bridge.plugin.hooks import Event
 
 STOPPED, ORPHANED, HUNG, MEMORY = 0, 3, 4, 5
 LOCK_TIMEOUT = 30.0
@@ -111,7 +112,7 @@ class Worker:
         for noisy in ("boto3", "botocore", "urllib3", "s3transfer"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         _lock(hello.data_dir / "exports" / "lock")
-        self._registry = plugins.load(hello.export.plugin_dirs)
+        self._registry = discovery.load(hello.export.plugin_dirs)
         aws.use_provider(lambda settings: self._registry.hook.aws_credentials(settings=settings))
         self._hello = hello
         self._crashes = {(crash.stream, crash.identifier): crash for crash in hello.crashes}
@@ -339,8 +340,8 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
     gc.set_threshold(50_000, 20, 50)  # batches are many objects and no cycles: looking costs a third
-    memory.keep_little(few_heaps=True)  # large batches come and go in several threads
-    cpu.polite()  # ingest comes first on a small machine
+    process.return_freed_memory(few_heaps=True)  # large batches come and go in several threads
+    process.lower_priority()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker
     metadata.deny()

@@ -27,10 +27,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from bridge import cbor
-from bridge.addresses import network_of
 from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, Status
+from bridge.net.addresses import network_of
 from bridge.net.limits import keep_alive
 from bridge.operations.catalog import READ, Found
 

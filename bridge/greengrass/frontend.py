@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.access.guesses import Guesses
-from bridge.addresses import host_and_port, is_loopback
 from bridge.greengrass.connection import Connection
 from bridge.net import peer
+from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits
 

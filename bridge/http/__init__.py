@@ -13,7 +13,7 @@ What it promises:
   an answer is used again for as long as it would cost too much to make it anew.
 
 Modules, each knowing only those before it: `state` (what is shown), `observer` (gathers it), `server`
-(HTTP/1.1 and its guards), `frontend` (routes). `bridge.metrics` writes a state for Prometheus.
+(HTTP/1.1 and its guards), `frontend` (routes). `bridge.http.metrics` writes a state for Prometheus.
 """
 
 from bridge.http.frontend import HttpFrontEnd

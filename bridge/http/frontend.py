@@ -15,10 +15,10 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from bridge import metrics
-from bridge.addresses import host_and_port, is_loopback
+from bridge.http import metrics
 from bridge.http.observer import SHARE, Observer
 from bridge.http.server import Answer, Server
+from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.limits import ConnectionLimits
 
 log = logging.getLogger("bridge.http")

@@ -21,8 +21,8 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import NamedTuple
 
-from bridge.addresses import host_and_port
 from bridge.errors import ConfigError
+from bridge.net.addresses import host_and_port
 from bridge.net.limits import ConnectionLimits, keep_alive
 
 HEAD_LIMIT = 8 * 1024

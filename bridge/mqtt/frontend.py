@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from bridge.mqtt import clients
-from bridge.mqtt.external import ExternalBroker
-from bridge.mqtt.lane import Lane
+from bridge.mqtt.server import clients
+from bridge.mqtt.server.lane import Lane
+from bridge.mqtt.upstream.external import ExternalBroker
 
 if TYPE_CHECKING:
     from bridge.access.logins import Access

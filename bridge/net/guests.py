@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from bridge.addresses import network_of
+from bridge.net.addresses import network_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

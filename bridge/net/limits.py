@@ -13,7 +13,7 @@ import socket
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from bridge.addresses import network_of
+from bridge.net.addresses import network_of
 
 if TYPE_CHECKING:
     import asyncio

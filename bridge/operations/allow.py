@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 from msgspec import inspect
 
 from bridge.errors import Unauthorized
-from bridge.export.api import BUCKET, ENDPOINT, REACH, SECRET_FILE, ExportConfig
+from bridge.plugin.api import BUCKET, ENDPOINT, REACH, SECRET_FILE, ExportConfig
 
 if TYPE_CHECKING:
-    from bridge.export.settings import Allow
     from bridge.model import MessageStreamDefinition
-    from bridge.plugins import Registry
+    from bridge.plugin.allow import Allow
+    from bridge.plugin.discovery import Registry
 
 Exports = Mapping[str, list[dict[str, Any]]]
 

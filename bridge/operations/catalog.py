@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from msgspec import Struct
 
 from bridge.errors import InvalidRequest, Unauthorized, UnknownOperation
-from bridge.export.settings import Allow
 from bridge.model import MessageStreamDefinition, MessageStreamInfo
 from bridge.operations.allow import check_allowed
 from bridge.operations.audit import log_change
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions
+from bridge.plugin.allow import Allow
 from bridge.streams import headers
 from bridge.streams.segment import Message
 

@@ -32,7 +32,6 @@ from bridge.errors import (
     UpdateFailed,
     UpdateNotAllowed,
 )
-from bridge.export.api import OWN_STREAM, Record, appends_to, appends_to_itself
 from bridge.model import (
     ExportStatus,
     MessageStreamDefinition,
@@ -47,7 +46,8 @@ from bridge.model import (
 from bridge.operations.audit import all_or_nothing
 from bridge.operations.reading import MOST_BYTES, STEP, Reads
 from bridge.operations.reading import ReadMessagesOptions as ReadMessagesOptions
-from bridge.plugins import Registry
+from bridge.plugin.api import OWN_STREAM, Record, appends_to, appends_to_itself
+from bridge.plugin.discovery import Registry
 from bridge.streams.drops import Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.segment import Message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge import config
+from bridge.config import settings
 from bridge.errors import ConfigError
 from bridge.model import Persistence, StrategyOnFull
 
@@ -18,9 +18,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "streambridge.toml"
 
 
-def load(path: Path, text: str) -> config.Config:
+def load(path: Path, text: str) -> settings.Config:
     path.write_text(text)
-    return config.load(path)
+    return settings.load(path)
 
 
 def mistakes(path: Path, text: str) -> list[str]:
@@ -250,10 +250,10 @@ def test_text_that_is_no_configuration_is_told_in_one_line(path: Path, text: str
 
 def test_a_file_that_is_missing_or_no_text_is_told_in_one_line(path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file; name another one with --config"):
-        config.load(path)
+        settings.load(path)
     path.write_bytes(b"# \n# \xff")
     with pytest.raises(ConfigError, match=r":2: not valid UTF-8"):
-        config.load(path)
+        settings.load(path)
 
 
 def test_a_secret_comes_from_the_environment_and_is_never_shown(
@@ -285,10 +285,10 @@ def test_a_secret_in_a_stream_is_refused_because_definitions_are_shown(path: Pat
 
 def test_what_the_manager_says_of_a_declared_stream_is_said_in_the_words_of_the_file() -> None:
     told = "definition.maxSize: 5 is less than the 9 bytes that stream 'a b' holds now"
-    assert config.in_toml(told, "a b") == (
+    assert settings.in_toml(told, "a b") == (
         "streams.\"a b\".max_size: 5 is less than the 9 bytes that stream 'a b' holds now"
     )
-    assert config.in_toml("definition.limits.maxAgeMillis: no", "a") == "streams.a.limits.max_age: no"
+    assert settings.in_toml("definition.limits.maxAgeMillis: no", "a") == "streams.a.limits.max_age: no"
 
 
 def test_what_a_reload_cannot_take_over_is_named(path: Path) -> None:
@@ -307,5 +307,5 @@ def test_what_a_reload_cannot_take_over_is_named(path: Path) -> None:
         [streams.a]
         """,
     )
-    assert config.needs_restart(running, new) == ["gateway.id", "mqtt.listen"]
-    assert config.needs_restart(running, running) == []
+    assert settings.needs_restart(running, new) == ["gateway.id", "mqtt.listen"]
+    assert settings.needs_restart(running, running) == []

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from bridge import config, tomlstruct
+from bridge.config import Config, load, tomlstruct
 from bridge.errors import ConfigError
 from bridge.model import MessageStreamDefinition
 
@@ -34,9 +34,9 @@ def uncommented(pattern: re.Pattern[str], *, active: bool) -> str:
 
 
 def test_it_works_as_it_is_for_a_user_without_rights() -> None:
-    settings = config.load(SAMPLE)
-    assert settings.gateway.data_dir == SAMPLE.parent / "data"
-    assert settings.streams["sensors"].topics == ["sensors/#"]
+    sample = load(SAMPLE)
+    assert sample.gateway.data_dir == SAMPLE.parent / "data"
+    assert sample.streams["sensors"].topics == ["sensors/#"]
 
 
 def test_every_commented_line_shows_the_default(tmp_path: Path) -> None:
@@ -47,16 +47,14 @@ def test_every_commented_line_shows_the_default(tmp_path: Path) -> None:
     ):
         path.parent.mkdir()
         path.write_text(text)
-    assert msgspec.structs.replace(config.load(shown), path=None) == msgspec.structs.replace(
-        config.load(bare), path=None
-    )
+    assert msgspec.structs.replace(load(shown), path=None) == msgspec.structs.replace(load(bare), path=None)
 
 
 def test_every_example_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     path = tmp_path / "x.toml"
     path.write_text(uncommented(EXAMPLE, active=True))
-    assert config.load(path).streams["sensors"].export_definition["s3"]
+    assert load(path).streams["sensors"].export_definition["s3"]
 
 
 def test_every_key_that_the_code_knows_is_in_the_file() -> None:
@@ -64,7 +62,7 @@ def test_every_key_that_the_code_knows_is_in_the_file() -> None:
     sensors = shown.pop("streams")["sensors"]
     sensors.pop("export")
     del shown["gateway"]["data_dir"]
-    missing = absent(config.Config, shown, "", {"path", "streams", "data_dir"})
+    missing = absent(Config, shown, "", {"path", "streams", "data_dir"})
     missing += absent(
         MessageStreamDefinition,
         {"stream_segment_size": sensors.pop("segment_size"), **sensors},
@@ -107,7 +105,7 @@ def test_any_value_at_any_key_is_taken_or_refused_with_its_line(
 
 def refusal(path: Path) -> str:
     try:
-        config.load(path)
+        load(path)
     except ConfigError as error:
         return str(error)
     return ""

@@ -18,12 +18,14 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from bridge import objectkeys, plugins
-from bridge.aws import AwsSettings
-from bridge.export.settings import Allow, ExportSettings
+from bridge import objectkeys
+from bridge.export.settings import ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
 from bridge.export.wire import Tuning
 from bridge.operations.manager import StreamManager
+from bridge.plugin import discovery
+from bridge.plugin.allow import Allow
+from bridge.plugin.aws import AwsSettings
 from bridge.streams.store import Store
 
 FAST = Tuning(beat=0.1, silence=20.0, first_backoff=0.4, max_backoff=3.0, drain=2.0)
@@ -112,7 +114,7 @@ async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> Asyn
         damaged=lambda name, what: gateway.heal(name),
         tuning=tuning,
     )
-    gateway = Gateway(root, store, exports, StreamManager(store, plugins.load([drop_in]), exports))
+    gateway = Gateway(root, store, exports, StreamManager(store, discovery.load([drop_in]), exports))
     try:
         await exports.start()
         yield gateway

@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from bridge import aws, plugins
-from bridge.testing import ExporterContract
+from bridge.plugin import aws, discovery
+from bridge.plugin.testing import ExporterContract
 from tests.export.harness import Bucket
 from tests.fakes.aws import Answer, FakeAws, Request, error, partial, reset
 from tests.fakes.door import Door
 from tests.fakes.web import Refusing, Web
 
 GIVE_UP = 0.5  # seconds without an answer
-EXPORTERS = plugins.load().exporters
+EXPORTERS = discovery.load().exporters
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ class LinkFaults(ExporterContract):
         """Put a door before a URL; gives the door's."""
         doors = []
         if "slow" not in request.node.name:  # what does not answer is given up soon
-            monkeypatch.setattr("bridge.aws.READ_TIMEOUT", GIVE_UP)
+            monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", GIVE_UP)
 
         def behind(url: str) -> str:
             self.door = Door(url)

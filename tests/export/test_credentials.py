@@ -16,16 +16,17 @@ import msgspec
 import pytest
 from botocore.exceptions import NoRegionError, ProfileNotFound
 
-from bridge import Context, Exporter, Retry, aws, plugins
-from bridge.aws import AwsCredentials, AwsSettings, IotCredentials
-from bridge.export.api import convert_config
-from bridge.testing import deliver, make_batch
+from bridge import Context, Exporter, Retry
+from bridge.plugin import aws, discovery
+from bridge.plugin.api import convert_config
+from bridge.plugin.aws import AwsCredentials, AwsSettings, IotCredentials
+from bridge.plugin.testing import deliver, make_batch
 from tests.export.harness import certificate, drop_in, running, until
 from tests.fakes.aws import FakeAws, error
 from tests.fakes.proxy import Proxy
 from tests.fakes.web import Web
 
-EXPORTERS = plugins.load().exporters
+EXPORTERS = discovery.load().exporters
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def test_a_plugin_may_provide_credentials(fake: FakeAws, tmp_path: Path) -> None
     source = """
         import time
         from bridge import hookimpl
-        from bridge.aws import Credentials
+        from bridge.plugin.aws import Credentials
 
         @hookimpl
         def aws_credentials(settings):

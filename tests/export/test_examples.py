@@ -12,7 +12,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from bridge import plugins
+from bridge.plugin import discovery
 from tests.export.harness import drop_in, running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,7 @@ def test_the_single_file_of_the_docs_works_as_it_stands(tmp_path: Path) -> None:
     assert found is not None
     assert len([line for line in found[1].splitlines() if line]) <= 15
     drop_in(tmp_path, "tee", found[1])
-    registry = plugins.load([tmp_path / "plugins"])
+    registry = discovery.load([tmp_path / "plugins"])
     assert "tee" in registry.exporters
 
     async def scenario() -> None:

@@ -15,7 +15,7 @@ from threading import Thread
 
 import pytest
 
-from bridge.metadata import ADDRESSES
+from bridge.plugin.metadata import ADDRESSES
 from tests.export.harness import FAST, drop_in, running, until
 
 ROLE = {
@@ -28,7 +28,8 @@ ROLE = {
 # With this address in the place of the real ones, so that there is somebody who would answer.
 PROGRAM = """
     import os, socket, sys
-    from bridge import aws, metadata
+    from bridge.plugin import aws
+    from bridge.plugin import metadata
     metadata.deny({"127.0.0.1"})
     address = ("127.0.0.1", int(sys.argv[1]))
     for where in (address, (f"::ffff:127.0.0.1", address[1], 0, 0)):

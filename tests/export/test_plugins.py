@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from bridge import hookspecs, objectkeys, plugins
+from bridge import objectkeys
+from bridge.plugin import discovery, hooks
 from tests.export.harness import Bucket, drop_in, numbers, running, until
 
-HOOKS = [name for name in dir(hookspecs) if hasattr(getattr(hookspecs, name), "streambridge_spec")]
+HOOKS = [name for name in dir(hooks) if hasattr(getattr(hooks, name), "streambridge_spec")]
 
 
 def test_every_hook_has_a_test() -> None:
@@ -30,7 +31,7 @@ def test_all_shipped_plugins_load_without_boto3(monkeypatch: pytest.MonkeyPatch)
     for name in list(sys.modules):
         if name.startswith(("streambridge_plugins_", "boto3", "pyarrow")):
             monkeypatch.delitem(sys.modules, name)
-    registry = plugins.load()
+    registry = discovery.load()
     assert [(found.name, found.error) for found in registry.found if found.error] == []
     assert {"http", "iotAnalytics", "kinesis", "IotSitewise", "s3TaskExecutor", "firehose", "s3"} <= set(
         registry.exporters
@@ -67,7 +68,7 @@ def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Pa
     }
     for name, source in bad.items():
         drop_in(tmp_path, name, source)
-    registry = plugins.load([tmp_path / "plugins", tmp_path / "missing"])
+    registry = discovery.load([tmp_path / "plugins", tmp_path / "missing"])
     errors = {f.name: f.error for f in registry.found if f.origin.startswith(str(tmp_path)) and f.error}
     assert "SystemExit" in (errors.pop("b_leaves") or "")
     assert "no_such_sdk" in (errors.pop("b_import") or "")
@@ -86,13 +87,13 @@ def test_a_drop_in_that_others_can_write_is_refused(tmp_path: Path) -> None:
     drop_in(tmp_path, "open", GOOD.format(kind="open"))
     drop_in(tmp_path, "closed", GOOD.format(kind="closed"))
     (tmp_path / "plugins" / "open.py").chmod(0o664)
-    registry = plugins.load([tmp_path / "plugins"])
+    registry = discovery.load([tmp_path / "plugins"])
     (error,) = [found.error for found in registry.found if found.error]
     assert "can be written by others" in error
     assert "chmod go-w" in error
     assert "closed" in registry.exporters
     (tmp_path / "plugins").chmod(0o777)
-    registry = plugins.load([tmp_path / "plugins"])
+    registry = discovery.load([tmp_path / "plugins"])
     assert not {"open", "closed"} & set(registry.exporters)
 
 
@@ -105,7 +106,7 @@ def test_a_drop_in_may_be_a_package_with_files_of_its_own(tmp_path: Path) -> Non
     (package / "out.py").write_text(source, encoding="utf-8")
     for path in package.iterdir():
         path.chmod(0o644)
-    registry = plugins.load([tmp_path / "plugins"])
+    registry = discovery.load([tmp_path / "plugins"])
     assert [found.error for found in registry.found if found.error] == []
     assert {"mine", "other"} <= set(registry.exporters)
 
@@ -118,7 +119,7 @@ def test_a_pip_package_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: 
     source = GOOD.format(kind="pip").replace("\n    ", "\n")
     (tmp_path / "bridge_pip.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry = plugins.load()
+    registry = discovery.load()
     found = {f.name: f for f in registry.found}
     assert (found["pip"].origin, found["pip"].version, found["pip"].kinds) == (
         "package bridge-pip",

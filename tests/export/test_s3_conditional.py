@@ -17,14 +17,15 @@ import pytest
 from botocore.exceptions import ClientError
 from typer.testing import CliRunner
 
-from bridge import Batch, Context, Exporter, Record, Retry, Stopped, objectkeys, plugins
+from bridge import Batch, Context, Exporter, Record, Retry, Stopped, objectkeys
 from bridge.cli import app
-from bridge.export.api import convert_config
 from bridge.export.cursor import stream_directory
-from bridge.testing import attempt, deliver, make_batch
+from bridge.plugin import discovery
+from bridge.plugin.api import convert_config
+from bridge.plugin.testing import attempt, deliver, make_batch
 from tests.export.harness import Bucket, Gateway, running, until
 
-CLS = plugins.load().exporters["s3"]
+CLS = discovery.load().exporters["s3"]
 
 
 def doubled(root: Path) -> Path:

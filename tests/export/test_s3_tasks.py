@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from bridge import Context, Exporter, Retry, plugins
-from bridge.export.api import convert_config
-from bridge.export.uploads import TaskDefinition, resolve_key
-from bridge.testing import deliver, make_batch
+from bridge import Context, Exporter, Retry
+from bridge.plugin import discovery
+from bridge.plugin.api import convert_config
+from bridge.plugin.testing import deliver, make_batch
+from bridge.plugin.uploads import TaskDefinition, resolve_key
 from tests.export.harness import Bucket, Gateway, running, until
 from tests.fakes.door import Door
 
-CLS = plugins.load().exporters["s3TaskExecutor"]
+CLS = discovery.load().exporters["s3TaskExecutor"]
 MIB = 1024 * 1024
 
 
@@ -229,12 +230,12 @@ def test_an_interrupted_upload_goes_on_after_its_last_part(tmp_path: Path, bucke
 def test_a_slow_link_takes_long_but_gets_there(
     tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr("bridge.aws.READ_TIMEOUT", 1.0)
+    monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", 1.0)
     content, door, context = os.urandom(24 * MIB), Door(bucket.url, rate=12 * MIB), Notes()
     (tmp_path / "f").write_bytes(content)
     try:
         if kind == "s3":
-            cls = plugins.load().exporters["s3"]
+            cls = discovery.load().exporters["s3"]
             exporter = cls(convert_config(cls, bucket.config(endpointUrl=door.url)), context)
             deliver(exporter, make_batch([content]), attempts=1)
         else:

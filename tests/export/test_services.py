@@ -17,19 +17,20 @@ import msgspec
 import paho.mqtt.client as paho
 import pytest
 
-from bridge import Batch, Context, Exporter, Record, Retry, plugins
+from bridge import Batch, Context, Exporter, Record, Retry
 from bridge.access.logins import Access
-from bridge.export.api import convert_config
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.settings import MqttConfig
 from bridge.operations.catalog import Operations
-from bridge.testing import deliver, make_batch
+from bridge.plugin import discovery
+from bridge.plugin.api import convert_config
+from bridge.plugin.testing import deliver, make_batch
 from tests.export.harness import Bucket, certificate, running, until
 from tests.fakes.aws import FakeAws, error, partial
 from tests.fakes.door import Door
 from tests.fakes.web import Web
 
-EXPORTERS = plugins.load().exporters
+EXPORTERS = discovery.load().exporters
 
 
 @pytest.fixture
@@ -61,8 +62,8 @@ def test_a_large_request_over_a_slow_link_takes_long_but_gets_there(
     fake: FakeAws, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     # 13 MB take more than three seconds; of these the kernel's 4 MB go out after the last was taken from us.
-    monkeypatch.setattr("bridge.aws.CONNECT_TIMEOUT", 1.8)
-    monkeypatch.setattr("bridge.aws.READ_TIMEOUT", 1.8)
+    monkeypatch.setattr("bridge.plugin.aws.CONNECT_TIMEOUT", 1.8)
+    monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", 1.8)
     web = Web()
     door = Door(web.url if kind == "http" else fake.url, rate=4_000_000)
     configs = {
@@ -461,7 +462,7 @@ def test_iot_analytics_without_a_redirection_waits_and_says_why() -> None:
 
 
 def test_a_slow_answer_is_a_retry(fake: FakeAws, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.aws.READ_TIMEOUT", 0.2)
+    monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", 0.2)
 
     given_up = threading.Event()
 

@@ -125,9 +125,10 @@ def test_a_connection_that_broke_after_long_good_times_changes_no_size() -> None
 
 LOSSY = """
     import os
-    from bridge import Retry, hookimpl, plugins
+    from bridge import Retry, hookimpl
+    from bridge.plugin import discovery
 
-    S3 = plugins.load().exporters["s3"]
+    S3 = discovery.load().exporters["s3"]
 
     class Lossy(S3):
         kind = "lossy"

@@ -15,15 +15,15 @@ from typing import Any, Self, TypeVar
 import cbor2
 import uvloop
 
-from bridge import plugins
 from bridge.access.logins import Access
-from bridge.config import Greengrass
-from bridge.export.settings import SDK_KINDS, Allow
+from bridge.config.settings import Greengrass
 from bridge.greengrass import GreengrassFrontEnd
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt.settings import MqttConfig
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
+from bridge.plugin import discovery
+from bridge.plugin.allow import SDK_KINDS, Allow
 from bridge.streams.store import Store
 
 DEADLINE = 20.0
@@ -105,7 +105,7 @@ class Server:
 
     async def _start(self) -> None:
         self.store = Store(self.data_dir, self._root / "memory", on_event=lambda stream, what: None)
-        self.manager = StreamManager(self.store, plugins.load([]), self.exports)
+        self.manager = StreamManager(self.store, discovery.load([]), self.exports)
         self.operations = Operations(self.manager, self.allow)
         self.front = self.door()
         try:

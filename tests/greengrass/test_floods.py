@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bridge.addresses import network_of
+from bridge.net.addresses import network_of
 
 from .harness import CONNECT, Raw, Server, frame
 

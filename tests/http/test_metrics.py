@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from bridge.metrics import METRICS
+from bridge.http.metrics import METRICS
 from tests.http.conftest import Service, eventually
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"

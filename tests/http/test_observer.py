@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bridge import metrics
-from bridge.http import observer
+from bridge.http import metrics, observer
 from bridge.http.observer import Observer
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.operations.manager import StreamManager
-from bridge.plugins import Registry
+from bridge.plugin.discovery import Registry
 from bridge.streams.store import Store
 from tests.fakes.clock import NOON_2026, Machine
 from tests.mqtt.harness import NoExports, NoWorker

@@ -17,7 +17,6 @@ from botocore.exceptions import ClientError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge import plugins
 from bridge.export.planning import MAX_RECORDS
 from bridge.ingest import decode as module
 from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
@@ -27,6 +26,7 @@ from bridge.ingest.planner import Inventory, Limits, plan
 from bridge.ingest.store import Place, Store, read
 from bridge.ingest.worker import MAX_OBJECT, Target, pack, process
 from bridge.objectkeys import ObjectKey, data_key, parse_key
+from bridge.plugin import discovery
 from tests.ingest.gateway import EPOCH, ndjson, parquet, rows
 
 Change = Callable[[list[dict[str, Any]]], Any]
@@ -201,7 +201,7 @@ def test_text_that_is_not_utf8_is_refused() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_largest_object_that_a_gateway_makes_is_taken(form: str) -> None:
-    fields = msgspec.inspect.type_info(plugins.load().exporters["s3"].Config).fields  # type: ignore[attr-defined]
+    fields = msgspec.inspect.type_info(discovery.load().exporters["s3"].Config).fields  # type: ignore[attr-defined]
     (most,) = (field.type.le for field in fields if field.name == "size_hint_bytes")
     part, size = 64, most // MAX_RECORDS  # a part of it: all of it would take long
     numbers = range(MAX_RECORDS // part)

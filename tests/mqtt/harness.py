@@ -22,18 +22,18 @@ import msgspec
 import pytest
 import uvloop
 
-from bridge import plugins
 from bridge.access.logins import Access
-from bridge.export.settings import Allow
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt import MqttFrontEnd
-from bridge.mqtt.lane import Lane
-from bridge.mqtt.packets import V5, V311, packet, string
-from bridge.mqtt.properties import Properties, write_properties
+from bridge.mqtt.server.lane import Lane
 from bridge.mqtt.settings import Limits, MqttConfig
+from bridge.mqtt.wire.packets import V5, V311, packet, string
+from bridge.mqtt.wire.properties import Properties, write_properties
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
 from bridge.operations.reading import ReadMessagesOptions
+from bridge.plugin import discovery
+from bridge.plugin.allow import Allow
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 
@@ -94,7 +94,7 @@ class Bridge:
             on_event=lambda stream, what: None,
             system=self.system,
         )
-        self.manager = StreamManager(self.store, plugins.load([]), NoExports())
+        self.manager = StreamManager(self.store, discovery.load([]), NoExports())
         self.operations = Operations(self.manager, self.allow)
         self.front = MqttFrontEnd(self.config, self.operations, Access(self.config))
         self.urls = await self.front.start()

@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.mqtt import journal as journal_module
-from bridge.mqtt import properties as p
-from bridge.mqtt.marks import Mark
-from bridge.mqtt.packets import V5
-from bridge.mqtt.recovery import find_stored_ids
+from bridge.mqtt.broker import journal as journal_module
+from bridge.mqtt.broker.marks import Mark
+from bridge.mqtt.broker.recovery import find_stored_ids
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5
 from bridge.streams.layout import Files
 
 from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, until

@@ -15,8 +15,8 @@ import pytest
 from bridge.access.rules import AccessRule, Identity
 from bridge.access.users import hash_password, read_users
 from bridge.errors import ConfigError
-from bridge.mqtt.packets import V5
 from bridge.mqtt.settings import Limits, MqttConfig, TlsSettings
+from bridge.mqtt.wire.packets import V5
 from tests.fakes.certificates import Authority
 
 from .harness import (

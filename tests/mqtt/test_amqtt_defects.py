@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from bridge.mqtt.delivery import WAITING_MESSAGES, AmqttDelivery
-from bridge.mqtt.message import Message
+from bridge.mqtt.broker.delivery import WAITING_MESSAGES, AmqttDelivery
+from bridge.mqtt.broker.message import Message
 
 from .harness import PING, Bridge, Packet, ack, bridge_test, connect, publish, subscribe, unsubscribe, until
 

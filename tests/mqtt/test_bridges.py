@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bridge.access.rules import AccessRule
-from bridge.mqtt.packets import V5, V31, V311
+from bridge.mqtt.wire.packets import V5, V31, V311
 from tests.fakes.brokers import Mosquitto
 
 from .harness import (

@@ -11,8 +11,8 @@ import pytest
 
 from bridge.access.rules import AccessRule
 from bridge.access.users import hash_password
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5
 
 from .harness import Bridge, bridge_test, publish, until
 from .test_access import users, with_bridge

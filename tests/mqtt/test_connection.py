@@ -14,9 +14,9 @@ import pytest
 from bridge.access.logins import Access
 from bridge.errors import ConfigError
 from bridge.mqtt import MqttFrontEnd
-from bridge.mqtt.connection import Connection
-from bridge.mqtt.packets import packet, string
-from bridge.mqtt.properties import varint
+from bridge.mqtt.server.connection import Connection
+from bridge.mqtt.wire.packets import packet, string
+from bridge.mqtt.wire.properties import varint
 
 from .harness import PING, Bridge, Packet, ack, bridge_test, connect, publish, subscribe, unsubscribe, until
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5, packet
-from bridge.mqtt.properties import write_properties
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5, packet
+from bridge.mqtt.wire.properties import write_properties
 
 from ..fakes.clock import Shifted
 from .harness import Bridge, Packet, ack, bridge_test, copied, found_again, publish, until

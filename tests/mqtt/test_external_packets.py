@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from bridge import metrics
 from bridge.errors import StreamFull
+from bridge.http import metrics
 from bridge.http.observer import Observer
 from tests.fakes.brokers import BrokerOfBytes
 
@@ -177,7 +177,7 @@ def test_a_refused_subscription_is_asked_for_again_from_time_to_time(
         broker.refused.clear()
         await until(lambda: not bridge.front.refused)
 
-    monkeypatch.setattr("bridge.mqtt.subscribing.ASK_AGAIN", 0.05)
+    monkeypatch.setattr("bridge.mqtt.upstream.subscribing.ASK_AGAIN", 0.05)
     test(tmp_path)
 
 

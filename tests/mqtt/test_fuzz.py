@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bridge.mqtt.packets import V5, V311
+from bridge.mqtt.wire.packets import V5, V311
 
 from .harness import PING, Bridge, Packet, ack, bridge_test, connect, publish, subscribe, unsubscribe
 

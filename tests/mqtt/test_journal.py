@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.mqtt import journal as journal_module
+from bridge.mqtt.broker import journal as journal_module
 
 from .harness import Bridge, Client, bridge_test, copied, found_again, publish, until
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from bridge.access.users import hash_password, read_users, usual_iterations
-from bridge.addresses import network_of
+from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 

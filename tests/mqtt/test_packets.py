@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.mqtt import headers, packets
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import ProtocolError
+from bridge.mqtt.broker import headers
+from bridge.mqtt.wire import packets
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import ProtocolError
 from bridge.topics import FilterTree, is_topic_filter, matches
 
 from .harness import connect, publish, subscribe, unsubscribe

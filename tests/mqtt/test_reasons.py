@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from bridge import errors
-from bridge.mqtt import answers, publishing
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5
+from bridge.mqtt.server import publishing
+from bridge.mqtt.wire import answers
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5
 
 from .harness import PACKET_TYPES, REASON_CODES, Bridge, Packet, bridge_test, illegal_reasons, publish
 

@@ -9,8 +9,8 @@ import pytest
 
 from bridge.access.rules import AccessRule
 from bridge.model import Limits
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5, V311
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5, V311
 
 from .harness import (
     Bridge,

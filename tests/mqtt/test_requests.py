@@ -9,8 +9,8 @@ from typing import Any
 import cbor2
 
 from bridge.access.rules import AccessRule
-from bridge.mqtt.packets import V5
-from bridge.mqtt.properties import CORRELATION_DATA, RESPONSE_TOPIC
+from bridge.mqtt.wire.packets import V5
+from bridge.mqtt.wire.properties import CORRELATION_DATA, RESPONSE_TOPIC
 
 from .harness import Bridge, Client, bridge_test, publish, until
 

@@ -13,9 +13,9 @@ import pytest
 
 from bridge.access.rules import AccessRule
 from bridge.access.users import hash_password
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5
 from bridge.mqtt.settings import TlsSettings
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5
 from tests.fakes.certificates import Authority, Pair
 
 from .harness import Bridge, Client, bridge_test, connect, until

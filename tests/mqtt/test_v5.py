@@ -7,8 +7,8 @@ import socket
 import time
 from typing import Any
 
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5, packet
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5, packet
 
 from .harness import (
     Bridge,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge.mqtt import properties as p
-from bridge.mqtt.packets import V5, V311
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5, V311
 
 from .harness import Bridge, Client, bridge_test, copied, decoded, found_again, until
 

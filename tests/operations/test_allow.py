@@ -10,9 +10,9 @@ import pytest
 
 from bridge.access.rules import TRUSTED, Identity
 from bridge.errors import InvalidRequest, Unauthorized
-from bridge.export.settings import Allow
 from bridge.operations.catalog import Define, Operations, Update
-from bridge.plugins import load
+from bridge.plugin.allow import Allow
+from bridge.plugin.discovery import load
 from tests.greengrass.harness import Raw, Server
 
 CLIENT = Identity("c", None, ())

@@ -15,9 +15,9 @@ import cbor2
 import pytest
 
 from bridge.access.rules import AccessRule, Identity
-from bridge.mqtt.packets import V5
-from bridge.mqtt.properties import RESPONSE_TOPIC
 from bridge.mqtt.settings import MqttConfig
+from bridge.mqtt.wire.packets import V5
+from bridge.mqtt.wire.properties import RESPONSE_TOPIC
 from bridge.operations.catalog import OPERATIONS
 from tests.fakes.brokers import Mosquitto
 from tests.greengrass.harness import CONNECT, Raw, Server, frame

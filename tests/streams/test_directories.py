@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.export.cursor import CursorFile
-from bridge.mqtt.journal import Journal
+from bridge.mqtt.broker.journal import Journal
 from bridge.streams import meta
 from bridge.streams.layout import Files
 

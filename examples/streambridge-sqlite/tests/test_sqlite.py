@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from streambridge_sqlite import SqliteExporter
 
-from bridge.testing import ExporterContract, deliver, make_batch
+from bridge.plugin.testing import ExporterContract, deliver, make_batch
 
 
 class TestSqlite(ExporterContract):

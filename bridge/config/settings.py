@@ -1,0 +1,265 @@
+"""The configuration: one TOML file and its fragments, read into frozen structs.
+
+`load` either returns a whole configuration or raises a ConfigError whose message has one line for
+every mistake found: file, line, key, value and what to do.
+
+* Keys are those of config/streambridge.toml, which also shows every default.
+* Sizes and durations are integers (bytes, milliseconds) or texts such as "256MiB" and "1.5s".
+* A relative path is relative to the directory of the main file, so that it means the same thing
+  for every command in every working directory.
+* `${STREAMBRIDGE_NAME}` in a text stands for that environment variable, `${CREDENTIALS_DIRECTORY}`
+  for the directory in which systemd puts a service's credentials. Not in [streams]: definitions
+  are stored on disk and shown by `describe`, which is no place for a secret.
+* `[streams.NAME]` becomes the same MessageStreamDefinition that a client would send.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import zlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from bridge.config import tomlfile
+from bridge.config.tomlfile import Document, Keys
+from bridge.config.tomlstruct import Reader, dotted, keys_of
+from bridge.errors import ConfigError
+from bridge.export.settings import ExportSettings
+from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
+from bridge.mqtt.settings import Count, MqttConfig
+from bridge.net.addresses import host_and_port
+from bridge.plugin.aws import AwsSettings
+
+# The keys of a stream that are not named as the SDK's field is.
+RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
+# What a running service takes over on SIGHUP, besides [streams]; the rest needs a restart.
+RELOADED = {
+    "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.client_ids",
+    "mqtt.refused_stream", "log.level",
+}  # fmt: skip
+
+
+class Gateway(Struct, frozen=True, kw_only=True):
+    """[gateway]: who this is and where it keeps its data."""
+
+    id: str = msgspec.field(default_factory=socket.gethostname)
+    data_dir: Path = Path("/var/lib/streambridge")
+    memory_dir: Path = Path()  # Path() until __post_init__ has chosen one
+    sync_interval: int = 1000
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ValueError("`id` is empty; name this gateway, or leave the key out for the host name")
+        if self.sync_interval < 1:
+            raise ValueError("`sync_interval` must be at least 1 ms")
+        if self.memory_dir == Path():
+            msgspec.structs.force_setattr(self, "memory_dir", _memory_dir(self.data_dir))
+
+
+def _memory_dir(data_dir: Path) -> Path:
+    """A place on a tmpfs for this data directory's memory streams.
+
+    One per data directory: memory streams are emptied at start, and those of another instance must
+    not be. The first choices belong to this user alone; /dev/shm is everybody's, so the store
+    refuses a directory there that is not its own.
+    """
+    mark = f"streambridge-{zlib.crc32(os.fsencode(data_dir.absolute())):08x}"
+    for variable in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]) / mark
+    return Path("/dev/shm") / f"{mark}-{os.getuid()}"  # noqa: S108 - see above
+
+
+class Greengrass(Struct, frozen=True, kw_only=True):
+    """[greengrass]: the listener for AWS Stream Manager SDK clients.
+
+    Clients show the token in `token_file`; processes of root and of the service's own user on this machine
+    need none. What they may do is what the rules of [[mqtt.acl]] say for `user`.
+
+    A client that asks for nothing during `idle_timeout` is disconnected; the SDKs connect again.
+    """
+
+    listen: str = "127.0.0.1:8088"
+    token_file: Path | None = None
+    user: str = "greengrass"
+    connections: Count = 1_000
+    connections_per_address: Count = 1_000
+    idle_timeout: Annotated[int, Meta(ge=1000)] = 24 * 3_600_000
+
+    def __post_init__(self) -> None:
+        _check_listen(self.listen, "127.0.0.1:8088")
+
+
+class Http(Struct, frozen=True, kw_only=True):
+    """[http]: the status page, metrics and health checks."""
+
+    listen: str = "127.0.0.1:9464"
+    connections: Count = 64
+    connections_per_address: Count = 32
+
+    def __post_init__(self) -> None:
+        _check_listen(self.listen, "127.0.0.1:9464")
+
+
+def _check_listen(listen: str, example: str) -> None:
+    if listen:
+        try:
+            host_and_port(listen)
+        except ValueError as error:
+            raise ValueError(f"`listen`: {error}; write it like {example}") from None
+
+
+class Log(Struct, frozen=True, kw_only=True):
+    """[log]: what is written to stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """A whole configuration; `path` is the file that it came from."""
+
+    path: Path | None = None
+    gateway: Gateway = msgspec.field(default_factory=Gateway)
+    mqtt: MqttConfig = msgspec.field(default_factory=MqttConfig)
+    greengrass: Greengrass = Greengrass()
+    http: Http = Http()
+    export: ExportSettings = msgspec.field(default_factory=ExportSettings)
+    aws: AwsSettings = msgspec.field(default_factory=AwsSettings)
+    log: Log = Log()
+    streams: dict[str, MessageStreamDefinition] = {}
+
+
+def load(path: Path) -> Config:
+    """Read the configuration at `path` and the fragments in `conf.d` beside it."""
+    return load_document(tomlfile.read(path))
+
+
+def load_document(document: Document) -> Config:
+    """Read a configuration from a document that the caller keeps, to name places in it."""
+    config, reader = understand(document)
+    if reader.problems:
+        raise ConfigError("\n".join(reader.problems))
+    return config
+
+
+def understand(document: Document) -> tuple[Config, Reader]:
+    """What a document says as far as it can be understood; the reader has the mistakes."""
+    reader = Reader(document)
+    values: dict[str, Any] = {}
+    for key, section in document.data.items():
+        if key == "streams":
+            values[key] = _streams(reader, section)
+        elif key in _SECTIONS:
+            read = reader.struct(_SECTIONS[key], section, (key,))
+            if read is not None:
+                values[key] = read
+        else:
+            reader.unknown((key,), [*_SECTIONS, "streams"])
+    return Config(path=document.path, **values), reader
+
+
+def stream_definition(name: str, table: dict[str, Any]) -> MessageStreamDefinition:
+    """The definition that a table [streams.NAME] stands for, given on a command line; raises ConfigError."""
+    document = Document(Path("command line"))
+    document.data["streams"] = {name: table}
+    reader = Reader(document)
+    definition = _stream(reader, name, table, ("streams", name))
+    if definition is None or reader.problems:
+        raise ConfigError("\n".join(problem.partition(": ")[2] for problem in reader.problems))
+    return definition
+
+
+_SECTIONS = {
+    field.name: field.type
+    for field in msgspec.structs.fields(Config)
+    if field.name not in ("path", "streams")
+}
+
+
+def in_toml(message: str, name: str) -> str:
+    """Say what the StreamManager says of a declared stream in the words of the file."""
+    for struct in (MessageStreamDefinition, Limits):
+        for key, field in keys_of(struct, RENAMED).items():
+            message = re.sub(rf"\b{field.encode_name}\b", key, message)
+    return message.replace("definition.", f"{dotted(('streams', name))}.")
+
+
+def needs_restart(started: Config, new: Config) -> list[str]:
+    """The keys that differ from those of the start and that a reload cannot take over."""
+    return [
+        key
+        for section, struct in _SECTIONS.items()
+        for field in struct.__struct_fields__
+        if (key := f"{section}.{field}") not in RELOADED
+        and getattr(getattr(started, section), field) != getattr(getattr(new, section), field)
+    ]
+
+
+def _streams(reader: Reader, section: object) -> dict[str, MessageStreamDefinition]:
+    definitions = {}
+    if reader.is_table(section, ("streams",)):
+        for name, table in section.items():
+            definition = _stream(reader, name, table, ("streams", name))
+            if definition is not None:
+                definitions[name] = definition
+    return definitions
+
+
+def _stream(reader: Reader, name: str, table: object, keys: Keys) -> MessageStreamDefinition | None:
+    if not reader.is_table(table, keys):
+        return None
+    try:
+        msgspec.convert(name, Name)
+    except msgspec.ValidationError:
+        reader.problem(keys, "a stream's name is 1 to 255 letters, digits, spaces and any of _ - , .")
+    table = dict(table)
+    fixed = {
+        "name": name,
+        "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export")),
+    }
+    # Two defaults that a client's request has not: a full stream refuses rather than forgets, and
+    # a small stream gets small segments.
+    table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
+    definition = reader.struct(MessageStreamDefinition, table, keys, renamed=RENAMED, fixed=fixed)
+    if definition is not None and definition.stream_segment_size > definition.max_size:
+        if "segment_size" in table and (*keys, "max_size") not in reader.broken:
+            reader.problem((*keys, "segment_size"), "is larger than max_size; make it at most that")
+        definition = msgspec.structs.replace(definition, stream_segment_size=definition.max_size)
+    return definition
+
+
+def _exports(reader: Reader, table: object, keys: Keys) -> dict[str, list[dict[str, Any]]]:
+    """The exports by kind, with the keys in the camelCase of the wire; each kind checks its own."""
+    if not reader.is_table(table, keys):
+        return {}
+    exports = {}
+    for kind, items in table.items():
+        if isinstance(items, list) and all(isinstance(item, dict) for item in items):
+            exports[kind] = [_export(reader, item, (*keys, kind, n)) for n, item in enumerate(items)]
+        else:
+            reader.problem((*keys, kind), f"must be a list of tables: [[{dotted((*keys, kind))}]]")
+    return exports
+
+
+def _export(reader: Reader, table: dict[str, Any], keys: Keys) -> dict[str, Any]:
+    wire = {}
+    for key, raw in table.items():
+        here = (*keys, key)
+        value = raw
+        if isinstance(raw, dict):
+            value = _export(reader, raw, here)
+        elif isinstance(raw, str) and "${STREAMBRIDGE_" in raw:
+            reader.problem(here, "a stream's definition is stored and shown; keep the secret in a file")
+        elif isinstance(raw, str) and key.endswith(("_millis", "_bytes")):
+            value = reader.value(int, key, raw, here)
+        if here in reader.broken:
+            continue
+        word, *words = key.split("_")
+        wire[word + "".join(map(str.capitalize, words))] = value
+    return wire

@@ -1,0 +1,321 @@
+"""Tables of a TOML document into msgspec structs, with every mistake collected as one line.
+
+* The key of a field is its name without `_millis`: a duration's unit is part of its value.
+* Enums are given by name, and a relative path is relative to the document's directory.
+* A struct may check itself in `__post_init__`; each line of its error is a mistake, and the first key
+  that it names in backticks gives the line that is reported.
+* Reading goes on behind a mistake, without the key in question, so that what else is wrong is found too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from bridge import units
+from bridge.config.tomlfile import Document, Keys
+from bridge.errors import StreamBridgeError
+
+_SIZE = re.compile(r"(^|_)(size|bytes|packet)$")
+_DURATION = re.compile(r"(^|_)(millis|interval|age|live|window|timeout|period)$")
+_PATH = re.compile(r"(^|_)(dirs?|file|cert|key|ca)$")
+_SECRET = re.compile(r"(^|_)(password|secret|token)(_key)?$")
+_VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
+
+S = TypeVar("S", bound=Struct)
+
+
+def keys_of(cls: type[Struct], renamed: Mapping[str, str] = {}) -> dict[str, msgspec.structs.FieldInfo]:
+    """The fields of a struct by the key that stands for each in TOML; `renamed`: those with another one."""
+    return {
+        renamed.get(field.name, field.name.removesuffix("_millis")): field
+        for field in msgspec.structs.fields(cls)
+    }
+
+
+class Reader:
+    """Builds structs from one document and collects what is wrong with it in `problems`.
+
+    `broken` are the keys whose values are not known for it.
+    """
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.base = document.path.absolute().parent
+        self.problems: list[str] = [*document.problems]
+        self.broken: set[Keys] = set()
+
+    def problem(self, keys: Keys, what: str) -> None:
+        """Report a mistake in the value at `keys`."""
+        value = self._shown(keys)
+        self.broken.add(keys)
+        self.problems.append(f"{self.document.place(keys)}: {dotted(keys)}{value}: {what}")
+
+    def unknown(self, keys: Keys, known: Iterable[str]) -> None:
+        """Report a key that nobody knows, with the known one that is most like it."""
+        *_, key = keys
+        known = sorted(known)
+        near = difflib.get_close_matches(str(key).lower().replace("-", "_"), known, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
+        if near and not self._shown((*keys[:-1], near[0])):  # that is what was meant
+            self.broken.add((*keys[:-1], near[0]))
+        self.problem(keys, f"unknown key; {hint}")
+
+    def is_table(self, value: object, keys: Keys) -> TypeGuard[dict[str, Any]]:
+        """Whether `value` is a table; reported if not."""
+        if not isinstance(value, dict):
+            self.problem(keys, f"must be a table, [{dotted(keys)}]")
+        return isinstance(value, dict)
+
+    def struct(
+        self,
+        cls: type[S],
+        table: object,
+        keys: Keys,
+        *,
+        renamed: Mapping[str, str] = {},
+        fixed: Mapping[str, Any] = {},
+    ) -> S | None:
+        """Build a struct from a table; without what is wrong in it, and None if nothing is left.
+
+        `renamed` gives the fields whose key is not their name; `fixed` the fields that the table
+        has no say in.
+        """
+        if not self.is_table(table, keys):
+            return None
+        fields = {key: field for key, field in keys_of(cls, renamed).items() if field.name not in fixed}
+        values = dict(fixed)
+        for key, raw in table.items():
+            field = fields.get(key)
+            if field is None:
+                self.unknown((*keys, key), fields)
+            else:
+                before = len(self.problems)
+                value = self.value(field.type, field.name, raw, (*keys, key))
+                if len(self.problems) == before or isinstance(value, Struct):
+                    values[field.name] = value
+        for key, field in fields.items():
+            if field.required and key not in table:
+                self.problem(keys, f"`{key}` is missing; add {key} = ...")
+        try:
+            return cls(**values)
+        except TypeError:  # a required one is missing, and reported
+            return None
+        except (ValueError, StreamBridgeError) as error:
+            return self._without_mistakes(cls, values, str(error), table, keys, fields)
+
+    def _without_mistakes(
+        self, cls: type[S], values: dict[str, Any], told: str, table: dict[str, Any], keys: Keys,
+        fields: Mapping[str, Any],
+    ) -> S | None:  # fmt: skip
+        """Report what a struct has found in itself, and build it without the keys that it names."""
+        unknown = {
+            str(at[len(keys)]) for at in self.broken if len(at) > len(keys) and at[: len(keys)] == keys
+        }
+        for line in told.splitlines():
+            if unknown & set(re.findall(r"\w+", line)):
+                continue  # it may be right, but for the mistake that is reported already
+            named = [key for key in re.findall(r"`(\w+)`", line) if key in table]
+            self.problem((*keys, *named[:1]), line.removeprefix(f"`{named[0]}`: ") if named else line)
+            if named:
+                values.pop(fields[named[0]].name, None)
+        try:
+            return cls(**values)
+        except (TypeError, ValueError, StreamBridgeError):
+            self.broken.add(keys)
+            return None
+
+    def value(self, kind: Any, name: str, raw: Any, keys: Keys) -> Any:
+        """Read one value as type `kind`; what it returns after a reported mistake means nothing."""
+        inner = struct_in(kind)
+        if inner is not None:
+            struct, container = inner
+            if container is None:
+                return self.struct(struct, raw, keys)
+            if container is dict and isinstance(raw, dict):
+                return {key: self.struct(struct, table, (*keys, key)) for key, table in raw.items()}
+            if container is not dict and isinstance(raw, list):
+                return container(self.struct(struct, table, (*keys, n)) for n, table in enumerate(raw))
+        try:
+            return msgspec.convert(self._prepared(kind, name, raw), kind, dec_hook=self._path)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at `$")
+            where = where.rstrip("`")
+            choices = _choices(kind)
+            if choices and "enum value" in what:
+                what = _one_of(choices, raw)
+            self.problem(keys, f"{where}{': ' if where else ''}{plainly(what, name)}")
+        except ValueError as error:
+            self.problem(keys, str(error))
+        return None
+
+    def expand(self, text: str) -> str:
+        """Put the environment's values in place of `${STREAMBRIDGE_...}`."""
+
+        def replacement(found: re.Match[str]) -> str:
+            value = os.environ.get(found[1])
+            if value is None:
+                raise ValueError(
+                    f"the environment variable {found[1]} is not set; set it for this process (systemd sets "
+                    "it for the service alone)"
+                )
+            return value
+
+        return _VARIABLE.sub(replacement, text)
+
+    def _prepared(self, kind: Any, name: str, raw: Any) -> Any:
+        """The raw value with units, names of enums and environment variables resolved."""
+        members = _members(kind)
+        if int in members and str not in members and isinstance(raw, str):
+            if _SIZE.search(name):
+                return units.parse_size(raw)
+            if _DURATION.search(name):
+                return units.parse_duration(raw)
+        enum = next((member for member in members if _is_enum(member)), None)
+        if enum is not None:
+            if not isinstance(raw, str) or raw not in enum.__members__:
+                raise ValueError(_one_of(enum.__members__, raw))
+            return enum[raw]
+        value = _deep(self.expand, raw)
+        if str in _members(kind) or kind == list[str]:
+            return _deep(self._absolute, value) if _PATH.search(name) else value
+        return value
+
+    def _absolute(self, path: str) -> str:
+        return str(self.base / Path(path).expanduser()) if path else path
+
+    def _path(self, kind: type, value: object) -> object:
+        if kind is Path and isinstance(value, str) and value:
+            return Path(self._absolute(value))
+        raise ValueError("must be a path in quotes")
+
+    def _shown(self, keys: Keys) -> str:
+        """The value as it stands in the file, unless it is long or secret."""
+        value: Any = self.document.data
+        try:
+            for key in keys:
+                value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return ""
+        if isinstance(value, dict) or (keys and isinstance(keys[-1], str) and _SECRET.search(keys[-1])):
+            return ""
+        text = _toml(value)
+        return f" = {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+_KINDS = {
+    "str": "a text in quotes",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+}
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+
+def plainly(what: str, name: str = "") -> str:
+    """Say what msgspec says of the field `name` in the words of TOML's users."""
+    found = re.match(
+        r"(?:expected|Expected) `([\w |]+)`(?:, got `(\w+)`)?(?: of length)?(?: ([<>]=?) (\S+))?$", what
+    )
+    if found is None:
+        return what[0].lower() + what[1:]
+    wanted, given, bound, limit = found.groups()
+    if bound:
+        return f"must be {_BOUNDS[bound]} {limit}{_unit(name, limit)}"
+    kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted.split(" | ") if kind != "null")
+    return f"must be {kinds}" + (
+        f", not {_KINDS.get(given, given).removesuffix(' in quotes')}" if given else ""
+    )
+
+
+def _unit(name: str, value: str) -> str:
+    """The unit of a field's bare numbers, and what the value is in a larger one."""
+    if _DURATION.search(name):
+        return f" ms ({units.format_duration(int(value))})"
+    return f" bytes ({units.format_size(int(value))})" if _SIZE.search(name) else ""
+
+
+def snake(key: str) -> str:
+    """A key of the wire as TOML has it: `timeHintMillis` is `time_hint_millis`."""
+    return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda found: f"_{found[1].lower()}", key)
+
+
+def dotted(keys: Keys) -> str:
+    """Write a path as TOML and people do: `streams.sensors.export.s3[0].bucket`."""
+    text = ""
+    for key in keys:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        else:
+            text += ("." if text else "") + (key if re.fullmatch(r"[\w-]+", key) else json.dumps(key))
+    return text
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _one_of(choices: Iterable[object], raw: object) -> str:
+    by_lower = {str(choice).lower(): choice for choice in choices}
+    near = difflib.get_close_matches(str(raw).lower(), by_lower, n=1)
+    hint = f"; did you mean {_toml(by_lower[near[0]])}?" if near else ""
+    return "must be " + " or ".join(map(_toml, by_lower.values())) + hint
+
+
+def _deep(change: Callable[[str], str], value: Any) -> Any:
+    """Apply `change` to every text inside a value."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_deep(change, item) for item in value]
+    if isinstance(value, dict):
+        return {key: _deep(change, item) for key, item in value.items()}
+    return value
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """The types that a union or an Annotated stands for."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return tuple(member for part in typing.get_args(kind) for member in _members(part))
+    if typing.get_origin(kind) is typing.Annotated:
+        return _members(typing.get_args(kind)[0])
+    return (kind,)
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    literals = [member for member in _members(kind) if typing.get_origin(member) is typing.Literal]
+    return tuple(choice for literal in literals for choice in typing.get_args(literal))
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, IntEnum)
+
+
+def _is_struct(kind: Any) -> TypeGuard[type[Struct]]:
+    return isinstance(kind, type) and issubclass(kind, Struct)
+
+
+def struct_in(kind: Any) -> tuple[type[Struct], Any] | None:
+    """The struct that a field holds, and the container around it if there is one."""
+    for member in _members(kind):
+        if _is_struct(member):
+            return member, None
+        origin, arguments = typing.get_origin(member), typing.get_args(member)
+        if origin in (list, tuple) and _is_struct(arguments[0]):
+            return arguments[0], origin
+        if origin is dict and _is_struct(arguments[1]):
+            return arguments[1], origin
+    return None

@@ -1,0 +1,127 @@
+"""Messages on their way to subscribers, and the subscriptions that ask for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import PUBLISH, V5, string
+from bridge.mqtt.wire.properties import varint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bridge.clock import Clock, Deadline
+    from bridge.mqtt.broker.sessions import Session
+
+
+LARGE = 32 * 1024  # bytes of a payload from which on a copy costs more than a second write
+
+
+class Subscription(NamedTuple):
+    """One topic filter that a session subscribed to, with the options of MQTT 5 section 3.8.3.1."""
+
+    filter: str
+    qos: int
+    no_local: bool = False
+    retain_as_published: bool = False
+    retain_handling: int = 0
+    identifier: int = 0
+
+
+class Receiver(NamedTuple):
+    """What one session's matching subscriptions ask for together.
+
+    A message that several filters match is delivered once, at the highest QoS of them (MQTT-3.3.5-1).
+    """
+
+    qos: int
+    retain_as_published: bool
+    identifiers: tuple[int, ...]
+
+
+def receiver_of(subscriptions: list[Subscription]) -> Receiver:
+    """Join the subscriptions of one session that match one topic."""
+    return Receiver(
+        max(s.qos for s in subscriptions),
+        any(s.retain_as_published for s in subscriptions),
+        tuple(s.identifier for s in subscriptions if s.identifier),
+    )
+
+
+def expiry_of(properties: p.Properties | None, clock: Clock) -> Deadline | None:
+    """When a message with these properties expires (MQTT 5 section 3.3.2.3.3); None: it does not."""
+    seconds = properties.get(p.MESSAGE_EXPIRY) if properties else None
+    return None if seconds is None else clock.deadline(seconds)
+
+
+def size_of(topic: bytes, payload: bytes) -> int:
+    """Roughly the bytes that a message holds in memory."""
+    return len(topic) + len(payload) + 200
+
+
+class Message:
+    """One PUBLISH to be delivered. Not changed once it is made; shared by all its receivers.
+
+    `expires` takes the place of the Message Expiry Interval among the properties: see `expiry_of`.
+    """
+
+    __slots__ = ("_plain", "expires", "live", "payload", "properties", "qos", "retain", "topic")
+
+    def __init__(
+        self,
+        topic: bytes,
+        payload: bytes,
+        qos: int = 0,
+        retain: bool = False,
+        properties: p.Properties | None = None,
+        expires: Deadline | None = None,
+    ) -> None:
+        self.topic, self.payload, self.qos, self.retain = topic, payload, qos, retain
+        self.properties = {k: v for k, v in (properties or {}).items() if k in p.MESSAGE}
+        self.properties.pop(p.MESSAGE_EXPIRY, None)
+        self.expires = expires
+        self.live: Mapping[Session, Receiver] = {}  # who gets it through `Delivery`
+        self._plain: tuple[bytes, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Roughly the bytes that it holds in memory."""
+        return size_of(self.topic, self.payload)
+
+    def expired(self) -> bool:
+        """Whether its Message Expiry Interval has passed (MQTT 5 section 3.3.2.3.3)."""
+        return self.expires is not None and self.expires.passed()
+
+    def packet(
+        self,
+        level: int,
+        qos: int = 0,
+        *,
+        retain: bool = False,
+        packet_id: int = 0,
+        dup: bool = False,
+        identifiers: tuple[int, ...] = (),
+    ) -> tuple[bytes, ...]:
+        """The PUBLISH packet for a receiver (section 3.3), in pieces: a large payload is not copied."""
+        if level != V5 and not qos and not retain:
+            # The same bytes for everybody: made once.
+            self._plain = self._plain or self._packet(PUBLISH, b"")
+            return self._plain
+        head = PUBLISH | qos << 1 | retain | dup << 3
+        middle = packet_id.to_bytes(2, "big") if qos else b""
+        if level == V5:
+            properties = self.properties
+            if identifiers or self.expires is not None:
+                properties = dict(properties)
+                if identifiers:
+                    properties[p.SUBSCRIPTION_ID] = list(identifiers)
+                if self.expires is not None:
+                    properties[p.MESSAGE_EXPIRY] = max(0, round(self.expires.left()))
+            middle += p.write_properties(properties)
+        return self._packet(head, middle)
+
+    def _packet(self, head: int, middle: bytes) -> tuple[bytes, ...]:
+        length = 2 + len(self.topic) + len(middle) + len(self.payload)
+        begin = b"".join((bytes((head,)), varint(length), string(self.topic), middle))
+        return (begin, self.payload) if len(self.payload) >= LARGE else (begin + self.payload,)

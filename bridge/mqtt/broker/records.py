@@ -1,0 +1,178 @@
+"""The records of the journal: what may happen to sessions and retained messages, one struct for each.
+
+A record is a msgpack array that begins with the kind (`tag`). Kinds are only ever added, and fields at the
+end with a default: what an earlier version wrote can be read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from bridge.mqtt.broker.message import Message
+    from bridge.mqtt.broker.outbox import Outgoing
+    from bridge.mqtt.broker.sessions import Session
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True):
+    """The base of all records."""
+
+
+class Opened(Record, frozen=True, tag=1):
+    """A persistent session exists; `left`: since when its client is away, 0 if it is not.
+
+    Seconds on the age timeline (`bridge.clock`), as `expires` of the others.
+
+    `proof` is what its client was let in by (`access.proofs`).
+    """
+
+    client: str
+    user: str | None
+    expiry: int
+    left: float
+    proof: bytes = b""
+
+
+class Ended(Record, frozen=True, tag=2):
+    """A session is over."""
+
+    client: str
+
+
+class Subscribed(Record, frozen=True, tag=3):
+    """A session has a subscription: the fields of `message.Subscription`."""
+
+    client: str
+    subscription: tuple[str, int, bool, bool, int, int]
+
+
+class Unsubscribed(Record, frozen=True, tag=4):
+    """A session no longer has a subscription."""
+
+    client: str
+    filter: str
+
+
+class Queued(Record, frozen=True, tag=5):
+    """A message waits for the sessions in `homes`: client, QoS, retain flag, subscription identifiers."""
+
+    number: int
+    topic: bytes
+    payload: bytes
+    qos: int
+    properties: dict[int, Any]
+    expires: float | None
+    homes: list[tuple[str, int, bool, tuple[int, ...]]]
+
+
+class Settled(Record, frozen=True, tag=6):
+    """A session no longer needs a queued message."""
+
+    client: str
+    number: int
+
+
+class Retained(Record, frozen=True, tag=7):
+    """The retained message of a topic; an empty payload: there is none."""
+
+    topic: bytes
+    payload: bytes
+    qos: int
+    properties: dict[int, Any]
+    expires: float | None
+
+
+class Received(Record, frozen=True, tag=8):
+    """A QoS 2 packet id is in use by its client."""
+
+    client: str
+    id: int
+
+
+class Released(Record, frozen=True, tag=9):
+    """A QoS 2 packet id is free again."""
+
+    client: str
+    id: int
+
+
+class Marked(Record, frozen=True, tag=10):
+    """Of a stream's QoS 2 messages below number `upto`, and of these, the journal has what it needs."""
+
+    stream: str
+    upto: int
+    known: list[int] = []
+
+
+class Held(Record, frozen=True, tag=11):
+    """Some streams have the message of a QoS 2 id, and others of its streams have failed to store it."""
+
+    client: str
+    id: int
+    streams: list[str]
+
+
+class Booted(Record, frozen=True, tag=12):
+    """The records are sure to be all there while the machine runs on; empty: in any case, up to here."""
+
+    boot: str
+
+
+class Willed(Record, frozen=True, tag=13):
+    """What is to be published when a session's client is gone: `packets.Will`; without a topic: nothing."""
+
+    client: str
+    topic: str = ""
+    payload: bytes = b""
+    qos: int = 0
+    retain: bool = False
+    properties: dict[int, Any] = {}
+
+
+Any_ = (
+    Opened
+    | Ended
+    | Subscribed
+    | Unsubscribed
+    | Queued
+    | Settled
+    | Retained
+    | Received
+    | Released
+    | Marked
+    | Held
+    | Booted
+    | Willed
+)
+
+
+def _at(message: Message) -> float | None:
+    return None if message.expires is None else message.expires.at
+
+
+def opened_record(session: Session) -> Opened:
+    """The record of a session that exists."""
+    return Opened(session.client_id, session.identity.user, session.expiry, session.left, session.proof)
+
+
+def queued_record(message: Message, number: int, copies: Iterable[tuple[Session, Outgoing]]) -> Queued:
+    """The record of a message that waits for sessions."""
+    homes = [(session.client_id, out.qos, out.retain, out.identifiers) for session, out in copies]
+    return Queued(
+        number, message.topic, message.payload, message.qos, message.properties, _at(message), homes
+    )
+
+
+def will_record(session: Session) -> Willed:
+    """The record of a session's will, if that is to survive a restart."""
+    will = session.lasting_will
+    return Willed(session.client_id, *will) if will is not None else Willed(session.client_id)
+
+
+def retained_record(message: Message) -> Retained:
+    """The record of a retained message."""
+    return Retained(message.topic, message.payload, message.qos, message.properties, _at(message))

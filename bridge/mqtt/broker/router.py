@@ -1,0 +1,253 @@
+"""Where a message goes: the streams bound to its topic, and the sessions subscribed to it.
+
+A `Route` is all that is known about one topic. Routes are kept until streams or subscriptions change,
+so that a PUBLISH costs one dict look-up, whatever the number of streams, filters and clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from bridge.mqtt.broker.message import Receiver, Subscription, receiver_of
+from bridge.mqtt.broker.outbox import Outgoing
+from bridge.mqtt.broker.retained import Retained
+from bridge.mqtt.wire.packets import BAD_TOPIC_NAME, ProtocolError, text
+from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_name, matches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from bridge.clock import Clock
+    from bridge.mqtt.broker.delivery import Delivery
+    from bridge.mqtt.broker.journal import Journal
+    from bridge.mqtt.broker.message import Message
+    from bridge.mqtt.broker.sessions import Session
+    from bridge.mqtt.broker.store import Store, Stream
+    from bridge.mqtt.broker.turns import Turns
+    from bridge.mqtt.settings import Limits
+
+# Where Mosquitto says that one of its bridges is connected, at both ends, unless it is configured otherwise.
+BRIDGE_STATE = "$SYS/broker/connection/"
+RESERVED = ("$SYS/", "$share/", REQUEST_LEVEL + "/")
+ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
+PRUNED = 50  # filters taken out of the tree between two looks at the clock
+LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
+
+
+class Route:
+    """One topic: its streams and its receivers. `append` is set if all there is to do is one append."""
+
+    __slots__ = (
+        "append",
+        "denied",
+        "ignored",
+        "name",
+        "own",
+        "receivers",
+        "request",
+        "reserved",
+        "stream",
+        "streams",
+        "with_client",
+    )
+
+    def __init__(self, name: str, streams: tuple[Stream, ...]) -> None:
+        self.name, self.streams = name, streams
+        self.stream: Stream | None = streams[0] if len(streams) == 1 else None
+        self.receivers: dict[Session, Receiver] = {}
+        # For those who do not want all of their own messages back: what they still ask for, if anything.
+        self.own: dict[Session, Receiver | None] = {}
+        self.request = name.partition("/")[0] == REQUEST_LEVEL
+        self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped: a bridge goes on
+        self.reserved = not self.request and not self.ignored and name.startswith(RESERVED)
+        self.denied = self.reserved  # for this client
+        self.with_client = False  # some stream keeps who published
+        self.append: Callable[[bytes, bytes], int] | None = None
+
+
+class Router:
+    """All topics, subscriptions and retained messages. `epoch` grows when kept routes are out of date."""
+
+    def __init__(
+        self,
+        store: Store,
+        delivery: Delivery,
+        journal: Journal,
+        limits: Limits,
+        clock: Clock,
+        turns: Turns,
+    ) -> None:
+        self.epoch = 0
+        self._turns = turns
+        self.retained = Retained(journal, limits, clock)
+        self._store, self._delivery, self._journal = store, delivery, journal
+        self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
+        self._routes: dict[bytes, Route] = {}
+        # Subscriptions of sessions that have ended and are still in the tree.
+        self._ended: deque[tuple[Session, Subscription]] = deque()
+        self._pruning = False
+
+    def forget_routes(self) -> None:
+        """Streams or subscriptions have changed."""
+        self.epoch += 1
+        self._routes.clear()
+
+    def route(self, topic: bytes) -> Route:
+        """The route of a topic name, which is checked (MQTT 4.7)."""
+        route = self._routes.get(topic)
+        if route is not None:
+            return route
+        began = time.perf_counter()
+        name = text(topic)
+        # Below `$` a client may publish, to no avail for wildcards (4.7.2); not where the server would.
+        if not is_topic_name(name.removeprefix("$")):
+            raise ProtocolError(f"topic name {name[:80]!r}", BAD_TOPIC_NAME)
+        route = Route(name, () if name.startswith(RESERVED) else self._store.bound(name))
+        found: dict[Session, list[Subscription]] = {}
+        for session, subscription in self._tree.match(name):
+            if session.subscriptions.get(subscription.filter) is not subscription:
+                continue  # of a session that has ended
+            wanted = found.get(session)
+            if wanted is None:
+                wanted = found[session] = []
+            wanted.append(subscription)
+        for session, wanted in found.items():
+            if session.identity.may_read(name):
+                route.receivers[session] = receiver_of(wanted)
+                others = [one for one in wanted if not one.no_local]
+                if len(others) < len(wanted):
+                    route.own[session] = receiver_of(others) if others else None
+        route.with_client = any(self._store.wants_client(stream.name) for stream in route.streams)
+        if route.stream is not None and not route.receivers and not route.with_client:
+            route.append = route.stream.append
+        if len(self._routes) >= ROUTES:
+            self._routes.clear()
+        self._routes[topic] = route
+        self._turns.spend(began)
+        return route
+
+    def subscribe(self, session: Session, subscription: Subscription) -> bool:
+        """Add or replace a subscription; tell whether it is a new one (MQTT-3.8.4-3)."""
+        old = session.subscriptions.get(subscription.filter)
+        if old is not None:
+            self._tree.remove(old.filter, (session, old))
+        session.subscriptions[subscription.filter] = subscription
+        self._tree.add(subscription.filter, (session, subscription))
+        self.forget_routes()
+        return old is None
+
+    def unsubscribe(self, session: Session, topic_filter: str) -> bool:
+        """Remove a subscription; tell whether there was one."""
+        subscription = session.subscriptions.pop(topic_filter, None)
+        if subscription is None:
+            return False
+        self._tree.remove(topic_filter, (session, subscription))
+        self._delivery.unsubscribe(session, topic_filter)
+        self.forget_routes()
+        return True
+
+    def end(self, session: Session) -> None:
+        """Remove the subscriptions of a session that has ended; the tree follows little by little."""
+        self._ended.extend((session, one) for one in session.subscriptions.values())
+        session.subscriptions = {}
+        self.forget_routes()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Take filters of ended sessions out of the tree, as many as fit a turn of the event loop."""
+        while self._ended and not self._turns.over:
+            began = time.perf_counter()
+            for _ in range(min(PRUNED, len(self._ended))):
+                session, subscription = self._ended.popleft()
+                self._tree.remove(subscription.filter, (session, subscription))
+            self._turns.spend(began)
+        if self._ended and not self._pruning:
+            self._pruning = True
+            asyncio.get_running_loop().call_soon(self._prune_again)
+
+    def _prune_again(self) -> None:
+        self._pruning = False
+        self._prune()
+
+    def publish(self, route: Route, message: Message, origin: Session | None = None) -> bool:
+        """Give a message to all receivers and keep it if it is retained; streams are the caller's.
+
+        Returns whether the journal must be committed before the message may be acknowledged.
+        """
+        waits = False
+        if message.retain:
+            waits = self.retained.publish(route.name, message)
+        receivers = route.receivers
+        if not receivers:
+            return waits
+        if origin is not None and origin in route.own:
+            receivers, wanted = dict(receivers), route.own[origin]
+            del receivers[origin]
+            if wanted is not None:
+                receivers[origin] = wanted
+        live = False
+        lasting: list[Outgoing] = []
+        homes: list[Session] = []
+        for session, receiver in receivers.items():
+            qos = min(message.qos, receiver.qos)
+            if not qos and not route.streams:
+                live = True
+                continue
+            retain = message.retain and receiver.retain_as_published
+            out = Outgoing(message, qos, retain, receiver.identifiers)
+            if qos and session.persistent and not route.streams:
+                # A stream's durable copy is in the stream; of other topics this is the only one.
+                lasting.append(out)
+                homes.append(session)
+            else:
+                session.outbox.put(out)
+        if lasting:
+            self._journal.queued(message, homes, lasting)
+            for session, out in zip(homes, lasting, strict=True):
+                session.outbox.put(out)
+            waits = True
+        if live:
+            message.live = receivers
+            self._delivery.publish(message)
+        return waits
+
+    def deliver_live(self, session: Session, message: Message) -> None:
+        """`Delivery` has found a subscriber of a message: what it gets at QoS 0 is sent to it here."""
+        receiver = message.live.get(session)
+        if receiver is None or min(message.qos, receiver.qos):
+            return
+        if session.seen is message:  # another of its filters matched as well
+            return
+        session.seen = message
+        retain = message.retain and receiver.retain_as_published
+        session.outbox.put(Outgoing(message, 0, retain, receiver.identifiers))
+
+    async def send_retained(self, session: Session, subscriptions: Iterable[Subscription]) -> None:
+        """Send what is retained to new subscriptions (MQTT-3.3.1-6), as far as the client may read it.
+
+        Others have their turn meanwhile: there may be a thousand filters, and any number of messages.
+        """
+        connection, looked = session.connection, 0
+        for subscription in subscriptions:
+            for name in self.retained.candidates(subscription.filter):
+                looked += 1
+                if looked % LOOK_UPS == 0:
+                    await asyncio.sleep(0)
+                    if session.connection is not connection:
+                        return
+                if matches(subscription.filter, name) and session.identity.may_read(name):
+                    self._send_retained(session, subscription, name)
+
+    def _send_retained(self, session: Session, subscription: Subscription, name: str) -> None:
+        message = self.retained.get(name)
+        if message is None:
+            return
+        qos = min(message.qos, subscription.qos)
+        identifiers = (subscription.identifier,) if subscription.identifier else ()
+        out = Outgoing(message, qos, True, identifiers)
+        if qos and session.persistent and not self._store.bound(name):
+            self._journal.queued(message, [session], [out])
+        session.outbox.put(out)

@@ -1,0 +1,153 @@
+"""MQTT sessions: what the server keeps of a client beside its connection (3.1.1 and 5, section 4.1).
+
+A session lives as long as its connection, and then for its expiry interval: 0 for a clean session of
+3.1.1, no end for the others there, what the client asked for in MQTT 5; never longer than
+`limits.session_expiry_interval`. At most `limits.sessions` are kept for clients that are away: the one
+that has been away for longest goes first, is logged, and counted (`ended_sessions`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from bridge.mqtt.broker.outbox import Outbox, Outgoing
+from bridge.mqtt.wire.packets import V5
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop, TimerHandle
+    from collections.abc import Callable
+
+    from bridge.access.rules import Identity
+    from bridge.clock import Clock
+    from bridge.mqtt.broker.message import Subscription
+    from bridge.mqtt.server.connection import Connection
+    from bridge.mqtt.settings import Limits
+    from bridge.mqtt.wire.packets import Will
+
+NEVER = 0xFFFFFFFF  # MQTT 5 section 3.1.2.11.2
+
+
+class Session:
+    """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
+
+    __slots__ = (
+        "client_id", "connection", "expiry", "identity", "incoming", "left", "outbox", "partial", "proof",
+        "seen", "subscriptions", "timer", "will", "will_timer",
+    )  # fmt: skip
+
+    def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
+        self.client_id, self.identity, self.outbox = client_id, identity, outbox
+        self.proof = b""  # what its client was let in by (`access.proofs`)
+        self.expiry = 0  # seconds that it outlives its connection
+        self.subscriptions: dict[str, Subscription] = {}
+        self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
+        # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
+        self.partial: dict[int, frozenset[str]] = {}
+        self.connection: Connection | None = None
+        self.left = 0.0  # when the connection was lost, seconds on the age timeline
+        self.seen: object = None  # the newest live message that it got
+        self.timer: TimerHandle | None = None
+        self.will: Will | None = None  # to be published when the client has gone, and its delay is over
+        self.will_timer: TimerHandle | None = None  # runs while it is the delay that is waited for
+
+    @property
+    def persistent(self) -> bool:
+        """Whether it outlives its connection."""
+        return self.expiry > 0
+
+    @property
+    def lasting_will(self) -> Will | None:
+        """The will, if it survives a restart. One of 3.1.1 does not: it has no delay to come back in."""
+        here = self.connection is None or self.connection.level == V5  # away, it waits for its delay
+        return self.will if self.persistent and here else None
+
+
+class Sessions:
+    """All sessions by client id. `ended` is called for each that is over, `evicted` for one too many."""
+
+    def __init__(
+        self,
+        loop: AbstractEventLoop,
+        limits: Limits,
+        counts: Counter[str],
+        clock: Clock,
+        settled: Callable[[Session, Outgoing], None],
+        ended: Callable[[Session], None],
+        evicted: Callable[[Session], None],
+    ) -> None:
+        self._loop, self._limits, self._counts, self._clock = loop, limits, counts, clock
+        self._settled, self._ended, self._evicted = settled, ended, evicted
+        self._by_id: dict[str, Session] = {}
+        self._away: dict[str, Session] = {}  # in the order in which they were left
+
+    def __len__(self) -> int:
+        """How many sessions there are."""
+        return len(self._by_id)
+
+    def get(self, client_id: str) -> Session | None:
+        """The session of a client, if there is one."""
+        return self._by_id.get(client_id)
+
+    def all(self) -> list[Session]:
+        """Every session."""
+        return list(self._by_id.values())
+
+    def create(self, client_id: str, identity: Identity) -> Session:
+        """Make a new session; one that is there already must have been ended before."""
+        session: Session
+
+        def settled(out: Outgoing) -> None:
+            if out.number:
+                self._settled(session, out)
+
+        session = Session(client_id, identity, Outbox(self._limits, self._counts, settled))
+        self._by_id[client_id] = session
+        return session
+
+    def enter(self, session: Session) -> None:
+        """A client is there (again): its session does not expire."""
+        if session.timer is not None:
+            session.timer.cancel()
+            session.timer = None
+        session.left = 0.0
+        self._away.pop(session.client_id, None)
+
+    def leave(self, session: Session) -> None:
+        """A client has gone: end its session now, or when its time is over."""
+        if self._by_id.get(session.client_id) is not session:
+            return
+        now = self._clock.now() / 1000
+        session.left = session.left or now
+        seconds = self.lifetime(session) - max(0.0, now - session.left)
+        if seconds <= 0:
+            self.end(session)
+            return
+        self._away[session.client_id] = session
+        session.timer = self._loop.call_later(seconds, self.end, session)
+        if len(self._away) > self._limits.sessions:
+            self._counts["ended_sessions"] += 1
+            oldest = next(iter(self._away.values()))
+            self._evicted(oldest)
+            self.end(oldest)
+
+    def lifetime(self, session: Session) -> float:
+        """Seconds that a session outlives its connection."""
+        longest = self._limits.session_expiry_interval / 1000
+        return longest if session.expiry == NEVER else min(longest, session.expiry)
+
+    def end(self, session: Session) -> None:
+        """Forget a session and everything that it holds."""
+        if self._by_id.get(session.client_id) is not session:
+            return
+        self.enter(session)
+        del self._by_id[session.client_id]
+        self._ended(session)
+        session.outbox.clear()
+
+    def stop(self) -> None:
+        """Cancel all timers; sessions stay as they are."""
+        for session in self._by_id.values():
+            for timer in (session.timer, session.will_timer):
+                if timer is not None:
+                    timer.cancel()

@@ -1,0 +1,187 @@
+"""The tls and wss listeners: their certificate, and sockets that count from their accept on.
+
+A TLS server of asyncio tells of a connection when its handshake is over. Until then `limits` would not
+hold, and whoever opens sockets and says nothing could use up all descriptors. So these sockets are
+accepted here: the lane is asked for room, and only then TLS begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import socket
+import ssl
+from typing import TYPE_CHECKING
+
+from bridge.errors import ConfigError
+from bridge.net.addresses import network_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.mqtt.server.connection import Connection
+    from bridge.mqtt.server.lane import Lane
+    from bridge.mqtt.settings import Address, TlsSettings
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024  # sockets that wait in the kernel for their accept
+BURST = 100  # sockets accepted until others have their turn
+HANDSHAKE_BYTES = 28 * 1024  # that TLS needs while it shakes hands, counted against `guest_bytes`
+TURN = 0.1  # seconds until the turn of a handshake is another one's
+RETRY_INTERVAL = 1.0  # seconds until the next accept when there are no descriptors or no memory
+
+
+class TlsServer:
+    """Listening sockets whose connections begin with a TLS handshake."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        context: ssl.SSLContext,
+        factory: Callable[[], tuple[Connection, asyncio.Protocol]],
+    ) -> None:
+        """`factory` makes a connection, and the protocol that is to be told what TLS has deciphered."""
+        self.sockets: list[socket.socket] = []
+        self.context = context  # of the handshakes that begin from now on
+        self._lane, self._factory = lane, factory
+
+    async def open(self, address: Address) -> None:
+        """Listen; raises OSError."""
+        found = await self._lane.loop.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        try:
+            for family, _, _, _, where in dict.fromkeys(found):
+                try:
+                    listening = socket.create_server(where, family=family, backlog=BACKLOG)
+                except OSError as error:
+                    if error.errno != errno.EAFNOSUPPORT:  # a kernel without IPv6, as asyncio has it
+                        raise
+                    continue
+                listening.setblocking(False)
+                self.sockets.append(listening)
+            if not self.sockets:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        except OSError:
+            self.close()
+            raise
+        for listening in self.sockets:
+            self._watch(listening)
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for listening in self.sockets:
+            self._lane.loop.remove_reader(listening)
+            listening.close()
+        self.sockets.clear()
+
+    def _watch(self, listening: socket.socket) -> None:
+        if listening in self.sockets:
+            self._lane.loop.add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(BURST):
+            try:
+                sock, peer = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # The socket stays readable: without a pause this would be tried without end.
+                log.error(
+                    "no TLS client is accepted for %g s: %s; see LimitNOFILE and [mqtt.limits] connections",
+                    RETRY_INTERVAL,
+                    error,
+                )
+                self._lane.loop.remove_reader(listening)
+                self._lane.loop.call_later(RETRY_INTERVAL, self._watch, listening)
+                return
+            sock.setblocking(False)
+            conn, protocol = self._factory()
+            if self._lane.expect(conn, str(peer[0]), sock.fileno()):
+                task = self._lane.spawn(self._shake_hands(sock, conn, protocol))
+                self._lane.logging_in[conn] = task
+            else:
+                sock.close()
+
+    async def _shake_hands(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
+        lane = self._lane
+        try:
+            if not await self._turn(sock, conn):
+                return
+            lane.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
+            await lane.loop.connect_accepted_socket(
+                lambda: protocol,
+                sock,
+                ssl=self.context,
+                ssl_handshake_timeout=lane.limits.connect_timeout / 1000,
+            )
+        except ConnectionAbortedError:
+            lane.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
+        except ssl.SSLError as error:
+            lane.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
+        except OSError as error:
+            # As who only looks whether the port is open, and some clients that do not trust us.
+            what = "%s hung up in its TLS handshake%s; does it trust our certificate?"
+            lane.tell("tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else "")
+        finally:
+            if lane.logging_in.get(conn) is asyncio.current_task():
+                del lane.logging_in[conn]
+            lane.given_up(conn)
+
+    async def _turn(self, sock: socket.socket, conn: Connection) -> bool:
+        """Wait until the handshake may begin; whether it may. Raises OSError if the client has gone."""
+        lane, turns = self._lane, self._lane.handshake_turns
+        if turns is None:
+            return True
+        network = network_of(conn.address)
+        try:
+            async with asyncio.timeout(lane.limits.connect_timeout / 1000):
+                await turns.wait(network, known=lane.access.knows_network(network))
+            lane.loop.call_later(TURN, turns.done)
+            with contextlib.suppress(BlockingIOError):
+                if not sock.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError
+        except TimeoutError:
+            sock.close()
+            lane.given_up(conn, "refused_busy", "too many TLS handshakes; see handshakes_per_second")
+            return False
+        except BaseException:
+            sock.close()
+            raise
+        return True
+
+
+def _reason(error: ssl.SSLError) -> str:
+    """Why a handshake failed, and what to look at."""
+    reason = (error.reason or str(error)).lower().replace("_", " ")
+    match error.reason or "":
+        case "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+            return "it sent no certificate; mqtt.tls.client_ca asks for one"
+        case "CERTIFICATE_VERIFY_FAILED":
+            why = getattr(error, "verify_message", reason)
+            return f"its certificate is not accepted ({why}); see mqtt.tls.client_ca"
+        case "HTTP_REQUEST":
+            return "it speaks HTTP without TLS"
+        case told if "ALERT" in told and ("CERTIFICATE" in told or "UNKNOWN_CA" in told):
+            return f"it does not accept our certificate ({reason}); see mqtt.tls.cert and what it trusts"
+    return f"{reason}; does it speak TLS 1.2 or newer?"
+
+
+def tls_context(tls: TlsSettings) -> ssl.SSLContext:
+    """A server context from certificate files, or a ConfigError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(tls.cert, tls.key)
+        if tls.client_ca is not None:
+            context.load_verify_locations(tls.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"mqtt.tls: cert {tls.cert}, key {tls.key}, client_ca {tls.client_ca}: {error}"
+        ) from error
+    return context

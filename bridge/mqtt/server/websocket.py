@@ -1,0 +1,232 @@
+"""MQTT over WebSocket (MQTT section 6, RFC 6455): a transport between a socket and a `Connection`.
+
+States: HTTP request --101--> frames --close frame or error--> closed. MQTT is one stream of bytes here:
+the frames' borders mean nothing, and a frame's payload is passed on as it arrives, so that nothing is
+kept for a length that a client merely announces.
+
+Layout of a frame from a client (always masked, RFC 6455 section 5.2):
+
+    | fin, rsv 3 bit, opcode 4 bit | 1, length 7 bit | 16 or 64 bit of length | mask 32 bit | payload |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+from bridge.mqtt.wire.packets import PACKET_TOO_LARGE
+from bridge.net.addresses import is_loopback
+
+if TYPE_CHECKING:
+    from bridge.mqtt.server.connection import Connection
+
+_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"  # RFC 6455 section 1.3
+MAX_REQUEST = 8 * 1024
+CONTINUATION, BINARY, CLOSE, PING, PONG = 0, 2, 8, 9, 10
+NORMAL, WRONG, UNACCEPTABLE, TOO_BIG = 1000, 1002, 1003, 1009  # close codes (section 7.4.1)
+MAX_FRAME = 0xFFF_FFFF + 5  # bytes: the largest MQTT packet, whatever `max_packet` is
+
+
+class WebSocket(asyncio.Protocol):
+    """The server's side of one WebSocket: the protocol of a socket, and the transport of a `Connection`."""
+
+    def __init__(self, inner: Connection) -> None:
+        self._inner = inner
+        self._transport: asyncio.Transport
+        self._unread = b""
+        self._open = self._closing = False
+        self._left = self._done = 0  # of the present data frame: payload bytes to come, and passed on
+        self._mask = b"\0\0\0\0"
+        self._begun = False  # a message whose last frame has not come
+
+    # -- the protocol of the socket ------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        # At once, so that the limits and the time-out hold for the HTTP request too.
+        self._inner.connection_made(cast("asyncio.Transport", self))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._inner.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        data = self._unread + data
+        self._unread = b""
+        if not self._open:
+            end = data.find(b"\r\n\r\n")
+            if end < 0:
+                if len(data) > MAX_REQUEST:
+                    self._refuse("431 Request Header Fields Too Large")
+                self._unread = data
+                self._inner.wait_with(len(data))
+                return
+            self._inner.wait_with(0)
+            if not self._upgrade(data[:end]):
+                return
+            data = data[end + 4 :]
+        self._unread = data[self._frames(data) :]
+
+    # -- the transport of the connection ------------------------------------------------------------
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Send bytes as one binary frame."""
+        self._transport.writelines((_frame_header(BINARY, len(data)), data))
+
+    def close(self) -> None:
+        """Say goodbye, and close."""
+        self._end(TOO_BIG if self._inner.reason == PACKET_TOO_LARGE else NORMAL)
+
+    def abort(self) -> None:
+        self._closing = True
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        return self._closing or self._transport.is_closing()
+
+    def can_write_eof(self) -> bool:
+        return False  # a WebSocket says goodbye with a frame
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    # -- the rules ------------------------------------------------------------
+
+    def _upgrade(self, request: bytes) -> bool:
+        """Answer the HTTP request (RFC 6455 section 4.2); whether it is a WebSocket for MQTT now."""
+        first, *lines = request.decode("latin-1").split("\r\n")
+        fields = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+        }
+        offered = [name.strip() for name in fields.get("sec-websocket-protocol", "").split(",")]
+        key = fields.get("sec-websocket-key", "")
+        method, _, version = first.partition(" ")
+        if (
+            method != "GET"
+            or not version.endswith("HTTP/1.1")
+            or "websocket" not in fields.get("upgrade", "").lower()
+        ):
+            return self._refuse("400 Bad Request")
+        if fields.get("sec-websocket-version") != "13" or not key:
+            return self._refuse("426 Upgrade Required", "Sec-WebSocket-Version: 13\r\n")
+        if "mqtt" not in offered:
+            return self._refuse("400 Bad Request")  # MQTT-6.0.0-3
+        origin = fields.get("origin")
+        if origin is not None and self._inner.listener.address.loopback and not _is_ours(origin):
+            # A page of a stranger, in a browser on this machine, is not a client of this machine.
+            return self._refuse("403 Forbidden")
+        accept = base64.b64encode(hashlib.sha1(key.encode() + _GUID, usedforsecurity=False).digest()).decode()
+        self._transport.write(
+            "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            f"Sec-WebSocket-Accept: {accept}\r\nSec-WebSocket-Protocol: mqtt\r\n\r\n".encode()
+        )
+        self._open = True
+        return True
+
+    def _refuse(self, status: str, more: str = "") -> bool:
+        self._transport.write(
+            f"HTTP/1.1 {status}\r\n{more}Content-Length: 0\r\nConnection: close\r\n\r\n".encode()
+        )
+        self._closing = True
+        self._transport.close()
+        return False
+
+    def _frames(self, data: bytes) -> int:
+        """Pass on the payload of data frames, answer control frames; return how many bytes were used."""
+        pos, size = 0, len(data)
+        while not self._closing:
+            if self._left:
+                piece = data[pos : pos + self._left]
+                if not piece:
+                    return pos
+                pos += len(piece)
+                self._left -= len(piece)
+                turn = self._done % 4
+                self._done += len(piece)
+                self._inner.data_received(_unmask(piece, self._mask[turn:] + self._mask[:turn]))
+                continue
+            if size - pos < 2:
+                return pos
+            head, length = data[pos], data[pos + 1]
+            opcode, at = head & 0x0F, pos + 2
+            if head & 0x70 or not length & 0x80:
+                self._end(WRONG)
+                break
+            length &= 0x7F
+            wide = 2 if length == 126 else 8 if length == 127 else 0
+            if size < at + wide + 4:
+                return pos
+            if wide:
+                length = int.from_bytes(data[at : at + wide], "big")
+            at += wide + 4
+            mask = data[at - 4 : at]
+            if opcode == (CONTINUATION if self._begun else BINARY):  # section 5.4
+                if length > MAX_FRAME:
+                    self._end(TOO_BIG)
+                    break
+                self._begun = head < 0x80
+                self._mask, self._left, self._done, pos = mask, length, 0, at
+            elif opcode in (CLOSE, PING, PONG) and length < 126 and head & 0x80:
+                if size < at + length:
+                    return pos
+                pos = at + length
+                if opcode == CLOSE:
+                    self._end(NORMAL)
+                elif opcode == PING:
+                    payload = _unmask(data[at:pos], mask)
+                    self._transport.write(_frame_header(PONG, length) + payload)
+            else:
+                self._end(UNACCEPTABLE if opcode == 1 else WRONG)
+        return size
+
+    def _end(self, code: int) -> None:
+        if not self.is_closing():
+            if self._open:
+                self._transport.write(_frame_header(CLOSE, 2) + code.to_bytes(2, "big"))
+            self._closing = True
+            self._transport.close()
+
+
+def _frame_header(opcode: int, length: int) -> bytes:
+    if length < 126:
+        return bytes((0x80 | opcode, length))
+    if length < 65_536:
+        return bytes((0x80 | opcode, 126)) + length.to_bytes(2, "big")
+    return bytes((0x80 | opcode, 127)) + length.to_bytes(8, "big")
+
+
+def _unmask(data: bytes, mask: bytes) -> bytes:
+    """XOR with the repeated mask (section 5.3), as one long integer: no loop in Python."""
+    size = len(data)
+    key = int.from_bytes((mask * (size // 4 + 1))[:size], "big")
+    return (int.from_bytes(data, "big") ^ key).to_bytes(size, "big")
+
+
+def _is_ours(origin: str) -> bool:
+    """Whether a page comes from this machine; one that hides where it comes from (`null`) does not."""
+    try:
+        return is_loopback(urlsplit(origin).hostname or "")
+    except ValueError:
+        return False

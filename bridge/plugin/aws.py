@@ -1,0 +1,419 @@
+"""AWS for exporters: the `[aws]` table, clients with fresh credentials, and what errors mean.
+
+boto3 is imported when the first client is made. Clients are shared: botocore's are safe to use from
+several threads, and making one costs tens of milliseconds and megabytes.
+
+Credentials come from the first of these that gives any:
+1. a plugin's `aws_credentials` hook,
+2. `credentials.iot`: the IoT Core credentials provider, by X.509 certificate and role alias,
+3. `profile`, or else boto3's own chain (environment, shared files, container, instance).
+All of them refresh while the process runs: where there are none, or a service refuses them, the
+source is asked again, so that what somebody puts right, such as a file, is taken up without a restart.
+Credentials that are missing, expired or refused are never a reason to drop a record: `failure` turns
+them into `Retry`.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from bridge.plugin import metadata
+from bridge.plugin.api import Context, Retry
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT = 20.0
+READ_TIMEOUT = 60.0
+MAX_CAUSE = 300  # characters of what an answer says, in the log
+
+# What can never succeed when it is sent again as it is. All other errors are tried again: better to
+# try in vain and say so in the status than to drop what a corrected policy would have let through.
+_HOPELESS = frozenset(
+    {"InvalidArgumentException", "InvalidRequestException", "SerializationException", "ValidationException"}
+)
+# What may be better with other credentials. AccessDenied too: they may have been those of another user.
+_REFUSED = frozenset(
+    {
+        "AccessDenied",
+        "AccessDeniedException",
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidClientTokenId",
+        "InvalidSignatureException",
+        "InvalidToken",
+        "SignatureDoesNotMatch",
+        "UnrecognizedClient",
+        "UnrecognizedClientException",
+    }
+)
+_THROTTLED = frozenset(
+    {
+        "BandwidthLimitExceeded",
+        "LimitExceededException",
+        "PriorRequestNotComplete",
+        "ProvisionedThroughputExceededException",
+        "RequestLimitExceeded",
+        "RequestThrottled",
+        "RequestThrottledException",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "ThrottledException",
+        "TooManyRequestsException",
+    }
+)
+
+
+class IotCredentials(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The IoT Core credentials provider: a device certificate and a role alias give AWS credentials.
+
+    `endpoint` is the host of `aws iot describe-endpoint --endpoint-type iot:CredentialProvider`.
+    """
+
+    endpoint: str
+    role_alias: str
+    cert: Path
+    key: Path
+    ca: Path | None = None
+    thing: str | None = None
+
+
+class AwsCredentials(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """`[aws.credentials]`: where credentials come from, if not from boto3's own chain."""
+
+    iot: IotCredentials
+
+
+class AwsSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """The `[aws]` table. `proxies` maps `http` and `https` to a URL; the environment's is the default."""
+
+    region: str | None = None
+    endpoint_url: str | None = None
+    profile: str | None = None
+    credentials: AwsCredentials | None = None
+    proxies: dict[str, str] = {}
+
+
+class Credentials(Struct, kw_only=True, frozen=True):
+    """Temporary credentials; `expiry` is Unix time in seconds."""
+
+    access_key: str
+    secret_key: str
+    token: str
+    expiry: float
+
+    def __repr__(self) -> str:
+        return f"Credentials(access_key={self.access_key!r}, expiry={self.expiry})"
+
+
+_lock = threading.Lock()
+_sessions: dict[bytes, Any] = {}
+_clients: dict[bytes, Any] = {}
+_provider: Callable[[AwsSettings], Callable[[], Credentials] | None] | None = None
+
+
+def use_provider(provider: Callable[[AwsSettings], Callable[[], Credentials] | None]) -> None:
+    """Ask `provider` first for a source of credentials (the `aws_credentials` hook)."""
+    global _provider
+    _provider = provider
+
+
+def client(
+    settings: AwsSettings,
+    service: str,
+    region: str | None = None,
+    endpoint_url: str | None = None,
+    **config: Any,
+) -> Any:
+    """The shared client for a service; `region` and `endpoint_url` win over the settings.
+
+    An endpoint that is given is used as it is, without a bucket or a prefix before its host name.
+    `config` are keywords of botocore.config.Config. Retries are off by default: the scheduler
+    retries, and its waiting is visible.
+    """
+    key = msgspec.json.encode([settings, service, region, endpoint_url, config], enc_hook=str)
+    with _lock:
+        if key not in _clients:
+            from botocore.config import Config
+
+            defaults: dict[str, Any] = {
+                "connect_timeout": CONNECT_TIMEOUT,
+                "read_timeout": READ_TIMEOUT,
+                "retries": {"total_max_attempts": 1},
+                "max_pool_connections": 32,
+                "user_agent_extra": "streambridge",
+            }
+            if settings.proxies:
+                defaults["proxies"] = settings.proxies
+            endpoint_url = endpoint_url or settings.endpoint_url
+            if endpoint_url:
+                # It is meant as it is: a server of one's own has no name that begins with SiteWise's
+                # `data.`. Buckets go into the path by botocore's own rule.
+                defaults["inject_host_prefix"] = False
+            session = _session(settings)
+            try:
+                made = session.client(
+                    service,
+                    region_name=region or settings.region or _region(session, endpoint_url),
+                    endpoint_url=endpoint_url,
+                    config=Config(**(defaults | config)),
+                )
+            except Exception:
+                _sessions.clear()  # it keeps what it read of ~/.aws/config, such as that there is no region
+                raise
+            made.meta.events.register("before-send", _in_pieces)
+            _clients[key] = made
+        return _clients[key]
+
+
+def _in_pieces(request: Any, **_: Any) -> None:
+    """Have a body sent piece by piece: the time-out is for each, so that a slow link only takes longer.
+
+    Bytes go out in one call, for which the whole time-out is allowed.
+    """
+    if isinstance(request.body, bytes | bytearray):
+        request.body = io.BytesIO(request.body)
+
+
+def _region(session: Any, endpoint_url: str | None) -> str | None:
+    if session.region_name is None and endpoint_url:
+        return "us-east-1"  # not AWS's own endpoint: any region will do, but botocore wants one
+    return str(session.region_name) if session.region_name else None
+
+
+def _session(settings: AwsSettings) -> Any:
+    key = msgspec.json.encode(settings, enc_hook=str)
+    if key not in _sessions:
+        import boto3
+        import botocore.session
+
+        core: Any = botocore.session.Session(profile=settings.profile)
+        fetch = _provider(settings) if _provider else None
+        if fetch is None and settings.credentials is not None:
+            fetch = iot_credentials(settings.credentials.iot, settings.proxies)
+
+        def ask() -> Any:
+            if fetch is not None:
+                return _refreshable(fetch)
+            # A session of its own each time: sessions keep what they once read of the shared files.
+            fresh: Any = botocore.session.Session(profile=settings.profile)
+            fresh._last_client_region_used = core._last_client_region_used  # where to ask for a role
+            return fresh.get_credentials()
+
+        core._credentials = _Held(ask)
+        core.register("after-call", core._credentials.look)
+        _sessions[key] = boto3.Session(botocore_session=core)
+    return _sessions[key]
+
+
+class _Held:
+    """The credentials of a session, in place of botocore's, which are found once and for ever.
+
+    Clients keep this object. `ask` gives botocore's credentials, or None: it is called when there are
+    none yet, and after a service has refused those that there were.
+    """
+
+    method = "streambridge"
+
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._ask, self._found = ask, None
+        self._asking = threading.Lock()
+
+    def get_frozen_credentials(self) -> Any:
+        """The keys to sign a request with; raises what botocore raises if there are none."""
+        with metadata.allowed():  # an instance's role, also when its credentials are renewed
+            with self._asking:
+                found = self._found = self._found or self._ask()
+            if found is None:
+                from botocore.exceptions import NoCredentialsError
+
+                raise NoCredentialsError
+            return found.get_frozen_credentials()
+
+    def get_deferred_property(self, name: str) -> Callable[[], Any]:
+        """A function that gives one of the keys, or the account's id, when it is called."""
+        return lambda: getattr(self.get_frozen_credentials(), name)
+
+    def look(self, parsed: Any, **_: Any) -> None:
+        """Look at an answer: credentials that are refused are not used again."""
+        if parsed.get("Error", {}).get("Code") in _REFUSED:
+            self._found = None
+
+
+def _refreshable(fetch: Callable[[], Credentials]) -> Any:
+    from botocore.credentials import DeferredRefreshableCredentials
+
+    def metadata() -> dict[str, str]:
+        fresh = fetch()
+        return {
+            "access_key": fresh.access_key,
+            "secret_key": fresh.secret_key,
+            "token": fresh.token,
+            "expiry_time": datetime.fromtimestamp(fresh.expiry, UTC).isoformat(),
+        }
+
+    return DeferredRefreshableCredentials(metadata, "streambridge")
+
+
+def iot_credentials(settings: IotCredentials, proxies: dict[str, str]) -> Callable[[], Credentials]:
+    """A function that fetches credentials from the IoT Core credentials provider.
+
+    It goes through `proxies`, or else those of the environment.
+    """
+
+    def fetch() -> Credentials:
+        # botocore's own HTTP session: it brings TLS and proxies, and no further dependency.
+        from botocore.awsrequest import AWSRequest
+        from botocore.httpsession import URLLib3Session
+        from botocore.utils import get_environ_proxies
+
+        url = settings.endpoint if "://" in settings.endpoint else f"https://{settings.endpoint}"
+        # Made anew each time, so that a certificate that was rotated on disk is taken up.
+        verify: Any = str(settings.ca) if settings.ca else True
+        session = URLLib3Session(
+            verify=verify,
+            proxies=proxies or get_environ_proxies(url),
+            client_cert=(str(settings.cert), str(settings.key)),
+            timeout=int(CONNECT_TIMEOUT),
+        )
+        headers = {"x-amzn-iot-thingname": settings.thing} if settings.thing else {}
+        request = AWSRequest("GET", f"{url}/role-aliases/{settings.role_alias}/credentials", headers=headers)
+        try:
+            response = session.send(request.prepare())
+        finally:
+            session.close()
+        if response.status_code != 200:
+            raise Retry(
+                f"the IoT credentials provider {settings.endpoint} answered {response.status_code}: "
+                f"{response.text[:200]}"
+            )
+        found = msgspec.json.decode(response.content, type=_IotAnswer).credentials
+        expiry = datetime.fromisoformat(found.expiration).timestamp()
+        return Credentials(
+            access_key=found.access_key_id,
+            secret_key=found.secret_access_key,
+            token=found.session_token,
+            expiry=expiry,
+        )
+
+    return fetch
+
+
+class _IotFound(Struct, rename="camel"):
+    access_key_id: str
+    secret_access_key: str
+    session_token: str
+    expiration: str
+
+
+class _IotAnswer(Struct):
+    credentials: _IotFound
+
+
+class Body(io.BytesIO):
+    """A request's body that is read as it is sent, piece by piece, and tells that the export still works."""
+
+    def __init__(self, content: bytes, context: Context) -> None:
+        super().__init__(content)
+        self._context = context
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read on."""
+        self._context.working()
+        return super().read(size)
+
+
+def error_code(error: BaseException) -> str:
+    """The service's error code, such as `ThrottlingException`; empty if it is not a service's answer."""
+    response = getattr(error, "response", None)
+    found = response.get("Error", {}).get("Code", "") if isinstance(response, dict) else ""
+    return str(found)
+
+
+def is_hopeless(error: BaseException) -> bool:
+    """Whether the service refused the request for its content, so that it can never succeed."""
+    return error_code(error) in _HOPELESS
+
+
+def is_invalid(error: BaseException) -> bool:
+    """Whether botocore sent nothing, since the parameters are not what its model of the service allows.
+
+    That is a reason to reject where all that may be wrong comes from a message, and nothing from the
+    configuration.
+    """
+    from botocore.exceptions import ParamValidationError
+
+    return isinstance(error, ParamValidationError)
+
+
+def is_throttled(code: str) -> bool:
+    """Whether an error code asks to slow down."""
+    return code in _THROTTLED
+
+
+def failure(error: BaseException, doing: str) -> Retry:
+    """The `Retry` for an error of boto3: what was done, what happened, and how long to wait."""
+    code = error_code(error)
+    after = 1.0 if is_throttled(code) else None
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        wait = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
+        if wait.isdecimal():
+            after = min(float(wait), timedelta(minutes=5).total_seconds())
+    return Retry(f"{doing}: {cause(error)}", after=after, unsent=is_unsent(error), cut=is_cut(error))
+
+
+def safe_code(code: str) -> str:
+    """An error code of an answer, with nothing in it but a code."""
+    return re.sub(r"[^A-Za-z0-9._-]", "?", code)[:64]
+
+
+def cause(error: BaseException) -> str:
+    """What happened, in the words of botocore and never in those of the answer.
+
+    Whoever defines an export can read the text, and may have chosen who answers.
+    """
+    response = getattr(error, "response", None)
+    if not isinstance(response, dict):
+        return str(error)[:MAX_CAUSE]
+    code = safe_code(error_code(error))
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    operation = getattr(error, "operation_name", "the request")
+    log.info("%s was answered: %s", operation, str(error)[:MAX_CAUSE])
+    return f"{operation} was answered {status} {code or 'without an error code'}"
+
+
+def is_cut(error: BaseException) -> bool:
+    """Whether the link is the cause: no connection, or one that ended without an answer."""
+    from botocore import exceptions as botocore
+
+    if error_code(error) == "RequestTimeout":  # S3: the body did not come in time
+        return True
+    return isinstance(error, botocore.ConnectionError | botocore.HTTPClientError) and not isinstance(
+        error, botocore.SSLError
+    )
+
+
+def is_unsent(error: BaseException) -> bool:
+    """Whether nothing of the request was sent: there was no connection, or nothing to sign it with."""
+    from botocore import exceptions as botocore
+
+    return isinstance(
+        error,
+        botocore.EndpointConnectionError
+        | botocore.ConnectTimeoutError
+        | botocore.ProxyConnectionError
+        | botocore.NoCredentialsError
+        | botocore.CredentialRetrievalError,
+    )

@@ -1,0 +1,239 @@
+"""How plugins are found, loaded and asked.
+
+Order: the files shipped in `plugins/` (in a wheel `bridge/_plugins/`), pip packages by entry point of
+the group `streambridge`, then the files and packages of drop-in directories by name. A name or kind
+that is taken is an error of the one that comes later. A plugin that fails is listed with its error,
+and does not stop the rest.
+
+A drop-in directory is code that runs as the service: it, and each file in it, must belong to root or
+to the service's user, and must not be writable by group or others. Otherwise it is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import pluggy
+from msgspec import Struct
+
+from bridge.errors import InvalidRequest, PluginError
+from bridge.model import problem
+from bridge.plugin import hooks
+from bridge.plugin.api import ExportConfig, Exporter, convert_config
+from bridge.plugin.hooks import GROUP
+
+
+class Found(Struct, kw_only=True):
+    """A plugin that was found. `kinds` are its exporters; `error` is why it was not loaded."""
+
+    name: str
+    origin: str
+    version: str = ""
+    kinds: list[str] = []
+    error: str | None = None
+
+
+class Registry:
+    """The loaded plugins: `found` lists all, `exporters` maps kinds to classes, `hook` calls hooks."""
+
+    def __init__(self) -> None:
+        self.found: list[Found] = []
+        self.exporters: dict[str, type[Exporter]] = {}
+        self.manager = pluggy.PluginManager(GROUP)
+        self.manager.add_hookspecs(hooks)
+
+    @property
+    def hook(self) -> Any:
+        """The hooks of all loaded plugins, to be called."""
+        return self.manager.hook
+
+    def config(self, kind: str, raw: Mapping[str, Any], where: str = "") -> ExportConfig:
+        """Read one export configuration; raises InvalidRequest that names path and remedy."""
+        where = where or f"exportDefinition.{kind}"
+        cls = self.exporters.get(kind)
+        if cls is None:
+            raise InvalidRequest(f"{where}: {self._unknown(kind)}")
+        try:
+            config: ExportConfig = convert_config(cls, raw)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(problem(error, where) + _known_fields(error, cls)) from None
+        except ValueError as error:
+            raise InvalidRequest(f"{where}: {error}") from None
+        return config
+
+    def check(
+        self, definition: Mapping[str, Sequence[Mapping[str, Any]]], where: str = "exportDefinition"
+    ) -> list[tuple[str, ExportConfig]]:
+        """Check a whole export definition; returns (kind, config) of each export.
+
+        Raises InvalidRequest for the first mistake. Identifiers must be unique over all kinds, since
+        a description reports an export by its identifier alone.
+        """
+        exports: list[tuple[str, ExportConfig]] = []
+        owners: dict[str, str] = {}
+        for kind, configs in definition.items():
+            for number, raw in enumerate(configs):
+                here = f"{where}.{kind}[{number}]"
+                config = self.config(kind, raw, here)
+                if config.identifier in owners:
+                    raise InvalidRequest(
+                        f"{here}.identifier: {config.identifier!r} is taken by {owners[config.identifier]}; "
+                        "choose another"
+                    )
+                owners[config.identifier] = here
+                exports.append((kind, config))
+        return exports
+
+    def _unknown(self, kind: str) -> str:
+        for plugin in self.found:
+            if plugin.error is not None and kind.lower() in (plugin.name.lower(), *plugin.kinds):
+                return f"the plugin {plugin.name} ({plugin.origin}) is not loaded: {plugin.error}"
+        near = difflib.get_close_matches(kind, self.exporters, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"loaded are: {', '.join(sorted(self.exporters))}"
+        return f"there is no exporter of kind {kind!r}; {hint}"
+
+    def add(self, found: Found, import_it: Callable[[], ModuleType]) -> None:
+        """Load one plugin; what goes wrong is kept in its `error`."""
+        self.found.append(found)
+        try:
+            taken = next((f for f in self.found[:-1] if f.name == found.name and f.error is None), None)
+            if taken is not None:
+                raise PluginError(
+                    f"there is already a plugin named {found.name!r} ({taken.origin}); rename this one"
+                )
+            module = import_it()
+            self.manager.register(module, found.name)
+            self.manager.check_pending()  # a misspelt hook name is an error
+            if not self.manager.get_hookcallers(module):
+                raise PluginError(
+                    "it has no hook; mark its register_exporters function with @hookimpl, or begin the "
+                    "file's name with `_` if it is no plugin"
+                )
+            self._register_exporters(module, found)
+        except (Exception, SystemExit) as error:
+            found.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            if self.manager.has_plugin(found.name) and taken is None:
+                self.manager.unregister(name=found.name)
+
+    def _register_exporters(self, module: ModuleType, found: Found) -> None:
+        classes: list[type[Exporter]] = []
+        others = [p for p in self.manager.get_plugins() if p is not module]
+        self.manager.subset_hook_caller("register_exporters", others)(register=classes.append)
+        for cls in classes:
+            _check_class(cls)
+            if cls.kind in self.exporters:
+                raise PluginError(f"there is already an exporter of kind {cls.kind!r}; choose another")
+        for cls in classes:
+            self.exporters[cls.kind] = cls
+            found.kinds.append(cls.kind)
+
+
+def _check_class(cls: object) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Exporter)):
+        raise PluginError(f"{cls!r} is registered as an exporter, but is no subclass of bridge.Exporter")
+    if not isinstance(getattr(cls, "kind", None), str):
+        raise PluginError(f"{cls.__name__}.kind is missing: the key of this exporter in export definitions")
+    if not issubclass(cls.Config, ExportConfig):
+        raise PluginError(f"{cls.__name__}.Config is no subclass of bridge.ExportConfig")
+    if cls.export is Exporter.export:
+        raise PluginError(f"{cls.__name__} has no export method")
+
+
+def _known_fields(error: msgspec.ValidationError, cls: type[Exporter]) -> str:
+    text = str(error)
+    if "unknown field" not in text:
+        return ""
+    names = cls.Config.__struct_encode_fields__
+    near = difflib.get_close_matches(text.split("`")[1], names, n=1)
+    return f"; did you mean `{near[0]}`?" if near else f"; known are: {', '.join(names)}"
+
+
+def load(directories: Iterable[str | Path] = ()) -> Registry:
+    """Find and load all plugins; `directories` are drop-in directories, missing ones are passed over."""
+    registry = Registry()
+    for found, import_it in _candidates(directories):
+        registry.add(found, import_it)
+    return registry
+
+
+def shipped(top: str = "plugins") -> Path:
+    """The directory of files that came with streambridge, in a wheel and in a checkout."""
+    here = Path(__file__).resolve().parents[1]
+    return next(d for d in (here / f"_{top}", here.parent / top) if d.is_dir())
+
+
+def _candidates(directories: Iterable[str | Path]) -> Iterator[tuple[Found, Callable[[], ModuleType]]]:
+    own = _own_version()
+    for path in sorted(shipped().glob("*.py")):
+        if path.stem != "__init__":
+            yield Found(name=path.stem, origin="shipped", version=own), _import_path(path)
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        origin = entry.dist.name if entry.dist else entry.value
+        release = entry.dist.version if entry.dist else ""
+        yield Found(name=entry.name, origin=f"package {origin}", version=release), entry.load
+    for directory in map(Path, directories):
+        if directory.is_dir():
+            for path in sorted(directory.iterdir()):
+                target = path / "__init__.py" if path.is_dir() else path
+                if target.suffix == ".py" and target.is_file() and not path.name.startswith((".", "_")):
+                    yield Found(name=path.stem, origin=str(path)), _import_drop_in(directory, path, target)
+
+
+def _own_version() -> str:
+    try:
+        return version("streambridge")
+    except ImportError:  # a bare checkout
+        return ""
+
+
+def _import_drop_in(directory: Path, path: Path, target: Path) -> Callable[[], ModuleType]:
+    def import_it() -> ModuleType:
+        for place in (directory, path, *(path.rglob("*") if path.is_dir() else ())):
+            _check_owner(place)
+        return _import_path(target)()
+
+    return import_it
+
+
+def _check_owner(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid not in (0, os.geteuid()):
+        raise PluginError(f"{path} belongs to user {status.st_uid}; it must be root's or the service user's")
+    if stat.S_IMODE(status.st_mode) & 0o022:
+        raise PluginError(f"{path} can be written by others; `chmod go-w {path}`")
+
+
+def _import_path(path: Path) -> Callable[[], ModuleType]:
+    package = path.name == "__init__.py"
+    stem = path.parent.name if package else path.stem
+    name = f"{GROUP}_plugins_{stem}_{crc32(os.fsencode(path)):08x}"
+
+    def import_it() -> ModuleType:
+        if name in sys.modules:  # msgspec looks types up by module name: there must be one of each
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(
+            name, path, submodule_search_locations=[str(path.parent)] if package else None
+        )
+        if spec is None or spec.loader is None:
+            raise PluginError(f"{path} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # relative imports and pickling look here
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
+
+    return import_it

@@ -1,0 +1,63 @@
+"""The hooks that a plugin may implement: the whole contract beside the Exporter class.
+
+A plugin is a module (a file, or a pip package's entry point in the group `streambridge`) with
+functions of these names, marked with `@hookimpl`. A function may take fewer arguments than listed.
+All hooks run in the export worker process, apart from `register_exporters`, which also runs wherever
+configurations are checked: registering must be cheap and must not import an SDK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pluggy
+from msgspec import Struct
+
+from bridge.plugin.api import ExportConfig, Exporter, Record
+
+if TYPE_CHECKING:
+    from bridge.plugin.aws import AwsSettings, Credentials
+
+GROUP = "streambridge"
+hookspec = pluggy.HookspecMarker(GROUP)
+hookimpl = pluggy.HookimplMarker(GROUP)
+
+
+class Event(Struct, frozen=True, kw_only=True, tag=False):
+    """Something that an operator wants to know.
+
+    `name` is `stream_full`, `export_failing`, `export_recovered` or `export_stopped` (it makes no attempt
+    until its configuration changes); `export` is the identifier, empty for events of a stream.
+    """
+
+    name: str
+    stream: str
+    export: str = ""
+    detail: str = ""
+
+
+@hookspec
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """Register exporter classes: call `register(cls)` for each."""
+
+
+@hookspec
+def transform_records(
+    records: list[Record], stream: str, kind: str, config: ExportConfig
+) -> list[Record] | None:
+    """Return the records to export instead of these, or None to leave them as they are.
+
+    Leave a record out to filter it; keep order and sequence numbers. The same records must give the
+    same result each time, since a batch may be tried again.
+    """
+
+
+@hookspec(firstresult=True)
+def aws_credentials(settings: AwsSettings) -> Callable[[], Credentials] | None:
+    """Return a function that fetches fresh AWS credentials, or None to leave it to others."""
+
+
+@hookspec
+def handle_event(event: Event) -> None:
+    """Be told of an event. Runs in a thread of its own; events that pile up are dropped."""

@@ -1,0 +1,1 @@
+"""The running service: start, ready, reload, drain, stop."""
