@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from enum import EnumMeta
 from pathlib import Path
@@ -50,7 +51,7 @@ def pages() -> dict[str, str]:
         "metrics": metric_list(),
     }
     whole = {f"reference/{name}.md": NOTE + text.rstrip() + "\n" for name, text in made.items()}
-    return whole | exporters()
+    return whole | exporters() | architecture()
 
 
 # -- the command line ------------------------------------------------------------------------------------
@@ -113,6 +114,24 @@ def _markdown(text: str) -> str:
 # -- exports ---------------------------------------------------------------------------------------------
 BLOCK = re.compile(r"(<!-- made by docs/generate.py: (\S+) -->\n).*?(<!-- up to here -->)", re.DOTALL)
 SHARED = {"every": ExportConfig, "batches": BatchedConfig, "aws": AwsConfig}
+
+
+def architecture() -> dict[str, str]:
+    """The page of the architecture, with the figure of its rooms made anew from the contracts of lint."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    house, mqtt = (contract["layers"] for contract in contracts[:2])
+    floors = []
+    for floor in house:
+        rooms = [room.strip() for room in re.split("[|:]", floor)]
+        floors.append("   ".join(rooms))
+        if "mqtt" in rooms:
+            floors += [f"    mqtt: {'   '.join(re.split('[ |:]+', floor))}" for floor in mqtt]
+    lines = ["```text", *floors]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    figure = "\n".join([*lines, "```"])
+    begin, end = "<!-- rooms -->", "<!-- /rooms -->"
+    before, _, rest = page.partition(begin)
+    return {"architecture.md": f"{before}{begin}\n\n{figure}\n\n{end}{rest.partition(end)[2]}"}
 
 
 def exporters() -> dict[str, str]:

@@ -76,6 +76,16 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    named = {name for page in READ for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named - there == set()
+
+
 def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w/-]+\.md", json.dumps(yaml.safe_load(text)["nav"])))

@@ -79,7 +79,7 @@ def test_a_task_uploads_its_file_and_tells_how_it_went(tmp_path: Path, bucket: B
         ({"inputUrl": "file:/no/such/file"}, "No such file"),
         ({"inputUrl": "http://example.org/f"}, "no file of this machine"),
         ({"inputUrl": "relative"}, "absolute path"),
-        ({"bucket": "no-such-bucket-anywhere"}, "bucket does not exist"),
+        ({"bucket": "no-such-bucket-anywhere"}, "NoSuchBucket"),
         ({"key": "!{timestamp:qq}"}, "not understood"),
         ({"key": "!{other:yyyy}"}, "only placeholder"),
         ({"userMetadata": {"$aws-gg-x": "1"}}, "reserved"),
