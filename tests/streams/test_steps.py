@@ -183,9 +183,9 @@ HOUR = 3_600_000
 @pytest.mark.parametrize(
     ("settings", "drop"),
     [
-        (Settings(max_size=300_000, overwrite=True), overwrite),
+        (Settings(max_size=310_000, overwrite=True), overwrite),
         (Settings(ttl=HOUR), expire),
-        (Settings(max_size=300_000, free_exported=True), export),
+        (Settings(max_size=310_000, free_exported=True), export),
         (Settings(), purge),
     ],
 )
