@@ -51,9 +51,7 @@ class Control:
         name = operation.encode("ascii")
         request = bytes((len(name),)) + name + body
         if len(request) > LARGEST:
-            raise StreamBridgeError(
-                f"{operation}: the request has {len(request)} bytes, and the service takes {LARGEST}"
-            )
+            raise StreamBridgeError(f"{operation}: a request may have {LARGEST} bytes; send smaller messages")
         try:
             self._socket.sendall(len(request).to_bytes(HEADER, "big") + request)
             return self._receive(int.from_bytes(self._receive(HEADER), "big"))
