@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.mqtt.broker import headers
+from bridge.mqtt.broker import headers as published
 from bridge.mqtt.wire import packets
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import ProtocolError
+from bridge.streams import headers
 from bridge.topics import FilterTree, is_topic_filter, matches
 
 from .harness import connect, publish, subscribe, unsubscribe
@@ -84,7 +85,7 @@ def test_properties_are_read_as_they_were_written(properties: p.Properties) -> N
 
 @given(PROPERTIES, st.integers(0, 15))
 def test_headers_keep_what_a_message_came_with(properties: p.Properties, flags: int) -> None:
-    kept = headers.decode(headers.of_publish(flags & 9, properties, "c", 7))
+    kept = headers.decode(published.of_publish(flags & 9, properties, "c", 7))
     assert kept.retain == bool(flags & 1)
     assert kept.dup == bool(flags & 8)
     assert [(a.encode(), b.encode()) for a, b in kept.user] == properties.get(p.USER_PROPERTY, [])
