@@ -73,6 +73,9 @@ class ControlFrontEnd:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        if self._server is None:  # it was accepted, and the stop came before its turn
+            writer.close()
+            return
         self._tasks.add(task)
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, UnicodeDecodeError):

@@ -248,7 +248,7 @@ def test_the_service_logs_who_changed_which_stream(tmp_path: Path) -> None:
     with socket.create_connection(("127.0.0.1", int(greengrass)), timeout=30) as sdk:
         request = {"requestId": "d", "name": "by-ann"}
         sdk.sendall(b"\x01" + frame(Op.CONNECT, CONNECT) + frame(Op.DELETE, request))
-        service.wait_for(r"stream deleted\" stream=by-ann by=127\.0\.0\.1:\d+")
+        service.wait_for(r"stream deleted\" stream=by-ann by=\"127\.0\.0\.1:\d+ \(user 'greengrass'\)\"")
     assert service.stop() == 0
 
 

@@ -157,7 +157,8 @@ def test_a_message_for_a_stream_that_is_gone_holds_nothing_up(tmp_path: Path) ->
             await until(lambda: bridge.stat("received") == 1)
         await asyncio.to_thread(device.publish, "streams/gone/a", b"dropped")
         await asyncio.to_thread(device.publish, "in/a", b"kept")
-        async with asyncio.timeout(60), running(tmp_path / "new", **external(broker.port)) as bridge:
+        settings = external(broker.port, operations=True)
+        async with asyncio.timeout(60), running(tmp_path / "new", **settings) as bridge:
             assert await stored(bridge, 1) == [b"kept"]
             assert bridge.stat("dropped_unbound") == 1
             assert bridge.stat("held") == 0
@@ -206,18 +207,20 @@ def test_the_bridge_reconnects_and_notices_that_its_session_is_gone(tmp_path: Pa
 
 def test_requests_are_answered_over_the_broker(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), running(tmp_path, **external(broker.port, protocol="5")) as bridge:
+        settings = external(broker.port, protocol="5", operations=True)
+        async with asyncio.timeout(60), running(tmp_path, **settings) as bridge:
             await connected(bridge)
             device = await asyncio.to_thread(Device, broker.port, v5=True)
-            device.client.subscribe([("streambridge/dev/+/reply", 1), ("answers", 1)])
+            answers = "streambridge/dev/nonsense/answers"
+            device.client.subscribe([("streambridge/dev/+/reply", 1), (answers, 1)])
             await asyncio.to_thread(device.publish, "streambridge/dev/listStreams", b'{"requestId": "7"}')
             await until(lambda: len(device.got) == 1)
             assert json.loads(device.got[0].payload)["streams"] == ["s"]
             properties = Properties(PacketTypes.PUBLISH)
-            properties.ResponseTopic, properties.CorrelationData = "answers", b"\1\2"
+            properties.ResponseTopic, properties.CorrelationData = answers, b"\1\2"
             await asyncio.to_thread(device.publish, "streambridge/dev/nonsense", b"{}", properties=properties)
             await until(lambda: len(device.got) == 2)
-            assert device.got[1].topic == "answers"
+            assert device.got[1].topic == answers
             assert device.got[1].properties.CorrelationData == b"\1\2"
             assert json.loads(device.got[1].payload)["statusName"] == "UnknownOperation"
             nested = b'{"definition": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_001
@@ -287,7 +290,7 @@ def test_tls_and_a_password_are_used_and_a_missing_file_is_named(tmp_path: Path)
 
 def test_updates_lose_nothing_that_the_broker_has_acknowledged(tmp_path: Path) -> None:
     async def main() -> None:
-        async with asyncio.timeout(60), running(tmp_path, **external(broker.port)) as bridge:
+        async with asyncio.timeout(60), running(tmp_path, **external(broker.port, operations=True)) as bridge:
             # Answered: the broker has our subscriptions, which were sent before the answer.
             device = await asyncio.to_thread(Device, broker.port)
             device.client.subscribe("streambridge/dev/+/reply", 1)

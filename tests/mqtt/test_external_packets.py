@@ -28,7 +28,7 @@ def with_bytes(test: Callable[[BrokerOfBytes, Bridge], Awaitable[None]]) -> Call
             async with (
                 asyncio.timeout(60),
                 BrokerOfBytes() as broker,
-                running(tmp_path, **external(broker.port)) as bridge,
+                running(tmp_path, **external(broker.port, operations=True)) as bridge,
             ):
                 await until(lambda: broker.got("SUBSCRIBE streams/s/#"))
                 await test(broker, bridge)
