@@ -52,6 +52,7 @@ from bridge.streams.reader import StreamReader, list_damaged, list_streams
 from bridge.streams.segment import Message
 from bridge.units import format_duration, format_size, parse_time
 
+_EARLIEST = 1_735_689_600_000  # ms; an epoch before 2025 is of a clock that was not set
 POLL = 0.2  # seconds between two looks of `tail`; a look costs one stat and one read
 
 app = typer.Typer(
@@ -118,6 +119,13 @@ def list_command(
         raise typer.Exit(ExitCode.DAMAGED)
 
 
+def _created(epoch: int) -> str:
+    """When a stream was created; its epoch says so only if the clock was set then."""
+    if _EARLIEST <= epoch <= time.time() * 1000:
+        return format_time(epoch)
+    return f"unknown, since the clock was not synchronised (epoch {epoch})"
+
+
 @app.command()
 def describe(
     name: NameArgument,
@@ -151,7 +159,7 @@ def describe(
     print_facts(
         [
             ("name", info["name"]),
-            ("created", format_time(info["epoch"])),
+            ("created", _created(info["epoch"])),
             ("messages", info["messages"]),
             (
                 "numbers",

@@ -24,7 +24,8 @@ MAX_ROWS = 5_000_000  # of an object: 100 bytes of memory for each, of the 512 M
 
 
 class StreamId(NamedTuple):
-    """One stream's life on one gateway; `epoch` is when it was created, Unix time in ms."""
+    """One stream's life on one gateway; `epoch` is a number of its own: Unix time in ms of its
+    creation, with a random part where the clock was not synchronised."""
 
     gateway: str
     stream: str
