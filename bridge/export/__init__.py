@@ -37,9 +37,18 @@ thread of a crash. What leaves no report (`_exit`, the OOM killer) makes suspect
 they run one at a time until the next death names one. The culprit waits, longer each time, up to
 five minutes; the worker itself is back at once, for the others.
 
-Modules, each knowing only those before it: `api` (what plugins see), `settings`, `wire` (messages
-between the processes), `cursor` (byte layout of positions), `planning` (which messages make a batch),
-`sizing` (how large an attempt may be), `task` (one export), `scheduler` (the pool), `worker` (the
-process), `supervisor` (the parent's side).
+Modules, each knowing only those before it (`make lint` checks it):
+
+    settings     the [export] table
+    wire         messages between the two processes
+    cursor       byte layout of positions; planning: which messages make a batch; sizing: how large an
+                 attempt may be; backoff: when the next one is; bandwidth: the ceiling of all exports
+    host         what exports have of the process: clients, streams, hooks, whose plugin runs
+    position     one export's cursor with its files
+    batches      one export's planned batch; context: what its exporter may ask
+    task         one export: its state and its steps
+    scheduler    the pool: picks tasks and runs them
+    worker       the process; supervisor: the parent's side
+
 Shared by exporters: `heads` (the head object in S3), `keys` (partition keys), `firehose`, `uploads`.
 """

@@ -34,8 +34,10 @@ from bridge import process
 from bridge.durable import make_directory
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
+from bridge.export.bandwidth import Bandwidth
+from bridge.export.host import Host, memory_used
 from bridge.export.planning import Source
-from bridge.export.scheduler import Scheduler, memory_used
+from bridge.export.scheduler import Scheduler
 from bridge.export.task import Task
 from bridge.model import ExportStatus
 from bridge.plugin import aws, discovery, metadata
@@ -66,7 +68,7 @@ class Worker:
         self._events: queue.Queue[Event] = queue.Queue(1000)
         self._ending: tuple[int, float] | None = None  # exit status, and until when to wait for batches
 
-    # --- what the scheduler needs of us
+    # --- what the host needs of us
 
     def send(self, message: wire.Message) -> None:
         """Send a message to the supervisor; without one there is nothing left to do."""
@@ -117,7 +119,9 @@ class Worker:
         self._hello = hello
         self._crashes = {(crash.stream, crash.identifier): crash for crash in hello.crashes}
         self._max_memory = hello.tuning.max_memory or max(_memory() // 4, 256 * 1024 * 1024)
-        self._scheduler = Scheduler(hello, self._registry, self, self._max_memory)
+        bandwidth = Bandwidth(hello.export.max_bandwidth)
+        self._scheduler = Scheduler(hello.export.threads, bandwidth)
+        self._host = Host(hello, self._registry, self, self._max_memory, bandwidth, self._scheduler.progress)
         threading.Thread(target=self._tell_hooks, name="events", daemon=True).start()
         self._scheduler.start()
         status = self._loop()
@@ -155,9 +159,9 @@ class Worker:
             self._send_statuses()
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + self._hello.tuning.beat
-                if failures != self._scheduler.failures:
+                if failures != self._host.failures:
                     # The errors of boto3 hold their request in a cycle: megabytes each, in few objects.
-                    failures = self._scheduler.failures
+                    failures = self._host.failures
                     gc.collect()
                 self.send(wire.Beat(memory_used()))
                 self._watch()
@@ -181,7 +185,7 @@ class Worker:
             self._end(HUNG, self._hello.tuning.drain)
         used = memory_used()
         if used > self._max_memory and self._ending is None:
-            suspects = self._scheduler.most_grown()
+            suspects = self._host.most_grown()
             log.error("the export worker grew to %d MiB; starting a new one", used >> 20)
             for key, grown in suspects.items():
                 reason = f"the export worker grew to {used >> 20} MiB, {grown >> 20} MiB of it in this plugin"
@@ -251,7 +255,7 @@ class Worker:
         self.changed(message.name)
 
     def _add(self, source: Source, kind: str, config: ExportConfig) -> None:
-        task = Task(self._scheduler, source, kind, self._registry.exporters[kind], config)
+        task = Task(self._host, source, kind, self._registry.exporters[kind], config)
         crash = self._crashes.pop(task.key, None)
         if crash is not None:
             task.hold(crash.wait, crash.reason, alone=crash.alone)
@@ -274,8 +278,10 @@ class Worker:
             if (source := self._sources.get(name)) is None:
                 continue  # it was deleted
             tasks = self._scheduler.of_stream(name)
-            positions = {task.config.identifier: task.cursor.position for task in tasks if task.is_loaded}
-            statuses = [task.status() for task in tasks if task.is_loaded or task.cursor.error]
+            positions = {
+                task.config.identifier: task.position.cursor.position for task in tasks if task.is_loaded
+            }
+            statuses = [task.status() for task in tasks if task.is_loaded or task.position.cursor.error]
             self.send(wire.Statuses(name, source.revision, statuses + self._broken.get(name, []), positions))
 
     def _tell_hooks(self) -> None:

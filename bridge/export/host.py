@@ -1,0 +1,140 @@
+"""What exports have of the process around them: AWS clients, streams to append to, hooks, and a record of
+whose plugin runs.
+
+It knows exports by their key, stream and identifier, and nothing of tasks or threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from bridge.export import wire
+from bridge.export.bandwidth import Bandwidth
+from bridge.export.planning import Transform
+from bridge.model import MIB
+from bridge.plugin import aws
+from bridge.plugin.api import AwsBatchedConfig, AwsConfig, ExportConfig, Progress, Record, Retry
+from bridge.plugin.discovery import Registry
+from bridge.plugin.hooks import Event
+
+APPEND_TIMEOUT = 30.0
+IDLE_MEMORY = 96 * MIB  # more than what the process has without any batch
+LEAST_BATCH = 5 * MIB
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+Key = tuple[str, str]  # of an export: stream and identifier
+
+
+def memory_used() -> int:
+    """The resident size of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+
+
+class Parent(Protocol):
+    """What the host needs of the process."""
+
+    def send(self, message: wire.Message) -> None:
+        """Send a message to the supervisor."""
+
+    def append(self, stream: str, payload: bytes, timeout: float) -> None:
+        """Append to a stream through the supervisor; raises Retry."""
+
+    def changed(self, stream: str) -> None:
+        """The statuses of a stream have changed."""
+
+    def event(self, event: Event) -> None:
+        """Tell the `handle_event` hooks."""
+
+
+class Host:
+    """Called from any thread of the pool. `progress` gives the snapshots of all exports of a kind."""
+
+    def __init__(
+        self,
+        hello: wire.Hello,
+        registry: Registry,
+        parent: Parent,
+        memory: int,
+        bandwidth: Bandwidth,
+        progress: Callable[[str], list[Progress]],
+    ) -> None:
+        """`memory` is how large the process may be, in bytes."""
+        # All threads may hold a batch at a time, each as records, as a request and on its way between.
+        self.batch_bytes = max((memory - IDLE_MEMORY) // (3 * hello.export.threads), LEAST_BATCH)
+        self.data_dir, self.gateway, self.tuning = hello.data_dir, hello.gateway, hello.tuning
+        self.allow, self.bandwidth, self.progress = hello.export.allow, bandwidth, progress
+        self.failures = 0  # attempts so far that ended with an error
+        self._aws, self._hook, self._parent = hello.aws, registry.hook, parent
+        self._grown: dict[Key, int] = {}  # by how many bytes, in each export's plugin
+        self._inside: dict[Key, int] = {}  # how large when a plugin was called
+
+    @contextmanager
+    def in_plugin(self, key: Key, doing: str) -> Iterator[None]:
+        """Around all code of plugins: the supervisor knows whom to name if this process dies in it."""
+        before = self._inside[key] = memory_used()
+        self._parent.send(wire.Began(*key, threading.get_ident(), doing))
+        try:
+            yield
+        finally:
+            self._parent.send(wire.Ended(*key))
+            self._inside.pop(key, None)
+            self._grown[key] = self._grown.get(key, 0) + memory_used() - before
+
+    def most_grown(self) -> dict[Key, int]:
+        """The exports in whose plugins this process has grown most, and by how many bytes.
+
+        Several that ran at the same time cannot be told apart, so all near the largest are named.
+        """
+        grown, used = dict(self._grown), memory_used()
+        for key, before in list(self._inside.items()):
+            grown[key] = grown.get(key, 0) + used - before
+        largest = max(grown.values(), default=0)
+        return {key: size for key, size in grown.items() if size * 2 > largest}
+
+    def append(self, stream: str, payload: bytes) -> None:
+        """Append to a stream of the gateway; raises Retry."""
+        self._parent.append(stream, payload, APPEND_TIMEOUT)
+
+    def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
+        """An AWS client with the configured settings; raises Retry."""
+        try:
+            return aws.client(self._aws, service, config.region, config.endpoint_url, **options)
+        except Exception as error:
+            raise aws.failure(error, f"making the {service} client") from error
+
+    def transform(self, key: Key, kind: str) -> Transform | None:
+        """What plugins make of an export's records; None if no plugin has such a hook."""
+        hooks = self._hook.transform_records.get_hookimpls()
+
+        def transform(records: list[Record], stream: str, config: ExportConfig) -> list[Record]:
+            # Plugins in the order of loading, each seeing what those before it made of the records.
+            with self.in_plugin(key, "transforming records"):
+                for impl in hooks:
+                    values = {"records": records, "stream": stream, "kind": kind, "config": config}
+                    try:
+                        changed = impl.function(*(values[name] for name in impl.argnames))
+                    except Exception as error:
+                        raise Retry(
+                            f"the plugin {impl.plugin_name} failed to transform: {error!r}"
+                        ) from error
+                    records = records if changed is None else changed
+            return records
+
+        return transform if hooks else None
+
+    def changed(self, stream: str) -> None:
+        """The statuses of a stream have changed."""
+        self._parent.changed(stream)
+
+    def damaged(self, stream: str, detail: str) -> None:
+        """Reading a stream failed its check."""
+        self._parent.send(wire.Damaged(stream, detail))
+
+    def event(self, name: str, key: Key, detail: str) -> None:
+        """Tell the hooks of an event of an export."""
+        self._parent.event(Event(name=name, stream=key[0], export=key[1], detail=detail))
