@@ -19,9 +19,7 @@ if TYPE_CHECKING:
         BatchedConfig,
         Batching,
         BatchLimits,
-        Bucket,
         Context,
-        Endpoint,
         ExportConfig,
         Exporter,
         Outcome,
@@ -29,11 +27,11 @@ if TYPE_CHECKING:
         Record,
         Refused,
         Retry,
-        SecretFile,
         Stopped,
         send_split,
     )
     from bridge.plugin.hooks import Event, hookimpl
+    from bridge.settingtypes import Bucket, Bytes, Endpoint, Millis, SecretFile
 
 __all__ = [
     "ACCEPTED",
@@ -44,11 +42,13 @@ __all__ = [
     "BatchedConfig",
     "Batching",
     "Bucket",
+    "Bytes",
     "Context",
     "Endpoint",
     "Event",
     "ExportConfig",
     "Exporter",
+    "Millis",
     "Outcome",
     "Progress",
     "Record",
@@ -72,11 +72,14 @@ FOR_PLUGINS = (
     "bridge.plugin.testing",
 )
 
+_ELSEWHERE = dict.fromkeys(("Event", "hookimpl"), "bridge.plugin.hooks") | dict.fromkeys(
+    ("Bucket", "Bytes", "Endpoint", "Millis", "SecretFile"), "bridge.settingtypes"
+)
+
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = "bridge.plugin.hooks" if name in ("Event", "hookimpl") else "bridge.plugin.api"
-        found = globals()[name] = getattr(import_module(home), name)
+        found = globals()[name] = getattr(import_module(_ELSEWHERE.get(name, "bridge.plugin.api")), name)
         return found

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from bridge.settingtypes import Bytes, Millis
+
 KIB = 1024
 MIB = 1024 * KIB
 DEFAULT_MAX_SIZE = 256 * MIB
@@ -48,10 +50,10 @@ class Limits(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, f
     """
 
     max_messages: Annotated[int, Meta(ge=1, le=MAX_INT64)] | None = None
-    max_bytes: Annotated[int, Meta(ge=1, le=MAX_INT64)] | None = None
-    max_age_millis: Annotated[int, Meta(ge=1, le=MAX_MILLIS)] | None = None
+    max_bytes: Annotated[Bytes, Meta(ge=1, le=MAX_INT64)] | None = None
+    max_age_millis: Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)] | None = None
     max_messages_per_topic: Annotated[int, Meta(ge=1, le=MAX_INT64)] | None = None
-    max_message_size: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
+    max_message_size: Annotated[Bytes, Meta(ge=1, le=MAX_INT32)] | None = None
     discard: Literal["old", "new"] = "old"
 
 
@@ -63,16 +65,16 @@ class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True,
 
     name: Name
     strategy_on_full: StrategyOnFull
-    max_size: Annotated[int, Meta(ge=1024, le=MAX_INT64)] = DEFAULT_MAX_SIZE
-    stream_segment_size: Annotated[int, Meta(ge=1024, le=MAX_INT32)] = DEFAULT_SEGMENT_SIZE
-    time_to_live_millis: Annotated[int, Meta(ge=60_000, le=MAX_MILLIS)] | None = None
+    max_size: Annotated[Bytes, Meta(ge=1024, le=MAX_INT64)] = DEFAULT_MAX_SIZE
+    stream_segment_size: Annotated[Bytes, Meta(ge=1024, le=MAX_INT32)] = DEFAULT_SEGMENT_SIZE
+    time_to_live_millis: Annotated[Millis, Meta(ge=60_000, le=MAX_MILLIS)] | None = None
     persistence: Persistence = Persistence.File
     flush_on_write: bool = False
     export_definition: dict[str, list[dict[str, Any]]] = {}
     topics: list[str] = []
     limits: Limits | None = None
     retention: Literal["limits", "exported"] = "limits"
-    deduplication_window_millis: Annotated[int, Meta(ge=1, le=MAX_MILLIS)] | None = None
+    deduplication_window_millis: Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)] | None = None
 
 
 class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):

@@ -36,6 +36,7 @@ from bridge.mqtt.broker import journal  # noqa: E402
 from bridge.plugin import discovery  # noqa: E402
 from bridge.plugin import hooks as hookspecs  # noqa: E402
 from bridge.plugin.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
+from bridge.settingtypes import Means  # noqa: E402
 from bridge.streams import drops, layout, meta, segment  # noqa: E402
 
 NOTE = "<!-- Made by docs/generate.py; a change here is lost. -->\n\n"
@@ -199,8 +200,10 @@ def _fields(struct: type[msgspec.Struct], leave_out: set[str]) -> str:
 
 def _type(kind: Any) -> str:
     if get_origin(kind) is Annotated:
-        base, *metas = get_args(kind)
-        return _type(base) + "".join(_bounds(one) for one in metas if isinstance(one, msgspec.Meta))
+        base, *more = get_args(kind)
+        unit = next((one for one in more if one in (Means.BYTES, Means.MILLIS)), None)
+        bounds = "".join(_bounds(one) for one in more if isinstance(one, msgspec.Meta))
+        return _type(base) + bounds if unit is None else _UNITS[unit] + bounds
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(_type(part) for part in get_args(kind) if part is not type(None))
     if get_origin(kind) is Literal:
@@ -215,6 +218,9 @@ def _type(kind: Any) -> str:
         return "table of " + ", ".join(f"`{name}`" for name in kind.__struct_fields__)
     names = {str: "text", int: "integer", bool: "true or false", float: "number", bytes: "bytes"}
     return names.get(kind, str(getattr(kind, "__name__", kind)))
+
+
+_UNITS = {Means.BYTES: 'bytes (or `"64KiB"`)', Means.MILLIS: 'milliseconds (or `"1.5s"`)'}
 
 
 def _bounds(limit: msgspec.Meta) -> str:
@@ -319,6 +325,8 @@ def _class(name: str, thing: Any) -> Iterator[str]:
         else:
             yield {
                 "ACCEPTED": "The outcome of a batch all of whose records were accepted.",
+                "Bytes": 'The type of a size: bytes, or in the configuration `"64KiB"`.',
+                "Millis": 'The type of a duration: milliseconds, or in the configuration `"1.5s"`.',
                 "Bucket": "The type of a setting that names an S3 bucket.",
                 "Endpoint": "The type of a setting that says where data is sent: an http or https URL.",
                 "SecretFile": "The type of a setting that names a file with a secret or a certificate.",

@@ -16,6 +16,7 @@ from bridge import (
     Batch,
     Batching,
     BatchLimits,
+    Bytes,
     Context,
     ExportConfig,
     Exporter,
@@ -32,7 +33,7 @@ class FirehoseConfig(AwsBatchedConfig, frozen=True):
 
     delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+\Z")]
     delimiter: str = "\n"
-    pack_bytes: Annotated[int, Meta(ge=0, le=MAX_RECORD)] = 0
+    pack_bytes: Annotated[Bytes, Meta(ge=0, le=MAX_RECORD)] = 0
 
 
 class FirehoseExporter(Exporter):

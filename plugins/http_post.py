@@ -30,6 +30,7 @@ from bridge import (
     Endpoint,
     ExportConfig,
     Exporter,
+    Millis,
     Outcome,
     Refused,
     Retry,
@@ -60,7 +61,7 @@ class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
     ca_file: SecretFile | None = None
     cert_file: SecretFile | None = None
     key_file: SecretFile | None = None
-    timeout_millis: Annotated[int, Meta(ge=100, le=600_000)] = 30_000
+    timeout_millis: Annotated[Millis, Meta(ge=100, le=600_000)] = 30_000
 
 
 class HttpExporter(Exporter):

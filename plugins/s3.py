@@ -42,9 +42,11 @@ from bridge import (
     Batching,
     BatchLimits,
     Bucket,
+    Bytes,
     Context,
     ExportConfig,
     Exporter,
+    Millis,
     Outcome,
     Progress,
     Record,
@@ -65,7 +67,7 @@ ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 EXISTS = frozenset({"412", "PreconditionFailed"})
 UNKNOWN = frozenset({"501", "NotImplemented"})
 _ETAG = re.compile(r"[0-9A-Za-z-]{1,100}")
-Millis = Annotated[int, Meta(ge=1, le=MAX_MILLIS)]
+Hint = Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)]
 
 
 class S3Config(AwsConfig, frozen=True):
@@ -74,9 +76,9 @@ class S3Config(AwsConfig, frozen=True):
     bucket: Bucket
     prefix: str = ""
     format: Literal["ndjson", "parquet"] = "ndjson"
-    size_hint_bytes: Annotated[int, Meta(ge=1, le=256 * MIB)] = 5 * MIB
-    time_hint_millis: Millis = 300_000
-    head_interval_millis: Millis = 10_000
+    size_hint_bytes: Annotated[Bytes, Meta(ge=1, le=256 * MIB)] = 5 * MIB
+    time_hint_millis: Hint = 300_000
+    head_interval_millis: Hint = 10_000
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
     storage_class: str | None = None
     server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None

@@ -35,6 +35,7 @@ from bridge import (
     AwsConfig,
     Batch,
     BatchLimits,
+    Bytes,
     Context,
     ExportConfig,
     Exporter,
@@ -97,7 +98,7 @@ class StatusConfig(Struct, rename="camel", kw_only=True, frozen=True, forbid_unk
 class S3TasksConfig(AwsConfig, kw_only=True, frozen=True):
     """The SDK's S3ExportTaskExecutorConfig, and where to send."""
 
-    size_threshold_for_multipart_upload_bytes: Annotated[int, Meta(ge=MIN_PART)] = MIN_PART
+    size_threshold_for_multipart_upload_bytes: Annotated[Bytes, Meta(ge=MIN_PART)] = MIN_PART
     status_config: StatusConfig = StatusConfig()
 
 

@@ -52,8 +52,9 @@ def create(
     data_dir: DataDirOption = None,
 ) -> None:
     """Create a stream."""
-    definition = stream_definition(name, _table(settings or []))
-    _define(place(config, data_dir), "createMessageStream", definition)
+    table, where = _table(settings or []), place(config, data_dir)
+    definition = stream_definition(name, table, where.plugin_dirs)
+    _define(where, "createMessageStream", definition)
     echo(f"created {name}")
 
 
@@ -83,8 +84,8 @@ def update(
     old, version = _definition(where, name)
     # The stream's size, which a segment may have at most, is the one that it has afterwards.
     kept = {} if "max_size" in (reset or []) else {"max_size": old.max_size}
-    given = stream_definition(name, kept | table)
-    default = stream_definition(name, {"max_size": given.max_size})
+    given = stream_definition(name, kept | table, where.plugin_dirs)
+    default = stream_definition(name, {"max_size": given.max_size}, [])
     changes: dict[str, Any] = {fields[key]: getattr(given, fields[key]) for key in table}
     if "export_definition" in changes:
         changes["export_definition"] = old.export_definition | changes["export_definition"]

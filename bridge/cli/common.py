@@ -73,7 +73,7 @@ def known_config(path: Path, *needed: Keys) -> Config:
     """
     if path == DEFAULT_CONFIG and not path.exists():
         return load_config(path)  # says how to begin
-    settings, reader = understand(tomlfile.read(path))
+    settings, reader = understand(tomlfile.read(path), dict)
     wrong = {keys[:depth] for keys in needed for depth in range(1, len(keys) + 1)} & reader.broken
     if reader.document.problems or wrong:
         raise ConfigError("\n".join(reader.problems))

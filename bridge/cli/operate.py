@@ -37,7 +37,7 @@ class Place(NamedTuple):
     """Whose streams."""
 
     data_dir: Path
-    plugin_dirs: list[str]
+    plugin_dirs: list[Path]
 
 
 def place(config: Path, data_dir: Path | None) -> Place:

@@ -19,6 +19,8 @@ import os
 import re
 import socket
 import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,13 +29,18 @@ from msgspec import Meta, Struct
 
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
-from bridge.config.tomlstruct import Reader, dotted, keys_of
+from bridge.config.tomlstruct import Reader, dotted, keys_of, struct_in, unit_of
 from bridge.errors import ConfigError
 from bridge.export.settings import ExportSettings
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
 from bridge.mqtt.settings import Count, MqttConfig
 from bridge.net.addresses import host_and_port
+from bridge.plugin import discovery
+from bridge.plugin.api import Exporter
 from bridge.plugin.aws import AwsSettings
+from bridge.settingtypes import Millis
+
+Exporters = Callable[[], Mapping[str, type[Exporter]]]  # by kind; called when they are needed
 
 # The keys of a stream that are not named as the SDK's field is.
 RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
@@ -50,7 +57,7 @@ class Gateway(Struct, frozen=True, kw_only=True):
     id: str = msgspec.field(default_factory=socket.gethostname)
     data_dir: Path = Path("/var/lib/streambridge")
     memory_dir: Path = Path()  # Path() until __post_init__ has chosen one
-    sync_interval: int = 1000
+    sync_interval: Millis = 1000
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -89,7 +96,7 @@ class Greengrass(Struct, frozen=True, kw_only=True):
     user: str = "greengrass"
     connections: Count = 1_000
     connections_per_address: Count = 1_000
-    idle_timeout: Annotated[int, Meta(ge=1000)] = 24 * 3_600_000
+    idle_timeout: Annotated[Millis, Meta(ge=1000)] = 24 * 3_600_000
 
     def __post_init__(self) -> None:
         _check_listen(self.listen, "127.0.0.1:8088")
@@ -135,26 +142,26 @@ class Config(Struct, frozen=True, kw_only=True):
     streams: dict[str, MessageStreamDefinition] = {}
 
 
-def load(path: Path) -> Config:
-    """Read the configuration at `path` and the fragments in `conf.d` beside it."""
-    return load_document(tomlfile.read(path))
-
-
-def load_document(document: Document) -> Config:
-    """Read a configuration from a document that the caller keeps, to name places in it."""
-    config, reader = understand(document)
+def load(path: Path, exporters: Exporters | None = None) -> Config:
+    """Read the configuration at `path` and the fragments in `conf.d` beside it; see `understand`."""
+    config, reader = understand(tomlfile.read(path), exporters)
     if reader.problems:
         raise ConfigError("\n".join(reader.problems))
     return config
 
 
-def understand(document: Document) -> tuple[Config, Reader]:
-    """What a document says as far as it can be understood; the reader has the mistakes."""
+def understand(document: Document, exporters: Exporters | None = None) -> tuple[Config, Reader]:
+    """What a document says as far as it can be understood; the reader has the mistakes.
+
+    The options of exports are read by the types of their `exporters`, or else of those that the document's
+    plugins bring; without any they stay as they are written.
+    """
     reader = Reader(document)
+    exporters = exporters or cache(partial(_exporters, document))
     values: dict[str, Any] = {}
     for key, section in document.data.items():
         if key == "streams":
-            values[key] = _streams(reader, section)
+            values[key] = _streams(reader, section, exporters)
         elif key in _SECTIONS:
             read = reader.struct(_SECTIONS[key], section, (key,))
             if read is not None:
@@ -164,15 +171,24 @@ def understand(document: Document) -> tuple[Config, Reader]:
     return Config(path=document.path, **values), reader
 
 
-def stream_definition(name: str, table: dict[str, Any]) -> MessageStreamDefinition:
+def stream_definition(
+    name: str, table: dict[str, Any], plugin_dirs: Sequence[Path]
+) -> MessageStreamDefinition:
     """The definition that a table [streams.NAME] stands for, given on a command line; raises ConfigError."""
     document = Document(Path("command line"))
     document.data["streams"] = {name: table}
     reader = Reader(document)
-    definition = _stream(reader, name, table, ("streams", name))
+    definition = _stream(
+        reader, name, table, ("streams", name), lambda: discovery.load(plugin_dirs).exporters
+    )
     if definition is None or reader.problems:
         raise ConfigError("\n".join(problem.partition(": ")[2] for problem in reader.problems))
     return definition
+
+
+def _exporters(document: Document) -> Mapping[str, type[Exporter]]:
+    export = Reader(document).struct(ExportSettings, document.data.get("export", {}), ("export",))
+    return discovery.load((export or ExportSettings()).plugin_dirs).exporters
 
 
 _SECTIONS = {
@@ -201,17 +217,19 @@ def needs_restart(started: Config, new: Config) -> list[str]:
     ]
 
 
-def _streams(reader: Reader, section: object) -> dict[str, MessageStreamDefinition]:
+def _streams(reader: Reader, section: object, exporters: Exporters) -> dict[str, MessageStreamDefinition]:
     definitions = {}
     if reader.is_table(section, ("streams",)):
         for name, table in section.items():
-            definition = _stream(reader, name, table, ("streams", name))
+            definition = _stream(reader, name, table, ("streams", name), exporters)
             if definition is not None:
                 definitions[name] = definition
     return definitions
 
 
-def _stream(reader: Reader, name: str, table: object, keys: Keys) -> MessageStreamDefinition | None:
+def _stream(
+    reader: Reader, name: str, table: object, keys: Keys, exporters: Exporters
+) -> MessageStreamDefinition | None:
     if not reader.is_table(table, keys):
         return None
     try:
@@ -221,7 +239,7 @@ def _stream(reader: Reader, name: str, table: object, keys: Keys) -> MessageStre
     table = dict(table)
     fixed = {
         "name": name,
-        "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export")),
+        "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export"), exporters),
     }
     # Two defaults that a client's request has not: a full stream refuses rather than forgets, and
     # a small stream gets small segments.
@@ -234,32 +252,55 @@ def _stream(reader: Reader, name: str, table: object, keys: Keys) -> MessageStre
     return definition
 
 
-def _exports(reader: Reader, table: object, keys: Keys) -> dict[str, list[dict[str, Any]]]:
+def _exports(
+    reader: Reader, table: object, keys: Keys, exporters: Exporters
+) -> dict[str, list[dict[str, Any]]]:
     """The exports by kind, with the keys in the camelCase of the wire; each kind checks its own."""
     if not reader.is_table(table, keys):
         return {}
     exports = {}
     for kind, items in table.items():
         if isinstance(items, list) and all(isinstance(item, dict) for item in items):
-            exports[kind] = [_export(reader, item, (*keys, kind, n)) for n, item in enumerate(items)]
+            config = partial(_config, exporters, kind)
+            exports[kind] = [_export(reader, item, (*keys, kind, n), config) for n, item in enumerate(items)]
         else:
             reader.problem((*keys, kind), f"must be a list of tables: [[{dotted((*keys, kind))}]]")
     return exports
 
 
-def _export(reader: Reader, table: dict[str, Any], keys: Keys) -> dict[str, Any]:
+def _config(exporters: Exporters, kind: str) -> type[Struct] | None:
+    exporter = exporters().get(kind)
+    return None if exporter is None else exporter.Config
+
+
+def _export(
+    reader: Reader, table: dict[str, Any], keys: Keys, struct: Callable[[], type[Struct] | None]
+) -> dict[str, Any]:
+    """One export's options; `struct`, called for texts only, has their types, if somebody knows them."""
     wire = {}
     for key, raw in table.items():
         here = (*keys, key)
+        word, *words = key.split("_")
+        name = word + "".join(map(str.capitalize, words))
         value = raw
         if isinstance(raw, dict):
-            value = _export(reader, raw, here)
+            value = _export(reader, raw, here, partial(_inner, struct, name))
         elif isinstance(raw, str) and "${STREAMBRIDGE_" in raw:
             reader.problem(here, "a stream's definition is stored and shown; keep the secret in a file")
-        elif isinstance(raw, str) and key.endswith(("_millis", "_bytes")):
-            value = reader.value(int, key, raw, here)
-        if here in reader.broken:
-            continue
-        word, *words = key.split("_")
-        wire[word + "".join(map(str.capitalize, words))] = value
+        elif isinstance(raw, str) and (unit := unit_of(_type(struct(), name))) is not None:
+            value = reader.value(unit, raw, here)
+        if here not in reader.broken:
+            wire[name] = value
     return wire
+
+
+def _inner(struct: Callable[[], type[Struct] | None], name: str) -> type[Struct] | None:
+    """The struct that a field of another one holds."""
+    found = struct_in(_type(struct(), name))
+    return None if found is None else found[0]
+
+
+def _type(struct: type[Struct] | None, name: str) -> Any:
+    """The type of a field by its name on the wire; None if there is none."""
+    fields = () if struct is None else msgspec.structs.fields(struct)
+    return next((field.type for field in fields if field.encode_name == name), None)

@@ -1,7 +1,8 @@
 """Tables of a TOML document into msgspec structs, with every mistake collected as one line.
 
 * The key of a field is its name without `_millis`: a duration's unit is part of its value.
-* Enums are given by name, and a relative path is relative to the document's directory.
+* Types say how a value is read: `Bytes` and `Millis` may be texts with a unit, enums are given by name, and a
+  relative `Path` is relative to the document's directory.
 * A struct may check itself in `__post_init__`; each line of its error is a mistake, and the first key
   that it names in backticks gives the line that is reported.
 * Reading goes on behind a mistake, without the key in question, so that what else is wrong is found too.
@@ -26,10 +27,9 @@ from msgspec import Struct
 from bridge import units
 from bridge.config.tomlfile import Document, Keys
 from bridge.errors import StreamBridgeError
+from bridge.settingtypes import Bytes, Means, Millis, meanings
 
-_SIZE = re.compile(r"(^|_)(size|bytes|packet)$")
-_DURATION = re.compile(r"(^|_)(millis|interval|age|live|window|timeout|period)$")
-_PATH = re.compile(r"(^|_)(dirs?|file|cert|key|ca)$")
+# No setting is a secret: files hold them. This is for keys that nobody knows, and that have no type.
 _SECRET = re.compile(r"(^|_)(password|secret|token)(_key)?$")
 _VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
 
@@ -102,7 +102,7 @@ class Reader:
                 self.unknown((*keys, key), fields)
             else:
                 before = len(self.problems)
-                value = self.value(field.type, field.name, raw, (*keys, key))
+                value = self.value(field.type, raw, (*keys, key))
                 if len(self.problems) == before or isinstance(value, Struct):
                     values[field.name] = value
         for key, field in fields.items():
@@ -136,7 +136,7 @@ class Reader:
             self.broken.add(keys)
             return None
 
-    def value(self, kind: Any, name: str, raw: Any, keys: Keys) -> Any:
+    def value(self, kind: Any, raw: Any, keys: Keys) -> Any:
         """Read one value as type `kind`; what it returns after a reported mistake means nothing."""
         inner = struct_in(kind)
         if inner is not None:
@@ -148,14 +148,14 @@ class Reader:
             if container is not dict and isinstance(raw, list):
                 return container(self.struct(struct, table, (*keys, n)) for n, table in enumerate(raw))
         try:
-            return msgspec.convert(self._prepared(kind, name, raw), kind, dec_hook=self._path)
+            return msgspec.convert(self._prepared(kind, raw), kind, dec_hook=self._path)
         except msgspec.ValidationError as error:
             what, _, where = str(error).partition(" - at `$")
             where = where.rstrip("`")
             choices = _choices(kind)
             if choices and "enum value" in what:
                 what = _one_of(choices, raw)
-            self.problem(keys, f"{where}{': ' if where else ''}{plainly(what, name)}")
+            self.problem(keys, f"{where}{': ' if where else ''}{plainly(what, kind)}")
         except ValueError as error:
             self.problem(keys, str(error))
         return None
@@ -174,30 +174,20 @@ class Reader:
 
         return _VARIABLE.sub(replacement, text)
 
-    def _prepared(self, kind: Any, name: str, raw: Any) -> Any:
+    def _prepared(self, kind: Any, raw: Any) -> Any:
         """The raw value with units, names of enums and environment variables resolved."""
-        members = _members(kind)
-        if int in members and str not in members and isinstance(raw, str):
-            if _SIZE.search(name):
-                return units.parse_size(raw)
-            if _DURATION.search(name):
-                return units.parse_duration(raw)
-        enum = next((member for member in members if _is_enum(member)), None)
+        if isinstance(raw, str) and (unit := unit_of(kind)) is not None:
+            return units.parse_size(raw) if unit is Bytes else units.parse_duration(raw)
+        enum = next((member for member in _members(kind) if _is_enum(member)), None)
         if enum is not None:
             if not isinstance(raw, str) or raw not in enum.__members__:
                 raise ValueError(_one_of(enum.__members__, raw))
             return enum[raw]
-        value = _deep(self.expand, raw)
-        if str in _members(kind) or kind == list[str]:
-            return _deep(self._absolute, value) if _PATH.search(name) else value
-        return value
-
-    def _absolute(self, path: str) -> str:
-        return str(self.base / Path(path).expanduser()) if path else path
+        return _deep(self.expand, raw)
 
     def _path(self, kind: type, value: object) -> object:
         if kind is Path and isinstance(value, str) and value:
-            return Path(self._absolute(value))
+            return self.base / Path(value).expanduser()
         raise ValueError("must be a path in quotes")
 
     def _shown(self, keys: Keys) -> str:
@@ -225,8 +215,8 @@ _KINDS = {
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 
 
-def plainly(what: str, name: str = "") -> str:
-    """Say what msgspec says of the field `name` in the words of TOML's users."""
+def plainly(what: str, kind: Any = None) -> str:
+    """Say what msgspec says of a value of type `kind` in the words of TOML's users."""
     found = re.match(
         r"(?:expected|Expected) `([\w |]+)`(?:, got `(\w+)`)?(?: of length)?(?: ([<>]=?) (\S+))?$", what
     )
@@ -234,18 +224,25 @@ def plainly(what: str, name: str = "") -> str:
         return what[0].lower() + what[1:]
     wanted, given, bound, limit = found.groups()
     if bound:
-        return f"must be {_BOUNDS[bound]} {limit}{_unit(name, limit)}"
+        return f"must be {_BOUNDS[bound]} {limit}{_unit(kind, limit)}"
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted.split(" | ") if kind != "null")
     return f"must be {kinds}" + (
         f", not {_KINDS.get(given, given).removesuffix(' in quotes')}" if given else ""
     )
 
 
-def _unit(name: str, value: str) -> str:
-    """The unit of a field's bare numbers, and what the value is in a larger one."""
-    if _DURATION.search(name):
+def _unit(kind: Any, value: str) -> str:
+    """The unit of a type's bare numbers, and what the value is in a larger one."""
+    unit = unit_of(kind)
+    if unit is Millis:
         return f" ms ({units.format_duration(int(value))})"
-    return f" bytes ({units.format_size(int(value))})" if _SIZE.search(name) else ""
+    return f" bytes ({units.format_size(int(value))})" if unit is Bytes else ""
+
+
+def unit_of(kind: Any) -> Any:
+    """`Bytes` or `Millis`, if that is what values of a type are, else None."""
+    means = meanings(kind)
+    return Bytes if Means.BYTES in means else Millis if Means.MILLIS in means else None
 
 
 def snake(key: str) -> str:

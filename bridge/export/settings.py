@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
@@ -18,5 +19,5 @@ class ExportSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
     threads: Annotated[int, Meta(ge=1, le=100)] = 5
     max_bandwidth: Annotated[int, Meta(ge=1000)] | None = None
-    plugin_dirs: list[str] = field(default_factory=lambda: ["/etc/streambridge/plugins"])
+    plugin_dirs: list[Path] = field(default_factory=lambda: [Path("/etc/streambridge/plugins")])
     allow: Allow = field(default_factory=Allow)

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 from bridge.access.rules import AccessRule
 from bridge.model import KIB, MIB
 from bridge.net.addresses import is_loopback
+from bridge.settingtypes import Bytes, Millis
 
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
@@ -89,19 +90,19 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     connections: Count = 10_000
     connections_per_address: Count = 10_000
-    connect_timeout: Annotated[int, Meta(ge=10)] = 10_000
-    guest_bytes: Annotated[int, Meta(ge=256 * KIB)] = 16 * MIB
+    connect_timeout: Annotated[Millis, Meta(ge=10)] = 10_000
+    guest_bytes: Annotated[Bytes, Meta(ge=256 * KIB)] = 16 * MIB
     handshakes_per_second: Annotated[int, Meta(ge=0)] = 200
     max_keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 3_600
     in_flight: Annotated[int, Meta(ge=1, le=65_535)] = 128
     queued_messages: Count = 10_000
-    queued_bytes: Annotated[int, Meta(ge=1024)] = 16 * MIB
+    queued_bytes: Annotated[Bytes, Meta(ge=1024)] = 16 * MIB
     sessions: Count = 10_000
-    session_expiry_interval: Annotated[int, Meta(ge=1000)] = 7 * 24 * 3_600_000
+    session_expiry_interval: Annotated[Millis, Meta(ge=1000)] = 7 * 24 * 3_600_000
     messages_per_second: Annotated[int, Meta(ge=0)] = 0
     subscriptions: Count = 1_000
     retained_messages: Count = 10_000
-    retained_bytes: Annotated[int, Meta(ge=1024)] = 16 * MIB
+    retained_bytes: Annotated[Bytes, Meta(ge=1024)] = 16 * MIB
 
 
 class ExternalSettings(Struct, frozen=True, kw_only=True):
@@ -158,7 +159,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
 
     mode: Literal["embedded", "external"] = "embedded"
     listen: list[str] = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:1883"])
-    max_packet: Annotated[int, Meta(ge=KIB, le=256 * MIB)] = MIB
+    max_packet: Annotated[Bytes, Meta(ge=KIB, le=256 * MIB)] = MIB
     refused_stream: Annotated[str, Meta(min_length=1)] | None = None
     allow_anonymous: bool | None = None
     users_file: Path | None = None

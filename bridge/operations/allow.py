@@ -11,14 +11,15 @@ of the configuration is never sent to another endpoint, allowed or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from msgspec import inspect
+from msgspec.structs import fields
 
 from bridge.errors import Unauthorized
-from bridge.plugin.api import BUCKET, ENDPOINT, REACH, SECRET_FILE, ExportConfig
+from bridge.plugin.api import ExportConfig
+from bridge.settingtypes import Means, meanings
 
 if TYPE_CHECKING:
     from bridge.model import MessageStreamDefinition
@@ -41,7 +42,7 @@ def check_allowed(
             _check(allow, key[0], key[1], reach)
 
 
-def _check(allow: Allow, kind: str, identifier: str, reach: Mapping[str, tuple[str, str]]) -> None:
+def _check(allow: Allow, kind: str, identifier: str, reach: Mapping[str, tuple[Means, str]]) -> None:
     where = f"exportDefinition.{kind} {identifier!r}"
     if kind not in allow.kinds:
         raise Unauthorized(
@@ -49,17 +50,17 @@ def _check(allow: Allow, kind: str, identifier: str, reach: Mapping[str, tuple[s
             "configuration, or add the kind to [export.allow] kinds"
         )
     for key, (guard, value) in reach.items():
-        if guard == SECRET_FILE:
+        if guard is Means.SECRET_FILE:
             raise Unauthorized(
                 f"{where}: `{key}` names a file of this gateway; only the configuration may do so"
             )
-        if guard == ENDPOINT and not allow.endpoint(value):
+        if guard is Means.ENDPOINT and not allow.endpoint(value):
             raise Unauthorized(f"{where}: `{key}` is not among the hosts of [export.allow] endpoints")
-        if guard == BUCKET and not allow.bucket(value):
+        if guard is Means.BUCKET and not allow.bucket(value):
             raise Unauthorized(f"{where}: `{key}` is not among [export.allow] buckets")
 
 
-def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict[str, tuple[str, str]]]:
+def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict[str, tuple[Means, str]]]:
     """What each export reaches: by kind and identifier the guard and the value of each guarded key."""
     found = {}
     for kind, configs in exports.items():
@@ -73,22 +74,10 @@ def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict
 
 
 @cache
-def guards_of(config: type[ExportConfig]) -> dict[str, str]:
+def guards_of(config: type[ExportConfig]) -> dict[str, Means]:
     """The guarded keys of an exporter's Config, as they are on the wire."""
-    info = inspect.type_info(config)
-    assert isinstance(info, inspect.StructType)
-    guards = {}
-    for field in info.fields:
-        for guard in _guards(field.type):
-            guards[field.encode_name] = guard
-    return guards
-
-
-def _guards(kind: inspect.Type) -> Iterator[str]:
-    if isinstance(kind, inspect.Metadata):
-        if kind.extra is not None and REACH in kind.extra:
-            yield kind.extra[REACH]
-        yield from _guards(kind.type)
-    elif isinstance(kind, inspect.UnionType):
-        for one in kind.types:
-            yield from _guards(one)
+    return {
+        field.encode_name: guard
+        for field in fields(config)
+        for guard in meanings(field.type) & {Means.ENDPOINT, Means.BUCKET, Means.SECRET_FILE}
+    }

@@ -37,6 +37,7 @@ from msgspec import Meta, Struct
 
 from bridge.model import MAX_INT64, MAX_MILLIS, Name
 from bridge.plugin.allow import Allow
+from bridge.settingtypes import Endpoint, Millis
 
 
 class Record(Struct, frozen=True, gc=False):
@@ -169,18 +170,9 @@ class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
     """
 
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None
-    batch_interval_millis: Annotated[int, Meta(ge=60_000, le=MAX_MILLIS)] | None = None
-    linger_millis: Annotated[int, Meta(ge=1, le=MAX_MILLIS)] | None = None
+    batch_interval_millis: Annotated[Millis, Meta(ge=60_000, le=MAX_MILLIS)] | None = None
+    linger_millis: Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)] | None = None
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
-
-
-# What a setting reaches, said by its type: a client's definition may hold only what the configuration
-# allows ([export.allow]), and no file with a secret or a certificate.
-REACH = "reach"
-ENDPOINT, BUCKET, SECRET_FILE = "endpoint", "bucket", "secret file"
-Endpoint = Annotated[str, Meta(pattern="^https?://", extra={REACH: ENDPOINT})]
-Bucket = Annotated[str, Meta(min_length=3, max_length=255, extra={REACH: BUCKET})]
-SecretFile = Annotated[str, Meta(min_length=1, extra={REACH: SECRET_FILE})]
 
 
 class AwsConfig(ExportConfig, kw_only=True, frozen=True):

@@ -251,7 +251,7 @@ class Service:
             return
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            config = configuration.load(Path(path))
+            config = configuration.load(Path(path), lambda: self._manager.registry.exporters)
         except (ConfigError, OSError) as error:
             log.error("reload refused, the old configuration stays: %s", error, extra=logs.ANSWER)
         else:

@@ -346,6 +346,20 @@ def test_a_plugin_that_does_not_load_is_an_error(path: Path) -> None:
     assert line.startswith("error: x.toml:12: export.plugin_dirs: plugin broken ")
 
 
+def test_a_unit_for_an_option_that_is_a_plain_number_is_an_error(path: Path) -> None:
+    (path.parent / "plugins").mkdir()
+    (path.parent / "plugins" / "mine.py").write_text(
+        "from bridge import ExportConfig, Exporter, hookimpl\n"
+        "class Config(ExportConfig, frozen=True):\n    flush_millis: int = 0\n"
+        "class Mine(Exporter):\n    kind, Config = 'mine', Config\n    def export(self, batch): ...\n"
+        "@hookimpl\ndef register_exporters(register): register(Mine)\n"
+    )
+    text = QUIET + '[export]\nplugin_dirs = ["plugins"]\n[[streams.a.export.mine]]\nidentifier = "x"\n'
+    assert check(path, text + "flush_millis = 2000\n") == []
+    (line,) = check(path, text + 'flush_millis = "2s"\n')
+    assert "streams.a.export.mine[0].flush_millis: must be a whole number, not a text" in line
+
+
 def test_a_plugin_without_hooks_is_an_error(path: Path) -> None:
     drop_in = path.parent / "plugins"
     drop_in.mkdir()

@@ -63,6 +63,55 @@ def test_sizes_and_durations_are_numbers_or_texts(path: Path) -> None:
     assert (stream.limits.max_age_millis, stream.limits.max_bytes) == (600_000, 4096)
 
 
+PLUGIN = """
+from bridge import ACCEPTED, BatchedConfig, Bytes, Exporter, Millis, hookimpl
+from msgspec import Struct
+
+class Inner(Struct, rename="camel", frozen=True):
+    grace: Millis = 0
+
+class Config(BatchedConfig, kw_only=True, frozen=True):
+    patience: Millis | None = None
+    room: Bytes = 0
+    window_bytes: str = ""
+    flush_millis: int = 0
+    deep: Inner = Inner()
+
+class Mine(Exporter):
+    kind, Config = "mine", Config
+    def export(self, batch):
+        return ACCEPTED
+
+@hookimpl
+def register_exporters(register):
+    register(Mine)
+"""
+
+
+def test_an_option_of_a_plugin_is_read_as_its_type_says_whatever_its_name(path: Path) -> None:
+    plugins = path.parent / "plugins"
+    plugins.mkdir()
+    (plugins / "mine.py").write_text(PLUGIN)
+    text = """
+        [[streams.a.export.mine]]
+        identifier = "x"
+        patience = "1.5s"
+        room = "2KiB"
+        window_bytes = "2KiB"
+        flush_millis = "2s"
+        deep = { grace = "1m" }
+        [export]
+        plugin_dirs = ["plugins"]
+        """
+    (export,) = load(path, text).streams["a"].export_definition["mine"]
+    assert (export["patience"], export["room"], export["deep"]) == (1500, 2048, {"grace": 60_000})
+    assert (export["windowBytes"], export["flushMillis"]) == ("2KiB", "2s")  # no such types: as they are
+    (line,) = mistakes(path, text.replace('"1.5s"', '"1.5 parsecs"'))
+    assert line.startswith(
+        'streambridge.toml:4: streams.a.export.mine[0].patience = "1.5 parsecs": expected a dur'
+    )
+
+
 def test_a_stream_becomes_the_definition_that_a_client_would_send(path: Path) -> None:
     settings = load(
         path,
@@ -81,7 +130,7 @@ def test_a_stream_becomes_the_definition_that_a_client_would_send(path: Path) ->
         status_config = { status_level = "INFO" }
         [[streams."line 1".export.s3]]
         identifier = "archive"
-        batch_interval_millis = "60s"
+        time_hint_millis = "60s"
         """,
     )
     stream = settings.streams["line 1"]
@@ -94,7 +143,7 @@ def test_a_stream_becomes_the_definition_that_a_client_would_send(path: Path) ->
     assert stream.export_definition == {
         "s3": [
             {"identifier": "lake", "bucket": "b", "statusConfig": {"statusLevel": "INFO"}},
-            {"identifier": "archive", "batchIntervalMillis": 60_000},
+            {"identifier": "archive", "timeHintMillis": 60_000},
         ]
     }
 
@@ -139,7 +188,7 @@ def test_relative_paths_are_relative_to_the_file(path: Path, monkeypatch: pytest
         )
     assert settings.gateway.data_dir == path.parent / "data"
     assert settings.mqtt.users_file == path.parent / "users"
-    assert settings.export.plugin_dirs == [str(path.parent / "plugins"), "/opt/plugins"]
+    assert settings.export.plugin_dirs == [path.parent / "plugins", Path("/opt/plugins")]
 
 
 def test_two_data_directories_never_share_a_memory_directory(path: Path) -> None:
