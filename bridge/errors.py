@@ -33,7 +33,27 @@ class InvalidRequest(StreamBridgeError):
     status_name = "InvalidRequest"
 
 
-class UpdateNotAllowed(InvalidRequest):
+class InvalidDefinition(InvalidRequest):
+    """Raised for a mistake in a stream's definition; the reply of a request has its fields too.
+
+    `path` leads to the value, in the names of the wire: ("topics", 0). `what` is wrong with it, in words that
+    `other`, another key, may end; `remedy` is what to do, empty if that is plain.
+    """
+
+    def __init__(self, path: tuple[str | int, ...], what: str, remedy: str = "", *, other: str = "") -> None:
+        self.path, self.what, self.remedy, self.other = path, what, remedy, other
+        where = "" if path[:1] == ("exportDefinition",) else "definition"
+        for key in path:
+            where += f"[{key}]" if isinstance(key, int) else f".{key}" if where else key
+        super().__init__(f"{where}: {self.sentence(other)}")
+        self.result = {"path": list(path), "what": what, "remedy": remedy, "other": other}
+
+    def sentence(self, other: str) -> str:
+        """What is wrong and what to do, with a name for the other key."""
+        return self.what + (f" {other}" if other else "") + (f"; {self.remedy}" if self.remedy else "")
+
+
+class UpdateNotAllowed(InvalidDefinition):
     """Raised when an update changes what may not change, such as the persistence."""
 
     status = 17

@@ -10,6 +10,7 @@ checks its own list of configurations.
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
@@ -128,6 +129,13 @@ _LIMITS = frozenset(Limits.__struct_encode_fields__)
 def plain_definition(name: str) -> MessageStreamDefinition:
     """The definition of a stream of which no more than its name is known."""
     return MessageStreamDefinition(name=name, strategy_on_full=StrategyOnFull.RejectNewData)
+
+
+def mistake(error: msgspec.ValidationError) -> tuple[tuple[str | int, ...], str]:
+    """The path to what msgspec's error is about, and what is wrong with it."""
+    what, _, path = str(error).partition(" - at `$")
+    steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
+    return tuple(key or int(number) for key, number in steps), what
 
 
 def problem(error: msgspec.ValidationError, subject: str) -> str:

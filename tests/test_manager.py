@@ -11,7 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from bridge.errors import InvalidRequest, StorageFailed, StreamFull, StreamNotFound, UpdateNotAllowed
+from bridge.errors import (
+    InvalidDefinition,
+    InvalidRequest,
+    StorageFailed,
+    StreamFull,
+    StreamNotFound,
+    UpdateNotAllowed,
+)
 from bridge.model import ExportStatus, MessageStreamDefinition, plain_definition
 from bridge.operations.manager import PURGE_STEP, StreamManager
 from bridge.plugin import discovery
@@ -81,7 +88,10 @@ def test_defaults_are_those_of_the_sdk(tmp_path: Path) -> None:
         ({"maxSize": 2**63}, "definition.maxSize"),
         ({"streamSegmentSize": 1023}, "definition.streamSegmentSize"),
         ({"streamSegmentSize": 2**31}, "definition.streamSegmentSize"),
-        ({"maxSize": 4096, "streamSegmentSize": 8192}, "larger than maxSize 4096"),
+        (
+            {"maxSize": 4096, "streamSegmentSize": 8192},
+            "definition.streamSegmentSize: is larger than maxSize; make it at most that",
+        ),
         ({"timeToLiveMillis": 59_999}, "definition.timeToLiveMillis"),
         ({"persistence": "File"}, "definition.persistence"),
         ({"topics": ["a/#/b"]}, r"definition.topics\[0\]"),
@@ -117,6 +127,29 @@ def test_a_wrong_definition_is_refused_with_the_place_of_the_mistake(
             with pytest.raises(InvalidRequest, match=complaint):
                 manager.create(definition(**more))
             assert manager.names() == []
+
+    run(work())
+
+
+def test_a_mistake_in_a_definition_has_its_path_what_is_wrong_and_the_remedy(tmp_path: Path) -> None:
+    exports = {"s3TaskExecutor": [{"identifier": "x"}, {"identifier": "y", "priority": 11}]}
+
+    async def work() -> None:
+        async with opened(tmp_path) as manager:
+            with pytest.raises(InvalidDefinition) as caught:
+                manager.create(definition(limits={"maxAgeMillis": 0}))
+            assert (caught.value.path, caught.value.remedy) == (("limits", "maxAgeMillis"), "")
+            with pytest.raises(InvalidDefinition) as caught:
+                manager.create(definition(exportDefinition=exports))
+            assert caught.value.path == ("exportDefinition", "s3TaskExecutor", 1, "priority")
+            with pytest.raises(InvalidDefinition) as caught:
+                manager.create(definition(exportDefinition={"s3TaskExecutor": [{"identifier": "x"}] * 2}))
+            assert caught.value.result == {
+                "path": ["exportDefinition", "s3TaskExecutor", 1, "identifier"],
+                "what": "'x' is another export's too",
+                "remedy": "choose another",
+                "other": "",
+            }
 
     run(work())
 

@@ -27,9 +27,9 @@ from bridge.cli.common import (
     print_json,
 )
 from bridge.cli.operate import Place, operate, place
-from bridge.config.settings import RENAMED, in_toml, stream_definition
+from bridge.config.settings import RENAMED, explained, stream_definition
 from bridge.config.tomlstruct import keys_of
-from bridge.errors import StreamBridgeError
+from bridge.errors import InvalidDefinition, InvalidRequest, StreamBridgeError
 from bridge.model import MessageStreamDefinition
 
 TOGETHER = 1000  # messages that `append` sends in one request
@@ -252,8 +252,8 @@ def _declared(config: Path, data_dir: Path | None, name: str) -> bool:
 def _define(where: Place, operation: str, definition: MessageStreamDefinition, **more: Any) -> None:
     try:
         operate(where, operation, definition=msgspec.to_builtins(definition), **more)
-    except StreamBridgeError as error:
-        raise type(error)(in_toml(str(error), definition.name)) from None
+    except InvalidDefinition as error:
+        raise InvalidRequest(explained(error, definition.name)) from None
 
 
 def _definition(where: Place, name: str) -> tuple[MessageStreamDefinition, str]:

@@ -21,7 +21,7 @@ from bridge.cli.common import act_as_owner, data_directory, known_config, note
 from bridge.cli.lookup import find
 from bridge.control import LARGEST, SOCKET
 from bridge.control.client import Control
-from bridge.errors import StreamBridgeError, StreamNotFound
+from bridge.errors import InvalidDefinition, StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream, highest_exported
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
@@ -62,7 +62,7 @@ def operate(where: Place, operation: str, **fields: Any) -> dict[str, Any]:
         raw = asyncio.run(_here(where, operation, body))
     reply = cbor.decode_map(raw)
     if reply["status"]:
-        error = _error(str(reply["statusName"]), str(reply["errorMessage"]))
+        error = _error(reply)
         if isinstance(error, StreamNotFound):
             find(where.data_dir, str(fields["name"]))  # says which there are
         raise error
@@ -118,9 +118,16 @@ class _Stopped:
         return None
 
 
-def _error(name: str, text: str) -> StreamBridgeError:
-    """The error that a reply tells of."""
+def _error(reply: dict[str, Any]) -> StreamBridgeError:
+    """The error that a reply reports."""
+    if "path" in reply:
+        return InvalidDefinition(tuple(reply["path"]), reply["what"], reply["remedy"], other=reply["other"])
+    text = str(reply["errorMessage"])
     for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, StreamBridgeError) and kind.status_name == name:
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, StreamBridgeError)
+            and kind.status_name == reply["statusName"]
+        ):
             return kind(text)
     return StreamBridgeError(text)

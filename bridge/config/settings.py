@@ -16,7 +16,6 @@ every mistake found: file, line, key, value and what to do.
 from __future__ import annotations
 
 import os
-import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,12 +28,13 @@ from msgspec import Meta, Struct
 
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
-from bridge.config.tomlstruct import Reader, dotted, keys_of, struct_in, unit_of
-from bridge.errors import ConfigError
+from bridge.config.tomlstruct import Reader, dotted, keys_of, snake, struct_in, unit_of
+from bridge.errors import ConfigError, InvalidDefinition
 from bridge.export.settings import ExportSettings
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
 from bridge.mqtt.settings import Count, MqttConfig
 from bridge.net.addresses import host_and_port
+from bridge.operations.validate import segment_size
 from bridge.plugin import discovery
 from bridge.plugin.api import Exporter
 from bridge.plugin.aws import AwsSettings
@@ -198,12 +198,33 @@ _SECTIONS = {
 }
 
 
-def in_toml(message: str, name: str) -> str:
-    """Say what the StreamManager says of a declared stream in the words of the file."""
-    for struct in (MessageStreamDefinition, Limits):
-        for key, field in keys_of(struct, RENAMED).items():
-            message = re.sub(rf"\b{field.encode_name}\b", key, message)
-    return message.replace("definition.", f"{dotted(('streams', name))}.")
+def keys_to(error: InvalidDefinition) -> Keys:
+    """Where a stream's table has what a mistake in its definition is about."""
+    kind = 1 if error.path[:1] == ("exportDefinition",) else None  # the name of an exporter stays as it is
+    return tuple(key if isinstance(key, int) or n == kind else _key(key) for n, key in enumerate(error.path))
+
+
+def sentence(error: InvalidDefinition) -> str:
+    """What is wrong there and what to do, in the words of the file."""
+    return error.sentence(_key(error.other))
+
+
+def explained(error: Exception, name: str) -> str:
+    """Say of a declared stream, or one of the command line, why it is not as it should be."""
+    if not isinstance(error, InvalidDefinition):
+        return str(error)
+    return f"{dotted(('streams', name, *keys_to(error)))}: {sentence(error)}"
+
+
+def _key(name: str) -> str:
+    return _KEYS.get(name, snake(name))
+
+
+_KEYS = {
+    field.encode_name: key
+    for struct in (MessageStreamDefinition, Limits)
+    for key, field in keys_of(struct, RENAMED).items()
+}
 
 
 def needs_restart(started: Config, new: Config) -> list[str]:
@@ -245,9 +266,9 @@ def _stream(
     # a small stream gets small segments.
     table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
     definition = reader.struct(MessageStreamDefinition, table, keys, renamed=RENAMED, fixed=fixed)
-    if definition is not None and definition.stream_segment_size > definition.max_size:
+    if definition is not None and (mistake := segment_size(definition)) is not None:
         if "segment_size" in table and (*keys, "max_size") not in reader.broken:
-            reader.problem((*keys, "segment_size"), "is larger than max_size; make it at most that")
+            reader.problem((*keys, "segment_size"), sentence(mistake))
         definition = msgspec.structs.replace(definition, stream_segment_size=definition.max_size)
     return definition
 

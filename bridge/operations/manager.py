@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import msgspec
 
 from bridge.errors import (
+    InvalidDefinition,
     InvalidRequest,
     NoStream,
     StorageFailed,
@@ -40,20 +41,21 @@ from bridge.model import (
     StorageStatus,
     StrategyOnFull,
     known_keys,
+    mistake,
     plain_definition,
-    problem,
 )
 from bridge.operations.audit import all_or_nothing
 from bridge.operations.reading import MOST_BYTES, STEP, Reads
 from bridge.operations.reading import ReadMessagesOptions as ReadMessagesOptions
-from bridge.plugin.api import OWN_STREAM, Record, appends_to, appends_to_itself
+from bridge.operations.validate import mistakes
+from bridge.plugin.api import Record, appends_to
 from bridge.plugin.discovery import Registry
 from bridge.streams.drops import Reason
 from bridge.streams.meta import ExactLimits, Settings
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 from bridge.streams.stream import Stream
-from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_filter, matches
+from bridge.topics import FilterTree, is_topic_filter, matches
 
 STREAM_TOPICS = "streams/"
 PURGE_STEP = 10_000  # messages that are looked at, or dropped, before others have their turn
@@ -107,12 +109,6 @@ def settings_of(definition: MessageStreamDefinition) -> Settings:
             limits.discard == "new",
         ),
     )
-
-
-def is_bindable(topic_filter: str) -> bool:
-    """Whether a stream may have this filter among its topics."""
-    first = topic_filter.split("/", 1)[0]
-    return is_topic_filter(topic_filter) and not first.startswith("$") and first != REQUEST_LEVEL
 
 
 class Refusal:
@@ -268,31 +264,17 @@ class StreamManager:
 
     # -- the operations --------------------------------------------------------------------------
     def check(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> MessageStreamDefinition:
-        """Read a definition as it comes over the wire; raises InvalidRequest that names the mistake."""
+        """Read a definition as it comes over the wire; raises InvalidDefinition."""
         if isinstance(raw, MessageStreamDefinition):
             definition = raw
         else:
             try:
                 definition = msgspec.convert(raw, MessageStreamDefinition)
             except msgspec.ValidationError as error:
-                raise InvalidRequest(problem(error, "definition")) from None
-        if definition.stream_segment_size > definition.max_size:
-            raise InvalidRequest(
-                f"definition.streamSegmentSize: {definition.stream_segment_size} is larger than maxSize "
-                f"{definition.max_size}; a stream must hold at least one segment"
-            )
-        for number, topic_filter in enumerate(definition.topics):
-            if not is_bindable(topic_filter):
-                raise InvalidRequest(
-                    f"definition.topics[{number}]: {topic_filter!r} cannot be bound to a stream: `#` may be "
-                    f"the last level only, and neither '$' nor '{REQUEST_LEVEL}/' at the beginning"
-                )
+                raise InvalidDefinition(*mistake(error)) from None
+        for found in mistakes(definition):
+            raise found
         self.registry.check(definition.export_definition)
-        for kind, configs in definition.export_definition.items():
-            for number, raw in enumerate(configs):
-                if path := appends_to_itself(raw, definition.name):
-                    where = ".".join([f"exportDefinition.{kind}[{number}]", *path])
-                    raise InvalidRequest(f"{where}: {definition.name!r} {OWN_STREAM}")
         return definition
 
     def version(self, name: str) -> str:
@@ -339,8 +321,9 @@ class StreamManager:
         old = self.definitions[definition.name]
         if definition.persistence is not old.persistence:
             raise UpdateNotAllowed(
-                f"definition.persistence: stream {stream.name!r} is {old.persistence.name} and stays so; "
-                f"delete it and create it again to change that"
+                ("persistence",),
+                f"stream {stream.name!r} is {old.persistence.name} and stays so",
+                "delete it and create it again to change that",
             )
         self._check_starts(stream, old, definition)
         stream.exported_upto = None  # of the exports so far; `_tell` says how far those to come are
@@ -363,9 +346,10 @@ class StreamManager:
             for raw in configs:
                 start = raw.get("startSequenceNumber", 0)
                 if start != before.get((kind, raw["identifier"])) and start >= max(newest, 1):
-                    raise InvalidRequest(
-                        f"exportDefinition.{kind}: startSequenceNumber {start} of {raw['identifier']!r} "
-                        f"must be less than the newest sequence number {newest}"
+                    raise InvalidDefinition(
+                        ("exportDefinition", kind),
+                        f"startSequenceNumber {start} of {raw['identifier']!r} must be less than the newest "
+                        f"sequence number {newest}",
                     )
 
     def delete(self, name: str) -> None:

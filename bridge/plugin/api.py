@@ -346,7 +346,6 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     return config
 
 
-OWN_STREAM = "is the stream itself: each message there would make another; name another stream"
 _APPENDS_TO = (("deadLetterStream",), ("statusConfig", "statusStreamName"))
 
 
@@ -360,12 +359,3 @@ def appends_to(raw: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
         if isinstance(value, str):
             found[path] = value
     return found
-
-
-def appends_to_itself(raw: Mapping[str, Any], stream: str) -> list[str] | None:
-    """The path of the key by which an export of `stream` (camelCase) would append to `stream`; None if none.
-
-    What an export makes of a message must not be exported again by it: one message that is refused would
-    fill the disk.
-    """
-    return next((list(path) for path, name in appends_to(raw).items() if name == stream), None)

@@ -27,8 +27,8 @@ import msgspec
 import pluggy
 from msgspec import Struct
 
-from bridge.errors import InvalidRequest, PluginError
-from bridge.model import problem
+from bridge.errors import InvalidDefinition, PluginError
+from bridge.model import mistake
 from bridge.plugin import hooks
 from bridge.plugin.api import ExportConfig, Exporter, convert_config
 from bridge.plugin.hooks import GROUP
@@ -58,50 +58,36 @@ class Registry:
         """The hooks of all loaded plugins, to be called."""
         return self.manager.hook
 
-    def config(self, kind: str, raw: Mapping[str, Any], where: str = "") -> ExportConfig:
-        """Read one export configuration; raises InvalidRequest that names path and remedy."""
-        where = where or f"exportDefinition.{kind}"
+    def config(
+        self, kind: str, raw: Mapping[str, Any], path: tuple[str | int, ...] | None = None
+    ) -> ExportConfig:
+        """Read one export configuration, which is at `path`; raises InvalidDefinition."""
+        path = ("exportDefinition", kind) if path is None else path
         cls = self.exporters.get(kind)
         if cls is None:
-            raise InvalidRequest(f"{where}: {self._unknown(kind)}")
+            raise InvalidDefinition(path, *self._unknown(kind))
         try:
             config: ExportConfig = convert_config(cls, raw)
         except msgspec.ValidationError as error:
-            raise InvalidRequest(problem(error, where) + _known_fields(error, cls)) from None
+            inner, what = mistake(error)
+            raise InvalidDefinition((*path, *inner), what, _known_fields(what, cls)) from None
         except ValueError as error:
-            raise InvalidRequest(f"{where}: {error}") from None
+            raise InvalidDefinition(path, str(error)) from None
         return config
 
-    def check(
-        self, definition: Mapping[str, Sequence[Mapping[str, Any]]], where: str = "exportDefinition"
-    ) -> list[tuple[str, ExportConfig]]:
-        """Check a whole export definition; returns (kind, config) of each export.
-
-        Raises InvalidRequest for the first mistake. Identifiers must be unique over all kinds, since
-        a description reports an export by its identifier alone.
-        """
-        exports: list[tuple[str, ExportConfig]] = []
-        owners: dict[str, str] = {}
+    def check(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Check all exports of a definition; raises InvalidDefinition for the first mistake."""
         for kind, configs in definition.items():
             for number, raw in enumerate(configs):
-                here = f"{where}.{kind}[{number}]"
-                config = self.config(kind, raw, here)
-                if config.identifier in owners:
-                    raise InvalidRequest(
-                        f"{here}.identifier: {config.identifier!r} is taken by {owners[config.identifier]}; "
-                        "choose another"
-                    )
-                owners[config.identifier] = here
-                exports.append((kind, config))
-        return exports
+                self.config(kind, raw, ("exportDefinition", kind, number))
 
-    def _unknown(self, kind: str) -> str:
+    def _unknown(self, kind: str) -> tuple[str, str]:
         for plugin in self.found:
             if plugin.error is not None and kind.lower() in (plugin.name.lower(), *plugin.kinds):
-                return f"the plugin {plugin.name} ({plugin.origin}) is not loaded: {plugin.error}"
+                return f"the plugin {plugin.name} ({plugin.origin}) is not loaded: {plugin.error}", ""
         near = difflib.get_close_matches(kind, self.exporters, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"loaded are: {', '.join(sorted(self.exporters))}"
-        return f"there is no exporter of kind {kind!r}; {hint}"
+        return f"there is no exporter of kind {kind!r}", hint
 
     def add(self, found: Found, import_it: Callable[[], ModuleType]) -> None:
         """Load one plugin; what goes wrong is kept in its `error`."""
@@ -150,13 +136,12 @@ def _check_class(cls: object) -> None:
         raise PluginError(f"{cls.__name__} has no export method")
 
 
-def _known_fields(error: msgspec.ValidationError, cls: type[Exporter]) -> str:
-    text = str(error)
-    if "unknown field" not in text:
+def _known_fields(what: str, cls: type[Exporter]) -> str:
+    if "unknown field" not in what:
         return ""
     names = cls.Config.__struct_encode_fields__
-    near = difflib.get_close_matches(text.split("`")[1], names, n=1)
-    return f"; did you mean `{near[0]}`?" if near else f"; known are: {', '.join(names)}"
+    near = difflib.get_close_matches(what.split("`")[1], names, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"known are: {', '.join(names)}"
 
 
 def load(directories: Iterable[str | Path] = ()) -> Registry:

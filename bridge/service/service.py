@@ -236,7 +236,7 @@ class Service:
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
                 lacking.append(name)
-                why = configuration.in_toml(str(error), name)
+                why = configuration.explained(error, name)
                 extra = {"stream": name, **logs.ANSWER}
                 if name in self._manager.store.streams:
                     log.error("stream stays as it was, not as declared: %s", why, extra=extra)

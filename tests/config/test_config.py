@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.config import settings
-from bridge.errors import ConfigError
+from bridge.errors import ConfigError, InvalidDefinition
 from bridge.model import Persistence, StrategyOnFull
 
 
@@ -333,11 +333,13 @@ def test_a_secret_in_a_stream_is_refused_because_definitions_are_shown(path: Pat
 
 
 def test_what_the_manager_says_of_a_declared_stream_is_said_in_the_words_of_the_file() -> None:
-    told = "definition.maxSize: 5 is less than the 9 bytes that stream 'a b' holds now"
-    assert settings.in_toml(told, "a b") == (
-        "streams.\"a b\".max_size: 5 is less than the 9 bytes that stream 'a b' holds now"
-    )
-    assert settings.in_toml("definition.limits.maxAgeMillis: no", "a") == "streams.a.limits.max_age: no"
+    error = InvalidDefinition(("streamSegmentSize",), "is larger than", "lower it", other="maxSize")
+    assert str(error) == "definition.streamSegmentSize: is larger than maxSize; lower it"
+    assert settings.explained(error, "a b") == 'streams."a b".segment_size: is larger than max_size; lower it'
+    error = InvalidDefinition(("limits", "maxAgeMillis"), "no")
+    assert settings.explained(error, "a") == "streams.a.limits.max_age: no"
+    error = InvalidDefinition(("exportDefinition", "s3Mine", 1, "statusConfig", "statusStreamName"), "no")
+    assert settings.explained(error, "a") == "streams.a.export.s3Mine[1].status_config.status_stream_name: no"
 
 
 def test_what_a_reload_cannot_take_over_is_named(path: Path) -> None:

@@ -13,14 +13,15 @@ from typing import Any
 import msgspec
 
 from bridge.config.checks.look import Finding, Look, existing
+from bridge.config.settings import keys_to, sentence
 from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted, plainly, snake
-from bridge.errors import InvalidRequest
+from bridge.errors import InvalidDefinition
 from bridge.export.cursor import stopped_with
 from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
-from bridge.operations.manager import is_bindable
+from bridge.operations.validate import mistakes
 from bridge.plugin import discovery
-from bridge.plugin.api import OWN_STREAM, ExportConfig, appends_to_itself
+from bridge.plugin.api import ExportConfig
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.units import format_size
 
@@ -52,13 +53,11 @@ def streams(look: Look) -> Iterator[Finding]:
     stored, damaged = _stored(look)
     for stream in look.config.streams.values():
         keys: Keys = ("streams", stream.name)
-        for topic in stream.topics:
-            if not is_bindable(topic):
-                yield look.error(
-                    (*keys, "topics"),
-                    f"{topic!r} cannot be bound: `#` may only be the last level, and neither `$` nor "
-                    "`streambridge/` may begin it",
-                )
+        for mistake in mistakes(stream):
+            inner = keys_to(mistake)
+            if look.knows(*keys, *inner):
+                inner = inner[:-1] if isinstance(inner[-1], int) else inner  # an entry of a list has no key
+                yield look.error((*keys, *inner), sentence(mistake))
         if stream.name in damaged:
             yield look.error(
                 keys,
@@ -147,26 +146,18 @@ def _size(stored: StreamMeta) -> int:
 # -- exports -----------------------------------------------------------------------------------------
 def _exports(look: Look, stream: MessageStreamDefinition, registry: discovery.Registry) -> Iterator[Finding]:
     """Whether each export's configuration satisfies its plugin."""
-    owners: set[str] = set()
     for kind, items in stream.export_definition.items():
         for number, raw in enumerate(items):
             keys: Keys = ("streams", stream.name, "export", kind, number)
-            found: list[tuple[list[str], str]] = []
+            found: list[tuple[Keys, str]] = []
             export = _read(registry, kind, raw, found)
             for inner, what in found:
                 if look.knows(*keys, *inner):
                     yield look.error((*keys, *inner), what)
             if export is None:
                 continue
-            if export.identifier in owners:
-                yield look.error(
-                    (*keys, "identifier"), f"{export.identifier!r} is another export's too; choose another"
-                )
-            owners.add(export.identifier)
             if lacking := registry.exporters[kind].lacks(export):
                 yield look.error(keys, lacking)
-            if own := appends_to_itself(raw, stream.name):
-                yield look.error((*keys, *map(snake, own)), f"{stream.name!r} {OWN_STREAM}")
             if export.disabled and stream.retention == "exported":
                 yield look.warning(
                     (*keys, "disabled"),
@@ -200,23 +191,22 @@ def stopped(look: Look) -> Iterator[Finding]:
 
 
 def _read(
-    registry: discovery.Registry, kind: str, raw: dict[str, Any], found: list[tuple[list[str], str]]
+    registry: discovery.Registry, kind: str, raw: dict[str, Any], found: list[tuple[Keys, str]]
 ) -> ExportConfig | None:
     """Read an export's configuration, going on without each key that is wrong; None if that ends nowhere."""
     raw, wrong = dict(raw), set()
     while True:
         try:
-            return registry.config(kind, raw, "export")
-        except InvalidRequest as error:
-            where, _, what = str(error).removeprefix("export").partition(": ")
-            parts = [part for part in where.split(".") if part] or re.findall(r"field `(\w+)`", what)[:1]
-            key = parts[0] if parts else ""
+            return registry.config(kind, raw, ())
+        except InvalidDefinition as error:
+            inner = error.path or tuple(re.findall(r"field `(\w+)`", error.what)[:1])
+            key = str(inner[0]) if inner else ""
             if key in wrong:  # it is said to be missing now
                 return None
-            inner = [snake(part) for part in parts]
-            missing = "missing required" in what
-            found.append((inner[:-1] if missing else inner, _in_words_of_the_file(what)))
-            if raw.pop(key.partition("[")[0], None) is None:
+            keys = tuple(part if isinstance(part, int) else snake(part) for part in inner)
+            missing = "missing required" in error.what
+            found.append((keys[:-1] if missing else keys, _in_words_of_the_file(error.sentence(""))))
+            if raw.pop(key, None) is None:
                 return None
             wrong.add(key)
 
