@@ -111,7 +111,7 @@ class InLine(Ours):
             append(topic, payload)
         staged = stream.begin()  # before the loop would: it does not run
         assert staged is not None
-        stream.log.write(staged, sync=stream.settings.flush)
+        stream.write(staged, sync=stream.settings.flush)
         stream.finish(staged, None)
 
 

@@ -489,7 +489,9 @@ class StreamManager:
                 await asyncio.sleep(0)
                 if stream.closed:
                     raise StreamNotFound(f"stream {name!r} was deleted while it was purged")
-                if len(ranges) >= PURGE_STEP and not (stream.exact is not None and stream.exact.keeps_books):
+                if len(ranges) >= PURGE_STEP and not (
+                    stream.limits is not None and stream.limits.keeps_books
+                ):
                     dropped += stream.drop(ranges[:PURGE_STEP], Reason.PURGED)
                     del ranges[:PURGE_STEP]
         return dropped + stream.drop(ranges, Reason.PURGED)

@@ -18,11 +18,16 @@ Layout on disk
         <first sequence number>.idx           index of a sealed segment; a hint, rebuilt if missing
         quarantine/                           damaged files, kept for inspection
 
-Modules, each knowing only those before it: `layout` (names, the file seam), `sums` (checks of many long
-parts of a file), `segment` and `meta` (byte layouts of segments and definitions), `drops` (which numbers
-are gone, and why), `reader` (read only, for any process), `recovery` (opening what a stop has left),
-`group` and `log` (one stream's files as their writer sees them), `stream` with its parts `walk` (reading
-its own files), `dedup` (ids seen lately), `whole` (limits by segment) and `retention` (exact limits),
-`workers`, `pace` and `committer` (group commit: threads that wait for the disk, and when a group begins),
-`store` (all streams of a data directory), `verify` (checks and mends a stopped one).
+Modules, from the bottom up (`make lint` holds the order):
+
+* `layout` (names, the file seam), `sums` (checks of many long parts of a file), `segment` and `meta` (byte
+  layouts of segments and definitions), `headers` (of a message), `drops` (which numbers are gone, and why)
+* `reader` (read only, for any process), `recovery` (opening what a stop has left)
+* the policies, which see a stream through a `view`: `segment_limits`, `message_limits`, and `dedup` (ids
+  seen lately)
+* `queue` (what is not committed yet), `staging` (where a group goes), `log` (brings it there), `directory`
+  (the files as threads use them), `obsolete` (files that are done with, until they are removed)
+* `stream` puts these together, and nobody else touches its log
+* `workers`, `pace` and `committer`: group commit, the threads that wait for the disk, and when a group begins
+* `store` (all streams of a data directory), `verify` (checks and repairs a stopped one)
 """

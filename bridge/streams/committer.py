@@ -5,13 +5,13 @@
 * Streams that flush on write are written and synced in a worker thread each, several streams at the
   same time; the loop goes on reading sockets meanwhile. Never two syncs of one stream at a time: the
   kernel tells only one of them of an error. On a slow disk the next group waits for those who have
-  just been told (see `pace`).
+  just been notified (see `pace`).
 * On a full disk what may go is freed at once, and the group is written again: segments that were dropped
   and still wait to be removed, then the stream's own that its settings let go, then exported ones of other
   streams on the same file system. This happens on the loop, which waits for the disk meanwhile: it is rare,
   and nothing else could be stored in that time.
-* Back-pressure: when more than `HIGH` bytes wait in all streams together, `on_pressure` is told, and
-  told again when less than `LOW` wait. The front ends stop and start reading.
+* Back-pressure: when more than `HIGH` bytes wait in all streams together, `on_pressure` is called, and
+  again when less than `LOW` wait. The front ends stop and start reading.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 
-from bridge.streams import whole
-from bridge.streams.drops import Reason
-from bridge.streams.log import Segment, Staged
 from bridge.streams.pace import SLOW, Pace
+from bridge.streams.staging import Segment, Staged
 from bridge.streams.stream import DISK_ROOM, Stream
 from bridge.streams.workers import Workers
 
@@ -49,7 +46,6 @@ class Committer:
         self._waiting: dict[Stream, int] = {}
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
-        self._burying: dict[Stream, list[Path]] = {}  # files that a worker thread removes
         self._relieving = False
         self._paces: dict[Stream, Pace] = {}  # of those on a slow disk
         self._held: dict[Stream, asyncio.TimerHandle] = {}  # those whose next group waits for more
@@ -81,8 +77,8 @@ class Committer:
     def _hold(self, stream: Stream) -> bool:
         """Whether the stream's next group waits for more; the next message asks again, or a timer does."""
         pace, now = self._paces[stream], time.monotonic()
-        if not self.under_pressure and pace.wants_more(now, stream.waiting):
-            stream.postpone()
+        if not self.under_pressure and pace.wants_more(now, stream.queue.pending):
+            stream.queue.postpone()
             if stream not in self._held:
                 self._held[stream] = self._loop.call_later(pace.until - now, self._release, stream)
             return True
@@ -102,13 +98,13 @@ class Committer:
             return
         if stream.settings.flush:
             self._flights += 1
-            stream.log.pin()
+            stream.pin()
             self._submit(stream, staged, first=True)
             return
         error: OSError | None = None
         while True:
             try:
-                stream.log.write(staged, sync=False)
+                stream.write(staged, sync=False)
             except OSError as caught:
                 error = caught.with_traceback(None)  # which holds this frame, and so would keep the group
             if error is None:
@@ -146,7 +142,7 @@ class Committer:
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
         """Write and sync in a worker thread; a callback, since a task would cost more."""
         self._workers.submit(
-            partial(stream.log.write, staged, sync=True), partial(self._written, stream, staged, first)
+            partial(stream.write, staged, sync=True), partial(self._written, stream, staged, first)
         )
 
     def _written(self, stream: Stream, staged: Staged, first: bool, error: BaseException | None) -> None:
@@ -157,17 +153,17 @@ class Committer:
                 return
         self._flights -= 1
         if stream.closed:
-            stream.log.discard(staged)
+            stream.discard(staged)
         else:
             if error is not None and not isinstance(error, OSError):
                 error = OSError(0, repr(error))
             if error is not None or staged.took < SLOW:
                 self._paces.pop(stream, None)
             else:
-                under_way = len(staged.group.parts) // 2 + stream.waiting
+                under_way = len(staged.group.parts) // 2 + stream.queue.pending
                 self._paces.setdefault(stream, Pace()).synced(time.monotonic(), staged.took, under_way)
             stream.finish(staged, error)
-        stream.log.unpin()
+        stream.unpin()
         self.weigh(stream)
         if stream in self._syncing:
             self._sync(stream)
@@ -186,8 +182,8 @@ class Committer:
         pressure = self._total > (LOW if self.under_pressure else HIGH)
         if pressure is not self.under_pressure:
             self.under_pressure = pressure
-            for told in self.on_pressure:
-                told(self.under_pressure)
+            for notify in self.on_pressure:
+                notify(self.under_pressure)
 
     # -- background syncs ------------------------------------------------------------------------
     async def sync(self, streams: Iterable[Stream]) -> None:
@@ -201,81 +197,67 @@ class Committer:
         await asyncio.gather(*(asyncio.shield(future) for future in list(self._syncing.values())))
 
     def _sync(self, stream: Stream) -> None:
-        work = stream.log.unsynced()
+        work = stream.unsynced()
         if stream.closed or not work:
             self._sync_over(stream)
             return
-        stream.log.pin()
-        self._workers.submit(partial(stream.log.sync, work), partial(self._synced, stream, work))
+        stream.pin()
+        self._workers.submit(partial(stream.sync, work), partial(self._synced, stream, work))
 
     def _synced(self, stream: Stream, work: list[tuple[Segment, int]], error: BaseException | None) -> None:
-        stream.log.unpin()
+        stream.unpin()
         if not stream.closed and error is not None:
-            self._rescue(stream, error)
+            self._rewrite(stream, error)
             return
         if not stream.closed:
-            stream.log.synced(work)
+            stream.synced(work)
         self._sync_over(stream)
 
     def _sync_over(self, stream: Stream) -> None:
         self._syncing.pop(stream).set_result(None)
-        if stream.waiting:
+        if stream.queue.pending:
             self.schedule(stream)
 
-    def _rescue(self, stream: Stream, error: BaseException) -> None:
+    def _rewrite(self, stream: Stream, error: BaseException) -> None:
         """A background sync failed: the files that are not on the disk are written again."""
-        stream.busy = stream.log.frozen = True
-        stream.log.pin()
+        stream.begin_rewrite()
         lost: list[tuple[int, int]] = []
         self._workers.submit(
-            lambda: lost.extend(stream.log.rescue()), partial(self._rescued, stream, error, lost)
+            lambda: lost.extend(stream.rewrite_unsynced()), partial(self._rewritten, stream, error, lost)
         )
 
-    def _rescued(
+    def _rewritten(
         self,
         stream: Stream,
         error: BaseException,
         lost: list[tuple[int, int]],
         again: BaseException | None,
     ) -> None:
-        stream.log.frozen = False
-        stream.log.unpin()
-        stream.rest()
+        stream.end_rewrite(lost if again is None else None)
         if not stream.closed:
             if again is not None:
                 what = f"sync failed ({error}), and so did writing elsewhere ({again}); trying on"
             else:
                 what = f"sync failed ({error}); what was not on the disk was written to a new file"
-                stream.log.synced([])
-                stream.drop(lost, Reason.DAMAGED)  # also with none: what was dropped meanwhile is let go of
             self._on_event(stream.name, what)
         self._sync_over(stream)
 
     # -- removal ---------------------------------------------------------------------------------
-    def bury(self, stream: Stream) -> None:
+    def delete(self, stream: Stream) -> None:
         """Have the files of segments without a live message removed in a worker thread, if there are any."""
-        log = stream.log
-        if (
-            log.doomed
-            and not self._relieving
-            and stream not in self._burying
-            and stream.drops.explains(stream.oldest)
-        ):
-            doomed, log.doomed = log.doomed, []
-            self._burying[stream] = doomed
-            self._workers.submit(partial(log.bury, doomed), partial(self._buried, stream, doomed))
+        if not self._relieving and (paths := stream.obsolete.begin(stream.oldest)):
+            self._workers.submit(partial(stream.obsolete.delete, paths), partial(self._deleted, stream))
 
-    def _buried(self, stream: Stream, doomed: list[Path], error: BaseException | None) -> None:
-        del self._burying[stream]
+    def _deleted(self, stream: Stream, error: BaseException | None) -> None:
+        stream.obsolete.end(failed=error is not None)
         if stream.closed:
             return
         if error is not None:
-            stream.log.doomed = doomed + stream.log.doomed  # `maintain` tries again
-            self._not_removed(stream, error)
+            self._not_deleted(stream, error)  # `maintain` tries again
         else:
-            self.bury(stream)
+            self.delete(stream)
 
-    def _not_removed(self, stream: Stream, error: BaseException) -> None:
+    def _not_deleted(self, stream: Stream, error: BaseException) -> None:
         stream.count("delete_failed")
         self._on_event(stream.name, f"{stream.directory}: cannot delete what was dropped: {error}")
 
@@ -295,43 +277,35 @@ class Committer:
         """Free room for a stream on a full disk, if possible `needed` bytes; whether any file is gone."""
         self._relieving = True
         try:
-            if self._burying.get(stream) or stream.log.doomed:
-                return self._remove_now(stream)
-            whole.relieve(stream, needed, exported_only=exported_only)
-            if stream.log.doomed:
+            if stream.obsolete.any():
+                return self._delete_now(stream)
+            if stream.relieve(needed, exported_only=exported_only):
                 self._on_event(stream.name, f"{FULL_DISK}: its segments that may go are dropped")
-                return self._remove_now(stream)
+                return self._delete_now(stream)
             for other in list(self._streams.values()):
-                if other is not stream and other.settings.memory == stream.settings.memory:
-                    whole.relieve(other, needed, exported_only=True)
-                    if other.log.doomed:
-                        self._on_event(
-                            other.name, f"{FULL_DISK} for {stream.name!r}: exported ones are dropped"
-                        )
-                        if self._remove_now(other):
-                            return True
+                if (
+                    other is not stream
+                    and other.settings.memory == stream.settings.memory
+                    and other.relieve(needed, exported_only=True)
+                ):
+                    self._on_event(other.name, f"{FULL_DISK} for {stream.name!r}: exported ones are dropped")
+                    if self._delete_now(other):
+                        return True
             if not exported_only:
-                whole.seal(stream)
+                stream.seal()
         except OSError as error:
             self._on_event(stream.name, f"{stream.directory}: cannot free room on the full disk: {error}")
         finally:
             self._relieving = False
         return False
 
-    def _remove_now(self, stream: Stream) -> bool:
+    def _delete_now(self, stream: Stream) -> bool:
         """Remove what was dropped from a stream, also what a worker thread is about to remove."""
-        if not stream.drops.explains(stream.oldest):
-            return False
         try:
-            stream.log.bury([*self._burying.get(stream, ()), *stream.log.doomed], cut=True)
+            return stream.obsolete.delete_now(stream.oldest)
         except OSError as error:
-            self._not_removed(stream, error)
+            self._not_deleted(stream, error)
             return False
-        stream.log.doomed = []
-        if stream in self._burying:
-            self._burying[stream] = []
-        stream.drops.save()  # its room comes first: it is what makes room the next time
-        return True
 
     def maintain(self, streams: Iterable[Stream]) -> None:
         """Apply limits that depend on time."""

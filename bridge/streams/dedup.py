@@ -11,14 +11,9 @@ and `MOST` ids: enough for a client that repeats an append whose answer it has m
 from __future__ import annotations
 
 from collections import deque
-from contextlib import closing
-from typing import TYPE_CHECKING
 
-from bridge.streams import segment, walk
-
-if TYPE_CHECKING:
-    from bridge.streams.stream import Stream
-
+from bridge.streams import segment
+from bridge.streams.view import View
 
 DEFAULT = 120_000
 MOST = 100_000
@@ -60,16 +55,15 @@ class Window:
         while self._ages and self._ages[-1][1] >= number:
             del self._numbers[self._ages.pop()[2]]
 
-    def load(self, stream: Stream, now: int) -> None:
+    def load(self, view: View, now: int) -> None:
         """Fill the window from the stream's own files, newest segments only."""
-        start = stream.next_sequence
-        for base in reversed(stream.log.sizes):
-            summary = stream.summary(base)
+        start = end = view.segments.next
+        for base in reversed(list(view.segments.sizes)):
+            summary = view.summary(base)
             if summary.entries and summary.last_age + self.length < now:  # an empty one says nothing
                 break
             start = base
-        with closing(stream.reader()) as reader:
-            for data, frame in walk.frames(stream, reader, start, stream.next_sequence):
-                if frame.age + self.length >= now:
-                    for number, message_id in segment.ids_of(data, frame).items():
-                        self.add(message_id, number, frame.age)
+        for data, frame in view.frames(start, end):
+            if frame.age + self.length >= now:
+                for number, message_id in segment.ids_of(data, frame).items():
+                    self.add(message_id, number, frame.age)

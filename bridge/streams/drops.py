@@ -7,7 +7,7 @@ record that fails its check is passed over, and what it has dropped may be back;
 file aside and keeps its sound records (see `recovery`). It is not damage, but a write that never ended, if
 zeros follow it to the end of its sector of 512 bytes; the next record is written over the last such one.
 The file is a record of facts that the segments cannot tell by themselves: numbers dropped inside a segment
-(exact limits, purge by topic) and reasons.
+(message limits, purge by topic) and reasons.
 When it has grown, it is replaced by its compact form, in which neighbours with the same reason are
 one, and of what lies below the oldest message all but the newest `KEPT` ranges are joined, real losses
 kept apart. It begins with 32 random bytes, no record, by which readers tell a new file from the old.

@@ -10,16 +10,9 @@ A commit group goes through three steps, so that the middle one can run in a thr
 
 After a failed sync the file's tail is not trusted: `replace_active` goes on in a new segment.
 
-A group that is synced and small brings `ROOM` bytes of room with it when that is used up (see
-`segment`): a sync of bytes that the file has already changes none of the file system's metadata, and
-costs about half. What is left of it is cut off when the segment is sealed or closed.
-
 On a full disk no file can be made, and all messages of the active segment may be about to go. Then the
 active segment has no file until its first group is written: the old one can be removed before that, and
 its room serves the new one. While no file says at which number the stream goes on, `drops.log` does.
-
-A stream may be deleted, and made again under its name, while a thread still works for it: from then
-on (`gone`) the thread makes no file and gives none a name.
 """
 
 from __future__ import annotations
@@ -27,51 +20,21 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from bisect import bisect_right
-from dataclasses import dataclass
-from errno import EIO, ESTALE
-from itertools import accumulate, zip_longest
+from errno import EIO
+from itertools import zip_longest
 from pathlib import Path
-from threading import Lock
 
 from bridge.clock import Clock
 from bridge.streams import layout, recovery, segment
+from bridge.streams.directory import Directory
 from bridge.streams.drops import DropLog
-from bridge.streams.group import Group
 from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
+from bridge.streams.obsolete import Obsolete
+from bridge.streams.queue import Group
 from bridge.streams.recovery import Damage
-from bridge.streams.segment import FRAME, HEADER, Frame, Indexer, Summary
-
-ROOM = 128 * 1024
-SMALL = 8 * 1024  # a larger group would write more room than it saves journal
-
-
-@dataclass(slots=True, eq=False)
-class Segment:
-    """A segment that is open, or, with `fd` below 0, still to be made.
-
-    It holds committed frames up to `size`, up to `synced` they are on the disk, and up to `room`
-    the file has room, if that is more.
-    """
-
-    path: Path
-    fd: int
-    index: Indexer
-    size: int = HEADER.size
-    synced: int = 0
-    room: int = 0
-
-
-@dataclass(slots=True)
-class Staged:
-    """A group on its way to the files."""
-
-    group: Group
-    writes: list[tuple[Segment, list[bytes], bytes, Frame]]  # buffers, and room to go behind them
-    opened: list[Segment]
-    next: int
-    took: float = 0.0  # seconds of its sync
+from bridge.streams.segment import HEADER, Indexer, Summary
+from bridge.streams.staging import Segment, Staged, Stager
 
 
 class SegmentLog:
@@ -79,49 +42,45 @@ class SegmentLog:
 
     def __init__(self, files: Files, directory: Path, meta: Meta, drops: DropLog, clock: Clock) -> None:
         self._drops, self._clock = drops, clock
-        self.files, self.directory, self._meta = files, directory, meta
+        self._files, self._path, self._meta = files, directory, meta
+        self.directory = Directory(files, directory)
+        self._stager = Stager(directory, meta.salt)
         self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
         self.total_bytes = 0  # their sum
         self.closing: list[Segment] = []
         self.damage: list[Damage] = []
         self._tainted = False  # a failed write has left something in the active file that is no data
         self._suspect = False  # a sync failed that may have been the only one to hear of lost writes
-        self.doomed: list[Path] = []  # segments without a live message, whose files are still there
-        self._leftovers: set[Path] = set()  # files of a failed group that could not be removed
-        self._pins = 0  # worker threads that use our descriptors
-        self._retired: list[int] = []
-        self.frozen = False  # a rescue is replacing files: none may be removed
-        self.gate = Lock()  # held while a name is given to a file, and while the stream is deleted
-        self.gone = False
-        self._pattern = segment.filling(meta.salt)
+        self.obsolete = Obsolete(self.directory, drops)
+        self.frozen = False  # files are being rewritten: none may be removed
 
     # -- opening and closing ---------------------------------------------------------------------
     def open(self, first: int) -> None:
-        """Take the directory's segments over, mending what a crash or the disk has broken.
+        """Take the directory's segments over, repairing what a crash or the disk has broken.
 
         A directory without segments starts with number `first`. Raises OSError. An empty file is one that
-        was about to be removed, if all its messages were dropped (see `bury`), or one that was just made.
+        was about to be removed, if all its messages were dropped (see `Obsolete`), or one that was just made.
         """
-        with os.scandir(self.directory) as entries:
+        with os.scandir(self._path) as entries:
             found = {entry.name: entry for entry in entries}
         for name in found:
             if name.endswith(layout.TEMPORARY):
-                self.files.unlink(self.directory / name)
+                self._files.unlink(self._path / name)
         bases = sorted(base for name in found if (base := layout.base_of(name)) is not None)
         for base, following in zip_longest(bases, bases[1:]):
             if following is not None and layout.file_name(base, layout.INDEX) in found:
                 self._resize(base, found[layout.file_name(base)].stat().st_size)
                 continue
-            path = layout.segment_path(self.directory, base)
+            path = layout.segment_path(self._path, base)
             if not path.stat().st_size:
                 if following is None:
-                    self._take(self._new(base))
+                    self._take(self._stager.new(base))
                     continue
                 if not self._drops.live(base, following - 1):
-                    self.doomed.append(path)
+                    self.obsolete.waiting.append(path)
                     continue
             examined = recovery.examine(
-                self.files, self.directory, base, self._meta, following, drops=self._drops
+                self._files, self._path, base, self._meta, following, drops=self._drops
             )
             self.damage += examined.damage
             self._resize(base, examined.summary.size)
@@ -135,7 +94,7 @@ class SegmentLog:
         self.next = self.active.index.next
 
     def _reopened(self, path: Path, summary: Summary) -> Segment:
-        fd = self.files.open(path, os.O_RDWR)
+        fd = self._files.open(path, os.O_RDWR)
         index = Indexer(summary.base)
         index.next, index.entries = summary.next, summary.entries
         index.last_age, index.data_bytes = summary.last_age, summary.data_bytes
@@ -147,90 +106,23 @@ class SegmentLog:
             with contextlib.suppress(OSError):  # else the next start does
                 self._cut(item)
             if item.fd >= 0:
-                self.retire(item.fd)
-
-    def pin(self) -> None:
-        """A worker thread begins to use our descriptors: none is closed until `unpin`.
-
-        The kernel would give the number of a closed one to the next file that is opened.
-        """
-        self._pins += 1
+                self.directory.retire(item.fd)
 
     def is_syncing(self, base: int) -> bool:
         """Whether a worker thread may be waiting for a segment to be on the disk."""
-        return self._pins > 0 and base in [item.index.base for item in [*self.closing, self.active]]
-
-    def unpin(self) -> None:
-        """A worker thread has done its work."""
-        self._pins -= 1
-        if not self._pins:
-            retired, self._retired = self._retired, []
-            for fd in retired:
-                os.close(fd)
-
-    def retire(self, fd: int) -> None:
-        """Close a descriptor as soon as no worker thread uses it."""
-        if self._pins:
-            self._retired.append(fd)
-        else:
-            os.close(fd)
+        return self.directory.pinned and base in [item.index.base for item in [*self.closing, self.active]]
 
     # -- writing ---------------------------------------------------------------------------------
     def stage(self, group: Group, segment_size: int, *, sync: bool) -> Staged:
-        """Encode a group at the next numbers; raises OSError if an earlier failure cannot be mended.
+        """Encode a group at the next numbers; raises OSError if an earlier failure cannot be undone.
 
         `sync`: `write` will be called with it.
         """
         at = self._clock.wall(), self._clock.now()
-        end_of_room = segment_size // segment.SECTOR * segment.SECTOR if sync else 0
-        if self._leftovers:
-            for path in list(self._leftovers):
-                self.files.unlink(path)
-                self._leftovers.discard(path)
-            self.files.sync_directory(self.directory)
+        self.directory.remove_leftovers()
         if self._tainted:
             self.replace_active()
-        staged = Staged(group, [], [], self.next)
-        number = len(group.parts) // 2
-        target, offset, low = self.active, self.active.size, 0
-        if offset + group.size + FRAME.size <= segment_size:
-            self._stage(staged, target, offset, group, at, end_of_room)
-            return staged
-        ends = list(accumulate(group.record_sizes(), initial=0))
-        while low < number:
-            room = segment_size - offset - FRAME.size
-            high = bisect_right(ends, ends[low] + room) - 1
-            if high <= low and offset > HEADER.size:
-                target, offset = self._new(staged.next), HEADER.size
-                staged.opened.append(target)
-                continue
-            high = max(high, low + 1)  # a message larger than a segment gets one of its own
-            offset = self._stage(staged, target, offset, group.part(low, high), at, end_of_room)
-            low = high
-        return staged
-
-    def _stage(
-        self,
-        staged: Staged,
-        target: Segment,
-        offset: int,
-        group: Group,
-        at: tuple[int, int],
-        end_of_room: int,
-    ) -> int:
-        buffers = segment.encode_frame(
-            staged.next, *at, self._meta.salt, group.parts, group.headers, group.ids
-        )
-        columns = (1 if group.headers else 0) | (2 if group.ids else 0)
-        end = offset + sum(map(len, buffers))
-        frame = Frame(staged.next, len(group.parts) // 2, *at, columns, offset, end)
-        room = b""
-        if end_of_room > end > target.room and end - offset <= SMALL:
-            target.room = min(end_of_room, (end + ROOM) // segment.SECTOR * segment.SECTOR)
-            room = segment.room(self._pattern, end, target.room)
-        staged.writes.append((target, buffers, room, frame))
-        staged.next = frame.next
-        return end
+        return self._stager.stage(group, self.next, self.active, at, segment_size, sync=sync)
 
     def write(self, staged: Staged, *, sync: bool) -> None:
         """Bring a staged group to the files; raises OSError. May run in a thread.
@@ -245,22 +137,22 @@ class SegmentLog:
                     self._sync(written)
                 self._make(target)
             try:
-                self.files.write(target.fd, [*buffers, room] if room else buffers, frame.start)
+                self._files.write(target.fd, [*buffers, room] if room else buffers, frame.start)
             except OSError:
                 if not room:
                     raise
-                self.files.write(target.fd, buffers, frame.start)  # alone, it may fit yet
+                self._files.write(target.fd, buffers, frame.start)  # alone, it may fit yet
             written = target
         if sync and written is not None:
             began = time.monotonic()
             self._sync(written)
             staged.took = time.monotonic() - began
             if any(target.synced < HEADER.size for target, _, _, _ in staged.writes):
-                self.files.sync_directory(self.directory)
+                self._files.sync_directory(self._path)
 
     def _sync(self, item: Segment) -> None:
         try:
-            self.files.sync(item.fd)
+            self._files.sync(item.fd)
         except OSError:
             self._suspect = True
             raise
@@ -268,7 +160,7 @@ class SegmentLog:
     def _cut(self, item: Segment) -> None:
         """Cut off the room that is left; raises OSError."""
         if item.room > item.size:
-            self.files.truncate(item.fd, item.size)
+            self._files.truncate(item.fd, item.size)
         item.room = 0
 
     def commit(self, staged: Staged, *, synced: bool) -> None:
@@ -290,14 +182,14 @@ class SegmentLog:
         """Undo a staged group, written or not; what was committed before stays."""
         for item in staged.opened:
             if item.fd >= 0:
-                self._discard(item)
+                self.directory.discard(item.path, item.fd)
         staged.opened = []
         if self._suspect:  # a sync failed: what the file holds of the group is not trusted
             self._tainted = True
         if self.active.fd < 0:
             return
         try:
-            self.files.truncate(self.active.fd, self.active.size)
+            self._files.truncate(self.active.fd, self.active.size)
             self.active.room = 0
         except OSError:  # what is left there must not be taken for data: go on in a new file
             self._tainted = True
@@ -306,18 +198,7 @@ class SegmentLog:
         """Let go of a staged group whose stream is closed; its files go with its directory."""
         for item in staged.opened:
             if item.fd >= 0:
-                self.retire(item.fd)
-
-    def _discard(self, item: Segment) -> None:
-        """Remove a file that was made for a group that failed; if that fails too, before the next group."""
-        try:
-            self.files.truncate(item.fd, 0)
-            with self.gate:
-                if not self.gone:  # else the name may be a new stream's by now
-                    self.files.unlink(item.path)
-        except OSError:
-            self._leftovers.add(item.path)
-        self.retire(item.fd)
+                self.directory.retire(item.fd)
 
     def replace_active(self, first: int | None = None) -> None:
         """Seal the active segment where it is and go on in a new, empty one; raises OSError.
@@ -338,9 +219,9 @@ class SegmentLog:
         if old.fd < 0:
             self._resize(old.index.base, None)
             if old.index.base != base:
-                self.doomed.append(old.path)  # there may be an empty file
+                self.obsolete.waiting.append(old.path)  # there may be an empty file
         elif base == old.index.base:
-            self.retire(old.fd)
+            self.directory.retire(old.fd)
         else:
             self._seal()
         self._take(fresh)
@@ -352,28 +233,10 @@ class SegmentLog:
 
     def _make(self, item: Segment) -> None:
         """Make the file of a new segment; raises OSError, and then there is none."""
-        with self.gate:
-            self._check_there()
-            fd = self.files.open(item.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self._leftovers.discard(item.path)  # it is not what a failed group has left there any more
-        try:
-            self.files.write(fd, [self._header(item.index.base)], 0)
-        except OSError:
-            item.fd = fd
-            self._discard(item)
-            item.fd = -1
-            raise
-        item.fd = fd
-
-    def _check_there(self) -> None:
-        if self.gone:
-            raise OSError(ESTALE, "the stream was deleted")
-
-    def _new(self, base: int) -> Segment:
-        return Segment(layout.segment_path(self.directory, base), -1, Indexer(base))
+        item.fd = self.directory.make(item.path, self._header(item.index.base))
 
     def _create(self, base: int) -> Segment:
-        fresh = self._new(base)
+        fresh = self._stager.new(base)
         self._make(fresh)
         return fresh
 
@@ -384,7 +247,7 @@ class SegmentLog:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            return self._new(base)
+            return self._stager.new(base)
 
     def _take(self, fresh: Segment) -> None:
         self.active = fresh
@@ -404,11 +267,11 @@ class SegmentLog:
     def sync(self, work: list[tuple[Segment, int]]) -> None:
         """Wait until these are on the disk; raises OSError. May run in a thread."""
         for item, _ in work:
-            self.files.sync(item.fd)
+            self._files.sync(item.fd)
         if self._suspect:  # the kernel tells of an error once: who asks again hears that all is well
             raise OSError(EIO, "an earlier sync failed")
         if any(item.synced < HEADER.size for item, _ in work):
-            self.files.sync_directory(self.directory)
+            self._files.sync_directory(self._path)
 
     def synced(self, work: list[tuple[Segment, int]]) -> None:
         """Take note that they are, and finish the segments that were only waiting for it."""
@@ -419,40 +282,26 @@ class SegmentLog:
             with contextlib.suppress(OSError):  # without an index, the next start reads it, and cuts
                 self._cut(item)
                 self._write_index(item.path, item.index.summary(item.size))
-            self.retire(item.fd)
+            self.directory.retire(item.fd)
 
-    def rescue(self) -> list[tuple[int, int]]:
+    def rewrite_unsynced(self) -> list[tuple[int, int]]:
         """After a failed background sync: write each file that is not on the disk again, in its place.
 
-        A new file with the same frames takes the old one's name once it is on the disk itself, so
-        that a crash at any instant leaves one or the other. Returns the numbers that could not be
-        read back. Raises OSError if the disk goes on refusing; what was not replaced is as it was. May
-        run in a thread, while nothing else writes or removes.
+        Returns the numbers that could not be read back. Raises OSError if the disk goes on refusing; what
+        was not replaced is as it was. May run in a thread, while nothing else writes or removes.
         """
         lost: list[tuple[int, int]] = []
         work = self._not_synced()
         for item in work:
-            data = self.files.read(item.fd, item.size, 0)
+            data = self._files.read(item.fd, item.size, 0)
             frames = list(segment.scan(data, HEADER.size, self._meta.salt))
             end = frames[-1].end if frames else HEADER.size
             if end < item.synced:
                 end = item.size  # damage of another kind, in what is on the disk: copied as it is
             elif end < item.size:
                 lost.append((frames[-1].next if frames else item.index.base, item.index.next - 1))
-            spare = item.path.with_name(item.path.name + layout.TEMPORARY)
-            with self.gate:
-                self._check_there()
-                fd = self.files.open(spare, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-            try:
-                self.files.write(fd, [self._header(item.index.base), data[HEADER.size : end]], 0)
-                self.files.sync(fd)
-                with self.gate:
-                    self._check_there()
-                    spare.replace(item.path)
-            except OSError:
-                os.close(fd)
-                raise
-            self.retire(item.fd)
+            fd = self.directory.rewrite(item.path, [self._header(item.index.base), data[HEADER.size : end]])
+            self.directory.retire(item.fd)
             item.fd, item.room = fd, 0
             if end < item.size:
                 kept = Indexer(item.index.base)
@@ -461,7 +310,7 @@ class SegmentLog:
                 kept.next = item.index.next
                 item.index, item.size = kept, end
                 self._resize(kept.base, end)
-        self.files.sync_directory(self.directory)
+        self._files.sync_directory(self._path)
         self._suspect = False
         for item in work:
             item.synced = item.size
@@ -489,10 +338,10 @@ class SegmentLog:
         for item in [*self.closing, self.active]:
             if item.index.base == base:
                 return item.index.summary(item.size)
-        found = recovery.read_index(self.directory, base, self.sizes[base])
+        found = recovery.read_index(self._path, base, self.sizes[base])
         return found or self._examine(base).summary
 
-    def mend(self, base: int) -> list[Damage]:
+    def repair(self, base: int) -> list[Damage]:
         """Check every frame of a segment and set damage aside; returns what was found. Raises OSError.
 
         Nothing may be in flight. The active segment is sealed first if it is the one.
@@ -502,57 +351,31 @@ class SegmentLog:
         for item in [item for item in self.closing if item.index.base == base]:
             self._sync(item)  # its index will say that it is on the disk
             self.closing.remove(item)
-            self.retire(item.fd)
+            self.directory.retire(item.fd)
         if base == self.active.index.base:
             return []
         return self._examine(base).damage
 
     def _examine(self, base: int) -> recovery.Examined:
         examined = recovery.examine(
-            self.files, self.directory, base, self._meta, self.following(base), self._drops
+            self._files, self._path, base, self._meta, self.following(base), self._drops
         )
         self._resize(base, examined.summary.size)
-        self._write_index(layout.segment_path(self.directory, base), examined.summary)
+        self._write_index(layout.segment_path(self._path, base), examined.summary)
         self.damage += examined.damage
         return examined
 
     def remove_first(self) -> None:
-        """Let go of the oldest segment, which must not be the active one; `bury` removes its files."""
+        """Let go of the oldest segment, which must not be the active one; `Obsolete` removes its files."""
         base = self.first
-        self.doomed.append(layout.segment_path(self.directory, base))
+        self.obsolete.waiting.append(layout.segment_path(self._path, base))
         self._resize(base, None)
         for item in [item for item in self.closing if item.index.base == base]:
             self.closing.remove(item)
-            self.retire(item.fd)
-
-    def bury(self, doomed: list[Path], *, cut: bool = False) -> None:
-        """Remove files from the disk; raises OSError. May run in a thread. What is gone already is fine.
-
-        Only when the disk knows why: otherwise a power cut could leave a legal drop that looks like loss.
-        `cut`: free their room at once, also of a file that a reader has open; it sees that its messages
-        were dropped.
-        """
-        self._drops.sync()
-        for path in doomed:
-            with self.gate:
-                self._check_there()
-                self.files.unlink(path.with_suffix(layout.INDEX))
-                if cut:
-                    self._empty(path)
-                self.files.unlink(path)
-
-    def _empty(self, path: Path) -> None:
-        try:
-            fd = self.files.open(path, os.O_WRONLY)
-        except FileNotFoundError:
-            return
-        try:
-            self.files.truncate(fd, 0)
-        finally:
-            os.close(fd)
+            self.directory.retire(item.fd)
 
     def _write_index(self, path: Path, summary: Summary) -> None:
         try:
-            self.files.replace(path.with_suffix(layout.INDEX), segment.encode_index(summary), sync=False)
+            self._files.replace(path.with_suffix(layout.INDEX), segment.encode_index(summary), sync=False)
         except OSError:  # a hint: without it the next start reads the segment
             return

@@ -1,7 +1,7 @@
 """When the next group of a stream begins, if the disk is slow.
 
-Who has been told that a message is stored sends the next one at once. If each group began as soon as the
-disk is free, those who wait for it and those who have just been told would take turns for ever: the disk
+A client whose message was acknowledged sends the next one at once. If each group began as soon as the disk
+is free, those who wait for it and those just acknowledged would take turns without end: the disk
 would store half of what is under way with each sync, and every message would wait for one and a half.
 
 So after a sync that took `SLOW` or longer the next group waits until as many messages have come as are

@@ -59,7 +59,7 @@ def read_index(directory: Path, base: int, size: int) -> Summary | None:
 def examine(
     files: Files, directory: Path, base: int, meta: Meta, following: int | None, drops: Drops
 ) -> Examined:
-    """Check every frame of a segment and mend what is wrong, as the module's text says.
+    """Check every frame of a segment and repair what is wrong, as the module's text says.
 
     `following` is the first number of the next segment, None for the last one. Holes that `drops`
     explains are none. Raises OSError if the disk refuses; then nothing has changed.
@@ -117,14 +117,16 @@ def examine(
         return Examined(index.summary(end), [torn] if tail else [])
     keep(files, directory, path, "damaged")
     rewrite(files, path, base, meta, [data[a:b] for a, b in spans])
-    mended = Indexer(base)
+    repaired = Indexer(base)
     offset = HEADER.size
     for a, b in spans:
         for frame in segment.scan(data[a:b], 0, meta.salt):
-            mended.add(frame, offset + frame.start)
+            repaired.add(frame, offset + frame.start)
         offset += b - a
-    mended.next = index.next
-    return Examined(mended.summary(offset), [Damage(path, "it is damaged; its sound frames were kept", lost)])
+    repaired.next = index.next
+    return Examined(
+        repaired.summary(offset), [Damage(path, "it is damaged; its sound frames were kept", lost)]
+    )
 
 
 def check_drops(directory: Path, meta: Meta | None) -> tuple[str, list[Drop]]:
@@ -148,7 +150,7 @@ def _has_drops(directory: Path, meta: Meta | None) -> bool:
     return min(layout.segment_bases(directory), default=0) > 0
 
 
-def mend_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
+def repair_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
     """Set a damaged record of drops aside and write its sound records anew, if the disk lets us."""
     path = directory / record.NAME
     what, found = check_drops(directory, meta)

@@ -194,7 +194,7 @@ class Store:
             known,
             schedule=self.committer.schedule,
             weigh=self.committer.weigh,
-            bury=self.committer.bury,
+            delete=self.committer.delete,
             relieve=self.committer.relieve,
             on_event=self._on_event,
             clock=self.clock,
@@ -242,9 +242,7 @@ class Store:
         stream = self.streams[name]
         gone = self._root / f".deleted-{stream.home.name}"
         shutil.rmtree(gone, ignore_errors=True)
-        with stream.log.gate:
-            stream.home.rename(gone)
-            stream.log.gone = True
+        stream.leave(gone)
         try:
             self._files.sync_directory(self._root)
         except OSError as error:  # gone from here on; a power cut now might bring it back

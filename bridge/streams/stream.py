@@ -1,14 +1,10 @@
 """One stream: appends become commit groups, groups become frames, limits drop what is too much.
 
-A message passes through these states:
-    pending     appended, in memory; has a provisional number, that counts from the last commit
-    in flight   its group is on its way to the files
-    committed   the group is in the files; the number is final, the waiters are told
-If a group cannot be stored, it and everything pending behind it fails together: the waiters get the
-error, the numbers are given to later messages, and the next append tries the disk again.
+`Stream` alone changes its files: it has a queue of what is not committed yet (`queue`), a log (`log`) and
+a record of what is gone (`drops`). Policies look at it (`view`) and tell what is to go.
 
-All methods are for the event loop's thread, but `SegmentLog.write` and `sync`, which a `Committer` may
-run in a worker thread while `busy` is set; no other group of the stream is staged in that time.
+All methods are for the event loop's thread, but those that say so, which a `Committer` may run in a worker
+thread while `busy` is set; no other group of the stream is staged in that time.
 """
 
 from __future__ import annotations
@@ -16,29 +12,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from bridge.clock import Clock
-from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
+from bridge.errors import CorruptData, MessageTooLarge, StorageFailed, StreamError, StreamFull
 from bridge.streams import meta as metadata
-from bridge.streams import recovery, whole
+from bridge.streams import recovery, segment_limits
 from bridge.streams.dedup import Window
 from bridge.streams.drops import DropLog, Reason
-from bridge.streams.group import Group
 from bridge.streams.layout import FULL, Files
-from bridge.streams.log import SegmentLog, Staged
+from bridge.streams.log import SegmentLog
+from bridge.streams.message_limits import MessageLimits, Ranges
 from bridge.streams.meta import Meta, Settings
+from bridge.streams.queue import CommitQueue, Group, Waiter
 from bridge.streams.reader import StreamReader
 from bridge.streams.recovery import Damage
-from bridge.streams.retention import Exact
-from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD, Summary
+from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD, Frame, Summary
+from bridge.streams.segment_limits import Obsolete
+from bridge.streams.staging import Segment, Staged
+from bridge.streams.view import Segments
 
-Waiter = Callable[[StreamError | None], None]
 WEIGH_EVERY = 256 * 1024  # bytes that the pending group grows by between two looks at back-pressure
-FULL_FOR = 60.0  # seconds after a refused message in which a stream counts as full, if none is stored
+FULL_FOR = 60.0  # seconds after a rejected message in which a stream counts as full, if none is stored
 DISK_ROOM = 16 * 1024  # bytes that are freed on a full disk beside what a group needs: blocks, records
 FRAMING = 2 * (FRAME.size + HEADER.size)  # room that a group may need beside its messages
 
@@ -55,7 +54,7 @@ class Stream:
         *,
         schedule: Callable[[Stream], None],
         weigh: Callable[[Stream], None],
-        bury: Callable[[Stream], None],
+        delete: Callable[[Stream], None],
         relieve: Callable[[Stream, int], bool],
         on_event: Callable[[str, str], None],
         clock: Clock,
@@ -70,33 +69,30 @@ class Stream:
         self.counters: dict[str, int] = {}
         self.exported_upto: int | None = None
         self.oldest = 0  # all below it are gone
-        damage = recovery.mend_drops(files, data, meta)
+        damage = recovery.repair_drops(files, data, meta)
         self.drops = DropLog(files, data)
         if self.drops.ranges:  # also when the segment with the last frame has lost that frame
             floor = max(floor, self.drops.ranges[-1].last + 1)
         self.log = SegmentLog(files, data, meta, self.drops, clock)
         self.log.open(floor)
+        self.obsolete = self.log.obsolete
         clock.observe(self.log.active.index.last_age)
         self._on_event = on_event
-        self.exact: Exact | None = None
+        self.limits: MessageLimits | None = None
         self._report(damage + self.log.damage)
         memory = meta.settings.memory
         if floor > self.log.next:
             self._gone([(self.log.next, floor - 1)], Reason.MEMORY if memory else Reason.SKIPPED)
             self.log.replace_active(floor)
         self._gone([(0, self.log.first - 1)], Reason.MEMORY if memory else Reason.UNKNOWN)
-        self._ill = set[int]()  # segments with damage that could not be set aside yet
+        self._damaged = set[int]()  # segments with damage that could not be set aside yet
         self.error: StreamError | None = None
-        self._refused = "", 0.0, 0  # why there was no room for a message, when, and its provisional number
+        self._rejected = "", 0.0, 0  # why there was no room for a message, when, and its provisional number
         self.on_commit: list[Callable[[], None]] = []
-        self.busy = self.closed = self._maintain_late = False
-        self._schedule, self._scheduled, self._weigh = schedule, False, weigh
-        self._bury, self._relieve = bury, relieve
-        self._group, self._waiters = Group(), list[Waiter]()
-        self._flight_waiters, self._flight_size = list[Waiter](), 0
-        self._rested = asyncio.Event()  # set for an instant
-        self._next = self.log.next
-        self._remove_dead()
+        self.closed = self._maintain_late = self._continuing = False
+        self._weigh, self._delete, self._relieve = weigh, delete, relieve
+        self.queue = CommitQueue(self.log.next, partial(schedule, self))
+        self._drop_obsolete()
         self.window: Window | None = None
         if meta.settings.dedup_window is not None:
             self.deduplicate()
@@ -129,18 +125,45 @@ class Stream:
         return self.log.total_bytes
 
     @property
-    def pending_bytes(self) -> int:
-        """What waits in memory to be committed."""
-        return self._group.size + self._flight_size
+    def segments(self) -> Segments:
+        """Its segment files, to be read only."""
+        return self.log
 
     @property
-    def waiting(self) -> int:
-        """How many messages wait for their group to be staged."""
-        return len(self._group.parts) // 2
+    def pending_bytes(self) -> int:
+        """What waits in memory to be committed."""
+        return self.queue.size
+
+    @property
+    def busy(self) -> bool:
+        """Whether a group is in flight, or files are being rewritten."""
+        return self.queue.busy
 
     def live_messages(self) -> int:
         """How many messages can be read: a number that was given and not dropped is one."""
         return self.log.next - self.drops.number
+
+    def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
+        """The sound frames with numbers of start..end-1, in order, each with its buffer; raises OSError.
+
+        Where damage cannot be set aside just now, the rest of its segment is passed over; `maintain` sets it
+        aside when it can.
+        """
+        position, repaired = start, set[int]()
+        with contextlib.closing(self.reader()) as reader:
+            while position < end:
+                before = position
+                try:
+                    for data, frame in reader.frames(position, end):
+                        position = frame.next
+                        yield data, frame
+                    if position == before:
+                        return
+                except CorruptData as error:
+                    self.count("corrupt_reads")
+                    if error.segment in repaired or not self.heal(error.segment):
+                        position = max(position + 1, self.log.following(error.segment))
+                    repaired.add(error.segment)
 
     def reader(self) -> StreamReader:
         """A new reader of the stream's files; the caller closes it."""
@@ -165,9 +188,9 @@ class Stream:
     def _apply(self) -> None:
         if self.window is not None:
             self.window.configure(self.settings.dedup_window)
-        if self.exact is not None:
-            self.exact.close()
-        self.exact = Exact(self) if self.settings.limits != metadata.ExactLimits() else None
+        if self.limits is not None:
+            self.limits.close()
+        self.limits = MessageLimits(self) if self.settings.limits != metadata.ExactLimits() else None
         self._set_room()
         with contextlib.suppress(OSError):  # tried again with every commit and every second
             self.maintain(self.clock.now())
@@ -185,20 +208,17 @@ class Stream:
 
     async def idle(self) -> None:
         """Wait until no group is in flight."""
-        while self.busy:
-            await self._rested.wait()
+        await self.queue.idle()
 
-    def rest(self) -> None:
-        """Nothing is in flight any more: tell those who wait for that."""
-        self.busy = False
-        self._rested.set()
-        self._rested.clear()
+    def leave(self, name: Path) -> None:
+        """The stream is deleted: its directory is renamed, and no thread makes a file in it any more."""
+        self.log.directory.leave(self.home, name)
 
     def close(self) -> None:
         """Close the files, as soon as no thread uses them. What is pending fails."""
         self.closed = True
-        if self.exact is not None:
-            self.exact.close()
+        if self.limits is not None:
+            self.limits.close()
         self.log.close()
         self.fail(OSError(0, "the stream was closed"))
         self._set_room()
@@ -210,8 +230,7 @@ class Stream:
         With a deduplication window, a message id seen in it gives the first message's number and
         adds nothing. Raises StreamFull, MessageTooLarge or StorageFailed, and then nothing was added.
         """
-        group = self._group
-        parts = group.parts
+        queue = self.queue
         size = len(topic) + len(payload) + RECORD_OVERHEAD
         if headers or message_id:
             if message_id and self.window is not None:
@@ -220,24 +239,11 @@ class Stream:
                     self.count("deduplicated")
                     return known
             size += len(headers) + len(message_id) + 8
-        if group.size + size > self._room:
+        if queue.group.size + size > self._room:
             self._admit(topic, len(topic) + len(payload) + len(headers) + len(message_id), size)
-        if headers or message_id:
-            if headers:
-                group.headers[len(parts) >> 1] = headers
-            if message_id:
-                group.ids[len(parts) >> 1] = message_id
-                if self.window is not None:
-                    self.window.add(message_id, self._next, self.clock.now())
-        group.size += size
-        parts.append(topic)
-        parts.append(payload)
-        number = self._next
-        self._next = number + 1
-        if not self._scheduled:
-            self._scheduled = True
-            self._schedule(self)
-        return number
+        if message_id and self.window is not None:
+            self.window.add(message_id, queue.next, self.clock.now())
+        return queue.add(topic, payload, headers, message_id, size)
 
     def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> None:
         """Raise what `append` would: for who appends to several streams, and wants it in all or in none."""
@@ -249,103 +255,99 @@ class Stream:
 
         The calls of one stream come in the order in which they were asked for.
         """
-        if self._group.parts:
-            self._waiters.append(done)
-        elif self._flight_size:
-            self._flight_waiters.append(done)
-        else:
-            done(None)
+        self.queue.after_commit(done)
 
     def _set_room(self) -> None:
         """How large the pending group may grow before `_admit` is asked."""
         settings = self.settings
-        if self.closed or (self.exact is not None and self.exact.guards_appends):
+        if self.closed or (self.limits is not None and self.limits.guards_appends):
             self._room = -1
         elif settings.overwrite:
             self._room = settings.max_size - FRAMING
         else:
-            self._room = settings.max_size - self.log.total_bytes - self._flight_size - FRAMING
-        self._room = min(self._room, self._group.size + WEIGH_EVERY)
+            self._room = settings.max_size - self.log.total_bytes - self.queue.flight_size - FRAMING
+        self._room = min(self._room, self.queue.group.size + WEIGH_EVERY)
 
     def _admit(self, topic: bytes, data: int, size: int) -> None:
         self._check(topic, data, size)
-        if self.exact is not None:
-            self.exact.admitted(topic, data)
+        if self.limits is not None:
+            self.limits.admitted(topic, data)
 
     def _check(self, topic: bytes, data: int, size: int) -> None:
+        """Raise what `append` does, and take note of it."""
         if self.closed:
             raise StorageFailed(f"stream {self.name!r} was deleted or the service stops; nothing was stored")
         self._weigh(self)
         self._set_room()
+        try:
+            self._check_size(data, size)
+            if self.limits is not None:
+                self._refresh(self.limits)
+                self.limits.check(topic, data, self.queue.next - self.log.next)
+        except MessageTooLarge:
+            self.count("too_large")
+            raise
+        except StreamFull as error:
+            self.count("full")
+            self._rejected = str(error), time.monotonic(), self.queue.next
+            raise
+
+    def _check_size(self, data: int, size: int) -> None:
         settings = self.settings
         if size + FRAMING > settings.max_size:
-            self.count("too_large")
             raise MessageTooLarge(
                 f"stream {self.name!r}: a message of {data} bytes is larger than the stream "
                 f"(maxSize {settings.max_size}); send smaller messages or raise maxSize"
             )
-        if not settings.overwrite:
-            self._reject_if_full(size)
-        if self.exact is not None:
-            self.exact.check(topic, data, self._next - self.log.next)
-
-    def _reject_if_full(self, size: int) -> None:
-        settings = self.settings
-        needed = self._group.size + size + self._flight_size + FRAMING
-        if self.log.total_bytes + needed > settings.max_size and settings.free_exported:
+        needed = self.queue.size + size + FRAMING
+        if settings.overwrite or self.log.total_bytes + needed <= settings.max_size:
+            return
+        if settings.free_exported:
             with contextlib.suppress(OSError):  # then it is full
-                whole.free(self, needed)
+                self._drop_segments(segment_limits.exported(self, needed))
             self._set_room()
         if self.log.total_bytes + needed > settings.max_size:
-            raise self.full(
-                f"{self.log.total_bytes} of maxSize {settings.max_size} bytes "
-                f"are in use and it rejects new data; raise maxSize, set a limit, or let it overwrite"
+            raise StreamFull(
+                f"stream {self.name!r} is full: {self.log.total_bytes} of maxSize {settings.max_size} bytes "
+                "are in use and it rejects new data; raise maxSize, set a limit, or let it overwrite"
             )
 
-    def full(self, why: str) -> StreamFull:
-        """Take note of a message that is refused since the stream is full; returns the error to raise."""
-        self.count("full")
-        error = StreamFull(f"stream {self.name!r} is full: {why}")
-        self._refused = str(error), time.monotonic(), self._next
-        return error
+    def _refresh(self, limits: MessageLimits) -> None:
+        try:
+            self._drop_ranges(limits.refresh())
+        except OSError as error:
+            raise StorageFailed(f"stream {self.name!r}: its limits cannot be checked: {error}") from error
 
     @property
     def cannot_store(self) -> str | None:
         """Why the last message was not stored, because of the disk or for lack of room; None if it was.
 
-        What was refused for lack of room is forgotten after `FULL_FOR`, since there may be room again.
+        What was rejected for lack of room is forgotten after `FULL_FOR`, since there may be room again.
         """
         if self.error is not None:
             return str(self.error)
-        why, since, before = self._refused
+        why, since, before = self._rejected
         return why if why and self.log.next <= before and time.monotonic() - since < FULL_FOR else None
 
     # -- committing ------------------------------------------------------------------------------
     def begin(self) -> Staged | None:
         """Stage the pending group; None if there is none or it failed. Sets `busy`."""
-        self._scheduled = False
-        group, waiters = self._group, self._waiters
-        if not group.parts or self.closed:
+        group = self.queue.take()
+        if group is None or self.closed:
             return None
-        self._group, self._waiters = Group(), []
-        self._flight_waiters, self._flight_size = waiters, group.size
         while True:
             try:
                 if self.settings.overwrite:
-                    whole.make_room(self, group.size + FRAMING)
+                    self._drop_segments(segment_limits.make_room(self, group.size + FRAMING))
                 staged = self._stage(group)
                 break
             except OSError as error:
                 if error.errno not in FULL or not self._relieve(self, group.size + DISK_ROOM):
                     self.fail(error)
                     return None
-        self.busy = True
+        self.queue.busy = True
         self._set_room()
         return staged
-
-    def postpone(self) -> None:
-        """Begin no group now: the next message asks for it again, or who calls this does."""
-        self._scheduled = False
 
     def restage(self, staged: Staged, *, elsewhere: bool) -> Staged:
         """After a failed write of a staged group: the same group once more; raises OSError.
@@ -364,84 +366,128 @@ class Stream:
         if error.errno not in FULL:
             return False
         self.log.abort(staged)
-        self.busy = False  # of the group nothing is in the active segment, so that may go too
+        self.queue.busy = False  # of the group nothing is in the active segment, so that may go too
         try:
             return self._relieve(self, staged.group.size + DISK_ROOM)
         finally:
-            self.busy = True
+            self.queue.busy = True
 
     def _stage(self, group: Group) -> Staged:
         settings = self.settings
         return self.log.stage(group, settings.segment_size, sync=settings.flush)
 
+    def write(self, staged: Staged, *, sync: bool) -> None:
+        """Bring a staged group to the files, and with `sync` to the disk; raises OSError. For any thread."""
+        self.log.write(staged, sync=sync)
+
     def finish(self, staged: Staged, error: OSError | None) -> None:
-        """Take over the result of `SegmentLog.write`: tell the waiters, apply the limits."""
+        """Take over the result of `write`: notify the waiters, apply the limits."""
         if error is not None:
             self.log.abort(staged)
             self.fail(error)
             return
         self.log.commit(staged, synced=self.settings.flush)
         self.error = None
-        waiters, self._flight_waiters, self._flight_size = self._flight_waiters, [], 0
-        self.rest()
-        if self.exact is not None:
+        waiters = self.queue.landed()
+        if self.limits is not None:
+            now = self.clock.now()
+            going = self.limits.committed(staged.group, staged.first, staged.data_bytes, now)
             try:
-                self.exact.committed(staged, self.clock.now())
+                self._enforce(self.limits, going, now)
             except OSError as trouble:  # the messages are stored: that is what the waiters ask for
                 self._on_event(self.name, f"cannot apply its limits now: {trouble}")
         self._set_room()
-        if self._group.parts:  # it may have been scheduled while we were busy, and passed over
-            self._scheduled = True
-            self._schedule(self)
+        self.queue.go_on()
         for waiter in waiters:
             waiter(None)
-        for told in self.on_commit:
-            told()
+        for notify in self.on_commit:
+            notify()
         if self._maintain_late:
             with contextlib.suppress(OSError):
                 self.maintain(self.clock.now())
 
     def fail(self, error: OSError) -> None:
         """Nothing pending is stored: all of it fails together, and the numbers are free again."""
-        if self._next == self.log.next and not self._flight_waiters and not self._waiters:
-            self._scheduled = False
-            self.rest()
+        failed = self.queue.next - self.log.next
+        waiters = self.queue.clear(self.log.next)
+        if not failed and not waiters:
             return
-        self.count("failed", self._next - self.log.next)
+        self.count("failed", failed)
         self.error = StorageFailed(
             f"stream {self.name!r} cannot be written in {self.directory}: {error.strerror or error}; nothing "
             f"was acknowledged. Appends work again as soon as the disk does"
         )
-        if self.exact is not None:
-            self.exact.failed()
+        if self.limits is not None:
+            self.limits.failed()
         if self.window is not None:
             self.window.forget(self.log.next)
-        waiters = [*self._flight_waiters, *self._waiters]
-        self._group, self._waiters, self._flight_waiters, self._flight_size = Group(), [], [], 0
-        self._next = self.log.next
-        self._scheduled = False
-        self.rest()
         self._set_room()
         for waiter in waiters:
             waiter(self.error)
+
+    def discard(self, staged: Staged) -> None:
+        """Let go of a staged group after `close`."""
+        self.log.discard(staged)
 
     def count(self, what: str, number: int = 1) -> None:
         """Count something that an operator wants to know of."""
         self.counters[what] = self.counters.get(what, 0) + number
 
+    # -- syncing ---------------------------------------------------------------------------------
+    def pin(self) -> None:
+        """A worker thread begins to use the files: none is closed until `unpin`."""
+        self.log.directory.pin()
+
+    def unpin(self) -> None:
+        """A worker thread has done its work."""
+        self.log.directory.unpin()
+
+    def unsynced(self) -> list[tuple[Segment, int]]:
+        """The segments with committed bytes that are not known to be on the disk, with their sizes."""
+        return self.log.unsynced()
+
+    def sync(self, work: list[tuple[Segment, int]]) -> None:
+        """Wait until these are on the disk; raises OSError. For any thread."""
+        self.log.sync(work)
+
+    def synced(self, work: list[tuple[Segment, int]]) -> None:
+        """Take note that they are."""
+        self.log.synced(work)
+
+    def begin_rewrite(self) -> None:
+        """After a failed sync: nothing is staged or removed until `end_rewrite`."""
+        self.queue.busy = self.log.frozen = True
+        self.pin()
+
+    def rewrite_unsynced(self) -> Ranges:
+        """Write what is not on the disk to new files; returns the numbers that it has cost.
+
+        Raises OSError. For any thread.
+        """
+        return self.log.rewrite_unsynced()
+
+    def end_rewrite(self, lost: Ranges | None) -> None:
+        """What `rewrite_unsynced` returned, None if it failed."""
+        self.log.frozen = False
+        self.unpin()
+        self.queue.rest()
+        if lost is not None and not self.closed:
+            self.log.synced([])
+            self.drop(lost, Reason.DAMAGED)  # also with none: what was dropped meanwhile is let go of
+
     # -- dropping --------------------------------------------------------------------------------
-    def drop(self, ranges: list[tuple[int, int]], reason: Reason) -> int:
+    def drop(self, ranges: Ranges, reason: Reason) -> int:
         """Drop the messages of these ranges (both ends included); returns how many there were.
 
         Segments at the front that hold no live message any more are deleted.
         """
-        if self.exact is not None and reason is not Reason.LIMITS:
-            self.exact.dropping(ranges)
+        if self.limits is not None and reason is not Reason.LIMITS:
+            self.limits.dropping(ranges)
         number = self._gone(ranges, reason)
-        self._remove_dead()
+        self._drop_obsolete()
         return number
 
-    def _gone(self, ranges: list[tuple[int, int]], reason: Reason) -> int:
+    def _gone(self, ranges: Ranges, reason: Reason) -> int:
         number = sum(
             drop.last - drop.first + 1 for drop in self.drops.record(ranges, self.clock.wall(), reason)
         )
@@ -453,7 +499,30 @@ class Stream:
         """Drop all messages below `number`; as `drop`."""
         return self.drop([(self.oldest, min(number, self.log.next) - 1)], reason)
 
-    def _remove_dead(self) -> None:
+    def _drop_segments(self, going: Iterable[Obsolete]) -> None:
+        """Do what a policy asks for; raises OSError."""
+        for upto, reason in going:
+            if upto > self.log.active.index.base:
+                self.log.leave_active()
+            self.drop_upto(upto, reason)
+
+    def _drop_ranges(self, going: Iterable[Ranges]) -> None:
+        for ranges in going:
+            self.drop(ranges, Reason.LIMITS)
+
+    def _enforce(self, limits: MessageLimits, going: Iterable[Ranges], now: int) -> None:
+        self._drop_ranges(going)
+        if limits.unfinished and not self._continuing:
+            self._continuing = True
+            asyncio.get_running_loop().call_soon(self._continue, now)
+
+    def _continue(self, now: int) -> None:
+        self._continuing = False
+        if not self.closed:
+            with contextlib.suppress(OSError):  # tried again with every commit and every second
+                self.maintain(now)
+
+    def _drop_obsolete(self) -> None:
         """Let go of the segments at the front that hold no live message; the active one stays.
 
         Their files are removed in a worker thread; what the disk refuses to remove, another time.
@@ -470,18 +539,33 @@ class Stream:
         while log.first < log.active.index.base and log.following(log.first) <= self.oldest:
             log.remove_first()
         self.drops.compact_file(self.oldest)
-        self._bury(self)
+        self._delete(self)
+
+    def relieve(self, needed: int, *, exported_only: bool) -> bool:
+        """On a full disk, drop what may go for `needed` bytes; whether anything may. Raises OSError."""
+        self._drop_segments(segment_limits.relieve(self, needed, exported_only=exported_only))
+        return bool(self.obsolete.waiting)
+
+    def seal(self) -> None:
+        """On a full disk where nothing may go, see to it that something can later; raises OSError."""
+        if segment_limits.wants_new_segment(self) and not self.log.frozen:
+            self.log.leave_active()
 
     # -- damage ----------------------------------------------------------------------------------
     def heal(self, base: int) -> bool:
         """Check a segment and set what is damaged aside; False: `maintain` will. Raises OSError."""
         if self.busy or base not in self.log.sizes or self.log.is_syncing(base):
-            self._ill.add(base)
+            self._damaged.add(base)
             return False
-        self._report(self.log.mend(base))
-        self._ill.discard(base)
-        self._remove_dead()
+        self._report(self.log.repair(base))
+        self._damaged.discard(base)
+        self._drop_obsolete()
         return True
+
+    def damaged(self, base: int) -> bool:
+        """A reader has met damage in a segment; as `heal`."""
+        self.count("corrupt_reads")
+        return self.heal(base)
 
     def summary(self, base: int) -> Summary:
         """What a segment holds; damage that is found on the way is set aside. Raises OSError."""
@@ -495,8 +579,8 @@ class Stream:
             self._gone(damage.lost, Reason.DAMAGED)
             lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
             self._on_event(self.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
-            if self.exact is not None:
-                self.exact.stale = True
+            if self.limits is not None:
+                self.limits.stale = True
 
     # -- time ------------------------------------------------------------------------------------
     def maintain(self, now: int) -> None:
@@ -505,19 +589,19 @@ class Stream:
         `now` is in ms on the age timeline.
         """
         self.drops.save()
-        self._bury(self)
+        self._delete(self)
         self._maintain_late = self.busy
         if self.busy:
             return
-        for base in sorted(self._ill & self.log.sizes.keys()):
+        for base in sorted(self._damaged & self.log.sizes.keys()):
             self.heal(base)
-        whole.expire(self, now)
+        self._drop_segments(segment_limits.expired(self, now))
         if self.settings.overwrite:
-            whole.make_room(self, FRAMING)
-        elif self.settings.free_exported:
-            whole.free(self, 0)  # it holds more than `max_size` if that was lowered
-        if self.exact is not None:
-            self.exact.enforce(now)
+            self._drop_segments(segment_limits.make_room(self, FRAMING))
+        elif self.settings.free_exported:  # it holds more than `max_size` if that was lowered
+            self._drop_segments(segment_limits.exported(self, 0))
+        if self.limits is not None:
+            self._enforce(self.limits, self.limits.enforce(now), now)
         if self.window is not None:
             self.window.expire(now)
         self._set_room()

@@ -1,10 +1,10 @@
-"""Checking a data directory without changing it, and mending what is wrong in one.
+"""Checking a data directory without changing it, and repairing what is wrong in one.
 
 `verify` reads every frame of every segment, the indexes, both copies of the definition and the record of
 drops, whoever wrote them and whether or not the service runs. On a running one, what is being written at
 that moment is not counted as damage.
 
-`repair` needs the directory for itself. It opens every stream, which mends what a crash has left, and a
+`repair` needs the directory for itself. It opens every stream, which repairs what a crash has left, and a
 damaged record of drops; it checks every frame, sets damage aside in `quarantine/`, rebuilds indexes, and
 rebuilds a lost definition (its settings are then the defaults; the name is that of the directory, and what
 is stored as its definition is the caller's to say).
@@ -174,33 +174,33 @@ def _follows(data: Path, base: int) -> int | None:
 def repair(
     data_dir: Path, definition: Callable[[str], bytes], progress: Progress = lambda *_: None
 ) -> list[Checked]:
-    """Mend a data directory; returns each stream as it is afterwards, with what was wrong.
+    """Repair a data directory; returns each stream as it is afterwards, with what was wrong.
 
     `definition` gives what is stored as that of a stream of a name, where it was lost. Raises
     DataDirectoryBusy while the service runs, or OSError.
     """
-    mended: dict[str, list[Problem]] = {}
+    repaired: dict[str, list[Problem]] = {}
     for directory in stream_directories(data_dir):
         problem = _rebuild_definition(directory, definition)
         if problem is not None:
-            mended.setdefault(unquote(directory.name), []).append(problem)
+            repaired.setdefault(unquote(directory.name), []).append(problem)
 
     def note(stream: str, what: str) -> None:
         path, _, rest = what.partition(": ")  # an event begins with the file that it is about, if any
         problem = Problem(path, rest) if path.startswith(str(data_dir)) else Problem(str(data_dir), what)
-        mended.setdefault(stream, []).append(problem)
+        repaired.setdefault(stream, []).append(problem)
 
-    asyncio.run(_mend(data_dir, note, progress))
+    asyncio.run(_repair(data_dir, note, progress))
     after = verify(data_dir)
     for checked in after:
-        checked.problems = mended.get(checked.name, [])
+        checked.problems = repaired.get(checked.name, [])
     return after
 
 
-async def _mend(data_dir: Path, note: Callable[[str, str], None], progress: Progress) -> None:
+async def _repair(data_dir: Path, note: Callable[[str, str], None], progress: Progress) -> None:
     async with open_stopped(data_dir, on_event=note) as store:
         for stream in store.streams.values():
-            bases = list(stream.log.sizes)[:-1]  # opening it has seen to the last one
+            bases = list(stream.segments.sizes)[:-1]  # opening it has seen to the last one
             for done, base in enumerate(bases, 1):
                 stream.heal(base)
                 progress(stream.name, done, len(bases))

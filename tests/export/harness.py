@@ -55,7 +55,7 @@ class Gateway:
     def heal(self, name: str) -> None:
         """Set damage aside, as the service does when an export has met it."""
         stream = self.store.streams[name]
-        for base in list(stream.log.sizes):
+        for base in list(stream.segments.sizes):
             stream.heal(base)
 
     def flip(self, name: str, payload: bytes) -> None:

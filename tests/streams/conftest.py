@@ -87,7 +87,7 @@ def everything(stream: Stream, start: int = 0) -> list[Message]:
 
 def check(stream: Stream) -> None:
     """Check every frame of every segment, setting damage aside."""
-    for base in list(stream.log.sizes):
+    for base in list(stream.segments.sizes):
         stream.heal(base)
 
 

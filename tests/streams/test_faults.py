@@ -345,20 +345,19 @@ def test_an_overwriting_stream_drops_also_when_the_drop_cannot_be_recorded_at_on
 
 def test_a_file_system_that_goes_read_only_refuses_appends_and_is_read(mounted: Path) -> None:
     house = House(mounted)
+    house.files = files = Faulty()
 
     async def work() -> None:
         async with house.stream(segment_size=1024) as stream:
             await put(stream, b"a" * 500)
             # A remount is refused while files are open for writing; an error of the disk does not ask.
             subprocess.run(["mount", "-o", "remount,ro", mounted], capture_output=True)
-            files = Faulty()
             files.fails = lambda call: errno.EROFS
-            stream.log.files, keep = files, stream.log.files
             with pytest.raises(StorageFailed, match="Read-only file system"):
                 await put(stream, b"b" * 600)
             assert payloads(stream) == [b"a" * 500]
             subprocess.run(["mount", "-o", "remount,rw", mounted], check=True)
-            stream.log.files = keep
+            files.fails = lambda call: 0
             assert await put(stream, b"b") == [1]
 
     run(work())

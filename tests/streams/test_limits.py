@@ -263,7 +263,7 @@ def test_the_cost_of_a_commit_does_not_grow_with_the_messages_that_were_dropped(
         limits = ExactLimits(max_messages=3000, max_messages_per_topic=1)
         async with house.stream(limits=limits) as stream:
             for _ in range(2500):  # a hole behind each message that stays
-                stream.append(b"keep-%d" % stream._next, b"x")
+                stream.append(b"keep-%d" % stream.queue.next, b"x")
                 stream.append(b"hot", b"x")
             await put(stream, b"x")
             assert len(stream.drops.ranges) == 2499

@@ -14,8 +14,8 @@ import pytest
 
 from bridge.streams.drops import Reason
 from bridge.streams.layout import Files
+from bridge.streams.message_limits import STEP
 from bridge.streams.meta import ExactLimits, Settings
-from bridge.streams.retention import STEP
 from bridge.streams.store import Store
 from bridge.streams.stream import Stream
 

@@ -1,0 +1,158 @@
+"""What was appended to a stream and is not committed yet.
+
+A message passes through these states:
+    pending     appended, in memory; has a provisional number, that counts from the last commit
+    in flight   its group is on its way to the files
+    committed   the group is in the files; the number is final, the waiters are notified
+If a group cannot be stored, it and everything pending behind it fails together: the waiters get the
+error, the numbers are given to later messages, and the next append tries the disk again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bridge.errors import StreamError
+from bridge.streams.segment import RECORD_OVERHEAD
+
+Waiter = Callable[[StreamError | None], None]
+
+
+@dataclass(slots=True)
+class Group:
+    """Messages that are committed together: topics and payloads in turn, the rest by position."""
+
+    parts: list[bytes] = field(default_factory=list)
+    headers: dict[int, bytes] = field(default_factory=dict)
+    ids: dict[int, bytes] = field(default_factory=dict)
+    size: int = 0
+
+    def part(self, low: int, high: int) -> Group:
+        """The messages at the positions low..high-1."""
+        if low == 0 and high * 2 == len(self.parts):
+            return self
+        headers = {i - low: h for i, h in self.headers.items() if low <= i < high}
+        ids = {i - low: h for i, h in self.ids.items() if low <= i < high}
+        return Group(self.parts[2 * low : 2 * high], headers, ids)
+
+    def record_sizes(self) -> Sequence[int]:
+        """How many bytes of a frame each message takes."""
+        sizes = [
+            len(topic) + len(payload) + RECORD_OVERHEAD
+            for topic, payload in zip(self.parts[::2], self.parts[1::2], strict=True)
+        ]
+        for column in (self.headers, self.ids):
+            if column:
+                sizes = [size + 4 + len(column.get(i, b"")) for i, size in enumerate(sizes)]
+        return sizes
+
+
+class CommitQueue:
+    """One stream's pending group, the group in flight, and who waits for either. Sizes in bytes."""
+
+    __slots__ = (
+        "_committing",
+        "_rested",
+        "_schedule",
+        "_scheduled",
+        "_waiters",
+        "busy",
+        "flight_size",
+        "group",
+        "next",
+    )
+
+    def __init__(self, number: int, schedule: Callable[[], None]) -> None:
+        """The next message gets `number`; `schedule` is called when there is a group to commit."""
+        self.next = number
+        self.group = Group()  # what is pending
+        self.busy = False  # a group is in flight: no other may be staged
+        self.flight_size = 0
+        self._schedule, self._scheduled = schedule, False
+        self._waiters, self._committing = list[Waiter](), list[Waiter]()
+        self._rested = asyncio.Event()  # set for an instant
+
+    @property
+    def size(self) -> int:
+        """What is pending and in flight."""
+        return self.group.size + self.flight_size
+
+    @property
+    def pending(self) -> int:
+        """How many messages wait for their group to be staged."""
+        return len(self.group.parts) // 2
+
+    def add(self, topic: bytes, payload: bytes, headers: bytes, message_id: bytes, size: int) -> int:
+        """Add a message that takes `size` bytes; returns its provisional number."""
+        group = self.group
+        parts = group.parts
+        if headers:
+            group.headers[len(parts) >> 1] = headers
+        if message_id:
+            group.ids[len(parts) >> 1] = message_id
+        group.size += size
+        parts.append(topic)
+        parts.append(payload)
+        number = self.next
+        self.next = number + 1
+        if not self._scheduled:
+            self._scheduled = True
+            self._schedule()
+        return number
+
+    def after_commit(self, done: Waiter) -> None:
+        """Call `done` when all that was added so far is committed (None) or has failed (the error)."""
+        if self.group.parts:
+            self._waiters.append(done)
+        elif self.flight_size:
+            self._committing.append(done)
+        else:
+            done(None)
+
+    def postpone(self) -> None:
+        """Begin no group now: the next message asks for it again, or who calls this does."""
+        self._scheduled = False
+
+    def take(self) -> Group | None:
+        """The pending group, whose flight begins; None if nothing is pending."""
+        self._scheduled = False
+        group = self.group
+        if not group.parts:
+            return None
+        self.group, self.flight_size = Group(), group.size
+        self._committing, self._waiters = self._waiters, []
+        return group
+
+    def landed(self) -> list[Waiter]:
+        """The group in flight is committed; returns who is to be notified."""
+        waiters, self._committing, self.flight_size = self._committing, [], 0
+        self.rest()
+        return waiters
+
+    def go_on(self) -> None:
+        """Have what has come meanwhile committed: it may have been scheduled while we were busy."""
+        if self.group.parts:
+            self._scheduled = True
+            self._schedule()
+
+    def clear(self, number: int) -> list[Waiter]:
+        """All of it has failed, and the next message gets `number`; returns who is to be notified."""
+        waiters = [*self._committing, *self._waiters]
+        self.group, self.flight_size, self.next = Group(), 0, number
+        self._waiters, self._committing = [], []
+        self._scheduled = False
+        self.rest()
+        return waiters
+
+    async def idle(self) -> None:
+        """Wait until no group is in flight."""
+        while self.busy:
+            await self._rested.wait()
+
+    def rest(self) -> None:
+        """Nothing is in flight any more: notify those who wait for that."""
+        self.busy = False
+        self._rested.set()
+        self._rested.clear()
