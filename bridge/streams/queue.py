@@ -50,18 +50,21 @@ class Group:
 
 
 class CommitQueue:
-    """One stream's pending group, the group in flight, and who waits for either. Sizes in bytes."""
+    """One stream's pending group, the group in flight, and who waits for either. Sizes in bytes.
+
+    `Stream.append` adds to the pending group itself: a call for it costs 5 % of an append.
+    """
 
     __slots__ = (
         "_committing",
         "_rested",
         "_schedule",
-        "_scheduled",
         "_waiters",
         "busy",
         "flight_size",
         "group",
         "next",
+        "scheduled",
     )
 
     def __init__(self, number: int, schedule: Callable[[], None]) -> None:
@@ -70,7 +73,7 @@ class CommitQueue:
         self.group = Group()  # what is pending
         self.busy = False  # a group is in flight: no other may be staged
         self.flight_size = 0
-        self._schedule, self._scheduled = schedule, False
+        self._schedule, self.scheduled = schedule, False
         self._waiters, self._committing = list[Waiter](), list[Waiter]()
         self._rested = asyncio.Event()  # set for an instant
 
@@ -84,26 +87,8 @@ class CommitQueue:
         """How many messages wait for their group to be staged."""
         return len(self.group.parts) // 2
 
-    def add(self, topic: bytes, payload: bytes, headers: bytes, message_id: bytes, size: int) -> int:
-        """Add a message that takes `size` bytes; returns its provisional number."""
-        group = self.group
-        parts = group.parts
-        if headers:
-            group.headers[len(parts) >> 1] = headers
-        if message_id:
-            group.ids[len(parts) >> 1] = message_id
-        group.size += size
-        parts.append(topic)
-        parts.append(payload)
-        number = self.next
-        self.next = number + 1
-        if not self._scheduled:
-            self._scheduled = True
-            self._schedule()
-        return number
-
     def after_commit(self, done: Waiter) -> None:
-        """Call `done` when all that was added so far is committed (None) or has failed (the error)."""
+        """Call `done` when all that is pending or in flight is committed (None) or has failed (the error)."""
         if self.group.parts:
             self._waiters.append(done)
         elif self.flight_size:
@@ -111,13 +96,18 @@ class CommitQueue:
         else:
             done(None)
 
+    def schedule(self) -> None:
+        """Have the pending group committed."""
+        self.scheduled = True
+        self._schedule()
+
     def postpone(self) -> None:
         """Begin no group now: the next message asks for it again, or who calls this does."""
-        self._scheduled = False
+        self.scheduled = False
 
     def take(self) -> Group | None:
         """The pending group, whose flight begins; None if nothing is pending."""
-        self._scheduled = False
+        self.scheduled = False
         group = self.group
         if not group.parts:
             return None
@@ -134,15 +124,14 @@ class CommitQueue:
     def go_on(self) -> None:
         """Have what has come meanwhile committed: it may have been scheduled while we were busy."""
         if self.group.parts:
-            self._scheduled = True
-            self._schedule()
+            self.schedule()
 
     def clear(self, number: int) -> list[Waiter]:
         """All of it has failed, and the next message gets `number`; returns who is to be notified."""
         waiters = [*self._committing, *self._waiters]
         self.group, self.flight_size, self.next = Group(), 0, number
         self._waiters, self._committing = [], []
-        self._scheduled = False
+        self.scheduled = False
         self.rest()
         return waiters
 

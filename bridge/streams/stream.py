@@ -231,6 +231,8 @@ class Stream:
         adds nothing. Raises StreamFull, MessageTooLarge or StorageFailed, and then nothing was added.
         """
         queue = self.queue
+        group = queue.group
+        parts = group.parts
         size = len(topic) + len(payload) + RECORD_OVERHEAD
         if headers or message_id:
             if message_id and self.window is not None:
@@ -239,11 +241,23 @@ class Stream:
                     self.count("deduplicated")
                     return known
             size += len(headers) + len(message_id) + 8
-        if queue.group.size + size > self._room:
+        if group.size + size > self._room:
             self._admit(topic, len(topic) + len(payload) + len(headers) + len(message_id), size)
-        if message_id and self.window is not None:
-            self.window.add(message_id, queue.next, self.clock.now())
-        return queue.add(topic, payload, headers, message_id, size)
+        if headers or message_id:
+            if headers:
+                group.headers[len(parts) >> 1] = headers
+            if message_id:
+                group.ids[len(parts) >> 1] = message_id
+                if self.window is not None:
+                    self.window.add(message_id, queue.next, self.clock.now())
+        group.size += size
+        parts.append(topic)
+        parts.append(payload)
+        number = queue.next
+        queue.next = number + 1
+        if not queue.scheduled:
+            queue.schedule()
+        return number
 
     def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> None:
         """Raise what `append` would: for who appends to several streams, and wants it in all or in none."""
