@@ -11,8 +11,7 @@ What it promises, because the SDKs depend on it:
   group and are answered together after the commit. A read that waits holds nothing up.
 * A frame that comes in pieces is acknowledged to TCP at once: the Node.js SDK writes header and body one
   after the other, and its kernel holds the body back until then, for 40 ms at every call.
-* The connection ends with FIN: our side is shut first, and what still comes is thrown away until the
-  client closes or is silent. A RST would leave the Python SDK broken for ever.
+* The connection ends with FIN (`net.flow`); a RST would leave the Python SDK broken for ever.
 * Memory is bounded: nothing is allocated by an announced length, a read begins only when what was
   written before is nearly gone, and who does not read its replies is not read from.
 """
@@ -31,6 +30,7 @@ from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, Status
 from bridge.net.addresses import network_of
+from bridge.net.flow import Flow
 from bridge.net.limits import keep_alive
 from bridge.operations.catalog import READ, Found
 
@@ -45,7 +45,6 @@ log = logging.getLogger(__name__)
 LATE = 58.0  # seconds; the SDKs wait 60 by default
 HANDSHAKE = 10.0  # seconds until a client must have said who it is
 STALLED = 60.0  # seconds without a byte of a frame that has begun
-QUIET = 1.0  # seconds of silence after our FIN until the connection is closed
 LINGER = 5.0  # seconds after our FIN until it is closed in any case
 MAX_CONNECT = 64 * 1024  # bytes of a frame, until the client is known
 MAX_FRAME = 64 * 1024 * 1024
@@ -66,10 +65,11 @@ class Breach(Exception):  # noqa: N818  (named for what happened)
     """Raised when a client breaks the protocol so that no answer makes sense; the connection ends."""
 
 
-class Connection(asyncio.Protocol):
+class Connection(Flow):
     """The server's side of one connection."""
 
     def __init__(self, front: GreengrassFrontEnd) -> None:
+        super().__init__()
         self._front = front
         self._operations, self._manager = front.operations, front.operations.manager
         self.caller: Identity  # since the client has said who it is; before it can ask for nothing
@@ -79,7 +79,6 @@ class Connection(asyncio.Protocol):
         self._need = 1  # bytes that make the next step possible
         self._skip = 0  # bytes of a frame that is too large, still to be thrown away
         self._skipped: tuple[int, bytes] = (0, b"")  # its operation and its first bytes
-        self._holds: set[str] = set()
         self._reads: set[asyncio.Task[None]] = set()
         self._appends = 0  # not yet answered
         self._writable = asyncio.Event()
@@ -91,11 +90,11 @@ class Connection(asyncio.Protocol):
 
     # -- the transport calls ------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        self.transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.host, self.address = str(peer[0]), f"{peer[0]}:{peer[1]}"
         self.socket = transport.get_extra_info("socket")
-        self._transport.set_write_buffer_limits(high=UNSENT)
+        self.transport.set_write_buffer_limits(high=UNSENT)
         self._timer = self._loop.call_later(HANDSHAKE, self.end, "no whole Connect in time")
         self._front.connections.add(self)
         if refused := self._front.limits.enter(self.host, keep_alive(transport)):
@@ -106,14 +105,14 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._state is State.ENDING:
-            self._quiet()
+            self.discard()
             return
         self._buffer += data
         self._heard = self._loop.time()
         if self._state is State.NEW:
             self._front.guests.keep(self, self.host, len(self._buffer))
         if len(self._buffer) >= self._need or self._skip:
-            self._work()
+            self.proceed()
         if self._state is State.OPEN:
             self._timer.cancel()
             if self._front.too_much(self, len(self._buffer)):
@@ -144,31 +143,14 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writable.clear()
-        self._hold("writes")
+        super().pause_writing()
 
     def resume_writing(self) -> None:
         self._writable.set()
-        self.release("writes")
+        super().resume_writing()
 
-    # -- reading and not reading ----------------------------------------------------------
-    def _hold(self, why: str) -> None:
-        if not self._holds and not self._transport.is_closing():
-            self._transport.pause_reading()
-        self._holds.add(why)
-
-    def release(self, why: str) -> None:
-        """Go on reading if this was the last reason not to."""
-        if why not in self._holds:
-            return
-        self._holds.discard(why)
-        if self._holds:
-            return
-        if self._state is not State.ENDING:
-            self._work()
-        if not self._holds and not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def _work(self) -> None:
+    # -- frames ------------------------------------------------------------
+    def proceed(self) -> None:
         try:
             self._frames()
         except Breach as error:
@@ -207,7 +189,7 @@ class Connection(asyncio.Protocol):
                     return
                 if op == Op.APPEND and self._manager.under_pressure:
                     self._front.wait_for_room(self)
-                    self._hold("pressure")
+                    self.hold("pressure")
                     return
                 body = bytes(buffer[at + HEADER : end])
                 pos = end
@@ -288,7 +270,7 @@ class Connection(asyncio.Protocol):
             return True
         delay = guesses.wrong(network)
         guesses.end(network, delay)
-        self._hold("token")
+        self.hold("token")
         self._loop.call_later(delay, self._refuse, request_id, Status.UNAUTHORIZED, why)
         return False
 
@@ -305,7 +287,7 @@ class Connection(asyncio.Protocol):
     def dismiss(self) -> None:
         """Too much is waiting of clients that have not said who they are, and this one has most of it."""
         self.end("too much is waiting of clients that have not connected")
-        self._transport.abort()
+        self.transport.abort()
 
     def _refuse(self, request_id: str, status: Status, why: str) -> None:
         self._connected(request_id, {"status": int(status), "errorMessage": why})
@@ -383,7 +365,7 @@ class Connection(asyncio.Protocol):
             self._reads.add(task)
             task.add_done_callback(self._read_ended)
             if len(self._reads) >= AT_A_TIME:
-                self._hold("reads")
+                self.hold("reads")
             return
         try:
             result = operations.control(self._operations, Op(op), request, self._version, self.caller)
@@ -436,12 +418,12 @@ class Connection(asyncio.Protocol):
         return wire.failure(op, request_id, status, str(error), self._version)
 
     def _send(self, data: bytes) -> None:
-        if self._state is not State.ENDING and not self._transport.is_closing():
-            self._transport.write(data)
+        if self._state is not State.ENDING and not self.transport.is_closing():
+            self.transport.write(data)
 
     # -- the end ------------------------------------------------------------
     def end(self, why: str) -> None:
-        """Close with FIN: shut our side, throw away what comes, until the client closes or is silent."""
+        """End the connection; `why` goes to the log."""
         if self._state is State.ENDING:
             return
         if why:
@@ -451,34 +433,11 @@ class Connection(asyncio.Protocol):
         self._buffer.clear()
         self._front.too_much(self, 0)
         self._skip = 0
-        if self._transport.is_closing():
-            return
-        if self._holds:
-            self._holds.clear()
-            self._transport.resume_reading()
-        self._transport.write_eof()  # after what is still to be sent
-        self._over = self._loop.time() + LINGER
-        self._quiet()
-
-    def _quiet(self) -> None:
-        self._timer.cancel()
-        left = self._over - self._loop.time()
-        if left > 0:
-            self._timer = self._loop.call_later(min(QUIET, left), self._close)
-        else:
-            self._close()
-
-    def _close(self) -> None:
-        if self._transport.get_write_buffer_size():
-            if self._loop.time() < self._over:
-                self._quiet()
-                return
-            self._transport.abort()  # it does not take its answers, and has had its time
-        self._transport.close()
+        self.finish(LINGER)
 
     async def stop(self) -> None:
         """Read no further; what was read is stored and answered, reads that wait are told, then FIN."""
-        self._hold("stop")
+        self.hold("stop")
         for task in self._reads:
             task.cancel()
         while (self._appends or self._reads) and self._state is not State.ENDING:

@@ -24,12 +24,14 @@ from bridge.net import peer
 from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits
+from bridge.net.listening import listen
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
+    from bridge.net.listening import Listening
     from bridge.operations.catalog import Operations
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,6 @@ log = logging.getLogger(__name__)
 MANY = 64 * 1024  # bytes of an unfinished frame from which on they are counted
 PARTIAL_BYTES = 256 * 1024 * 1024  # that may wait in unfinished frames of all clients together
 GUEST_BYTES = 8 * 1024 * 1024
-BACKLOG = 1024
 
 
 class Settings(Protocol):
@@ -79,7 +80,7 @@ class GreengrassFrontEnd:
         self.manager = operations.manager
         self.connections: set[Connection] = set()
         self.counts: Counter[str] = Counter()
-        self._servers: list[asyncio.Server] = []
+        self._listening: Listening | None = None
         self.reading = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._partial: dict[Connection, int] = {}
@@ -90,32 +91,24 @@ class GreengrassFrontEnd:
         self.guesses = Guesses()
 
     async def start(self) -> list[str]:
-        """Listen; returns the urls, port 0 resolved. Raises ConfigError or OSError."""
+        """Listen; returns the urls, port 0 resolved. Raises ConfigError."""
         self.manager.on_pressure.append(self._pressure)
-        loop = asyncio.get_running_loop()
-        urls = []
         if self._config.listen:
             host, port = host_and_port(self._config.listen)
-            try:
-                server = await loop.create_server(partial(Connection, self), host, port, backlog=BACKLOG)
-            except OSError as error:
-                why = os.strerror(error.errno) if error.errno else str(error)
-                raise OSError(error.errno, f"cannot listen on {self._config.listen}: {why}") from None
-            self._servers.append(server)
-            bound = server.sockets[0].getsockname()
-            urls.append(f"tcp://{f'[{host}]' if ':' in host else host}:{bound[1]}")
-        return urls
+            self._listening = await listen("greengrass.listen", host, port)
+            await self._listening.accept(partial(Connection, self))
+            return [f"tcp://{self._listening.place}"]
+        return []
 
     async def stop(self) -> None:
         """Accept nobody any more; what was read is committed and answered, then every connection ends."""
-        for server in self._servers:
-            server.close()
+        if self._listening is not None:
+            self._listening.close()
         connections = list(self.connections)
         await asyncio.gather(*(connection.stop() for connection in connections))
         await asyncio.gather(*(connection.closed for connection in connections), *self._tasks)
         with contextlib.suppress(ValueError):
             self.manager.on_pressure.remove(self._pressure)
-        self._servers.clear()
 
     def stats(self) -> dict[str, int]:
         """Connections now, and counters since the start."""

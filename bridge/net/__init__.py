@@ -1,1 +1,1 @@
-"""What listeners share: limits of connections, memory of strangers, fair turns. Knows no protocol."""
+"""What listeners share: sockets, flow control, limits of connections and memory, fair turns. No protocol."""

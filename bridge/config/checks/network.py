@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted
 from bridge.mqtt.settings import parse_address
 from bridge.net.addresses import host_and_port, is_loopback
+from bridge.net.listening import place, refusal
 from bridge.streams.store import is_running
 
 Wanted = tuple[Keys, str, int]
@@ -35,12 +35,12 @@ def listeners(look: Look) -> Iterator[Finding]:
             ours.append((keys, host, port))
             if owner is not None:
                 why = f"{dotted(owner)} of this configuration listens there too; choose another port"
-                yield look.error(keys, f"cannot listen at {host}:{port}: {why}")
+                yield look.error(keys, f"cannot listen at {place(host, port)}: {why}")
             elif not running:
                 try:
                     held.append(socket.create_server((host, port), family=_family(host)))
                 except OSError as error:
-                    yield look.error(keys, f"cannot listen at {host}:{port}: {_why_not(error, port)}")
+                    yield look.error(keys, refusal(host, port, error))
     finally:
         for listener in held:
             listener.close()
@@ -188,16 +188,3 @@ def _wanted(look: Look) -> Iterator[Wanted]:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _why_not(error: OSError, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            "another program listens there already; stop it, or choose another port "
-            f"(`ss -ltnp sport = :{port}` shows which program)"
-        )
-    if error.errno == errno.EACCES:
-        return "only root may use ports below 1024; choose another one, or see `systemctl cat streambridge`"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "this machine has no such address; `ip address` shows those that it has"
-    return error.strerror or str(error)

@@ -44,6 +44,7 @@ from bridge.mqtt.wire.packets import (
     ProtocolError,
     frame,
 )
+from bridge.net.flow import Flow
 
 if TYPE_CHECKING:
     from bridge.mqtt.broker.router import Route
@@ -67,17 +68,17 @@ class State(enum.Enum):
     CLOSED = enum.auto()
 
 
-class Connection(asyncio.Protocol):
+class Connection(Flow):
     """The server's side of one MQTT connection."""
 
     __slots__ = (
-        "_batches", "_connect_size", "_drained", "_epoch", "_heard", "_holds", "_need", "_paid", "_routes",
-        "_tail", "_timer", "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener",
-        "max_packet_out", "reason", "receive_maximum", "requests", "session", "state", "transport",
-        "writable",
+        "_batches", "_connect_size", "_drained", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail",
+        "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
+        "reason", "receive_maximum", "requests", "session", "state", "writable",
     )  # fmt: skip
 
     def __init__(self, lane: Lane, listener: Listener) -> None:
+        super().__init__()
         self.lane, self.listener = lane, listener
         self.state = State.NEW
         self.level = V311
@@ -94,7 +95,6 @@ class Connection(asyncio.Protocol):
         self._tail: bytes | bytearray = b""  # read, not yet handled
         self._need = 2  # bytes that make the next packet whole
         self._connect_size = 0  # bytes of its CONNECT while the login waits
-        self._holds: set[str] = set()
         self._routes: dict[bytes, Route] = {}
         self._epoch = -1
         self._paid = 0.0  # until when its messages are within its rate
@@ -144,14 +144,14 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.writable = False
-        self.hold("writes")  # a client that does not read its acknowledgements need not send more
+        super().pause_writing()  # a client that does not read its acknowledgements need not send more
 
     def resume_writing(self) -> None:
         self.writable = True
         if self.session is not None and self.state is State.OPEN:
             self.session.outbox.pump()
         if self.writable:
-            self.release("writes")
+            super().resume_writing()
 
     # -- for the rest of the lane ------------------------------------------------------------
 
@@ -179,26 +179,10 @@ class Connection(asyncio.Protocol):
             with contextlib.suppress(OSError):  # the peer may have gone this very moment
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
-    def hold(self, why: str) -> None:
-        """Stop reading until `release` has been called for every reason."""
-        if self.state is State.CLOSED:
-            return
-        if not self._holds and not self.transport.is_closing():
-            self.transport.pause_reading()
-        self._holds.add(why)
-
-    def release(self, why: str) -> None:
-        """Go on, if this was the last reason not to."""
-        if why not in self._holds:
-            return
-        self._holds.discard(why)
-        if self._holds or self.state is State.CLOSED:
-            return
+    def proceed(self) -> None:
         data, self._tail = bytes(self._tail), b""
         if data:
             self._work(data)
-        if not self._holds and not self.transport.is_closing():
-            self.transport.resume_reading()
 
     def wait_with(self, size: int) -> None:
         """Its login waits, and needs so many bytes beside what the client has sent behind it."""
@@ -240,8 +224,7 @@ class Connection(asyncio.Protocol):
     def end(self, counter: str, why: str, *, will: bool = True, linger: bool = False) -> None:
         """Close the connection; `counter` counts the reason, `why` goes to the log.
 
-        With `linger` only our half is closed at first, and what still comes is read and thrown away: a
-        socket that is closed with unread bytes is reset, and the peer loses our last words.
+        With `linger` it ends with FIN, so that the peer gets our last words.
         """
         if self.state is State.CLOSED:
             return
@@ -258,11 +241,7 @@ class Connection(asyncio.Protocol):
         if not self.writable:
             transport.abort()
         elif linger and not transport.is_closing() and transport.can_write_eof():
-            with contextlib.suppress(OSError):  # the peer may have gone this very moment
-                transport.write_eof()
-            if self._holds:
-                transport.resume_reading()
-            self._timer = self.lane.loop.call_later(LINGER, transport.abort)
+            self.finish(LINGER)
         else:
             transport.close()
             if transport.get_write_buffer_size():

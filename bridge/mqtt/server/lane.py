@@ -24,7 +24,7 @@ from bridge.mqtt.broker.sessions import Session, Sessions
 from bridge.mqtt.broker.turns import Turns
 from bridge.mqtt.server.connection import Connection
 from bridge.mqtt.server.publishing import publish_will
-from bridge.mqtt.server.tls import BACKLOG, TlsServer, tls_context
+from bridge.mqtt.server.tls import TlsServer, tls_context
 from bridge.mqtt.server.websocket import WebSocket
 from bridge.mqtt.settings import parse_address
 from bridge.mqtt.wire import properties as p
@@ -33,6 +33,7 @@ from bridge.net.addresses import is_loopback
 from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
+from bridge.net.listening import Listening, listen
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -57,7 +58,7 @@ class Listener:
 
     def __init__(self, address: Address, client_certificates: bool) -> None:
         self.address, self.client_certificates = address, client_certificates
-        self.server: asyncio.Server | TlsServer | None = None
+        self.server: Listening | TlsServer | None = None
 
 
 class Lane:
@@ -207,22 +208,14 @@ class Lane:
         tls = self._tls if address.secure else None
         listener = Listener(address, tls is not None and tls.verify_mode is ssl.CERT_REQUIRED)
         make = partial(self._connection, listener)
-        try:
-            if tls is None:
-                listener.server = await self.loop.create_server(
-                    lambda: make()[1], address.host, address.port, backlog=BACKLOG
-                )
-            else:
-                listener.server = TlsServer(self, tls, make)
-                await listener.server.open(address)
-        except OSError as error:
-            raise ConfigError(
-                f"mqtt.listen {address.scheme}://{address.host}:{address.port}: {error}"
-            ) from error
+        listening = await listen("mqtt.listen", address.host, address.port)
         self._listeners.append(listener)
-        port = listener.server.sockets[0].getsockname()[1]
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        return f"{_URL_SCHEMES[address.scheme]}://{host}:{port}"
+        if tls is None:
+            listener.server = listening
+            await listening.accept(lambda: make()[1])
+        else:
+            listener.server = TlsServer(self, tls, make, listening)
+        return f"{_URL_SCHEMES[address.scheme]}://{listening.place}"
 
     def _connection(self, listener: Listener) -> tuple[Connection, asyncio.Protocol]:
         conn = Connection(self, listener)

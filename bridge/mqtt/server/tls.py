@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import socket
 import ssl
 from typing import TYPE_CHECKING
@@ -24,11 +22,11 @@ if TYPE_CHECKING:
 
     from bridge.mqtt.server.connection import Connection
     from bridge.mqtt.server.lane import Lane
-    from bridge.mqtt.settings import Address, TlsSettings
+    from bridge.mqtt.settings import TlsSettings
+    from bridge.net.listening import Listening
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024  # sockets that wait in the kernel for their accept
 BURST = 100  # sockets accepted until others have their turn
 HANDSHAKE_BYTES = 28 * 1024  # that TLS needs while it shakes hands, counted against `guest_bytes`
 TURN = 0.1  # seconds until the turn of a handshake is another one's
@@ -43,44 +41,22 @@ class TlsServer:
         lane: Lane,
         context: ssl.SSLContext,
         factory: Callable[[], tuple[Connection, asyncio.Protocol]],
+        listening: Listening,
     ) -> None:
         """`factory` makes a connection, and the protocol that is to be told what TLS has deciphered."""
-        self.sockets: list[socket.socket] = []
         self.context = context  # of the handshakes that begin from now on
-        self._lane, self._factory = lane, factory
-
-    async def open(self, address: Address) -> None:
-        """Listen; raises OSError."""
-        found = await self._lane.loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        try:
-            for family, _, _, _, where in dict.fromkeys(found):
-                try:
-                    listening = socket.create_server(where, family=family, backlog=BACKLOG)
-                except OSError as error:
-                    if error.errno != errno.EAFNOSUPPORT:  # a kernel without IPv6, as asyncio has it
-                        raise
-                    continue
-                listening.setblocking(False)
-                self.sockets.append(listening)
-            if not self.sockets:
-                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-        except OSError:
-            self.close()
-            raise
-        for listening in self.sockets:
-            self._watch(listening)
+        self._lane, self._factory, self._listening = lane, factory, listening
+        for sock in listening.sockets:
+            self._watch(sock)
 
     def close(self) -> None:
         """Accept nobody any more."""
-        for listening in self.sockets:
+        for listening in self._listening.sockets:
             self._lane.loop.remove_reader(listening)
-            listening.close()
-        self.sockets.clear()
+        self._listening.close()
 
     def _watch(self, listening: socket.socket) -> None:
-        if listening in self.sockets:
+        if listening in self._listening.sockets:
             self._lane.loop.add_reader(listening, self._accept, listening)
 
     def _accept(self, listening: socket.socket) -> None:

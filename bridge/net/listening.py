@@ -1,0 +1,87 @@
+"""The listening sockets of one address, and in which words an address is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from bridge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BACKLOG = 1024  # sockets that wait in the kernel for their accept
+
+
+class Listening:
+    """The sockets of one address: several where a name such as `localhost` stands for several."""
+
+    def __init__(self, host: str, sockets: list[socket.socket]) -> None:
+        self.sockets = sockets
+        self.place = place(host, sockets[0].getsockname()[1])  # "host:port", the port that was taken
+        self._servers: list[asyncio.Server] = []
+
+    async def accept(self, make: Callable[[], asyncio.BaseProtocol]) -> None:
+        """Have the event loop accept connections; `make` makes the protocol of each."""
+        loop = asyncio.get_running_loop()
+        for listening in self.sockets:
+            self._servers.append(await loop.create_server(make, sock=listening, backlog=BACKLOG))
+
+    def close(self) -> None:
+        """Accept nobody any more."""
+        for server in self._servers:
+            server.close()
+        for listening in [] if self._servers else self.sockets:
+            listening.close()
+        self._servers.clear()
+        self.sockets.clear()
+
+
+async def listen(option: str, host: str, port: int) -> Listening:
+    """Listen at an address, port 0 for any free one. Raises ConfigError, which names the option."""
+    loop = asyncio.get_running_loop()
+    sockets: list[socket.socket] = []
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, _, _, _, where in dict.fromkeys(found):
+            try:
+                sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))
+            except OSError as error:
+                if error.errno != errno.EAFNOSUPPORT:  # a kernel without IPv6, as asyncio has it
+                    raise
+                continue
+            sockets[-1].setblocking(False)
+        if not sockets:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+    except OSError as error:
+        for listening in sockets:
+            listening.close()
+        raise ConfigError(f"{option}: {refusal(host, port, error)}") from error
+    return Listening(host, sockets)
+
+
+def place(host: str, port: int) -> str:
+    """An address and a port as urls have them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def refusal(host: str, port: int, error: OSError) -> str:
+    """Why an address cannot be listened at, and what to do."""
+    match error.errno:
+        case errno.EADDRINUSE:
+            why = (
+                "another program listens there already; stop it, or choose another port "
+                f"(`ss -ltnp sport = :{port}` shows which program)"
+            )
+        case errno.EACCES:
+            why = (
+                "only root may use ports below 1024; choose another one, or see `systemctl cat streambridge`"
+            )
+        case errno.EADDRNOTAVAIL:
+            why = "this machine has no such address; `ip address` shows those that it has"
+        case _:
+            why = error.strerror or str(error)
+    return f"cannot listen at {place(host, port)}: {why}"
