@@ -12,8 +12,8 @@ What it promises:
 * The event loop is not held up: the disk is asked in threads, long texts are written in threads, and
   an answer is used again for as long as it would cost too much to make it anew.
 
-Modules, each knowing only those before it: `state` (what is shown), `observer` (gathers it), `server`
-(HTTP/1.1 and its guards), `frontend` (routes). `bridge.http.metrics` writes a state for Prometheus.
+Modules, each knowing only those before it: `state` (what is shown), `observer` (gathers it), `frontend`
+(routes). `bridge.http.metrics` writes a state for Prometheus. HTTP itself is in `bridge.net.httpserver`.
 """
 
 from bridge.http.frontend import HttpFrontEnd

@@ -17,8 +17,8 @@ import msgspec
 
 from bridge.http import metrics
 from bridge.http.observer import SHARE, Observer
-from bridge.http.server import Answer, Server
 from bridge.net.addresses import host_and_port, is_loopback
+from bridge.net.httpserver import Answer, Request, Server
 from bridge.net.limits import ConnectionLimits
 
 log = logging.getLogger("bridge.http")
@@ -56,6 +56,7 @@ class HttpFrontEnd:
         self._watch: asyncio.Task[None] | None = None
         self._loopback = is_loopback(host_and_port(listen)[0])
         self._server = Server(
+            "http.listen",
             listen,
             {
                 "/": self._root,
@@ -86,16 +87,16 @@ class HttpFrontEnd:
         self._observer.close()
 
     # -- routes ----------------------------------------------------------------------------------
-    async def _root(self, query: str) -> Answer:
+    async def _root(self, request: Request) -> Answer:
         return self._page
 
-    async def _status(self, query: str) -> Answer:
+    async def _status(self, request: Request) -> Answer:
         return _json(HTTPStatus.OK, self._observer.state())
 
-    async def _history(self, query: str) -> Answer:
+    async def _history(self, request: Request) -> Answer:
         """The points after `since` (Unix ms), by column; a lag is null where an export was not there."""
         try:
-            since = int(parse_qs(query).get("since", ["0"])[0])
+            since = int(parse_qs(request.query).get("since", ["0"])[0])
         except ValueError:
             return _json(HTTPStatus.BAD_REQUEST, {"error": "since: give a time in ms"})
         points = [point for point in self._observer.points if point.time > since]
@@ -111,7 +112,7 @@ class HttpFrontEnd:
         }
         return _json(HTTPStatus.OK, found)
 
-    async def _scrape(self, query: str) -> Answer:
+    async def _scrape(self, request: Request) -> Answer:
         now = time.monotonic()
         if self._metrics is None or (self._metrics.done() and now >= self._metrics_until):
             self._metrics = asyncio.create_task(self._render())
@@ -124,13 +125,13 @@ class HttpFrontEnd:
         self._metrics_until = ended + (ended - began) * SHARE
         return text
 
-    async def _health(self, query: str) -> Answer:
+    async def _health(self, request: Request) -> Answer:
         """Alive: this answer comes from the event loop. Able to store: the data directory was tried."""
         error = await self._observer.storage_error()
         status = HTTPStatus.OK if error is None else HTTPStatus.SERVICE_UNAVAILABLE
         return _json(status, {"ok": error is None, "storage": error or "writable"})
 
-    async def _readiness(self, query: str) -> Answer:
+    async def _readiness(self, request: Request) -> Answer:
         """Ready: all streams can store what comes, and it comes.
 
         The listeners are open or an external broker is connected, and nobody has told the service to stop.

@@ -1,1 +1,1 @@
-"""What listeners share: sockets, flow control, limits of connections and memory, fair turns. No protocol."""
+"""What listeners share: sockets, flow control, limits of connections and memory, fair turns, HTTP."""

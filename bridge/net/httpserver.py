@@ -1,0 +1,357 @@
+"""An HTTP/1.1 server for front ends: h11 reads and writes the protocol, the guards before it are ours.
+
+A `Server` is one listener: its routes, and its `Limits`. A route gets a `Request` and returns an `Answer`.
+The body is read only when the route asks for it, so that a caller can be refused by the head alone.
+
+    HEAD --complete--> ANSWER --the route has returned--> HEAD of the next request, or FIN
+                       |    ^
+        request.body() v    | complete
+                        BODY
+
+Refused, before a route is called: heads that are too large or too slow, other methods than those of the
+listener, GET and HEAD with a body, bodies in chunks, lengths that two programs could read differently
+(RFC 9112 section 6.3), and a Host that is neither an IP address, nor localhost, nor this machine's name.
+A page on the web can have a name of its own point at our address (DNS rebinding), but its requests
+then carry that name; they cannot carry an address or our name.
+
+Every answer forbids browsers to embed, to guess types, to keep, and to load anything from elsewhere.
+As many connections are open as `ConnectionLimits` allow; one that idles is closed. While a request is
+answered nothing more is read, so that a client has one request in memory and little of the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import re
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import NamedTuple, cast
+
+import h11
+
+from bridge.net.addresses import host_and_port
+from bridge.net.flow import Flow
+from bridge.net.limits import ConnectionLimits, keep_alive
+from bridge.net.listening import Listening, listen
+
+LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
+
+log = logging.getLogger("bridge.http")
+
+_NOTHING = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_GUARDS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": _NOTHING,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+# h11 takes these, and merges lengths that say the same: line feeds without CR, folded lines.
+_LOOSE = re.compile(rb"(?<!\r)\n|\n[ \t]")
+_LENGTHS = re.compile(rb"\ncontent-length:([^\r]*)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one listener takes in. Sizes in bytes, times in seconds."""
+
+    methods: tuple[str, ...] = ("GET", "HEAD")
+    head: int = 8 * 1024  # request line and fields
+    body: int = 0
+    head_timeout: float = 10.0  # for the whole of the first head
+    body_timeout: float = 30.0  # for a whole body
+    idle_timeout: float = 30.0  # from an answer to the end of the next head
+
+
+class Answer(NamedTuple):
+    """What a route gives back; `policy` replaces the Content-Security-Policy."""
+
+    status: HTTPStatus
+    content_type: str
+    body: bytes
+    policy: str | None = None
+
+
+class Refused(Exception):  # noqa: N818 - named for what happened
+    """Raised for a request that is not served; the connection ends after the answer."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Request:
+    """The head of a request, and its body for the asking.
+
+    `headers` has lower-case names; the values of fields that came more than once are joined by ", ".
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: dict[str, str]
+    address: str
+    body: Callable[[], Awaitable[bytes]]  # raises Refused if it is too large or too slow; once only
+
+
+Route = Callable[[Request], Awaitable[Answer]]
+
+
+class Server:
+    """One listener, which serves `routes` by their path."""
+
+    def __init__(
+        self,
+        option: str,
+        listen: str,
+        routes: dict[str, Route],
+        connections: ConnectionLimits,
+        limits: Limits | None = None,
+    ) -> None:
+        """`option` is the configuration's name for `listen`. Raises ValueError if that is no address."""
+        self._option = option
+        self._host, self._port = host_and_port(listen)
+        self._routes = routes
+        self._names = _names(self._host)
+        self._listening: Listening | None = None
+        self.limits, self.counted = limits or Limits(), connections
+        self.connections: set[Connection] = set()
+
+    async def start(self) -> str:
+        """Listen; returns the url with the port really taken. Raises ConfigError."""
+        self._listening = await listen(self._option, self._host, self._port)
+        await self._listening.accept(lambda: Connection(self))
+        return f"http://{self._listening.place}/"
+
+    async def stop(self) -> None:
+        """Close the listener and all connections."""
+        if self._listening is not None:
+            self._listening.close()
+        tasks = [task for connection in list(self.connections) if (task := connection.stop()) is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check_host(self, host: str | None, version: bytes) -> None:
+        """Raises Refused for a name that is not this machine's."""
+        if host is None and version == b"1.0":  # no browser sends that
+            return
+        host = host or ""
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name.lower().rstrip(".") in self._names:
+            return
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            log.warning("refused a request for host %.80r: it is not a name of this machine", host)
+            raise Refused(HTTPStatus.MISDIRECTED_REQUEST) from None
+
+    async def answer(self, request: Request) -> Answer:
+        """What the route of a request says. Raises Refused."""
+        route = self._routes.get(request.path)
+        if route is None:
+            return _plain(HTTPStatus.NOT_FOUND)
+        try:
+            return await route(request)
+        except Refused:
+            raise
+        except Exception:
+            log.exception("a request for %s failed", request.path)
+            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+class Connection(Flow):
+    """The server's side of one connection: one request at a time.
+
+    h11 is given a head when it is complete and has passed our guards, and a body when it is complete.
+    """
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server, self._limits = server, server.limits
+        self._loop = asyncio.get_running_loop()
+        self._unread = bytearray()
+        self._http = h11.Connection(h11.SERVER)
+        self._length = 0  # bytes of the body that have not been read
+        self._head_only = False  # a HEAD: the answer has no body
+        self._awaited: asyncio.Future[None] | None = None  # the body
+        self._half_closed = False  # the client sends no more
+        self._task: asyncio.Task[None] | None = None  # which answers
+
+    # -- the transport calls ------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.address = str((transport.get_extra_info("peername") or ("local",))[0])
+        self._timer = self._loop.call_later(self._limits.head_timeout, self.finish, LINGER)
+        self._server.connections.add(self)
+        if self._server.counted.enter(self.address, keep_alive(transport)):
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._over:
+            self.discard()
+            return
+        self._unread += data
+        if not self._holds:
+            self.proceed()
+
+    def eof_received(self) -> bool:
+        """The client sends no more (it may still read): what it has asked for is answered."""
+        self._half_closed = True
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_exception(Refused(HTTPStatus.BAD_REQUEST))
+        if self._task is None:
+            self.finish(LINGER)
+        return self._task is not None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._server.connections.discard(self)
+        self._server.counted.leave(self.address)
+        if self._task is not None:
+            self._task.cancel()
+
+    def stop(self) -> asyncio.Task[None] | None:
+        """Close; returns the task that is to be waited for."""
+        self._timer.cancel()
+        self.transport.close()
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    # -- requests ------------------------------------------------------------
+
+    def proceed(self) -> None:
+        if self._awaited is not None:
+            if len(self._unread) >= self._length and not self._awaited.done():
+                self.hold("answer")
+                self._awaited.set_result(None)
+            return
+        end = self._unread.find(b"\r\n\r\n", 0, self._limits.head) + 4
+        if end >= 4 or len(self._unread) >= self._limits.head:
+            self._timer.cancel()
+            self.hold("answer")
+            self._task = self._loop.create_task(self._serve(end if end >= 4 else 0))
+
+    async def _serve(self, size: int) -> None:
+        """Answer the request whose head has so many bytes; 0: more than there may be."""
+        refused = False
+        try:
+            answer = await self._server.answer(self._check(size))
+        except Refused as refusal:
+            answer, refused = _plain(refusal.status), True
+        self._task = None
+        if self.transport.is_closing():
+            return
+        ends = refused or self._length > 0 or self._half_closed
+        self.transport.writelines(self._written(answer, ends))
+        if ends or self._http.our_state is not h11.DONE:
+            self._unread.clear()
+            self.finish(LINGER)
+            if self._half_closed:
+                self.transport.close()  # nothing is left that it could send
+            return
+        self._http.start_next_cycle()
+        self._timer = self._loop.call_later(self._limits.idle_timeout, self.finish, LINGER)
+        self.release("answer")
+
+    def _check(self, size: int) -> Request:
+        """The request, if it passes all guards; raises Refused."""
+        self._head_only = False
+        if not size:
+            raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        head = bytes(self._unread[:size])
+        del self._unread[:size]
+        lengths = _LENGTHS.findall(head)
+        if len(lengths) > 1 or b"," in b"".join(lengths) or _LOOSE.search(head):
+            raise Refused(HTTPStatus.BAD_REQUEST)
+        try:
+            self._http.receive_data(head)
+            event = cast("h11.Request", self._http.next_event())
+        except h11.RemoteProtocolError as error:
+            raise Refused(HTTPStatus(error.error_status_hint)) from None
+        fields: dict[str, str] = {}
+        for name, value in event.headers:
+            key, text = name.decode("ascii"), value.decode("latin-1")
+            fields[key] = f"{fields[key]}, {text}" if key in fields else text
+        method, target = event.method.decode("ascii"), event.target.decode("ascii")
+        if event.http_version not in (b"1.0", b"1.1") or not target.startswith("/"):
+            raise Refused(HTTPStatus.BAD_REQUEST)
+        self._head_only = method == "HEAD"
+        self._server.check_host(fields.get("host"), event.http_version)
+        if method not in self._limits.methods:
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+        self._length = int(fields.get("content-length", "0"))
+        chunked = "transfer-encoding" in fields
+        if (chunked or self._length) and method in ("GET", "HEAD"):
+            raise Refused(HTTPStatus.BAD_REQUEST)
+        if chunked:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED)
+        if self._length > self._limits.body:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        if not self._length:
+            self._http.next_event()  # EndOfMessage
+        path, _, query = target.partition("?")
+        return Request(method, path, query, fields, self.address, self._read_body)
+
+    async def _read_body(self) -> bytes:
+        """The body of the present request."""
+        if not self._length:
+            return b""
+        if self._http.they_are_waiting_for_100_continue and not self.transport.is_closing():
+            go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self._http.send(go_on))
+        self._awaited = self._loop.create_future()
+        self.release("answer")
+        try:
+            async with asyncio.timeout(self._limits.body_timeout):
+                await self._awaited
+        except TimeoutError:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT) from None
+        finally:
+            self.hold("answer")
+            self._awaited = None
+        body = bytes(self._unread[: self._length])
+        del self._unread[: self._length]
+        self._length = 0
+        self._http.receive_data(body)
+        while not isinstance(self._http.next_event(), h11.EndOfMessage):
+            pass
+        return body
+
+    def _written(self, answer: Answer, ends: bool) -> list[bytes]:
+        """An answer's bytes."""
+        fields = _GUARDS | {
+            "Date": formatdate(usegmt=True),
+            "Content-Type": answer.content_type,
+            "Content-Length": str(len(answer.body)),
+        }
+        if ends:
+            fields["Connection"] = "close"
+        if answer.policy is not None:
+            fields["Content-Security-Policy"] = answer.policy
+        if answer.status is HTTPStatus.METHOD_NOT_ALLOWED:
+            fields["Allow"] = ", ".join(self._limits.methods)
+        send = self._http.send
+        reason = answer.status.phrase.encode()
+        head = send(h11.Response(status_code=answer.status, headers=list(fields.items()), reason=reason))
+        body = b"" if self._head_only else send(h11.Data(data=answer.body))
+        return [head, body, send(h11.EndOfMessage())]
+
+
+def _plain(status: HTTPStatus) -> Answer:
+    return Answer(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
+
+
+def _names(host: str) -> set[str]:
+    """The names that this machine may be asked for by, beside addresses."""
+    own = socket.gethostname().lower()
+    short = own.partition(".")[0]
+    return {"localhost", host.lower(), own, short, f"{short}.local"}
