@@ -19,7 +19,7 @@ __all__ = ["MqttFrontEnd"]
 
 
 def __getattr__(name: str) -> Any:
-    # The configuration needs only `settings`; amqtt takes a while to import.
+    # The configuration needs only `settings`.
     if name == "MqttFrontEnd":
         from bridge.mqtt.frontend import MqttFrontEnd
 

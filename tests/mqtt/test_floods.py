@@ -12,6 +12,7 @@ from .harness import PING, Bridge, bridge_test, publish, unsubscribe, until
 
 STALL = 0.3  # seconds of work in one turn of the event loop, our clients' included
 CLIENTS, FILTERS, LEVELS = 10, 990, 60
+WIDTH = 500  # publishers, and subscribers of each
 
 
 @asynccontextmanager
@@ -27,6 +28,7 @@ async def no_stall(what: str) -> AsyncIterator[None]:
             worst = max(worst, time.process_time() - began)
 
     watcher = asyncio.create_task(watch())
+    await asyncio.sleep(0)  # it watches from here on
     try:
         yield
         await asyncio.sleep(0.002)
@@ -78,3 +80,18 @@ async def test_a_flood_of_wildcard_filters_stalls_nobody(bridge: Bridge) -> None
             one.abort()
         await until(lambda: bridge.stat("sessions") == CLIENTS + 1)
         await until(lambda: len(bridge.lane.router._tree) == 0, what="the filters are forgotten")
+
+
+@bridge_test(seconds=120, queued_messages=1)
+async def test_many_publishers_to_many_subscribers_at_once_stall_nobody(bridge: Bridge) -> None:
+    for number in range(WIDTH):
+        away = await bridge.connect(f"s{number}", clean=False)
+        await away.subscribe(("plain", 1))
+        away.disconnect()
+    publishers = [await bridge.connect(f"p{number}") for number in range(WIDTH)]
+    for number in (1, 2):  # at first the route is looked up, then it is known
+        async with no_stall(f"message {number} of each"):
+            for one in publishers:
+                one.send(publish("plain", b"x", 1, number))
+            for one in publishers:
+                assert (await one.receive(60)).head == 0x40

@@ -5,7 +5,6 @@ message, headers         a message on its way; what a stream keeps of it
 outbox, sessions         what a subscriber is to be sent; one client's state
 records, journal, marks  what of that survives, and from where streams are searched at a start
 retained                 the newest message of a topic
-delivery                 amqtt: live copies of ordinary messages
 router                   where a message goes
 recovery                 what the journal says at a start
 """

@@ -9,10 +9,7 @@ from bridge.mqtt.wire.packets import PUBLISH, V5, string
 from bridge.mqtt.wire.properties import varint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from bridge.clock import Clock, Deadline
-    from bridge.mqtt.broker.sessions import Session
 
 
 LARGE = 32 * 1024  # bytes of a payload from which on a copy costs more than a second write
@@ -66,7 +63,7 @@ class Message:
     `expires` takes the place of the Message Expiry Interval among the properties: see `expiry_of`.
     """
 
-    __slots__ = ("_plain", "expires", "live", "payload", "properties", "qos", "retain", "topic")
+    __slots__ = ("_plain", "expires", "payload", "properties", "qos", "retain", "topic")
 
     def __init__(
         self,
@@ -81,7 +78,6 @@ class Message:
         self.properties = {k: v for k, v in (properties or {}).items() if k in p.MESSAGE}
         self.properties.pop(p.MESSAGE_EXPIRY, None)
         self.expires = expires
-        self.live: Mapping[Session, Receiver] = {}  # who gets it through `Delivery`
         self._plain: tuple[bytes, ...] = ()
 
     @property

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from bridge.clock import Clock
-    from bridge.mqtt.broker.delivery import Delivery
     from bridge.mqtt.broker.journal import Journal
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.broker.sessions import Session
@@ -74,7 +73,6 @@ class Router:
     def __init__(
         self,
         store: Store,
-        delivery: Delivery,
         journal: Journal,
         limits: Limits,
         clock: Clock,
@@ -83,7 +81,7 @@ class Router:
         self.epoch = 0
         self._turns = turns
         self.retained = Retained(journal, limits, clock)
-        self._store, self._delivery, self._journal = store, delivery, journal
+        self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self._routes: dict[bytes, Route] = {}
         # Subscriptions of sessions that have ended and are still in the tree.
@@ -145,7 +143,6 @@ class Router:
         if subscription is None:
             return False
         self._tree.remove(topic_filter, (session, subscription))
-        self._delivery.unsubscribe(session, topic_filter)
         self.forget_routes()
         return True
 
@@ -188,14 +185,10 @@ class Router:
             del receivers[origin]
             if wanted is not None:
                 receivers[origin] = wanted
-        live = False
         lasting: list[Outgoing] = []
         homes: list[Session] = []
         for session, receiver in receivers.items():
             qos = min(message.qos, receiver.qos)
-            if not qos and not route.streams:
-                live = True
-                continue
             retain = message.retain and receiver.retain_as_published
             out = Outgoing(message, qos, retain, receiver.identifiers)
             if qos and session.persistent and not route.streams:
@@ -209,21 +202,7 @@ class Router:
             for session, out in zip(homes, lasting, strict=True):
                 session.outbox.put(out)
             waits = True
-        if live:
-            message.live = receivers
-            self._delivery.publish(message)
         return waits
-
-    def deliver_live(self, session: Session, message: Message) -> None:
-        """`Delivery` has found a subscriber of a message: what it gets at QoS 0 is sent to it here."""
-        receiver = message.live.get(session)
-        if receiver is None or min(message.qos, receiver.qos):
-            return
-        if session.seen is message:  # another of its filters matched as well
-            return
-        session.seen = message
-        retain = message.retain and receiver.retain_as_published
-        session.outbox.put(Outgoing(message, 0, retain, receiver.identifiers))
 
     async def send_retained(self, session: Session, subscriptions: Iterable[Subscription]) -> None:
         """Send what is retained to new subscriptions (MQTT-3.3.1-6), as far as the client may read it.

@@ -33,7 +33,7 @@ class Session:
 
     __slots__ = (
         "client_id", "connection", "expiry", "identity", "incoming", "left", "outbox", "partial", "proof",
-        "seen", "subscriptions", "timer", "will", "will_timer",
+        "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
@@ -46,7 +46,6 @@ class Session:
         self.partial: dict[int, frozenset[str]] = {}
         self.connection: Connection | None = None
         self.left = 0.0  # when the connection was lost, seconds on the age timeline
-        self.seen: object = None  # the newest live message that it got
         self.timer: TimerHandle | None = None
         self.will: Will | None = None  # to be published when the client has gone, and its delay is over
         self.will_timer: TimerHandle | None = None  # runs while it is the delay that is waited for

@@ -358,13 +358,17 @@ class Connection(Flow):
                             lane.turns.wait(self)
                             break
                         route = self.find_route(topic)
+                        append = route.append
+                    elif (append := route.append) is None and route.receivers and lane.turns.over:
+                        lane.turns.wait(self)
+                        break
                     published += 1
-                    if route.append is None or head & 0x0D:
+                    if append is None or head & 0x0D:
                         publishing.publish(self, batch, head, topic, packet_id, d[at:end], route)
                         last = None
                     else:
                         try:
-                            route.append(topic, d[at:end])
+                            append(topic, d[at:end])
                         except StreamError as error:
                             publishing.refused(self, batch, head, topic, packet_id, d[at:end], None, error)
                         else:

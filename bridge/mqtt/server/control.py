@@ -153,9 +153,8 @@ async def _confirm(
     codes: bytes,
     granted: list[tuple[Subscription, bool]],
 ) -> None:
-    """Answer a SUBSCRIBE once live messages come in and the subscription is kept."""
+    """Answer a SUBSCRIBE once the journal holds the subscriptions, then send what is retained."""
     lane = conn.lane
-    await lane.delivery.subscribe(session, [subscription.filter for subscription, _ in granted])
     await lane.journaled()
     if session.connection is conn:
         conn.answer(answers.suback(conn.level, packet_id, codes))

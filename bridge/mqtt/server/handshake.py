@@ -130,7 +130,6 @@ async def _open(conn: Connection, connect: Connect) -> None:
     session.proof = proof
     _adopt(conn, connect, session)
     if present and session.subscriptions:
-        await lane.delivery.subscribe(session, list(session.subscriptions))
         lane.router.forget_routes()  # its rules may have changed
     if session.persistent:
         await lane.journaled()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.access.proofs import authorities
 from bridge.errors import ConfigError, StreamBridgeError, StreamError
-from bridge.mqtt.broker.delivery import AmqttDelivery
 from bridge.mqtt.broker.journal import Journal
 from bridge.mqtt.broker.recovery import find_stored_ids, recover, snapshot
 from bridge.mqtt.broker.router import Router
@@ -75,9 +74,8 @@ class Lane:
         self.under_pressure = manager.under_pressure
         self.access = access
         self.journal = Journal(manager.store.data_dir / "mqtt" / "sessions.journal", self.clock.boot)
-        self.delivery = AmqttDelivery(self._deliver, self._relieved, self.counts)
         self.turns = Turns(self.loop)
-        self.router = Router(manager, self.delivery, self.journal, self.limits, self.clock, self.turns)
+        self.router = Router(manager, self.journal, self.limits, self.clock, self.turns)
         self.sessions = Sessions(
             self.loop,
             self.limits,
@@ -90,7 +88,6 @@ class Lane:
         self.connections: set[Connection] = set()
         # Each client's newest connection, until it is closed and all that it published is settled.
         self.newest: dict[str, Connection] = {}
-        self.crowding: set[Connection] = set()  # publishers that wait for `delivery`
         self.reading: dict[Connection, set[asyncio.Task[None]]] = {}  # requests that end with it
         self.stopping = False
         self._handshakes: dict[Connection, str] = {}  # in their TLS handshake, with their address
@@ -119,7 +116,6 @@ class Lane:
         self.journal.open()
         self.manager.on_pressure.append(self._pressure)
         self.manager.on_bindings_changed.append(self.router.forget_routes)
-        await self.delivery.start()
         self._revoke()  # the users file may have changed since the stop
         for session in self.sessions.all():
             self._await_will(session)
@@ -150,7 +146,6 @@ class Lane:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.delivery.stop()
         self.sessions.stop()
         await self.journal.close()
         self.manager.on_pressure.remove(self._pressure)
@@ -292,9 +287,8 @@ class Lane:
         if session is None or session.connection is not conn:
             return
         lost = self.stopping and will and session.will is not None and session.lasting_will is None
-        session.connection = session.seen = None
+        session.connection = None
         session.outbox.detach()
-        self.delivery.leave(session)
         session.left = self.clock.now() / 1000
         if session.persistent:
             self.journal.opened(session)
@@ -334,11 +328,6 @@ class Lane:
         if not high:
             for conn in list(self.connections):
                 conn.release("pressure")
-
-    def _relieved(self) -> None:
-        crowding, self.crowding = self.crowding, set()
-        for conn in crowding:
-            conn.release("delivery")
 
     # -- sessions ------------------------------------------------------------
 
@@ -399,9 +388,6 @@ class Lane:
             "are more than [mqtt.limits] sessions = %d (counted in the metrics as ended_sessions)"
         )
         self.tell("evicted", logging.WARNING, text, session.client_id, self.limits.sessions)
-
-    def _deliver(self, session: Session, message: Any) -> None:
-        self.router.deliver_live(session, message)
 
     # -- reporting ------------------------------------------------------------
 

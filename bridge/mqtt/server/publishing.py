@@ -154,11 +154,6 @@ def publish(
         if lane.router.publish(route, message, session):
             batch.touched[lane.journal] = None
         lane.turns.spend(began)
-        if lane.turns.over:
-            lane.turns.wait(conn)
-        if lane.delivery.crowded and not route.streams:
-            conn.hold("delivery")
-            lane.crowding.add(conn)
     _acknowledge(lane, session, batch, qos, packet_id, places)
 
 
