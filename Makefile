@@ -59,7 +59,7 @@ venv: .venv/made ## the environment alone
 	@.ci/tools python
 	rm -rf .venv
 	$$(.ci/python) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[spark,parquet,dev,docs]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[amqtt,spark,parquet,dev,docs]'
 	@touch $@
 
 deb: ## a Debian package of the gateway, in dist/

@@ -32,8 +32,8 @@ MOST_ALIKE = 20
 TEMPLATE = "template"  # in `extra=`, no key of the line: what lines that differ in values only have in common
 ANSWER = {"answer": True}  # `extra=` of lines that are never counted instead
 
-# Third parties that would tell each connection or each AWS call.
-_QUIET = ("amqtt", "transitions", "boto", "boto3", "botocore", "s3transfer", "urllib3", "asyncio")
+# Third parties that would tell each AWS call.
+_QUIET = ("boto", "boto3", "botocore", "s3transfer", "urllib3", "asyncio")
 
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", TEMPLATE, *ANSWER}

@@ -177,7 +177,7 @@ def test_a_journal_that_is_not_our_stderr_changes_nothing() -> None:
 def test_chatty_third_parties_are_quiet_below_warning() -> None:
     lines = stderr_of("""
         logs.setup("debug")
-        for name in ("amqtt.broker", "transitions.core", "botocore.hooks", "bridge.mqtt"):
+        for name in ("s3transfer.tasks", "urllib3.connectionpool", "botocore.hooks", "bridge.mqtt"):
             logging.getLogger(name).info("hello")
             logging.getLogger(name).warning("beware")
     """)

@@ -21,8 +21,8 @@ CHECKOUT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
 INSIDE = {"plugins": "bridge/_plugins", "config": "bridge/_config", "systemd": "bridge/_systemd"}
 SOURCES = ["bridge", *INSIDE, "pyproject.toml", "README.md", "LICENSE"]
-# What a small gateway must not need; only the extras [spark] and [parquet] bring it.
-HEAVY = {"pyspark", "pyarrow", "numpy", "pandas", "pyiceberg"}
+# What a small gateway must not need; only the extras bring it.
+EXTRAS = {"pyspark", "pyarrow", "numpy", "pandas", "pyiceberg", "amqtt"}
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -123,13 +123,13 @@ def test_the_gateway_depends_on_nothing_heavy(wheel: Path) -> None:
                 deeper = []
             waiting += [(Requirement(line), frozenset(requirement.extras)) for line in deeper]
     assert "msgspec" in seen
-    assert not {name.lower() for name in seen} & HEAVY
+    assert not {name.lower() for name in seen} & EXTRAS
 
 
 def test_the_service_runs_without_the_extras(tmp_path: Path) -> None:
     program = f"""
 import sys
-sys.modules |= dict.fromkeys({HEAVY})  # importing one is an ImportError now
+sys.modules |= dict.fromkeys({EXTRAS})  # importing one is an ImportError now
 import bridge.service.service, bridge.cli, bridge.plugin.discovery
 print([plugin.error for plugin in bridge.plugin.discovery.load().found])
 """
@@ -140,7 +140,7 @@ print([plugin.error for plugin in bridge.plugin.discovery.load().found])
 def test_the_command_starts_without_what_only_the_service_needs(tmp_path: Path) -> None:
     program = "import sys, bridge.cli; print(*(name for name in sys.modules))"
     loaded = set(run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(CHECKOUT)).split())
-    assert not loaded & (HEAVY | {"amqtt", "boto3", "uvloop", "paho.mqtt.client"})
+    assert not loaded & (EXTRAS | {"boto3", "uvloop", "paho.mqtt.client"})
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:
@@ -164,7 +164,7 @@ def test_pip_install_alone_gives_a_gateway_that_works(tmp_path: Path) -> None:
     venv.create(environment, with_pip=True)
     run(environment / "bin" / "pip", "install", "--quiet", ".", cwd=tree)
     installed = json.loads(run(environment / "bin" / "pip", "list", "--format=json", cwd=tmp_path))
-    assert not {package["name"].lower() for package in installed} & HEAVY
+    assert not {package["name"].lower() for package in installed} & EXTRAS
     command = environment / "bin" / "streambridge"
     assert "Examples:" in run(command, "--help", cwd=tmp_path)
     assert "Usage:" in run(command, "ingest", "--help", cwd=tmp_path)

@@ -19,6 +19,25 @@ def test_the_demo_kills_a_gateway_and_finds_every_acknowledged_reading(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_demo_with_a_site_broker_stores_all_that_the_broker_acknowledged(tmp_path: Path) -> None:
+    done = streambridge("demo", "--bridge", "--seconds", "1", "--json", env={"TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["acknowledged"] >= 150
+    assert told["missing"] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_amqtt_the_demo_with_a_site_broker_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['amqtt'] = None\n")
+    done = streambridge("demo", "--bridge", env={"PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "streambridge: the site broker of `demo --bridge` is amqtt, which is not installed; "
+        "install it with: pip install 'streambridge[amqtt]'\n"
+    )
+
+
 def test_the_bench_measures_both_promises_and_leaves_nothing(tmp_path: Path) -> None:
     done = streambridge("bench", "--seconds", "0.2", "--directory", tmp_path, "--json")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Clients that nobody here wrote: mosquitto_pub and _sub, paho, aiomqtt, mqtt.js.
+"""Clients that nobody here wrote: mosquitto_pub and _sub, paho, aiomqtt, amqtt, mqtt.js.
 
 mqtt.js is installed from the npm registry into `.sdks/` the first time.
 """
@@ -122,6 +122,45 @@ asyncio.run(main())
 async def test_aiomqtt(bridge: Bridge) -> None:
     await run(sys.executable, "-c", AIOMQTT, str(bridge.port))
     assert [int(payload) for payload in await bridge.payloads()] == list(range(50))
+
+
+AMQTT = """
+import asyncio, logging, sys
+from amqtt.client import MQTTClient
+
+async def main():
+    client = MQTTClient(client_id="amqtt")
+    await client.connect(f"mqtt://127.0.0.1:{sys.argv[1]}/", cleansession=False)
+    await client.publish("plain/kept", b"kept", qos=1, retain=True)
+    granted = await client.subscribe([("in/#", 1), ("plain/#", 2)])
+    assert granted == [1, 2], granted
+    kept = await client.deliver_message(10)
+    assert (kept.topic, bytes(kept.data), kept.retain) == ("plain/kept", b"kept", True)
+    for topic in ("in/a", "plain/a"):
+        for number in range(30):
+            await client.publish(topic, b"%d" % number, qos=number % 3)
+            got = await client.deliver_message(10)
+            assert (got.topic, bytes(got.data)) == (topic, b"%d" % number), got
+    await client.disconnect()
+    other = MQTTClient(client_id="other")
+    await other.connect(f"mqtt://127.0.0.1:{sys.argv[1]}/")
+    await other.publish("plain/a", b"waits", qos=1)
+    await other.disconnect()
+    client = MQTTClient(client_id="amqtt")
+    await client.connect(f"mqtt://127.0.0.1:{sys.argv[1]}/", cleansession=False)
+    got = await client.deliver_message(10)
+    assert bytes(got.data) == b"waits", got
+    await client.disconnect()
+
+logging.basicConfig(level=logging.CRITICAL)
+asyncio.run(main())
+"""
+
+
+@bridge_test
+async def test_amqtt(bridge: Bridge) -> None:
+    await run(sys.executable, "-c", AMQTT, str(bridge.port))
+    assert [int(payload) for payload in await bridge.payloads()] == list(range(30))
 
 
 MQTT_JS_VERSION = "mqtt@5.16.0"
