@@ -28,6 +28,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "streams": ("--seconds", "0.3", "--backlogs", "1,100,1000,10000"),
     "ingest": ("--rounds", "5", "--seconds", "0.5"),
     "stages": ("--rounds", "3"),
+    "copies": (),
     "operations": (),
     "export": ("--rounds", "1", "--seconds", "15"),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
