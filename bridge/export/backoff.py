@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-AWAY_PARTS = 8
+AWAY_PARTS = 16  # of the time for which the link was away, one is waited at most
 
 
 class Backoff:
