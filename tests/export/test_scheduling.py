@@ -380,7 +380,10 @@ def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorde
         async with running(recorder) as gateway:
             for exports, words in [
                 ({"recoder": [{}]}, ["recoder", "did you mean 'recorder'"]),
-                ({"recorder": [to(recorder), to(recorder)]}, ["recorder[1].identifier", "is taken"]),
+                (
+                    {"recorder": [to(recorder), to(recorder)]},
+                    ["recorder[1].identifier", "is another export's too"],
+                ),
                 ({"recorder": [to(recorder, batchSize=0)]}, ["recorder[0].batchSize", ">= 1"]),
                 ({"recorder": [to(recorder, batchsize=1)]}, ["batchsize", "did you mean `batchSize`"]),
                 ({"recorder": [{"identifier": "x"}]}, ["recorder[0]", "path"]),

@@ -88,7 +88,7 @@ def test_every_error_reaches_the_application_as_its_exception(server: Server, sd
         raises("RequestPayloadTooLargeException", "larger than the stream",
                client.append_message, "full", b"x" * 5000)
         two = ExportDefinition(kinesis=[KinesisConfig(identifier="k", kinesis_stream_name="x")] * 2)
-        raises("InvalidRequestException", "taken", client.create_message_stream, MessageStreamDefinition(
+        raises("InvalidRequestException", "another", client.create_message_stream, MessageStreamDefinition(
             name="U", strategy_on_full=StrategyOnFull.RejectNewData, export_definition=two))
         assert client.append_message("S", b"still alive") == 0
         """,
