@@ -88,6 +88,13 @@ def _failed_in_ci(report: Report) -> Report:
     return report
 
 
+@pytest.fixture(autouse=True)
+def _a_broken_pipe_is_an_error() -> Iterator[None]:
+    """A command that a test calls in this process lets SIGPIPE end it; that is not for the tests after it."""
+    yield
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _memory_streams_leave_nothing_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Services that are killed leave their directory for memory streams; let it be one of the tests' own."""

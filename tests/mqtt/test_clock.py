@@ -10,7 +10,7 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 
 from ..fakes.clock import Shifted
-from .harness import Bridge, Client, bridge_test, publish
+from .harness import Bridge, Client, bridge_test, publish, until
 
 YEAR = 365 * 86_400.0
 STEPS = [50 * YEAR, -50 * YEAR]
@@ -82,6 +82,7 @@ def test_sessions_and_wills_outlive_a_step_of_the_wall_clock(tmp_path: Path, how
         assert await bridge.payloads() == []
         bridge.system.sleep(2)
         await bridge.restart()
+        await until(lambda: bridge.manager.describe("s").storage_status.newest_sequence_number == 0)
         assert await bridge.payloads() == [b"gone"]
         assert bridge.stat("sessions") == 2
         bridge.system.sleep(500)
