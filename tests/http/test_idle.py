@@ -48,7 +48,7 @@ persistence = "Memory"
         service = start(streams)
         service.publish(*[("sensors/a", b"x"), ("memory/a", b"x")] * 10)
         eventually(lambda: service.json("/status.json")["exports"][0]["lag"] == 0)
-        time.sleep(3)  # what was written is synced, and the export's cursor saved
+        time.sleep(7)  # what was written is synced, the cursor saved, and the observer has looked once more
         trace = tmp_path / "trace"
         pids = [service.process.pid, *_children(service.process.pid)]
         assert len(pids) > 1, "the export worker runs"
