@@ -32,7 +32,9 @@ from bridge.cli import app  # noqa: E402
 from bridge.config import settings  # noqa: E402
 from bridge.export import cursor  # noqa: E402
 from bridge.http import metrics  # noqa: E402
-from bridge.mqtt.broker import journal  # noqa: E402
+from bridge.mqtt.broker import journal, journalfile  # noqa: E402
+from bridge.mqtt.server import states  # noqa: E402
+from bridge.mqtt.wire import packets  # noqa: E402
 from bridge.plugin import discovery  # noqa: E402
 from bridge.plugin import hooks as hookspecs  # noqa: E402
 from bridge.plugin.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
@@ -118,7 +120,7 @@ SHARED = {"every": ExportConfig, "batches": BatchedConfig, "aws": AwsConfig}
 
 
 def architecture() -> dict[str, str]:
-    """The page of the architecture, with the figure of its rooms made anew from the contracts of lint."""
+    """The page of the architecture: its rooms from the contracts of lint, the connection from its table."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     house, mqtt = (contract["layers"] for contract in contracts[:2])
     floors = []
@@ -129,10 +131,42 @@ def architecture() -> dict[str, str]:
             floors += [f"    mqtt: {'   '.join(re.split('[ |:]+', floor))}" for floor in mqtt]
     lines = ["```text", *floors]
     page = (ROOT / "docs" / "architecture.md").read_text()
-    figure = "\n".join([*lines, "```"])
-    begin, end = "<!-- rooms -->", "<!-- /rooms -->"
+    page = _between(page, "rooms", "\n".join([*lines, "```"]))
+    return {"architecture.md": _between(page, "connection", _connection())}
+
+
+def _between(page: str, name: str, made: str) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     before, _, rest = page.partition(begin)
-    return {"architecture.md": f"{before}{begin}\n\n{figure}\n\n{end}{rest.partition(end)[2]}"}
+    return f"{before}{begin}\n\n{made}\n\n{end}{rest.partition(end)[2]}"
+
+
+def _connection() -> str:
+    """The states of a connection as a figure, and its table."""
+    rows = states.TRANSITIONS
+    names = {
+        getattr(packets, name): name
+        for name in (
+            "CONNECT", "PUBLISH", "PUBACK", "PUBREC", "PUBREL", "PUBCOMP", "SUBSCRIBE", "UNSUBSCRIBE",
+            "PINGREQ", "DISCONNECT",
+        )
+    }  # fmt: skip
+
+    def on(row: states.Transition) -> str:
+        return row.on.name.lower() if isinstance(row.on, states.Event) else names[row.on]
+
+    drawn: dict[tuple[states.State, states.State], list[str]] = {}
+    for row in rows:
+        drawn.setdefault((row.state, row.to), []).append(on(row))
+    figure = ["```mermaid", "stateDiagram-v2", "    [*] --> NEW"]
+    for (here, there), found in drawn.items():
+        what = "every other packet" if here is there else ", ".join(found)
+        figure.append(f"    {here.name} --> {there.name}: {what}")
+    figure += ["    CLOSED --> [*]", "```"]
+    table = ["| state | packet or event | what is done | then |", "|---|---|---|---|"]
+    table += [f"| {row.state.name} | {on(row)} | {row.does} | {row.to.name} |" for row in rows]
+    events = [f"* *{event.name.lower()}*: {event.value}." for event in states.Event]
+    return "\n".join([*figure, "", *table, "", *events])
 
 
 def exporters() -> dict[str, str]:
@@ -280,6 +314,7 @@ def file_format() -> str:
         ("Drops", drops),
         ("Export positions", cursor),
         ("Sessions and retained messages", journal),
+        ("Their file", journalfile),
         ("Exported objects", objectkeys),
     ):
         parts += [f"## {title}", f"`{module.__name__}`", _doc(module)]

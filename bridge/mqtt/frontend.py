@@ -1,4 +1,4 @@
-"""`MqttFrontEnd`: what the application starts and stops, in either mode."""
+"""`MqttFrontEnd`: what the service starts and stops, in either mode."""
 
 from __future__ import annotations
 
@@ -6,21 +6,31 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from bridge.mqtt.server import clients
-from bridge.mqtt.server.lane import Lane
+from bridge.mqtt.server.server import Server
 from bridge.mqtt.upstream.external import ExternalBroker
+from bridge.runtime import LoopRuntime
 
 if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.mqtt.settings import MqttConfig
     from bridge.operations.catalog import Operations
+    from bridge.runtime import Runtime
 
 
 class MqttFrontEnd:
     """The embedded broker, or the subscriber at an external one."""
 
-    def __init__(self, config: MqttConfig, operations: Operations, access: Access) -> None:
+    def __init__(
+        self,
+        config: MqttConfig,
+        operations: Operations,
+        access: Access,
+        runtime: Runtime | None = None,
+    ) -> None:
+        """`runtime` is the running event loop's, unless another one is given."""
         self._config, self._operations, self._access = config, operations, access
-        self._lane: Lane | None = None
+        self._runtime = runtime or LoopRuntime()
+        self._server: Server | None = None
         self._external: ExternalBroker | None = None
 
     async def start(self) -> list[str]:
@@ -30,29 +40,29 @@ class MqttFrontEnd:
         """
         if self._config.mode == "external":
             self._external = ExternalBroker(
-                self._config.external, self._operations, self._access, self._config.max_packet
+                self._config.external, self._operations, self._access, self._config.max_packet, self._runtime
             )
             await self._external.start()
             return []
-        self._lane = Lane(self._config, self._operations, self._access)
-        return await self._lane.start()
+        self._server = Server(self._config, self._operations, self._access, self._runtime)
+        return await self._server.start()
 
     async def stop(self) -> None:
         """Stop reading, commit and acknowledge what was read, close."""
-        for part in (self._lane, self._external):
+        for part in (self._server, self._external):
             if part is not None:
                 await part.stop()
 
     def reload(self, config: MqttConfig) -> None:
-        """Take over users, rules and certificates, all or nothing (ConfigError)."""
-        if self._lane is not None:
-            self._lane.reload(config)
+        """Apply users, rules and certificates, all or nothing. Raises ConfigError."""
+        if self._server is not None:
+            self._server.reload(config)
         else:
             self._access.load(config)
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (drops and refusals by reason), connections and sessions now."""
-        part = self._lane or self._external
+        part = self._server or self._external
         return part.stats() if part is not None else {}
 
     @property
@@ -67,13 +77,13 @@ class MqttFrontEnd:
 
     async def command(self, operation: str, body: bytes) -> bytes:
         """Carry out one of `clients.OPERATIONS` for the command line; request and reply are in CBOR."""
-        return await clients.answer(self._lane, operation, body)
+        return await clients.answer(self._server, operation, body)
 
     def clients(self, most: int) -> list[tuple[str, str | None, str, str]]:
         """Connected clients, at most so many: client id, user name, address, protocol."""
-        if self._lane is None:
+        if self._server is None:
             return []
-        sessions = ((conn, conn.session) for conn in self._lane.connections)
+        sessions = ((conn, conn.session) for conn in self._server.connections)
         known = ((conn, session) for conn, session in sessions if session is not None)
         return [
             (

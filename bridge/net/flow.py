@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bridge.runtime import Timer
 
 QUIET = 1.0  # seconds of silence after our FIN until the connection is closed
 
@@ -26,7 +30,7 @@ class Flow(asyncio.Protocol):
 
     __slots__ = ("_holds", "_over", "_timer", "transport")
     transport: asyncio.Transport
-    _timer: asyncio.TimerHandle
+    _timer: Timer
 
     def __init__(self) -> None:
         self._holds: set[str] = set()

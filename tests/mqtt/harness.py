@@ -7,14 +7,15 @@ library would, and sees what really comes. `bridge_test` turns a coroutine into 
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import inspect
 import os
 import shutil
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ import uvloop
 from bridge.access.logins import Access
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt import MqttFrontEnd
-from bridge.mqtt.server.lane import Lane
+from bridge.mqtt.broker.broker import Broker
+from bridge.mqtt.server.server import Server
 from bridge.mqtt.settings import Limits, MqttConfig
 from bridge.mqtt.wire.packets import V5, V311, packet, string
 from bridge.mqtt.wire.properties import Properties, write_properties
@@ -34,6 +36,7 @@ from bridge.operations.manager import StreamManager
 from bridge.operations.reading import ReadMessagesOptions
 from bridge.plugin import discovery
 from bridge.plugin.allow import Allow
+from bridge.runtime import LoopRuntime
 from bridge.streams.segment import Message
 from bridge.streams.store import Store
 
@@ -64,6 +67,15 @@ class NoExports:
         return None
 
 
+class Hurried(LoopRuntime):
+    """The event loop, on which whatever waits for a time waits less."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        later = self.later
+        self.later = lambda seconds, do, *args: later(seconds / factor, do, *args)
+
+
 class NoWorker:
     """An export side that only has numbers, for an observer to look at."""
 
@@ -80,8 +92,11 @@ class Bridge:
         config: MqttConfig,
         allow: Allow | None = None,
         system: Shifted | None = None,
+        hurry: float = 1,
     ) -> None:
+        """Every wait of the MQTT front end is `hurry` times shorter."""
         self.root, self.config, self.allow, self.system = root, config, allow, system or Shifted()
+        self.hurry = hurry
         self.store: Store
         self.manager: StreamManager
         self.front: MqttFrontEnd
@@ -96,7 +111,7 @@ class Bridge:
         )
         self.manager = StreamManager(self.store, discovery.load([]), NoExports())
         self.operations = Operations(self.manager, self.allow)
-        self.front = MqttFrontEnd(self.config, self.operations, Access(self.config))
+        self.front = MqttFrontEnd(self.config, self.operations, Access(self.config), Hurried(self.hurry))
         self.urls = await self.front.start()
 
     async def stop(self) -> None:
@@ -108,10 +123,14 @@ class Bridge:
         await self.start()
 
     @property
-    def lane(self) -> Lane:
+    def server(self) -> Server:
         """The insides, for what no client can see (how much is held, whether a task is left)."""
-        assert self.front._lane is not None
-        return self.front._lane
+        assert self.front._server is not None
+        return self.front._server
+
+    @property
+    def broker(self) -> Broker:
+        return self.server.broker
 
     @property
     def port(self) -> int:
@@ -415,11 +434,11 @@ async def until(condition: Callable[[], Any], timeout: float = DEADLINE, what: s
 
 
 @asynccontextmanager
-async def running(root: Path, **settings: Any) -> AsyncIterator[Bridge]:
-    """A bridge with one stream "s", bound to "in/#"."""
+async def running(root: Path, hurry: float = 1, **settings: Any) -> AsyncIterator[Bridge]:
+    """A bridge with one stream "s", bound to "in/#"; see `Bridge` for `hurry`."""
     limits = {key: settings.pop(key) for key in list(settings) if key in Limits.__struct_fields__}
     config = MqttConfig(**{"listen": ["tcp://127.0.0.1:0"], "limits": Limits(**limits), **settings})
-    bridge = Bridge(root, config)
+    bridge = Bridge(root, config, hurry=hurry)
     await bridge.start()
     try:
         bridge.stream("s", "in/#")
@@ -441,6 +460,23 @@ async def found_again(bridge: Bridge, taken: Path, system: Shifted | None = None
         yield again
     finally:
         await again.stop()
+
+
+@contextmanager
+def full_disk(times: int = 1_000_000) -> Iterator[None]:
+    """A disk that refuses so many writes to the journal, and then takes them again."""
+    pwrite, left = os.pwrite, times
+
+    def full(fd: int, data: Any, offset: int) -> int:
+        nonlocal left
+        if left and Path(f"/proc/self/fd/{fd}").readlink().name.startswith("sessions."):
+            left -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(fd, data, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        yield
 
 
 def copied(bridge: Bridge) -> Path:

@@ -13,14 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from bridge.mqtt.broker import journal as journal_module
-from bridge.mqtt.broker.marks import Mark
 from bridge.mqtt.broker.recovery import find_stored_ids
+from bridge.mqtt.broker.replay import ReplayPoint
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 from bridge.streams.layout import Files
 
-from .harness import Bridge, Client, Packet, ack, bridge_test, connect, publish, subscribe, until
+from .harness import Bridge, Client, Packet, ack, bridge_test, connect, full_disk, publish, subscribe, until
 
 
 def rss() -> int:
@@ -187,21 +186,15 @@ async def test_many_sessions_come_and_go_without_leaving_anything(bridge: Bridge
         await asyncio.gather(*(life(number) for number in range(start, start + 50)))
     await until(lambda: bridge.stat("connections") == 0)
     assert bridge.stat("sessions") == 200
-    assert len(bridge.lane._tasks) == 0
+    assert len(bridge.server._tasks) == 0
 
 
-@bridge_test
+@bridge_test(hurry=20)
 async def test_qos_2_is_stored_once_also_while_its_id_cannot_be_written_to_the_journal(
     bridge: Bridge,
 ) -> None:
     client = await bridge.connect("c", clean=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
-
-        def full(fd: int, data: bytes, offset: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(journal_module, "_write_all", full)
+    with full_disk():
         for again in (False, True, True):
             client.send(publish("in/a", b"x", 2, 6, dup=again))
             assert await client.closed(), "the id is not safe"
@@ -218,16 +211,14 @@ async def test_qos_2_ids_that_the_journal_has_lost_are_found_behind_any_number_o
     bridge: Bridge,
 ) -> None:
     client = await bridge.connect("c", clean=False)
-    for number in range(1, 30):
-        assert (await client.exchange(publish("in/a", bytes(1000), 1, number))).head == 0x40
+    for number in range(1, 19):  # more bytes than one step reads
+        assert (await client.exchange(publish("in/a", bytes(1_000_000), 1, number))).head == 0x40
     assert await client.exchange(publish("in/a", b"x", 2, 40)) == Packet(0x50, b"\0\x28")
-    session = bridge.lane.sessions.get("c")
+    session = bridge.broker.sessions.get("c")
     assert session is not None
     session.incoming.clear()  # as after a start with a journal that ends before them
-    bridge.lane.journal.marks["s"] = Mark(0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bridge.operations.reading.STEP", 4_000)
-        await find_stored_ids(bridge.lane)
+    bridge.broker.journal.replay_points["s"] = ReplayPoint(0)
+    await find_stored_ids(bridge.broker)
     assert await client.exchange(publish("in/a", b"x", 2, 40, dup=True)) == Packet(0x50, b"\0\x28")
     assert (await bridge.payloads()).count(b"x") == 1
 
@@ -269,21 +260,19 @@ def test_qos_2_is_stored_once_in_each_stream_also_when_one_of_them_failed(
     run(tmp_path)
 
 
-@bridge_test
+@bridge_test(hurry=5)
 async def test_behind_a_message_that_failed_nothing_is_stored_also_while_an_earlier_one_waits(
     bridge: Bridge,
 ) -> None:
     client = await bridge.connect("c", clean=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "RETRY_INTERVAL", 0.2)
 
-        def full(*_: Any, **_options: Any) -> None:
-            raise OSError(28, "No space left on device")
+    def full(*_: Any, **_options: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-        patch.setattr(journal_module, "_write_all", full)
+    with full_disk():
         other = await bridge.connect("other", clean=False)  # finds that the journal is full
-        bridge.lane.journal.ended(bridge.lane.sessions.get("other"))  # type: ignore[arg-type]
-        await until(lambda: bridge.lane.journal._failed)
+        bridge.broker.journal.ended(bridge.broker.sessions.get("other"))  # type: ignore[arg-type]
+        await until(lambda: bridge.broker.journal.failed)
         client.send(publish("in/a", b"1", 2, 1))
         await until(lambda: bridge.store.streams["s"].next_sequence == 1)
         with pytest.MonkeyPatch.context() as disk:
@@ -312,7 +301,7 @@ async def test_a_message_that_one_of_its_streams_refuses_is_in_none_of_them(brid
     assert await bridge.payloads("s") == []
 
 
-@bridge_test
+@bridge_test(hurry=20)
 async def test_a_start_on_a_full_disk_serves_streams_and_gets_its_sessions_back_with_the_room(
     bridge: Bridge,
 ) -> None:
@@ -321,13 +310,7 @@ async def test_a_start_on_a_full_disk_serves_streams_and_gets_its_sessions_back_
     subscriber.abort()
     publisher = await bridge.connect("p")
     assert await publisher.exchange(publish("plain", b"kept", 1, 1)) == Packet(0x40, b"\0\1")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
-
-        def full(fd: int, data: bytes, offset: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(journal_module, "_write_all", full)
+    with full_disk():
         await bridge.restart()
         publisher = await bridge.connect("p")
         assert await publisher.exchange(publish("in/a", b"stored", 1, 1)) == Packet(0x40, b"\0\1")
@@ -341,18 +324,12 @@ async def test_a_start_on_a_full_disk_serves_streams_and_gets_its_sessions_back_
     assert [(await subscriber.message()).payload for _ in range(2)] == [b"kept", b"again"]
 
 
-@bridge_test
+@bridge_test(hurry=20)
 async def test_a_full_disk_is_no_acknowledgement_and_no_end(bridge: Bridge) -> None:
     subscriber = await bridge.connect("s", clean=False)
     await subscriber.subscribe(("plain", 1))
     publisher = await bridge.connect("p")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
-
-        def full(fd: int, data: bytes, offset: int) -> None:
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(journal_module, "_write_all", full)
+    with full_disk():
         publisher.send(publish("plain", b"lost?", 1, 1))
         assert await publisher.closed()
         assert bridge.stat("rejected_storage") == 1
@@ -426,7 +403,7 @@ async def test_retained_messages_that_have_expired_take_no_room_from_others(brid
     assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (5, 0)
     for _ in range(1000):
         await retain("new/0", 1000)
-    assert len(bridge.lane.router.retained._expiring) < 150, "only what counts is kept"
+    assert len(bridge.broker.router.retained._expiring) < 150, "only what counts is kept"
     await retain("new/4", 0)
     await retain("new/5", 1000)
     assert (bridge.stat("retained"), bridge.stat("dropped_retained")) == (5, 0)

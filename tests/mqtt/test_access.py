@@ -170,7 +170,7 @@ async def test_anonymous_clients_are_welcome_on_loopback_and_their_user_name_mea
     bridge: Bridge,
 ) -> None:
     client = await bridge.connect("a", user="admin", password=b"x")
-    session = bridge.lane.sessions.get("a")
+    session = bridge.broker.sessions.get("a")
     assert session is not None
     assert session.identity.user is None
     assert await client.alive()
@@ -179,7 +179,7 @@ async def test_anonymous_clients_are_welcome_on_loopback_and_their_user_name_mea
 @bridge_test(listen=["tcp://0.0.0.0:0"], allow_anonymous=True)
 async def test_anonymous_clients_are_welcome_elsewhere_only_if_allowed(bridge: Bridge) -> None:
     await bridge.connect("a")
-    bridge.lane.access.load(MqttConfig())
+    bridge.broker.access.load(MqttConfig())
     client = await bridge.open()
     await client.connect("b", expect=5)
 

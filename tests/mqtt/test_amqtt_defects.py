@@ -93,7 +93,7 @@ async def test_10_subscribing_and_unsubscribing_for_ever_leaves_nothing(bridge: 
         client.send(subscribe(1, (f"t/{number}", 0)), unsubscribe(2, f"t/{number}"))
         await client.receive()
         await client.receive()
-    assert len(bridge.lane.router._tree) == 0
+    assert len(bridge.broker.router._tree) == 0
 
 
 @bridge_test
@@ -123,7 +123,7 @@ async def test_11_a_flood_of_qos_0_messages_is_bounded_for_who_does_not_read_and
         got = [int((await reader.message()).payload.split()[0]) for _ in range(100)]
         assert got == list(range(start, start + 100))
     assert await publisher.alive()
-    session = bridge.lane.sessions.get("stuck")
+    session = bridge.broker.sessions.get("stuck")
     assert session is not None
     assert 0 < session.outbox._bytes <= bridge.config.limits.queued_bytes
     dropped = bridge.stat("dropped_queue_full")
@@ -153,7 +153,7 @@ async def test_15_clients_that_are_gone_before_they_are_answered_leave_nothing(b
         client.send(connect(f"z{number}"), subscribe(1, ("t", 0)))
         client.abort() if number % 2 else client.writer.close()
     await until(lambda: bridge.stat("accepted") == 100 and bridge.stat("connections") == 0)
-    await until(lambda: bridge.stat("sessions") == 0 and len(bridge.lane.router._tree) == 0)
+    await until(lambda: bridge.stat("sessions") == 0 and len(bridge.broker.router._tree) == 0)
 
 
 @bridge_test

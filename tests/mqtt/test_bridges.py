@@ -54,7 +54,7 @@ def test_a_mosquitto_bridge_connects_at_once_and_serves_both_directions(tmp_path
                 assert (await far.message())[:2] == ("both/b", b"from here")
                 assert await far.silent()
                 assert await near.silent(), "what a bridge has published does not come back by it"
-                assert {one.topic for one in bridge.lane.router.retained.all()} == {b"both/a", b"both/b"}
+                assert {one.topic for one in bridge.broker.router.retained.all()} == {b"both/a", b"both/b"}
                 assert bridge.stat("accepted") == 3, "the bridge and us: at the first attempt, and it stays"
                 assert theirs.process is not None
                 theirs.process.kill()

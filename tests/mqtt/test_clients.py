@@ -46,7 +46,7 @@ def test_mosquitto_pub_and_sub(tmp_path: Path, version: str, qos: str) -> None:
                 *of_mosquitto(bridge, "mosquitto_sub", version), "-t", "in/#", "-q", qos, "-C", "500",
                 "-i", "sub", stdout=subprocess.PIPE,
             )  # fmt: skip
-            await until(lambda: any(s.subscriptions for s in bridge.lane.sessions.all()))
+            await until(lambda: any(s.subscriptions for s in bridge.broker.sessions.all()))
             lines = b"".join(b"line %d\n" % number for number in range(500))
             publish = of_mosquitto(bridge, "mosquitto_pub", version)
             publisher = asyncio.create_task(run(*publish, "-t", "in/lines", "-q", qos, "-l", stdin=lines))

@@ -73,7 +73,7 @@ def test_sessions_and_wills_outlive_a_step_of_the_wall_clock(tmp_path: Path, how
         await client.subscribe(("plain/#", 1))
         client.disconnect()
         assert await client.closed()
-        await bridge.lane.journaled()
+        await bridge.server.journaled()
         await restarted(bridge, how, step)
         assert bridge.stat("sessions") == 2
         assert await bridge.payloads() == []

@@ -118,8 +118,8 @@ async def test_what_a_full_disk_has_refused_is_not_waited_for(bridge: Bridge) ->
         await client.exchange(publish("in/a", b"y", 1 + number % 3 // 2, number))
     await client.exchange(publish("in/both", b"z", 2, 200))
     for name in ("s", "other"):
-        mark = bridge.lane.journal.marks[name]
-        assert (mark.upto, mark.known) == (bridge.store.streams[name].next_sequence, set())
+        point = bridge.broker.journal.replay_points[name]
+        assert (point.upto, point.known) == (bridge.store.streams[name].next_sequence, set())
 
 
 @bridge_test
@@ -187,5 +187,5 @@ async def test_a_release_before_the_message_is_acknowledged_ends_the_connection(
     assert await client.closed()
     client = await bridge.connect("c", clean=False)
     assert (await client.exchange(publish("in/a", b"3", 2, 2))).head == RECEIVED
-    mark = bridge.lane.journal.marks["s"]
-    assert (mark.upto, mark.known) == (bridge.store.streams["s"].next_sequence, set())
+    point = bridge.broker.journal.replay_points["s"]
+    assert (point.upto, point.known) == (bridge.store.streams["s"].next_sequence, set())

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,19 @@ from .harness import Bridge, NoWorker, run_async, running, until
 from .test_external import connected, external, redefine, stored
 
 
-def with_bytes(test: Callable[[BrokerOfBytes, Bridge], Awaitable[None]]) -> Callable[[Path], None]:
+def with_bytes(
+    test: Callable[[BrokerOfBytes, Bridge], Awaitable[None]] | None = None, *, hurry: float = 1
+) -> Any:
     """Make a test of a coroutine that takes a broker made of bytes and a bridge that has subscribed there."""
+    if test is None:
+        return partial(with_bytes, hurry=hurry)
 
     def run(tmp_path: Path) -> None:
         async def main() -> None:
             async with (
                 asyncio.timeout(60),
                 BrokerOfBytes() as broker,
-                running(tmp_path, **external(broker.port, operations=True)) as bridge,
+                running(tmp_path, hurry, **external(broker.port, operations=True)) as bridge,
             ):
                 await until(lambda: broker.got("SUBSCRIBE streams/s/#"))
                 await test(broker, bridge)
@@ -166,10 +171,8 @@ def test_a_refused_subscription_is_told_and_its_stream_shown_as_refused_until_it
     test(tmp_path)
 
 
-def test_a_refused_subscription_is_asked_for_again_from_time_to_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @with_bytes
+def test_a_refused_subscription_is_asked_for_again_from_time_to_time(tmp_path: Path) -> None:
+    @with_bytes(hurry=1000)
     async def test(broker: BrokerOfBytes, bridge: Bridge) -> None:
         broker.refused = {"here": 0x80}
         bridge.stream("t", "here")
@@ -177,7 +180,6 @@ def test_a_refused_subscription_is_asked_for_again_from_time_to_time(
         broker.refused.clear()
         await until(lambda: not bridge.front.refused)
 
-    monkeypatch.setattr("bridge.mqtt.upstream.subscribing.ASK_AGAIN", 0.05)
     test(tmp_path)
 
 

@@ -99,7 +99,7 @@ async def test_a_flood_of_wildcard_filters_stalls_nobody(bridge: Bridge) -> None
         for one in hostile:
             one.abort()
         await until(lambda: bridge.stat("sessions") == CLIENTS + 1)
-        await until(lambda: len(bridge.lane.router._tree) == 0, what="the filters are forgotten")
+        await until(lambda: len(bridge.broker.router._tree) == 0, what="the filters are forgotten")
 
 
 @bridge_test(seconds=120, queued_messages=1)

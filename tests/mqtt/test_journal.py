@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.mqtt.broker import journal as journal_module
-
-from .harness import Bridge, Client, bridge_test, copied, found_again, publish, until
+from .harness import Bridge, Client, bridge_test, copied, found_again, full_disk, publish, until
 
 
 class SlowSnapshots:
@@ -21,8 +19,6 @@ class SlowSnapshots:
         self.threads: set[threading.Thread] = set()
         self._sync = os.fdatasync
         patch.setattr(os, "fdatasync", self._slow)
-        patch.setattr(journal_module, "SLACK", 10_000)
-        patch.setattr(journal_module, "RETRY_INTERVAL", 0.05)
 
     def _slow(self, fd: int) -> None:
         if Path(f"/proc/self/fd/{fd}").readlink().name == "sessions.new" and not self.gate.is_set():
@@ -37,7 +33,7 @@ class SlowSnapshots:
         while not self.began.is_set():
             number += 1
             assert number < 1000
-            await publisher.exchange(publish("plain", b"%d" % number * 100, 1, number))
+            await publisher.exchange(publish("plain", b"%d" % number * 50_000, 1, number))
             await subscriber.message()
 
 
@@ -70,22 +66,16 @@ async def test_nobody_waits_for_the_disk_while_the_journal_is_made_smaller(bridg
             assert await late_messages(again) == [b"1", b"2", b"3"]
 
 
-@bridge_test
+@bridge_test(hurry=20)
 async def test_a_write_that_fails_while_the_journal_is_made_smaller_costs_nothing(bridge: Bridge) -> None:
     subscriber, publisher = await bridge.connect("s", clean=False), await bridge.connect("p")
     await subscriber.subscribe(("plain", 1))
     with pytest.MonkeyPatch.context() as patch:
         disk = SlowSnapshots(patch)
         await disk.begin(publisher, subscriber)
-        write = journal_module._write_all
-
-        def fails_once(fd: int, data: bytes, offset: int) -> None:
-            patch.setattr(journal_module, "_write_all", write)
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(journal_module, "_write_all", fails_once)
-        publisher.send(publish("plain", b"1", 1, 1))
-        assert await publisher.closed(), "it is not acknowledged"
+        with full_disk(times=1):
+            publisher.send(publish("plain", b"1", 1, 1))
+            assert await publisher.closed(), "it is not acknowledged"
         disk.gate.set()
         publisher = await bridge.connect("p")
         for number in (2, 3):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.mqtt.broker import headers as published
+from bridge.mqtt.broker.message import headers_of
 from bridge.mqtt.wire import packets
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import ProtocolError
@@ -85,7 +85,7 @@ def test_properties_are_read_as_they_were_written(properties: p.Properties) -> N
 
 @given(PROPERTIES, st.integers(0, 15))
 def test_headers_keep_what_a_message_came_with(properties: p.Properties, flags: int) -> None:
-    kept = headers.decode(published.of_publish(flags & 9, properties, "c", 7))
+    kept = headers.decode(headers_of(flags & 9, properties, "c", 7))
     assert kept.retain == bool(flags & 1)
     assert kept.dup == bool(flags & 8)
     assert [(a.encode(), b.encode()) for a, b in kept.user] == properties.get(p.USER_PROPERTY, [])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from bridge import errors
-from bridge.mqtt.server import publishing
+from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
@@ -54,7 +54,7 @@ def every_error(kind: type[errors.StreamBridgeError]) -> Iterator[type[errors.St
 
 def test_every_error_has_a_reason_that_an_acknowledgement_and_a_disconnect_may_carry() -> None:
     for kind in every_error(errors.StreamBridgeError):
-        reason = publishing.reason_of(kind.__new__(kind, "why"))
+        reason = reason_of(kind.__new__(kind, "why"))[1]
         for name in ("PUBACK", "PUBREC", "DISCONNECT"):
             assert name in REASON_CODES[reason].split(), (kind, reason)
 

@@ -137,7 +137,7 @@ def test_a_new_password_and_the_end_of_a_user_close_connections_and_drop_wills(t
         assert [await one.closed() for one in here] == [True, True]
         assert await watcher.silent(), "neither wills nor delayed wills"
         assert bridge.stat("dropped_wills") == 4
-        left = {session.client_id for session in bridge.lane.sessions.all()}
+        left = {session.client_id for session in bridge.broker.sessions.all()}
         assert left == {"watcher", "ann-here", "ann-away"}, (
             "nobody could ever open those of a user who is gone"
         )
@@ -162,13 +162,13 @@ def test_what_was_taken_away_during_a_stop_is_gone_at_the_start(tmp_path: Path) 
         await bridge.stop()
         path.write_text(ANN + "\n")
         await bridge.start()
-        (session,) = bridge.lane.sessions.all()
+        (session,) = bridge.broker.sessions.all()
         assert session.client_id == "ann"
         assert session.will is not None
         await bridge.stop()
         path.write_text("ann:" + hash_password(b"other") + "\n")
         await bridge.start()
-        (session,) = bridge.lane.sessions.all()
+        (session,) = bridge.broker.sessions.all()
         assert session.will is None
         assert await bridge.payloads() == []
 

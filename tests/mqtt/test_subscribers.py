@@ -120,7 +120,7 @@ async def test_a_client_that_goes_between_unsubscribing_and_subscribing_leaves_n
         await subscriber.receive()
         subscriber.abort()
     await until(lambda: bridge.stat("connections") == 0)
-    await until(lambda: not bridge.lane._tasks, what="no task is left")
+    await until(lambda: not bridge.server._tasks, what="no task is left")
 
 
 @bridge_test
@@ -274,7 +274,7 @@ async def test_a_subscriber_that_never_acknowledges_neither_slows_nor_fills_the_
             publisher.send(publish(("in/a", "plain/a")[number % 2], b"x" * 100, 1, number + 1))
         for _ in range(1000):
             await publisher.receive()
-    session = bridge.lane.sessions.get("stuck")
+    session = bridge.broker.sessions.get("stuck")
     assert session is not None
     assert len(session.outbox) <= bridge.config.limits.queued_messages + bridge.config.limits.in_flight
     assert bridge.stat("dropped_queue_full") > 0
@@ -377,12 +377,12 @@ async def test_many_filters_and_retained_messages_keep_nobody_else_waiting(bridg
         await publisher.receive()
     subscriber = await bridge.connect("s")
     await subscriber.subscribe(*((f"+/+/+/{number}", 0) for number in range(300)))
-    session = bridge.lane.sessions.get("s")
+    session = bridge.broker.sessions.get("s")
     assert session is not None
-    assert session.connection is not None
+    assert session.line is not None
     for _ in range(10):
         assert await other.alive()
-        assert session.connection._holds, "it is still being looked at"
+        assert session.line._holds, "it is still being looked at"
     assert await subscriber.silent()
 
 

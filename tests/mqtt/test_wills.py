@@ -36,7 +36,7 @@ def test_wills_of_persistent_sessions_are_published_after_a_restart(tmp_path: Pa
             assert await client.closed()
         without = await bridge.connect("without", level=V5, clean=False, properties=LASTING)
         await until(lambda: bridge.stat("connections") == 2)
-        await bridge.lane.journaled()
+        await bridge.server.journaled()
         if how == "stopped":
             await bridge.stop()
         taken = copied(bridge)

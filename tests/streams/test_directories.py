@@ -10,6 +10,7 @@ import pytest
 
 from bridge.export.cursor import CursorFile
 from bridge.mqtt.broker.journal import Journal
+from bridge.runtime import LoopRuntime
 from bridge.streams import meta
 from bridge.streams.layout import Files
 
@@ -65,9 +66,9 @@ def _quarantine(house: House) -> None:
 
 def _journal(house: House) -> None:
     async def work() -> None:
-        journal = Journal(house.data_dir / "mqtt" / "sessions.journal", "boot")
+        journal = Journal(house.data_dir / "mqtt" / "sessions.journal", "boot", LoopRuntime())
         journal.open()
-        await journal.close()
+        journal.close()
 
     run(work())
 

@@ -1,12 +1,14 @@
-"""Messages on their way to subscribers, and the subscriptions that ask for them."""
+"""Messages on their way to subscribers, the subscriptions that ask for them, and the headers in a stream."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import PUBLISH, V5, string
 from bridge.mqtt.wire.properties import varint
+from bridge.streams.headers import Headers, encode
 
 if TYPE_CHECKING:
     from bridge.clock import Clock, Deadline
@@ -50,6 +52,30 @@ def expiry_of(properties: p.Properties | None, clock: Clock) -> Deadline | None:
     """When a message with these properties expires (MQTT 5 section 3.3.2.3.3); None: it does not."""
     seconds = properties.get(p.MESSAGE_EXPIRY) if properties else None
     return None if seconds is None else clock.deadline(seconds)
+
+
+def headers_of(flags: int, properties: p.Properties, client: str, packet_id: int, refused: str = "") -> bytes:
+    """The headers that a stream keeps of a PUBLISH (layout: `bridge.streams.headers`).
+
+    `flags` are those of the fixed header; `client` and `packet_id` say who sent it, where that is kept;
+    `refused` says why its own stream refused it.
+    """
+    expiry = properties.get(p.MESSAGE_EXPIRY)
+    return encode(
+        Headers(
+            retain=bool(flags & 1),
+            dup=bool(flags & 8),
+            client=client,
+            id=packet_id if flags & 6 == 4 else 0,
+            user=[(name.decode(), value.decode()) for name, value in properties.get(p.USER_PROPERTY, ())],
+            type=properties.get(p.CONTENT_TYPE, b"").decode(),
+            utf8=bool(properties.get(p.PAYLOAD_FORMAT)),
+            reply=properties.get(p.RESPONSE_TOPIC, b"").decode(),
+            token=properties.get(p.CORRELATION_DATA, b""),
+            expires=int((time.time() + expiry) * 1000) if expiry is not None else 0,
+            refused=refused,
+        )
+    )
 
 
 def size_of(topic: bytes, payload: bytes) -> int:

@@ -12,7 +12,7 @@ Across a restart of the bridge QoS 2 is at least once too: packet ids given out 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from bridge.mqtt.wire.answers import ack
 from bridge.mqtt.wire.packets import PACKET_ID_NOT_FOUND, PROTOCOL_ERROR, PUBREL, SUCCESS, V5, ProtocolError
@@ -21,19 +21,9 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
+    from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.settings import Limits
-
-
-class Line(Protocol):
-    """The connection that an outbox sends on while its session has one."""
-
-    level: int
-    writable: bool
-    receive_maximum: int
-    max_packet_out: int
-
-    def send(self, data: bytes) -> None: ...
 
 
 class Outgoing:
@@ -55,7 +45,7 @@ class Outgoing:
 
 
 class Outbox:
-    """The outgoing half of a session. `settled` is told the number of a message that needs no keeping."""
+    """The outgoing half of a session. `settled` is called with each message that need not be kept."""
 
     __slots__ = (
         "_again", "_bytes", "_counts", "_inflight", "_limits", "_line", "_next_id", "_queue", "settled",

@@ -27,7 +27,7 @@ class Opened(Record, frozen=True, tag=1):
 
     Seconds on the age timeline (`bridge.clock`), as `expires` of the others.
 
-    `proof` is what its client was let in by (`access.proofs`).
+    `proof` is what its client logged in with (`access.proofs`).
     """
 
     client: str

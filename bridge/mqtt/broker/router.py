@@ -6,9 +6,8 @@ so that a PUBLISH costs one dict look-up, whatever the number of streams, filter
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections import deque
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from bridge.mqtt.broker.message import Receiver, Subscription, receiver_of
@@ -18,15 +17,17 @@ from bridge.mqtt.wire.packets import BAD_TOPIC_NAME, ProtocolError, text
 from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_name, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterator, Sequence
 
     from bridge.clock import Clock
     from bridge.mqtt.broker.journal import Journal
+    from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Store, Stream
     from bridge.mqtt.broker.turns import Turns
     from bridge.mqtt.settings import Limits
+    from bridge.runtime import Runtime
 
 # Where Mosquitto says that one of its bridges is connected, at both ends, unless it is configured otherwise.
 BRIDGE_STATE = "$SYS/broker/connection/"
@@ -57,13 +58,13 @@ class Route:
         self.name, self.streams = name, streams
         self.stream: Stream | None = streams[0] if len(streams) == 1 else None
         self.receivers: dict[Session, Receiver] = {}
-        # For those who do not want all of their own messages back: what they still ask for, if anything.
+        # Clients that do not want their own messages back (No Local), and what they still ask for.
         self.own: dict[Session, Receiver | None] = {}
         self.request = name.partition("/")[0] == REQUEST_LEVEL
         self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped: a bridge goes on
         self.reserved = not self.request and not self.ignored and name.startswith(RESERVED)
         self.denied = self.reserved  # for this client
-        self.with_client = False  # some stream keeps who published
+        self.with_client = False  # some stream keeps the publisher's client id
         self.append: Callable[[bytes, bytes], int] | None = None
 
 
@@ -77,9 +78,10 @@ class Router:
         limits: Limits,
         clock: Clock,
         turns: Turns,
+        runtime: Runtime,
     ) -> None:
         self.epoch = 0
-        self._turns = turns
+        self._turns, self._runtime = turns, runtime
         self.retained = Retained(journal, limits, clock)
         self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
@@ -98,7 +100,7 @@ class Router:
         route = self._routes.get(topic)
         if route is not None:
             return route
-        began = time.perf_counter()
+        began = self._turns.begin()
         name = text(topic)
         # Below `$` a client may publish, to no avail for wildcards (4.7.2); not where the server would.
         if not is_topic_name(name.removeprefix("$")):
@@ -128,7 +130,7 @@ class Router:
         return route
 
     def subscribe(self, session: Session, subscription: Subscription) -> bool:
-        """Add or replace a subscription; tell whether it is a new one (MQTT-3.8.4-3)."""
+        """Add or replace a subscription; returns whether it is a new one (MQTT-3.8.4-3)."""
         old = session.subscriptions.get(subscription.filter)
         if old is not None:
             self._tree.remove(old.filter, (session, old))
@@ -138,7 +140,7 @@ class Router:
         return old is None
 
     def unsubscribe(self, session: Session, topic_filter: str) -> bool:
-        """Remove a subscription; tell whether there was one."""
+        """Remove a subscription; returns whether there was one."""
         subscription = session.subscriptions.pop(topic_filter, None)
         if subscription is None:
             return False
@@ -156,14 +158,14 @@ class Router:
     def _prune(self) -> None:
         """Take filters of ended sessions out of the tree, as many as fit a turn of the event loop."""
         while self._ended and not self._turns.over:
-            began = time.perf_counter()
+            began = self._turns.begin()
             for _ in range(min(PRUNED, len(self._ended))):
                 session, subscription = self._ended.popleft()
                 self._tree.remove(subscription.filter, (session, subscription))
             self._turns.spend(began)
         if self._ended and not self._pruning:
             self._pruning = True
-            asyncio.get_running_loop().call_soon(self._prune_again)
+            self._runtime.soon(self._prune_again)
 
     def _prune_again(self) -> None:
         self._pruning = False
@@ -204,21 +206,41 @@ class Router:
             waits = True
         return waits
 
-    async def send_retained(self, session: Session, subscriptions: Iterable[Subscription]) -> None:
+    def send_retained(
+        self,
+        session: Session,
+        line: Line,
+        subscriptions: Sequence[Subscription],
+        done: Callable[[], object],
+    ) -> None:
         """Send what is retained to new subscriptions (MQTT-3.3.1-6), as far as the client may read it.
 
-        Others have their turn meanwhile: there may be a thousand filters, and any number of messages.
+        There may be a thousand filters, and any number of messages: one turn compares `LOOK_UPS` of them.
+        `done` is called at the end, or when the client has left this line.
         """
-        connection, looked = session.connection, 0
-        for subscription in subscriptions:
-            for name in self.retained.candidates(subscription.filter):
-                looked += 1
-                if looked % LOOK_UPS == 0:
-                    await asyncio.sleep(0)
-                    if session.connection is not connection:
-                        return
+        found = (
+            (subscription, name)
+            for subscription in subscriptions
+            for name in self.retained.candidates(subscription.filter)
+        )
+        self._send_some(session, line, found, done)
+
+    def _send_some(
+        self,
+        session: Session,
+        line: Line,
+        found: Iterator[tuple[Subscription, str]],
+        done: Callable[[], object],
+    ) -> None:
+        if session.line is line:
+            for subscription, name in islice(found, LOOK_UPS):
                 if matches(subscription.filter, name) and session.identity.may_read(name):
                     self._send_retained(session, subscription, name)
+            following = next(found, None)
+            if following is not None:
+                self._runtime.soon(self._send_some, session, line, chain((following,), found), done)
+                return
+        done()
 
     def _send_retained(self, session: Session, subscription: Subscription, name: str) -> None:
         message = self.retained.get(name)

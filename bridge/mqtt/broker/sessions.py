@@ -1,4 +1,4 @@
-"""MQTT sessions: what the server keeps of a client beside its connection (3.1.1 and 5, section 4.1).
+"""MQTT sessions: what is kept of a client beside its connection (3.1.1 and 5, section 4.1).
 
 A session lives as long as its connection, and then for its expiry interval: 0 for a clean session of
 3.1.1, no end for the others there, what the client asked for in MQTT 5; never longer than
@@ -15,15 +15,15 @@ from bridge.mqtt.broker.outbox import Outbox, Outgoing
 from bridge.mqtt.wire.packets import V5
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, TimerHandle
     from collections.abc import Callable
 
     from bridge.access.rules import Identity
     from bridge.clock import Clock
+    from bridge.mqtt.broker.line import Line
     from bridge.mqtt.broker.message import Subscription
-    from bridge.mqtt.server.connection import Connection
     from bridge.mqtt.settings import Limits
     from bridge.mqtt.wire.packets import Will
+    from bridge.runtime import Runtime, Timer
 
 NEVER = 0xFFFFFFFF  # MQTT 5 section 3.1.2.11.2
 
@@ -32,23 +32,23 @@ class Session:
     """One client's subscriptions, the messages it is to be sent, and the QoS 2 ids it has used."""
 
     __slots__ = (
-        "client_id", "connection", "expiry", "identity", "incoming", "left", "outbox", "partial", "proof",
+        "client_id", "expiry", "identity", "incoming", "left", "line", "outbox", "partial", "proof",
         "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
     def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
         self.client_id, self.identity, self.outbox = client_id, identity, outbox
-        self.proof = b""  # what its client was let in by (`access.proofs`)
+        self.proof = b""  # what its client logged in with (`access.proofs`)
         self.expiry = 0  # seconds that it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
         self.incoming: set[int] = set()  # QoS 2 packet ids between PUBLISH and PUBREL (4.3.3)
         # Streams that have the message of a QoS 2 id which others of its streams have failed to store.
         self.partial: dict[int, frozenset[str]] = {}
-        self.connection: Connection | None = None
+        self.line: Line | None = None
         self.left = 0.0  # when the connection was lost, seconds on the age timeline
-        self.timer: TimerHandle | None = None
+        self.timer: Timer | None = None
         self.will: Will | None = None  # to be published when the client has gone, and its delay is over
-        self.will_timer: TimerHandle | None = None  # runs while it is the delay that is waited for
+        self.will_timer: Timer | None = None  # runs during its delay
 
     @property
     def persistent(self) -> bool:
@@ -58,7 +58,7 @@ class Session:
     @property
     def lasting_will(self) -> Will | None:
         """The will, if it survives a restart. One of 3.1.1 does not: it has no delay to come back in."""
-        here = self.connection is None or self.connection.level == V5  # away, it waits for its delay
+        here = self.line is None or self.line.level == V5  # away, it waits for its delay
         return self.will if self.persistent and here else None
 
 
@@ -67,7 +67,7 @@ class Sessions:
 
     def __init__(
         self,
-        loop: AbstractEventLoop,
+        runtime: Runtime,
         limits: Limits,
         counts: Counter[str],
         clock: Clock,
@@ -75,7 +75,7 @@ class Sessions:
         ended: Callable[[Session], None],
         evicted: Callable[[Session], None],
     ) -> None:
-        self._loop, self._limits, self._counts, self._clock = loop, limits, counts, clock
+        self._runtime, self._limits, self._counts, self._clock = runtime, limits, counts, clock
         self._settled, self._ended, self._evicted = settled, ended, evicted
         self._by_id: dict[str, Session] = {}
         self._away: dict[str, Session] = {}  # in the order in which they were left
@@ -123,7 +123,7 @@ class Sessions:
             self.end(session)
             return
         self._away[session.client_id] = session
-        session.timer = self._loop.call_later(seconds, self.end, session)
+        session.timer = self._runtime.later(seconds, self.end, session)
         if len(self._away) > self._limits.sessions:
             self._counts["ended_sessions"] += 1
             oldest = next(iter(self._away.values()))

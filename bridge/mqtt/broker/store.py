@@ -1,17 +1,19 @@
-"""What the MQTT front end needs of the streams, as protocols: `bridge.operations.manager` implements them."""
+"""What the broker needs of the streams, as protocols: `bridge.operations.manager` implements them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from bridge.errors import StreamError
+    from bridge.operations.reading import ReadMessagesOptions
+    from bridge.streams.segment import Message
 
 
 class Committer(Protocol):
-    """Something that can tell when what it was given is safe: a stream, or the journal."""
+    """Something that commits what it is given: a stream, or the journal."""
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Call `done` once all that was given so far is committed (None) or has failed (why)."""
@@ -42,11 +44,21 @@ class Store(Protocol):
     on_pressure: list[Callable[[bool], None]]
 
     @property
+    def definitions(self) -> Mapping[str, object]:
+        """Every stream by name."""
+
+    def stream(self, name: str) -> Stream:
+        """A stream that exists."""
+
+    async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[Message]:
+        """Messages of a stream; raises NotEnoughMessages, CorruptData or OSError."""
+
+    @property
     def under_pressure(self) -> bool:
-        """Whether too much waits for the disk: whoever publishes is to be held."""
+        """Whether too much waits for the disk: publishers are to be held."""
 
     def wants_client(self, name: str) -> bool:
-        """Whether messages of a stream are to be kept with the client id of who published them."""
+        """Whether a stream keeps the client id of a message's publisher."""
 
     def bound(self, topic: str) -> tuple[Stream, ...]:
         """The streams that messages on a topic go to."""

@@ -1,43 +1,33 @@
-"""Fairness on the event loop: expensive packets get a bounded time in each of its turns.
+"""Fairness between clients: expensive packets get a bounded time in each turn of the event loop.
 
 What it promises: packets whose cost a client can drive up (a topic that is looked up among the filters of all
-clients, a message for many subscribers) take `LIMIT` seconds and one packet more in a turn of the event loop,
-however many clients send them, and however many of them one read brings. Who sends more is read on in a
-later turn, first come, first served; everybody else has a turn in between.
+clients, a message for many subscribers) take `LIMIT` seconds and one packet more in a turn, however many
+clients send them, and however many of them one read brings. A client that sends more is read on in a later
+turn, first come, first served; everybody else has a turn in between.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
-
-
-class Held(Protocol):
-    """A client that can be kept waiting."""
-
-    def hold(self, why: str) -> None:
-        """Read no further from it."""
-
-    def release(self, why: str) -> None:
-        """Go on reading, unless there is another reason not to."""
-
+    from bridge.mqtt.broker.line import Line
+    from bridge.runtime import Runtime
 
 LIMIT = 0.02  # seconds
 HOLD = "turn"
 
 
 class Turns:
-    """The time that expensive packets have taken in this turn of the loop, and who waits for another one."""
+    """The time that expensive packets have taken in this turn, and the clients that wait for another one."""
 
-    def __init__(self, loop: AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.begin = runtime.now  # when an expensive packet begins; `spend` takes this
         self._spent = 0.0
         self._scheduled = False
-        self._waiting: deque[Held] = deque()
+        self._waiting: deque[Line] = deque()
 
     @property
     def over(self) -> bool:
@@ -45,20 +35,20 @@ class Turns:
         return self._spent >= LIMIT
 
     def spend(self, began: float) -> None:
-        """An expensive packet has taken the time since `began` (time.perf_counter)."""
-        self._spent += time.perf_counter() - began
+        """An expensive packet has taken the time since `began`."""
+        self._spent += self.begin() - began
         self._schedule()
 
-    def wait(self, conn: Held) -> None:
+    def wait(self, line: Line) -> None:
         """Read no further from a client until there is time."""
-        conn.hold(HOLD)
-        self._waiting.append(conn)
+        line.hold(HOLD)
+        self._waiting.append(line)
         self._schedule()
 
     def _schedule(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._loop.call_soon(self._next)
+            self._runtime.soon(self._next)
 
     def _next(self) -> None:
         self._spent, self._scheduled = 0.0, False

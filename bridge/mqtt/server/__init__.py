@@ -1,10 +1,7 @@
-"""The sockets of the embedded broker: listeners, and one Connection per client.
+"""The embedded broker's server: sockets to packets, and the broker's answers to bytes.
 
-batch                            acknowledgements that wait for commits
-requests                         the operations on streams
-publishing, control, handshake   packets and what they do
-turns                            what costly packets get of a turn of the event loop
-connection                       one client; `websocket` and `tls` are its ways in
-clients                          what an operator may ask about them
-lane                             all clients
+connection, states, handshake    one client, from its CONNECT to its end
+server                           the listeners, and the limits on all clients together
+tls, websocket                   transports
+requests, clients                operations on streams over MQTT; what the command line asks about clients
 """

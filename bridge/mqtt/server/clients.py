@@ -18,28 +18,27 @@ import cbor2
 
 from bridge import cbor
 from bridge.errors import InvalidRequest, StreamBridgeError
-from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION, V5, V31, V311
+from bridge.mqtt.wire.packets import V5, V31, V311
 
 if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
-    from bridge.mqtt.server.lane import Lane
+    from bridge.mqtt.server.server import Server
 
 log = logging.getLogger(__name__)
 
 OPERATIONS = frozenset({"listClients", "disconnectClient", "forgetClient"})
 PROTOCOLS = {V31: "MQTT 3.1", V311: "MQTT 3.1.1", V5: "MQTT 5"}
-BY_COMMAND = "disconnected by a command"
 
 
-async def answer(lane: Lane | None, operation: str, body: bytes) -> bytes:
+async def answer(server: Server | None, operation: str, body: bytes) -> bytes:
     """Carry out one request of the command line, in CBOR; returns the reply, in CBOR."""
     reply: dict[str, Any] = {"requestId": "", "status": 0, "statusName": "Success"}
     try:
         request = cbor.decode_map(body)
         reply["requestId"] = str(request.get("requestId", ""))
-        if lane is None:
+        if server is None:
             raise InvalidRequest('there are no clients of ours: mode = "external"; ask that broker')
-        reply |= await _carry_out(lane, operation, request.get("client"))
+        reply |= await _carry_out(server, operation, request.get("client"))
     except cbor.Malformed as error:
         reply |= _failure(InvalidRequest(f"the request is not one CBOR map: {error}"))
     except StreamBridgeError as error:
@@ -51,21 +50,19 @@ def _failure(error: StreamBridgeError) -> dict[str, Any]:
     return {"status": error.status, "statusName": error.status_name, "errorMessage": str(error)}
 
 
-async def _carry_out(lane: Lane, operation: str, client: object) -> dict[str, Any]:
+async def _carry_out(server: Server, operation: str, client: object) -> dict[str, Any]:
     if operation == "listClients":
-        found = sorted(lane.sessions.all(), key=lambda session: session.client_id)
-        return {"clients": [describe(lane, session) for session in found]}
-    session = lane.sessions.get(client) if isinstance(client, str) else None
+        found = sorted(server.broker.sessions.all(), key=lambda session: session.client_id)
+        return {"clients": [describe(server, session) for session in found]}
+    session = server.broker.sessions.get(client) if isinstance(client, str) else None
     if session is None:
         raise InvalidRequest(f"no client {client!r} is connected or has a session")
-    connected = session.connection is not None
+    connected = session.line is not None
     if operation == "forgetClient":
-        lane.set_will(session, None)
-    if session.connection is not None:
-        session.connection.fail("disconnected_clients", BY_COMMAND, ADMINISTRATIVE_ACTION)
-    if operation == "forgetClient":
-        lane.sessions.end(session)
-        await lane.journaled()
+        server.broker.forget(session)
+        await server.journaled()
+    else:
+        server.broker.disconnect(session)
     log.info(
         "%s: %s by a command",
         session.identity.label,
@@ -74,12 +71,12 @@ async def _carry_out(lane: Lane, operation: str, client: object) -> dict[str, An
     return {"connected": connected}
 
 
-def describe(lane: Lane, session: Session) -> dict[str, Any]:
+def describe(server: Server, session: Session) -> dict[str, Any]:
     """A session as plain values; `left` is the Unix time in ms since when it is away, `expires` its end."""
-    conn, left, ends = session.connection, None, None
+    broker, conn, left, ends = server.broker, session.line, None, None
     if conn is None:
-        left = round(session.left * 1000 + lane.clock.wall() - lane.clock.now())
-        ends = left + round(lane.sessions.lifetime(session) * 1000)
+        left = round(session.left * 1000 + broker.clock.wall() - broker.clock.now())
+        ends = left + round(broker.sessions.lifetime(session) * 1000)
     return {
         "client": session.client_id,
         "user": session.identity.user,

@@ -1,16 +1,10 @@
-"""One client's connection: framing, PUBLISH and its acknowledgements, keep-alive.
+"""One client's connection: bytes to packets, packets to the broker, its answers to bytes.
 
-States (the transport may be TCP, TLS or a WebSocket):
-
-    NEW --CONNECT--> CONNECTING --CONNACK 0--> OPEN --DISCONNECT, error, end of the transport--> CLOSED
-     |                    |                                                                        ^
-     +--- anything else, time-out, refusal --------------------------------------------------------+
+The states and what changes them are the table in `states.py`. The transport may be TCP, TLS or a WebSocket.
 
 What it promises:
 * Nothing of a client is looked at before CONNACK 0; what it sent behind its CONNECT waits.
-* Acknowledgements leave in the order of the packets (MQTT 3.1.1 section 4.6), each after the commit of
-  all streams that its message went to: every read from the socket makes one `Batch`, and batches leave
-  first in, first out.
+* Every read from the socket makes one `Batch`; what a packet is answered with leaves by it (`broker.inbox`).
 * A malformed packet closes this connection and no other.
 * Reading is paused while there is a reason to (`hold`), so that nothing here grows without bound.
 
@@ -21,90 +15,115 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import socket
-from collections import deque
-from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from bridge.errors import StreamError
-from bridge.mqtt.server import control, handshake, publishing
-from bridge.mqtt.server.batch import Batch
+from bridge.mqtt.broker.inbox import Batch, Inbox
+from bridge.mqtt.server import handshake
+from bridge.mqtt.server.states import NEXT, TRANSITIONS, Event, State
 from bridge.mqtt.wire import answers
+from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import (
+    AUTH,
+    BAD_TOPIC_ALIAS,
+    BAD_TOPIC_NAME,
+    CONNACK,
     CONNECT,
+    DISCONNECT,
     KEEP_ALIVE_TIMEOUT,
     MALFORMED,
     MAX_CONNECT,
     PACKET_TOO_LARGE,
+    PINGREQ,
+    PINGRESP,
+    PROTOCOL_ERROR,
+    PUBACK,
+    PUBCOMP,
     PUBLISH,
+    PUBREC,
+    PUBREL,
+    SUBACK,
+    SUCCESS,
+    UNSUBACK,
     V5,
+    V31,
     V311,
     ProtocolError,
+    Publish,
     frame,
+    parse_ack,
+    parse_disconnect,
+    parse_subscribe,
+    parse_unsubscribe,
+    properties_at,
+    text,
 )
 from bridge.net.flow import Flow
+from bridge.topics import is_topic_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from bridge.mqtt.broker.router import Route
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer
-    from bridge.mqtt.server.lane import Lane, Listener
+    from bridge.mqtt.server.server import Listener, Server
 
 log = logging.getLogger(__name__)
 
-UNSENT_BATCHES = 1_000  # reads whose commit is awaited before reading is paused
 LINGER = 1.0  # seconds for the last bytes to go out
 ROUTES = 4_096  # topics that one connection remembers
-
-
-class State(enum.Enum):
-    """Where a connection is in its life."""
-
-    NEW = enum.auto()
-    CONNECTING = enum.auto()
-    OPEN = enum.auto()
-    CLOSED = enum.auto()
+EXPENSIVE = 0x80  # SUBSCRIBE and UNSUBSCRIBE, with the bits in which they differ masked by 0xD0
 
 
 class Connection(Flow):
-    """The server's side of one MQTT connection."""
+    """The server's side of one MQTT connection; the broker sees it as a `Line`."""
 
     __slots__ = (
-        "_batches", "_connect_size", "_drained", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail",
-        "address", "aliases", "bridge", "keep_alive", "lane", "level", "limit", "listener", "max_packet_out",
-        "reason", "receive_maximum", "requests", "session", "state", "writable",
+        "_connect_size", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail", "address", "aliases",
+        "bridge", "broker", "inbox", "keep_alive", "level", "limit", "listener", "max_packet_out", "reason",
+        "receive_maximum", "requests", "server", "state", "writable",
     )  # fmt: skip
 
-    def __init__(self, lane: Lane, listener: Listener) -> None:
+    def __init__(self, server: Server, listener: Listener) -> None:
         super().__init__()
-        self.lane, self.listener = lane, listener
+        self.server, self.broker, self.listener = server, server.broker, listener
+        self.inbox = Inbox(self, server.broker.journal)
         self.state = State.NEW
         self.level = V311
         self.bridge = False  # the client is another broker
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
-        self.session: Session | None = None
         self.writable = True
         self.receive_maximum = self.max_packet_out = 0xFFFF_FFFF
         self.keep_alive = 0.0  # seconds of silence until the connection counts as lost; 0: never
         self.reason = 0  # why it was closed, a reason code
         self.aliases: dict[int, bytes] = {}
         self.requests = 0  # being answered
-        self._drained: asyncio.Future[None] | None = None
         self._tail: bytes | bytearray = b""  # read, not yet handled
-        self._need = 2  # bytes that make the next packet whole
+        self._need = 2  # bytes that make the next packet complete
         self._connect_size = 0  # bytes of its CONNECT while the login waits
         self._routes: dict[bytes, Route] = {}
         self._epoch = -1
         self._paid = 0.0  # until when its messages are within its rate
-        self._batches: deque[Batch] = deque()
+
+    @property
+    def session(self) -> Session | None:
+        """The client's session; None until it has logged in."""
+        return self.inbox.session
 
     @property
     def name(self) -> str:
-        """How the log calls the client."""
-        client = f"{self.session.identity.label} at " if self.session is not None else ""
+        """What the log calls the client."""
+        session = self.inbox.session
+        client = f"{session.identity.label} at " if session is not None else ""
         return f"{client}{self.address}"
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is closed, or is being closed."""
+        return self.state is State.CLOSED or self.transport.is_closing()
 
     # -- the transport calls ------------------------------------------------------------
 
@@ -112,15 +131,15 @@ class Connection(Flow):
         self.transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else "local"
-        loop = self.lane.loop
-        self._heard = loop.time()
-        self._timer = loop.call_later(self.lane.limits.connect_timeout / 1000, self._too_slow)
-        self.lane.accept(self)
+        runtime = self.server.runtime
+        self._heard = runtime.now()
+        self._timer = runtime.later(self.server.limits.connect_timeout / 1000, self._too_slow)
+        self.server.accept(self)
 
     def data_received(self, data: bytes) -> None:
         if self.state is State.CLOSED:
             return
-        self._heard = self.lane.loop.time()
+        self._heard = self.server.runtime.now()
         if self._tail:
             if not isinstance(self._tail, bytearray):
                 self._tail = bytearray(self._tail)
@@ -136,11 +155,9 @@ class Connection(Flow):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.end("", "")
+        self._close(Event.LOST)
         self._timer.cancel()
-        self.lane.gone(self)
-        if not self._batches:
-            self._rest()
+        self.server.gone(self)
 
     def pause_writing(self) -> None:
         self.writable = False
@@ -153,10 +170,10 @@ class Connection(Flow):
         if self.writable:
             super().resume_writing()
 
-    # -- for the rest of the lane ------------------------------------------------------------
+    # -- for the broker and the server ------------------------------------------------------------
 
     def send(self, data: bytes | bytearray) -> None:
-        """Write to the client, unless the connection is on its end."""
+        """Write to the client, unless the connection is closed or closing."""
         if self.state is not State.CLOSED and not self.transport.is_closing():
             self.transport.write(data)
 
@@ -200,43 +217,63 @@ class Connection(Flow):
 
     def _wait(self) -> None:
         """Before it is logged in, what it has sent counts against a budget for all such clients."""
-        self.lane.guests.keep(self, self.address, self._connect_size + len(self._tail))
+        self.server.guests.keep(self, self.address, self._connect_size + len(self._tail))
         if len(self._tail) > MAX_CONNECT and self._holds:
             self.transport.pause_reading()
 
     def opened(self) -> None:
-        """The handshake is over: handle what the client has sent behind its CONNECT."""
-        self.lane.guests.leave(self, self.address)
-        self.state = State.OPEN
-        self.limit = self.lane.max_packet
+        """The client has its session: handle what it has sent behind its CONNECT."""
+        self.server.guests.leave(self, self.address)
+        self.state = NEXT[self.state, Event.ACCEPTED]
+        self.limit = self.server.config.max_packet
         self._timer.cancel()
         if self.keep_alive:
             self._watch()
-        self.lane.loop.call_soon(self.release, "connect")
+        self.server.runtime.soon(self.release, "connect")
+
+    def refuse(self, reason: int, why: str) -> None:
+        """Answer a CONNECT with a reason code, and close."""
+        answer = answers.connack(self.level, reason)
+        if len(answer) <= self.max_packet_out:
+            self.send(answer)
+        self._close(Event.REFUSED, "refused_connects", f"refused: {why}", linger=True)
 
     def fail(self, counter: str, why: str, reason: int) -> None:
-        """The client did wrong, or must go: tell an MQTT 5 client the reason, and close."""
+        """Close, after a DISCONNECT with the reason for an MQTT 5 client."""
         self.reason = reason
         if self.level == V5 and self.state is State.OPEN and self.max_packet_out >= 4:
             self.send(answers.disconnect(reason))
-        self.end(counter, why, linger=True)
+        self._close(Event.FAILED, counter, why, linger=True)
 
-    def end(self, counter: str, why: str, *, will: bool = True, linger: bool = False) -> None:
+    def end(self, counter: str, why: str, *, abort: bool = False) -> None:
+        """Close without a word to the client; with `abort`, also without what was written."""
+        self._close(Event.FAILED, counter, why)
+        if abort:
+            self.transport.abort()
+
+    def _close(
+        self,
+        on: int | Event,
+        counter: str = "",
+        why: str = "",
+        *,
+        will: bool = True,
+        linger: bool = False,
+    ) -> None:
         """Close the connection; `counter` counts the reason, `why` goes to the log.
 
-        With `linger` it ends with FIN, so that the peer gets our last words.
+        With `linger` it ends with FIN, so that the peer gets our last packets.
         """
         if self.state is State.CLOSED:
             return
         if counter:
-            self.lane.counts[counter] += 1
-            self.lane.log_closed(self, counter, why)
-        self.state = State.CLOSED
+            self.broker.reports.closed(self.name, counter, why)
+        self.state = NEXT[self.state, on]
         self._timer.cancel()
         self._tail = b""
         self._routes = {}
-        if self.session is not None:
-            self.lane.left(self, will=will)
+        self.server.left(self)
+        self.broker.close(self.inbox, will=will)
         transport = self.transport
         if not self.writable:
             transport.abort()
@@ -246,27 +283,7 @@ class Connection(Flow):
             transport.close()
             if transport.get_write_buffer_size():
                 # What has been written still goes out, but a peer that does not take it is not waited for.
-                self._timer = self.lane.loop.call_later(LINGER, transport.abort)
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether a commit is still awaited for something that it published."""
-        return bool(self._batches)
-
-    @property
-    def unstored_ids(self) -> set[int]:
-        """QoS 2 ids in use whose messages are not known to be stored yet."""
-        return {packet_id for batch in self._batches for packet_id in batch.ids}
-
-    def is_unstored(self, packet_id: int) -> bool:
-        """Whether a QoS 2 id is one of these."""
-        return any(packet_id in batch.ids for batch in self._batches)
-
-    async def settled(self) -> None:
-        """Wait until everything that it published is committed, or has failed to be."""
-        while self._batches:
-            self._drained = self._drained or self.lane.loop.create_future()
-            await asyncio.shield(self._drained)
+                self._timer = self.server.runtime.later(LINGER, transport.abort)
 
     def certificate_name(self) -> str | None:
         """The common name in the client's certificate, which TLS has verified."""
@@ -294,13 +311,13 @@ class Connection(Flow):
 
     def _packets(self, d: bytes) -> int:
         """Handle the whole packets in `d`; return how many bytes that used."""
-        lane, state, size, pos, published = self.lane, self.state, len(d), 0, 0
-        router = lane.router
+        server, broker, state, size, pos, published = self.server, self.broker, self.state, len(d), 0, 0
+        router, turns = broker.router, broker.turns
         if self._epoch != router.epoch or len(self._routes) > ROUTES:
             self._routes, self._epoch = {}, router.epoch
         routes, limit, v5 = self._routes, self.limit, self.level == V5
         two_bytes = limit > 0x3FFF  # then a length of two bytes cannot be above it
-        batch = Batch(self)
+        batch = Batch(self.inbox)
         acks, touched = batch.acks, batch.touched
         last: Committer | None = None
         self._need = 2
@@ -321,8 +338,8 @@ class Connection(Flow):
                     self._need = end - pos
                     break
                 if head & 0xF0 == PUBLISH and state is State.OPEN:
-                    if lane.under_pressure:
-                        # Only who publishes waits: the others' acknowledgements make room.
+                    if server.under_pressure:
+                        # Only publishers wait: what others acknowledge makes room.
                         self.hold("pressure")
                         break
                     at = body + 2
@@ -343,34 +360,34 @@ class Connection(Flow):
                         if at >= end:
                             raise ProtocolError("a PUBLISH without properties")
                         if d[at] or not topic:
-                            if lane.turns.over:
-                                lane.turns.wait(self)
+                            if turns.over:
+                                turns.wait(self)
                                 break
                             published += 1
-                            publishing.publish_v5(self, batch, head, topic, packet_id, d, at, end)
+                            self._publish_v5(batch, head, topic, packet_id, d, at, end)
                             last = None
                             pos = end
                             continue
                         at += 1
                     route = routes.get(topic)
                     if route is None:
-                        if lane.turns.over:
-                            lane.turns.wait(self)
+                        if turns.over:
+                            turns.wait(self)
                             break
-                        route = self.find_route(topic)
+                        route = self._route(topic)
                         append = route.append
-                    elif (append := route.append) is None and route.receivers and lane.turns.over:
-                        lane.turns.wait(self)
+                    elif (append := route.append) is None and route.receivers and turns.over:
+                        turns.wait(self)
                         break
                     published += 1
                     if append is None or head & 0x0D:
-                        publishing.publish(self, batch, head, topic, packet_id, d[at:end], route)
+                        broker.publish(batch, Publish(head, topic, packet_id, d[at:end]), route)
                         last = None
                     else:
                         try:
                             append(topic, d[at:end])
                         except StreamError as error:
-                            publishing.refused(self, batch, head, topic, packet_id, d[at:end], None, error)
+                            broker.refused(batch, Publish(head, topic, packet_id, d[at:end]), error)
                         else:
                             if (stream := route.stream) is not last:
                                 touched[stream] = None  # type: ignore[index]
@@ -379,123 +396,155 @@ class Connection(Flow):
                                 acks += b"\x40\x02"
                                 acks += packet_id
                 elif state is State.OPEN:
-                    if head & 0xD0 == 0x80 and lane.turns.over:  # SUBSCRIBE or UNSUBSCRIBE
-                        lane.turns.wait(self)
+                    if head & 0xD0 == EXPENSIVE and turns.over:
+                        turns.wait(self)
                         break
-                    control.handle(self, batch, head, d[body:end])
+                    self._handle(batch, head, d[body:end])
                     if self.state is State.CLOSED:
                         return size
                 else:
-                    self.state = state = State.CONNECTING
+                    self.state = state = NEXT[state, CONNECT]
                     self.hold("connect")
-                    handshake.begin(self, d[body:end])
+                    self._connect(d[body:end])
                 pos = end
         finally:
-            lane.counts["received"] += published
-            self._queue(batch)
-            if published and lane.limits.messages_per_second:
-                self._throttle(published / lane.limits.messages_per_second)
+            broker.counts["received"] += published
+            self.inbox.put(batch)
+            if published and server.limits.messages_per_second:
+                self._throttle(published / server.limits.messages_per_second)
         return pos
 
-    def find_route(self, topic: bytes) -> Route:
-        """The route of a topic for this client; one that it may not publish on has no streams."""
-        route = self._routes[topic] = publishing.allowed_route(self, topic)
+    def _route(self, topic: bytes) -> Route:
+        """The route of a topic for this client, looked up once."""
+        session = self.inbox.session
+        assert session is not None
+        route = self._routes[topic] = self.broker.route(session, topic)
         return route
 
-    def _queue(self, batch: Batch) -> None:
-        """Let a batch leave when it may."""
-        touched = batch.touched
-        if not touched and not self._batches and batch.close is None:
-            if batch.acks:
-                self.send(batch.acks)
-            return
-        if not batch.acks and batch.close is None:
-            return  # QoS 0 alone: nobody waits for it
-        batch.waiting = len(touched) + 1
-        self._batches.append(batch)
-        several = len(touched) > 1
-        for committer in touched:
-            committer.after_commit(partial(batch.one_done, committer) if several else batch.done)
-        batch.done(None)
-        if len(self._batches) > UNSENT_BATCHES:
-            self.hold("commits")
+    def _publish_v5(
+        self, batch: Batch, head: int, topic: bytes, packet_id: bytes, data: bytes, pos: int, end: int
+    ) -> None:
+        """Handle a PUBLISH with properties or without a topic (MQTT 5 section 3.3.2.3)."""
+        properties, pos = properties_at(data, pos, end, PUBLISH)
+        if p.SUBSCRIPTION_ID in properties:
+            raise ProtocolError("a Subscription Identifier from a client (MQTT-3.3.4-6)", PROTOCOL_ERROR)
+        alias = properties.pop(p.TOPIC_ALIAS, None)
+        if alias is not None:
+            if not 0 < alias <= handshake.TOPIC_ALIASES:
+                raise ProtocolError(
+                    f"topic alias {alias}; 1 to {handshake.TOPIC_ALIASES} are announced", BAD_TOPIC_ALIAS
+                )
+            if topic:
+                self.aliases[alias] = topic
+            else:
+                topic = self.aliases.get(alias, b"")
+        if not topic:
+            raise ProtocolError("a PUBLISH without topic and known alias", PROTOCOL_ERROR)
+        reply = properties.get(p.RESPONSE_TOPIC)
+        if reply is not None and not is_topic_name(text(reply)):
+            raise ProtocolError(f"response topic {reply[:80]!r}", BAD_TOPIC_NAME)
+        packet = Publish(head, topic, packet_id, data[pos:end], properties)
+        self.broker.publish(batch, packet, self._route(topic))
 
-    def settle(self) -> None:
-        """Send the acknowledgements of all leading batches that are committed, in one write."""
-        batches, failed = self._batches, None
-        acks: bytearray | None = None
-        while batches and not batches[0].waiting:
-            batch = batches.popleft()
-            if batch.error is not None:
-                self._forget_ids(batch)
-                failed = failed or batch
-            elif failed is None:
-                if acks is None:
-                    acks = batch.acks
-                else:
-                    acks += batch.acks
-                if batch.close is not None:
-                    failed = batch
-        if acks:
-            self.send(acks)
-        if failed is not None:
-            if failed.error is not None:
-                why = publishing.reason_of(failed.error)
-                self.fail("rejected_storage", f"not acknowledged: {failed.error}", why)
-            elif failed.close is not None:
-                self.fail(*failed.close)
-        if not batches:
-            self._rest()
-        if "commits" in self._holds and len(batches) <= UNSENT_BATCHES // 2:
-            self.release("commits")
+    # -- every other packet ------------------------------------------------------------
 
-    def _rest(self) -> None:
-        """Nothing awaits its commit any more: a client that is away holds no connection, nor its buffers."""
-        if self._drained is not None:
-            self._drained.set_result(None)
-            self._drained = None
-        if self.state is State.CLOSED and self.session is not None:
-            newest = self.lane.newest
-            if newest.get(self.session.client_id) is self:
-                del newest[self.session.client_id]
+    def _connect(self, body: bytes) -> None:
+        handshake.begin(self, body)
 
-    def _forget_ids(self, batch: Batch) -> None:
-        # The client will send these again, and then they must not pass for duplicates: but where they are
-        # stored, they are not to be stored again.
-        session = self.session
-        if session is None:
-            return
-        session.incoming.difference_update(batch.ids)
-        for packet_id, places in batch.ids.items():
-            stored = {at.name for at in places if at not in batch.failed} if batch.failed else set()
-            if stored:
-                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
-                if session.persistent:
-                    self.lane.journal.held(session, packet_id)
-        self.lane.journal.failed(batch.ids.values(), batch.failed, batch)
+    def _handle(self, batch: Batch, head: int, body: bytes) -> None:
+        """Handle one packet by the table; anything that it does not have is an error (MQTT-2.2.2-2)."""
+        if self.level == V31 and head in (0x6A, 0x8A, 0xAA):
+            head &= 0xF7  # in MQTT 3.1 PUBREL, SUBSCRIBE and UNSUBSCRIBE may have DUP
+        handler = _HANDLERS.get(head)
+        if handler is None:
+            # With flags that its type does not have, a packet is malformed (MQTT 5 section 2.1.3).
+            known = head in (CONNECT, CONNACK, SUBACK, UNSUBACK, PINGRESP, AUTH)
+            raise _not_allowed(head, body, PROTOCOL_ERROR if known else MALFORMED)
+        handler(self, self.inbox.session, batch, body)
+
+    def _puback(self, session: Session, _batch: Batch, body: bytes) -> None:
+        session.outbox.puback(parse_ack(PUBACK, body, self.level)[0])
+        self._nothing_to_send(session)
+
+    def _pubrec(self, session: Session, _batch: Batch, body: bytes) -> None:
+        session.outbox.pubrec(*parse_ack(PUBREC, body, self.level))
+
+    def _pubrel(self, _session: Session, batch: Batch, body: bytes) -> None:
+        self.broker.released(batch, parse_ack(PUBREL, body, self.level)[0])
+
+    def _pubcomp(self, session: Session, _batch: Batch, body: bytes) -> None:
+        session.outbox.pubcomp(parse_ack(PUBCOMP, body, self.level)[0])
+        self._nothing_to_send(session)
+
+    def _subscribe(self, _session: Session, _batch: Batch, body: bytes) -> None:
+        packet_id, requests, properties = parse_subscribe(body, self.level)
+
+        def answer(codes: bytes) -> None:
+            self.answer(answers.suback(self.level, packet_id, codes))
+
+        self.broker.subscribe(self.inbox, requests, properties.get(p.SUBSCRIPTION_ID, 0), answer)
+
+    def _unsubscribe(self, session: Session, _batch: Batch, body: bytes) -> None:
+        packet_id, filters = parse_unsubscribe(body, self.level)
+        codes = self.broker.unsubscribe(session, filters)
+        self.answer(answers.unsuback(self.level, packet_id, codes))
+
+    def _pingreq(self, _session: Session, _batch: Batch, body: bytes) -> None:
+        if body:
+            raise _not_allowed(PINGREQ, body, MALFORMED)
+        self.send(bytes((PINGRESP, 0)))
+
+    def _disconnect(self, session: Session, _batch: Batch, body: bytes) -> None:
+        reason, properties = parse_disconnect(body, self.level)
+        expiry = properties.get(p.SESSION_EXPIRY)
+        if expiry is not None:
+            if expiry and not session.expiry:
+                raise ProtocolError("a session expiry that was 0 at CONNECT (MQTT-3.1.2-23)", PROTOCOL_ERROR)
+            self.broker.set_expiry(session, expiry)
+        self._close(DISCONNECT, will=reason != SUCCESS)  # (MQTT 5 section 3.14.4-3)
+
+    def _nothing_to_send(self, session: Session) -> None:
+        """The client has acknowledged the last message: let its socket know that we got that.
+
+        The kernel waits 40 ms for data of ours to go along with the TCP acknowledgement, and a client without
+        TCP_NODELAY keeps its next small packet back for as long (Nagle's algorithm).
+        """
+        if not len(session.outbox):
+            self.acknowledge_now()
 
     def _throttle(self, seconds: float) -> None:
         """Read no further for as long as what was read should have taken, beyond the last second's worth."""
-        loop = self.lane.loop
-        self._paid = max(self._paid, loop.time()) + seconds
-        ahead = self._paid - loop.time() - 1.0
+        now = self.server.runtime.now()
+        self._paid = max(self._paid, now) + seconds
+        ahead = self._paid - now - 1.0
         if ahead > 0:
             self.hold("rate")
-            loop.call_later(ahead, self.release, "rate")
+            self.server.runtime.later(ahead, self.release, "rate")
 
     # -- time ------------------------------------------------------------
 
     def _too_slow(self) -> None:
-        self.end("refused_timeout", "no complete CONNECT in time")
-        self.transport.abort()
+        self.end("refused_timeout", "no complete CONNECT in time", abort=True)
 
     def _watch(self) -> None:
         """Enforce the keep-alive (3.1.1 section 3.1.2.10): silent for 1.5 times as long is lost."""
-        left = self._heard + self.keep_alive - self.lane.loop.time()
+        left = self._heard + self.keep_alive - self.server.runtime.now()
         if self._holds:
             left = self.keep_alive  # it is we who do not read
         if left > 0:
-            self._timer = self.lane.loop.call_later(left, self._watch)
+            self._timer = self.server.runtime.later(left, self._watch)
         else:
             self.fail("keep_alive_timeouts", "keep-alive expired", KEEP_ALIVE_TIMEOUT)
             self.transport.abort()
+
+
+# PUBLISH is not among them: `_packets` handles it itself.
+_HANDLERS: dict[int | Event, Callable[[Connection, Any, Batch, bytes], None]] = {
+    row.on: getattr(Connection, row.handler)
+    for row in TRANSITIONS
+    if row.state is State.OPEN and row.handler not in ("", "_packets")
+}
+
+
+def _not_allowed(head: int, body: bytes, reason: int) -> ProtocolError:
+    return ProtocolError(f"a packet that no client may send: {head:#04x}, {len(body)} bytes", reason)

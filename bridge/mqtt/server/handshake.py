@@ -1,4 +1,4 @@
-"""From CONNECT to CONNACK: version, identity, take-over, session (section 3.1).
+"""From CONNECT to CONNACK: protocol version, identity, session (section 3.1).
 
 The order matters. Nothing that belongs to a client id is touched before its owner is authenticated:
 not its connection, not its session, not its will.
@@ -6,14 +6,14 @@ not its connection, not its session, not its will.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bridge.access.logins import Denied, Reason
 from bridge.access.proofs import of_certificate
+from bridge.mqtt.broker.broker import Opening, Refused
+from bridge.mqtt.broker.publishing import RECEIVE_MAXIMUM
 from bridge.mqtt.broker.sessions import NEVER
-from bridge.mqtt.server.publishing import RECEIVE_MAXIMUM, TOPIC_ALIASES
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import (
@@ -24,7 +24,6 @@ from bridge.mqtt.wire.packets import (
     PACKET_TOO_LARGE,
     PROTOCOL_ERROR,
     SERVER_BUSY,
-    SESSION_TAKEN_OVER,
     SUCCESS,
     UNSUPPORTED_VERSION,
     V5,
@@ -38,11 +37,10 @@ from bridge.net.addresses import is_loopback
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
-    from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.server.connection import Connection
 
-SETTLE_TIMEOUT = 5.0  # seconds for what the old connection published to be committed
 MAX_CLIENT_ID = 1_024
+TOPIC_ALIASES = 64  # of one connection, announced by CONNACK
 
 _REASONS = {
     Reason.NOT_ALLOWED: NOT_AUTHORIZED,
@@ -51,98 +49,91 @@ _REASONS = {
 }
 
 
-class Refused(NamedTuple):
-    """Why a CONNECT is not accepted: an MQTT 5 reason code, and a text for the log."""
-
-    reason: int
-    text: str
-
-
 def begin(conn: Connection, body: bytes) -> None:
-    """Take a CONNECT; the answer comes when the client is known."""
+    """Handle a CONNECT. The answer comes once the client is known: a password is checked in a task."""
     try:
         conn.level, conn.bridge, _ = protocol_of(body)
         connect = parse_connect(body)
     except ProtocolError as error:
         # 3.1.1 has no return code for a malformed CONNECT: the connection is closed (MQTT-3.1.4-1).
         if error.reason == UNSUPPORTED_VERSION or conn.level == V5:
-            conn.lane.counts["protocol_errors"] += error.reason != UNSUPPORTED_VERSION
-            refuse(conn, Refused(error.reason, str(error)))
+            conn.broker.counts["protocol_errors"] += error.reason != UNSUPPORTED_VERSION
+            conn.refuse(error.reason, str(error))
             return
         raise
     conn.max_packet_out = connect.properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
     conn.wait_with(len(body))
-    conn.lane.logging_in[conn] = conn.lane.spawn(_open(conn, connect))
-
-
-def refuse(conn: Connection, refused: Refused) -> None:
-    """Answer with a reason, and close."""
-    answer = answers.connack(conn.level, refused.reason)
-    if len(answer) <= conn.max_packet_out:
-        conn.send(answer)
-    conn.end("refused_connects", f"refused: {refused.text}", linger=True)
-
-
-async def _open(conn: Connection, connect: Connect) -> None:
-    lane = conn.lane
-    refused = _unfit(connect)
-    user: str | None = None
-    proof = b""
-    if refused is None:
-        user, proof, refused = await _authenticate(conn, connect)
-    lane.logging_in.pop(conn, None)  # from here on it is not ended half way
-    if refused is None and connect.client_id and not lane.access.may_use_id(user, connect.client_id):
-        why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}; see mqtt.client_ids"
-        refused = Refused(BAD_CLIENT_ID, why)
-    client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
-    identity = lane.access.identify(client_id, user, local=is_loopback(conn.address))
-    if refused is None and connect.will is not None:
-        refused = _refused_will(conn, identity, connect.will.topic)
-    while refused is None:
-        old, newest = lane.sessions.get(client_id), lane.newest.get(client_id)
-        foreign = old is not None and old.identity.user != user
-        if foreign and not lane.access.binds_ids:
-            refused = Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user")
-        elif old is not None and old.connection is not None:
-            old.connection.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
-        elif newest is not None and newest.unstored_ids:
-            # They count only once the messages are stored, and only in the session that they were sent in.
-            if not await _settled(newest):
-                refused = Refused(SERVER_BUSY, "what its last connection sent is not stored yet")
-        elif old is None:
-            break
-        elif connect.clean or foreign:
-            lane.sessions.end(old)
+    access, user, listener = conn.broker.access, connect.username, conn.listener
+    if refused := _unfit(connect):
+        conn.refuse(*refused)
+    elif listener.client_certificates:
+        name = conn.certificate_name()
+        if not name or (user or name) != name:
+            conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's")
         else:
-            break
-    if conn.transport.is_closing():
+            _authenticated(conn, connect, name, of_certificate(conn.transport.get_extra_info("ssl_object")))
+    elif user is not None and access.has_users:
+        conn.server.logging_in[conn] = conn.server.spawn(_check_password(conn, connect, user))
+    elif denied := access.refuse_anonymous(loopback=listener.address.loopback):
+        _deny(conn, denied)
+    else:
+        _authenticated(conn, connect, None, b"")
+
+
+async def _check_password(conn: Connection, connect: Connect, user: str) -> None:
+    access = conn.broker.access
+    conn.listen_for_end(True)
+    denied = await access.verify(user, connect.password, conn.address)
+    conn.listen_for_end(False)
+    conn.server.logging_in.pop(conn, None)  # from here on it is not ended half way
+    if denied is not None:
+        _deny(conn, denied)
+    else:
+        _authenticated(conn, connect, user, access.proof_of(user))
+
+
+def _deny(conn: Connection, denied: Denied) -> None:
+    conn.refuse(_REASONS[denied.reason], denied.text)
+
+
+def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: bytes) -> None:
+    """The client is who it says (user None: anonymous): ask the broker for its session."""
+    broker = conn.broker
+    if connect.client_id and not broker.access.may_use_id(user, connect.client_id):
+        why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}; see mqtt.client_ids"
+        conn.refuse(BAD_CLIENT_ID, why)
         return
-    if refused is None and not lane.access.still_admits(user, proof):  # a reload came in between
-        refused = Refused(NOT_AUTHORIZED, "what let it in was replaced meanwhile")
-    if refused is not None:
-        refuse(conn, refused)
+    client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
+    identity = broker.access.identify(client_id, user, local=is_loopback(conn.address))
+    if connect.will is not None and (refused := _refused_will(conn, identity, connect.will.topic)):
+        conn.refuse(*refused)
         return
-    session = lane.sessions.get(client_id)
-    present = session is not None
-    if session is None:
-        session = lane.sessions.create(client_id, identity)
-    session.identity = identity
-    session.proof = proof
-    _adopt(conn, connect, session)
-    if present and session.subscriptions:
-        lane.router.forget_routes()  # its rules may have changed
-    if session.persistent:
-        await lane.journaled()
-    if session.connection is not conn:
-        return
-    answer = _connack(conn, connect, session, present=present)
-    if len(answer) > conn.max_packet_out:
-        size = f"its Maximum Packet Size of {conn.max_packet_out}"
-        refuse(conn, Refused(PACKET_TOO_LARGE, f"CONNACK has {len(answer)} bytes, above {size}"))
-        return
-    conn.send(answer)
-    conn.opened()
-    session.outbox.attach(conn)
+    limits = conn.server.limits
+    seconds = min(connect.keep_alive, limits.max_keep_alive)
+    if connect.level == V5:
+        expiry = connect.properties.get(p.SESSION_EXPIRY, 0)
+        conn.receive_maximum = connect.properties.get(p.RECEIVE_MAXIMUM, 65_535)
+        seconds = seconds or limits.max_keep_alive
+    else:
+        expiry = 0 if connect.clean else NEVER
+    conn.keep_alive = 1.5 * seconds
+
+    def opened(present: bool | Refused) -> None:
+        if isinstance(present, Refused):
+            conn.refuse(*present)
+            return
+        session = conn.session
+        assert session is not None
+        answer = _connack(conn, connect, present=present)
+        if len(answer) > conn.max_packet_out:
+            size = f"its Maximum Packet Size of {conn.max_packet_out}"
+            conn.refuse(PACKET_TOO_LARGE, f"CONNACK has {len(answer)} bytes, above {size}")
+            return
+        conn.send(answer)
+        conn.opened()
+        session.outbox.attach(conn)
+
+    broker.open(conn.inbox, Opening(identity, proof, connect.clean, expiry, connect.will), opened)
 
 
 def _unfit(connect: Connect) -> Refused | None:
@@ -163,7 +154,7 @@ def _unfit(connect: Connect) -> Refused | None:
 def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused | None:
     """Why a client may not have a will on this topic: the rules of a PUBLISH hold for it too."""
     try:
-        route = conn.lane.router.route(topic.encode())
+        route = conn.broker.router.route(topic.encode())
     except ProtocolError as error:
         return Refused(error.reason, f"a will on topic {topic[:80]!r}")
     if route.request or route.denied or not (route.ignored or identity.may_publish(topic)):
@@ -172,66 +163,19 @@ def _refused_will(conn: Connection, identity: Identity, topic: str) -> Refused |
     return None
 
 
-async def _authenticate(conn: Connection, connect: Connect) -> tuple[str | None, bytes, Refused | None]:
-    """Who the client is, and by what proof: a certificate, a user with a password, or nobody (None)."""
-    access = conn.lane.access
-    if conn.listener.client_certificates:
-        name = conn.certificate_name()
-        if not name or (connect.username or name) != name:
-            why = f"user name {connect.username!r} is not its certificate's"
-            return None, b"", Refused(NOT_AUTHORIZED, why)
-        return name, of_certificate(conn.transport.get_extra_info("ssl_object")), None
-    if connect.username is None or not access.has_users:
-        return None, b"", _answer(access.refuse_anonymous(loopback=conn.listener.address.loopback))
-    conn.listen_for_end(True)
-    denied = await access.verify(connect.username, connect.password, conn.address)
-    conn.listen_for_end(False)
-    return connect.username, access.proof_of(connect.username), _answer(denied)
-
-
-def _answer(denied: Denied | None) -> Refused | None:
-    return None if denied is None else Refused(_REASONS[denied.reason], denied.text)
-
-
-async def _settled(old: Connection) -> bool:
-    """Wait until what an old connection published is committed or has failed."""
-    try:
-        await asyncio.wait_for(old.settled(), SETTLE_TIMEOUT)
-    except TimeoutError:
-        return False
-    return True
-
-
-def _adopt(conn: Connection, connect: Connect, session: Session) -> None:
-    """Join a connection and its session."""
-    lane, properties = conn.lane, connect.properties
-    lane.sessions.enter(session)
-    session.connection = lane.newest[session.client_id] = conn
-    conn.session = session
-    if connect.level == V5:
-        lane.set_expiry(session, properties.get(p.SESSION_EXPIRY, 0))
-        conn.receive_maximum = properties.get(p.RECEIVE_MAXIMUM, 65_535)
-    else:
-        lane.set_expiry(session, 0 if connect.clean else NEVER)
-    lane.set_will(session, connect.will)
-    seconds = min(connect.keep_alive, lane.limits.max_keep_alive)
-    if connect.level == V5 and not seconds:
-        seconds = lane.limits.max_keep_alive
-    conn.keep_alive = 1.5 * seconds
-
-
-def _connack(conn: Connection, connect: Connect, session: Session, *, present: bool) -> bytes:
+def _connack(conn: Connection, connect: Connect, *, present: bool) -> bytes:
     """CONNACK 0; for MQTT 5 with everything that is less than the protocol allows (section 3.2.2.3)."""
     if connect.level != V5:
         return answers.connack(connect.level, SUCCESS, present=present)
-    lane = conn.lane
+    session, config = conn.session, conn.server.config
+    assert session is not None
     properties: p.Properties = {
-        p.MAXIMUM_PACKET_SIZE: lane.max_packet,
+        p.MAXIMUM_PACKET_SIZE: config.max_packet,
         p.RECEIVE_MAXIMUM: RECEIVE_MAXIMUM,
         p.TOPIC_ALIAS_MAXIMUM: TOPIC_ALIASES,
         p.SHARED_AVAILABLE: 0,
     }
-    longest = lane.limits.session_expiry_interval // 1000
+    longest = config.limits.session_expiry_interval // 1000
     if session.expiry > longest:
         properties[p.SESSION_EXPIRY] = longest
     if not connect.client_id:

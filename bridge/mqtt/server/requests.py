@@ -14,7 +14,7 @@ it would still wait; what changes a stream is carried out.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from bridge.errors import Unauthorized
 from bridge.mqtt.broker.message import Message
@@ -27,60 +27,53 @@ from bridge.topics import REQUEST_LEVEL
 if TYPE_CHECKING:
     import asyncio
 
+    from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.server.connection import Connection
-    from bridge.mqtt.server.lane import Lane
+    from bridge.mqtt.server.server import Server
+    from bridge.mqtt.wire.packets import Publish
 
 AT_A_TIME = 16  # requests of one client that are being answered; more wait in the socket
 
 
-def take(conn: Connection, topic: str, payload: bytes, properties: p.Properties, qos: int) -> None:
-    """Answer a PUBLISH on a request topic; raises Unauthorized on another client's."""
-    assert conn.session is not None
-    client_id = conn.session.client_id
+def take(server: Server, session: Session, topic: str, packet: Publish) -> None:
+    """Answer a PUBLISH on a request topic. Raises Unauthorized on another client's topic."""
+    client_id = session.client_id
     operation = topic.removeprefix(f"{REQUEST_LEVEL}/{client_id}/")
     if operation == topic or "/" in operation:
         raise Unauthorized(
             f"{topic!r} is not open to client {client_id!r}: "
             f"requests go to {REQUEST_LEVEL}/{client_id}/<operation>"
         )
-    reply_to = properties.get(p.RESPONSE_TOPIC) or f"{topic}/reply".encode()
-    passed_on = (
-        {p.CORRELATION_DATA: properties[p.CORRELATION_DATA]} if p.CORRELATION_DATA in properties else {}
-    )
+    conn = cast("Connection", session.line)  # every line here is one
     conn.requests += 1
     if conn.requests >= AT_A_TIME:
         conn.hold("requests")
-    lane = conn.lane
-    lane.counts["requests"] += 1
-    task = lane.spawn(_reply(lane, conn, operation, payload, reply_to, passed_on, qos))
+    server.broker.counts["requests"] += 1
+    task = server.spawn(_reply(server, conn, session, operation, topic, packet))
     if operation == READ:
-        lane.reading.setdefault(conn, set()).add(task)
-        task.add_done_callback(partial(_read_ended, lane, conn))
+        server.reading.setdefault(conn, set()).add(task)
+        task.add_done_callback(partial(_read_ended, server, conn))
 
 
-def _read_ended(lane: Lane, conn: Connection, task: asyncio.Task[None]) -> None:
-    reads = lane.reading.get(conn, set())
+def _read_ended(server: Server, conn: Connection, task: asyncio.Task[None]) -> None:
+    reads = server.reading.get(conn, set())
     reads.discard(task)
     if not reads:
-        lane.reading.pop(conn, None)
+        server.reading.pop(conn, None)
 
 
 async def _reply(
-    lane: Lane,
-    conn: Connection,
-    operation: str,
-    body: bytes,
-    reply_to: bytes,
-    properties: p.Properties,
-    qos: int,
+    server: Server, conn: Connection, session: Session, operation: str, topic: str, packet: Publish
 ) -> None:
-    session = conn.session
-    assert session is not None
+    asked = packet.properties or {}
+    reply_to = asked.get(p.RESPONSE_TOPIC) or f"{topic}/reply".encode()
+    properties = {kind: asked[kind] for kind in (p.CORRELATION_DATA,) if kind in asked}
     try:
-        room = min(lane.max_packet, conn.max_packet_out) - len(reply_to) - 1024
-        reply = await answer(lane.operations, operation, body, room, session.identity)
-        # Straight to who asked, at the QoS of the request: no other client can ask for it.
-        session.outbox.put(Outgoing(Message(reply_to, reply, qos, properties=properties), min(qos, 1)))
+        room = min(server.config.max_packet, conn.max_packet_out) - len(reply_to) - 1024
+        reply = await answer(server.operations, operation, packet.payload, room, session.identity)
+        # Straight to the client that asked, at the QoS of the request: no other one can ask for it.
+        message = Message(reply_to, reply, packet.qos, properties=properties)
+        session.outbox.put(Outgoing(message, min(packet.qos, 1)))
     finally:
         conn.requests -= 1
         conn.release("requests")

@@ -1,8 +1,8 @@
 """The tls and wss listeners: their certificate, and sockets that count from their accept on.
 
-A TLS server of asyncio tells of a connection when its handshake is over. Until then `limits` would not
-hold, and whoever opens sockets and says nothing could use up all descriptors. So these sockets are
-accepted here: the lane is asked for room, and only then TLS begins.
+A TLS server of asyncio reports a connection when its handshake is over. Until then `limits` would not
+hold, and clients that open sockets and send nothing could use up all descriptors. So these sockets are
+accepted here: the server is asked for room, and only then TLS begins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridge.mqtt.server.connection import Connection
-    from bridge.mqtt.server.lane import Lane
+    from bridge.mqtt.server.server import Server
     from bridge.mqtt.settings import TlsSettings
     from bridge.net.listening import Listening
 
@@ -38,26 +38,27 @@ class TlsServer:
 
     def __init__(
         self,
-        lane: Lane,
+        server: Server,
         context: ssl.SSLContext,
         factory: Callable[[], tuple[Connection, asyncio.Protocol]],
         listening: Listening,
     ) -> None:
-        """`factory` makes a connection, and the protocol that is to be told what TLS has deciphered."""
+        """`factory` makes a connection, and the protocol that gets what TLS has decrypted."""
         self.context = context  # of the handshakes that begin from now on
-        self._lane, self._factory, self._listening = lane, factory, listening
+        self._server, self._factory, self._listening = server, factory, listening
+        self._loop = asyncio.get_running_loop()
         for sock in listening.sockets:
             self._watch(sock)
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Accept no more sockets."""
         for listening in self._listening.sockets:
-            self._lane.loop.remove_reader(listening)
+            self._loop.remove_reader(listening)
         self._listening.close()
 
     def _watch(self, listening: socket.socket) -> None:
         if listening in self._listening.sockets:
-            self._lane.loop.add_reader(listening, self._accept, listening)
+            self._loop.add_reader(listening, self._accept, listening)
 
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(BURST):
@@ -72,58 +73,60 @@ class TlsServer:
                     RETRY_INTERVAL,
                     error,
                 )
-                self._lane.loop.remove_reader(listening)
-                self._lane.loop.call_later(RETRY_INTERVAL, self._watch, listening)
+                self._loop.remove_reader(listening)
+                self._loop.call_later(RETRY_INTERVAL, self._watch, listening)
                 return
             sock.setblocking(False)
             conn, protocol = self._factory()
-            if self._lane.expect(conn, str(peer[0]), sock.fileno()):
-                task = self._lane.spawn(self._shake_hands(sock, conn, protocol))
-                self._lane.logging_in[conn] = task
+            if self._server.expect(conn, str(peer[0]), sock.fileno()):
+                task = self._server.spawn(self._shake_hands(sock, conn, protocol))
+                self._server.logging_in[conn] = task
             else:
                 sock.close()
 
     async def _shake_hands(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
-        lane = self._lane
+        server = self._server
         try:
             if not await self._turn(sock, conn):
                 return
-            lane.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
-            await lane.loop.connect_accepted_socket(
+            server.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
+            await self._loop.connect_accepted_socket(
                 lambda: protocol,
                 sock,
                 ssl=self.context,
-                ssl_handshake_timeout=lane.limits.connect_timeout / 1000,
+                ssl_handshake_timeout=server.limits.connect_timeout / 1000,
             )
         except ConnectionAbortedError:
-            lane.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
+            server.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
         except ssl.SSLError as error:
-            lane.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
+            server.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
         except OSError as error:
-            # As who only looks whether the port is open, and some clients that do not trust us.
+            # As port scanners do, and some clients that do not trust us.
             what = "%s hung up in its TLS handshake%s; does it trust our certificate?"
-            lane.tell("tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else "")
+            server.broker.reports.log(
+                "tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else ""
+            )
         finally:
-            if lane.logging_in.get(conn) is asyncio.current_task():
-                del lane.logging_in[conn]
-            lane.given_up(conn)
+            if server.logging_in.get(conn) is asyncio.current_task():
+                del server.logging_in[conn]
+            server.given_up(conn)
 
     async def _turn(self, sock: socket.socket, conn: Connection) -> bool:
-        """Wait until the handshake may begin; whether it may. Raises OSError if the client has gone."""
-        lane, turns = self._lane, self._lane.handshake_turns
+        """Wait for the handshake's turn; returns whether it came. Raises OSError if the client has gone."""
+        server, turns = self._server, self._server.handshake_turns
         if turns is None:
             return True
         network = network_of(conn.address)
         try:
-            async with asyncio.timeout(lane.limits.connect_timeout / 1000):
-                await turns.wait(network, known=lane.access.knows_network(network))
-            lane.loop.call_later(TURN, turns.done)
+            async with asyncio.timeout(server.limits.connect_timeout / 1000):
+                await turns.wait(network, known=server.broker.access.knows_network(network))
+            self._loop.call_later(TURN, turns.done)
             with contextlib.suppress(BlockingIOError):
                 if not sock.recv(1, socket.MSG_PEEK):
                     raise ConnectionResetError
         except TimeoutError:
             sock.close()
-            lane.given_up(conn, "refused_busy", "too many TLS handshakes; see handshakes_per_second")
+            server.given_up(conn, "refused_busy", "too many TLS handshakes; see handshakes_per_second")
             return False
         except BaseException:
             sock.close()

@@ -1,6 +1,6 @@
 """Other brokers: their messages come into the streams.
 
-trouble       the log of a connection that fails again and again
+link          whether there is a connection to it, and why not
 subscribing   which subscriptions our session there has
 external      the messages, and their acknowledgement after the commit
 """

@@ -44,9 +44,9 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties as PahoProperties
 
 from bridge.errors import ConfigError, MessageTooLarge, NoStream, StreamError
-from bridge.mqtt.broker import headers
+from bridge.mqtt.broker.message import headers_of
+from bridge.mqtt.upstream.link import Link, cause_of
 from bridge.mqtt.upstream.subscribing import Subscriptions
-from bridge.mqtt.upstream.trouble import Trouble, cause_of
 from bridge.mqtt.wire import properties as p
 from bridge.operations.codec import answer, refusal
 from bridge.topics import REQUEST_LEVEL
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.store import Stream
     from bridge.mqtt.settings import ExternalSettings
     from bridge.operations.catalog import Operations
+    from bridge.runtime import Runtime, Timer
 
 log = logging.getLogger(__name__)
 
@@ -97,18 +98,23 @@ class ExternalBroker:
     """A subscriber at an existing broker that stores what it gets."""
 
     def __init__(
-        self, settings: ExternalSettings, operations: Operations, access: Access, max_packet: int
+        self,
+        settings: ExternalSettings,
+        operations: Operations,
+        access: Access,
+        max_packet: int,
+        runtime: Runtime,
     ) -> None:
         self._settings, self._operations, self._access = settings, operations, access
         self._manager, self._max_packet = operations.manager, max_packet
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._runtime = asyncio.get_running_loop(), runtime
         self.counts: Counter[str] = Counter()
         self._connection = 0  # its number; set in paho's thread, as soon as one has ended or begun
         self._failed = -1  # connections up to this one have brought a message that could not be committed
         self._v5 = settings.protocol == "5"
         self._client = self._make_client()
-        self._subscriptions = Subscriptions(settings, self._manager, self._client, self.counts)
-        self._trouble = Trouble(settings.url)
+        self._subscriptions = Subscriptions(settings, self._manager, self._client, self.counts, runtime)
+        self._link = Link(settings.url)
         self._inbox: deque[tuple[int, paho.MQTTMessage]] = deque()  # with the number of the connection
         self._inbox_bytes = 0
         self._room = threading.Condition()
@@ -118,7 +124,7 @@ class ExternalBroker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked_bytes = 0  # of the requests under way
         self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: what the broker is to take
-        self._retry: asyncio.TimerHandle | None = None
+        self._retry: Timer | None = None
         self._idle: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
@@ -166,7 +172,7 @@ class ExternalBroker:
     @property
     def unreachable(self) -> str | None:
         """Why there is no connection to the broker; None while there is one."""
-        return self._trouble.why
+        return self._link.why
 
     @property
     def refused(self) -> dict[str, str]:
@@ -209,7 +215,7 @@ class ExternalBroker:
 
     def _on_connect_fail(self, _client: Any, _data: Any) -> None:
         # paho does not say why, but calls this while it handles the error.
-        self._loop.call_soon_threadsafe(self._trouble.met, cause_of(sys.exception()))
+        self._loop.call_soon_threadsafe(self._link.failed, cause_of(sys.exception()))
 
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
         self._connection += 1
@@ -243,10 +249,10 @@ class ExternalBroker:
             self.counts["refused_connects"] += 1
             user = self._settings.username
             who = f"user {user!r}" if user else "clients without a user name"
-            self._trouble.met(f"it refuses {who} ({reason}); see mqtt.external.username and password_file")
+            self._link.failed(f"it refuses {who} ({reason}); see mqtt.external.username and password_file")
             return
         log.info("connected to %s", self._settings.url)
-        self._trouble.over()
+        self._link.recovered()
         self._connected = True
         self.counts["connects"] += 1
         if not self._subscriptions.connected(present):
@@ -259,7 +265,7 @@ class ExternalBroker:
     def _disconnected(self, reason: str) -> None:
         if not self._stopping and (self._connected or not self._answered):
             when = "it was lost" if self._connected else "it ended before the broker's answer to CONNECT"
-            self._trouble.met(f"{when} ({reason})")
+            self._link.failed(f"{when} ({reason})")
         self._connected = self._answered = False
         self._subscriptions.disconnected()
 
@@ -292,7 +298,7 @@ class ExternalBroker:
             self._room.notify_all()
             if inbox and not self._stopping:
                 self._scheduled = True
-                self._retry = self._loop.call_later(RETRY_INTERVAL, self._take)
+                self._retry = self._runtime.later(RETRY_INTERVAL, self._take)
         if not batch.acks:
             return
         self._batches.append(batch)
@@ -351,7 +357,7 @@ class ExternalBroker:
                 log.error("not acknowledged: %s; reconnecting", batch.error)
                 self.counts["rejected_storage"] += 1
                 self._failed = batch.acks[-1][0]
-                self._loop.call_later(RETRY_INTERVAL, self._reconnect)
+                self._runtime.later(RETRY_INTERVAL, self._reconnect)
             else:
                 for connection, packet_id, qos in batch.acks:
                     if self._failed < connection == self._connection:
@@ -446,7 +452,7 @@ def _headers(message: paho.MQTTMessage) -> bytes:
     properties = _properties(message)
     if not flags and not properties:
         return b""
-    return headers.of_publish(flags, properties, "", 0)
+    return headers_of(flags, properties, "", 0)
 
 
 def _properties(message: paho.MQTTMessage) -> p.Properties:

@@ -8,7 +8,6 @@ every minute; one that was not answered is asked for again on the next connectio
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from bridge.model import MessageStreamDefinition
     from bridge.mqtt.settings import ExternalSettings
     from bridge.operations.manager import StreamManager
+    from bridge.runtime import Runtime, Timer
 
 log = logging.getLogger(__name__)
 
@@ -36,17 +36,22 @@ class Subscriptions:
     """The subscriptions of our session. Use from the event loop's thread."""
 
     def __init__(
-        self, settings: ExternalSettings, manager: StreamManager, client: paho.Client, counts: Counter[str]
+        self,
+        settings: ExternalSettings,
+        manager: StreamManager,
+        client: paho.Client,
+        counts: Counter[str],
+        runtime: Runtime,
     ) -> None:
         self._settings, self._manager, self._client, self._counts = settings, manager, client, counts
-        self._loop = asyncio.get_running_loop()
+        self._runtime = runtime
         self._connected = False
         self._wanted: set[str] = set()
         self._made: set[str] = set()  # granted, or under way
         self._asked: dict[int, str] = {}  # under way: by packet id, on this connection
         self._refused: dict[str, str] = {}  # filters, and the broker's reason
         self._former: set[str] = set()  # subscriptions of former streams, ended on this connection
-        self._again: asyncio.TimerHandle | None = None
+        self._again: Timer | None = None
 
     def connected(self, present: bool) -> bool:
         """There is a connection; False if the session was ours, and is not `present` any more."""
@@ -83,7 +88,7 @@ class Subscriptions:
             if packet_id is not None:  # else the connection has just ended
                 self._asked[packet_id] = new
                 self._made.add(new)
-        self._loop.call_soon(self._unsubscribe)
+        self._runtime.soon(self._unsubscribe)
 
     def _subscribe(self, topic_filter: str) -> int | None:
         if self._settings.protocol != "5":
@@ -134,7 +139,7 @@ class Subscriptions:
             if known is None:
                 log.error("%s; what is published there is not stored", self._refusal([topic_filter]))
             if self._again is None and self._connected:
-                self._again = self._loop.call_later(ASK_AGAIN, self._ask_again)
+                self._again = self._runtime.later(ASK_AGAIN, self._ask_again)
         elif known is not None:
             log.info("%s grants our subscription to %r now", self._settings.url, topic_filter)
 

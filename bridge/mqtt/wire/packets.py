@@ -1,4 +1,4 @@
-"""The MQTT wire format as pure functions: no I/O, no state, shared by the lane and its tests.
+"""The MQTT wire format as pure functions: no I/O, no state.
 
 What it promises: any bytes are either read or raise `ProtocolError`, never anything else; nothing is
 ever allocated from a length that a peer merely announced.
@@ -42,7 +42,7 @@ AUTH: Final = 0xF0
 # An unauthenticated peer gets no more than this: two strings of the usual size, a will, properties.
 MAX_CONNECT: Final = 64 * 1024
 
-# MQTT 5 reason codes that the lane uses (section 2.4)
+# MQTT 5 reason codes that we use (section 2.4)
 SUCCESS: Final = 0x00
 NO_SUBSCRIPTION_EXISTED: Final = 0x11
 UNSPECIFIED: Final = 0x80
@@ -129,6 +129,26 @@ class Connect(NamedTuple):
     will: Will | None
     properties: Properties
     bridge: bool = False  # another broker: see `protocol_of`
+
+
+class Publish(NamedTuple):
+    """A PUBLISH packet (section 3.3) whose topic is known: not the alias that may have stood for it."""
+
+    head: int  # the first byte: QoS, RETAIN, DUP
+    topic: bytes
+    packet_id: bytes  # two bytes; none at QoS 0
+    payload: bytes
+    properties: Properties | None = None  # of MQTT 5
+
+    @property
+    def qos(self) -> int:
+        """0, 1 or 2."""
+        return self.head >> 1 & 3
+
+    @property
+    def number(self) -> int:
+        """The packet id as a number; 0 at QoS 0."""
+        return int.from_bytes(self.packet_id, "big")
 
 
 class TopicRequest(NamedTuple):

@@ -1,7 +1,7 @@
 """Mode "external": why there is no connection to the other broker, for the log and for `/readyz`.
 
-paho tries again for ever, and without a word. A cause is logged when it is new, and then once in
-`REPEAT` seconds, however often it is met.
+paho connects again without end, and logs nothing. A cause is logged when it is new, and then once in `REPEAT`
+seconds, however often it recurs.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ log = logging.getLogger(__name__)
 REPEAT = 600.0
 
 
-class Trouble:
-    """What keeps us from one broker: `why`, None while there is a connection."""
+class Link:
+    """Whether there is a connection to one broker: `why` not, None while there is one."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.why: str | None = f"not connected to {url} yet"
-        self._told: tuple[str, float] | None = None  # what was logged last, and when
+        self._logged: tuple[str, float] | None = None  # the last cause that was logged, and when
 
-    def met(self, cause: str) -> None:
+    def failed(self, cause: str) -> None:
         """There is no connection, for this cause."""
         self.why = f"no connection to {self._url}: {cause}; trying again"
         now = time.monotonic()
-        if self._told is None or self._told[0] != cause or now >= self._told[1] + REPEAT:
-            self._told = cause, now
+        if self._logged is None or self._logged[0] != cause or now >= self._logged[1] + REPEAT:
+            self._logged = cause, now
             log.warning(self.why)
 
-    def over(self) -> None:
+    def recovered(self) -> None:
         """There is a connection."""
-        self.why = self._told = None
+        self.why = self._logged = None
 
 
 def cause_of(error: BaseException | None) -> str:

@@ -1,0 +1,480 @@
+"""The state of MQTT, without I/O: what clients are told and what is kept of them, whatever carries the bytes.
+
+A connection (`Line`) is read by its server, which takes the packets apart and calls these methods:
+
+    open          CONNECT, once the server knows the client: take-over, session; answers by callback
+    route         PUBLISH: where its topic goes for this client. With one stream and no subscriber the
+                  server appends by itself (`Route.append`)
+    publish       every other PUBLISH; `refused` if the append of the server was
+    subscribe     SUBSCRIBE: answers by callback, then sends what is retained
+    unsubscribe   UNSUBSCRIBE
+    released      PUBREL. PUBACK, PUBREC and PUBCOMP go to `Session.outbox`
+    set_expiry    DISCONNECT, with a Session Expiry Interval
+    close         the end of the connection, with or without the will
+
+The answer to a packet goes into the `Batch` of that read, and leaves when everything that the batch has
+touched is committed (`inbox`). Time and threads come from a `Runtime`, so that a test or a simulation decides
+what happens when. Only the journal touches files.
+
+A session's states:
+
+    none --open--> connected --close--> away --open--> connected
+                       |                  |
+                       +-- expiry is 0 ---+-- expired, evicted, revoked, forgotten, clean start --> none
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from bridge.mqtt.broker.inbox import Inbox
+from bridge.mqtt.broker.journal import Journal
+from bridge.mqtt.broker.line import GONE
+from bridge.mqtt.broker.message import Subscription
+from bridge.mqtt.broker.publishing import Publisher
+from bridge.mqtt.broker.recovery import find_stored_ids, recover, snapshot
+from bridge.mqtt.broker.reports import Reports
+from bridge.mqtt.broker.router import Route, Router
+from bridge.mqtt.broker.sessions import Session, Sessions
+from bridge.mqtt.broker.turns import Turns
+from bridge.mqtt.wire import answers
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import (
+    ADMINISTRATIVE_ACTION,
+    BAD_TOPIC_FILTER,
+    NO_SHARED_SUBSCRIPTIONS,
+    NO_SUBSCRIPTION_EXISTED,
+    NOT_AUTHORIZED,
+    PACKET_ID_NOT_FOUND,
+    PROTOCOL_ERROR,
+    PUBCOMP,
+    QUOTA_EXCEEDED,
+    SERVER_BUSY,
+    SESSION_TAKEN_OVER,
+    SUCCESS,
+    V5,
+    ProtocolError,
+    Publish,
+)
+from bridge.topics import is_topic_filter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from bridge.access.logins import Access
+    from bridge.access.rules import Identity
+    from bridge.clock import Clock
+    from bridge.errors import StreamBridgeError, StreamError
+    from bridge.mqtt.broker.inbox import Batch
+    from bridge.mqtt.broker.line import Line
+    from bridge.mqtt.broker.publishing import Requests
+    from bridge.mqtt.broker.store import Store
+    from bridge.mqtt.settings import Limits
+    from bridge.mqtt.wire.packets import TopicRequest, Will
+    from bridge.runtime import Runtime, Timer
+
+SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connection published
+LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
+REVOKED = "its password has changed, its user is gone, or client_ca no longer signs its certificate"
+
+
+class Refused(NamedTuple):
+    """Why a CONNECT is not accepted: an MQTT 5 reason code, and a text for the log."""
+
+    reason: int
+    text: str
+
+
+class Opening(NamedTuple):
+    """A client that asks for its session; `identity` and `proof` are what it logged in as, and by what."""
+
+    identity: Identity
+    proof: bytes
+    clean: bool
+    expiry: int  # seconds, `sessions.NEVER` for no end
+    will: Will | None
+
+
+class Broker:
+    """Sessions, subscriptions, retained messages, wills and the journal of one front end."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        store: Store,
+        clock: Clock,
+        access: Access,
+        limits: Limits,
+        directory: Path,
+        requests: Requests,
+    ) -> None:
+        """`directory` is where the journal is; `requests` answers what clients publish on request topics."""
+        self.runtime, self.store, self.clock, self.access, self.limits = runtime, store, clock, access, limits
+        self.reports = Reports(runtime.now)
+        self.counts = self.reports.counts
+        self.journal = Journal(directory / "sessions.journal", clock.boot, runtime)
+        self.turns = Turns(runtime)
+        self.router = Router(store, self.journal, limits, clock, self.turns, runtime)
+        self.sessions = Sessions(
+            runtime, limits, self.counts, clock, self.journal.settled, self._ended, self._evicted
+        )
+        self.publisher = Publisher(
+            store, self.router, self.journal, clock, self.turns, self.reports, requests
+        )
+        self.stopping = False
+        # Each client's newest connection, until it is closed and all that it published is settled.
+        self._newest: dict[str, Inbox] = {}
+
+    # -- life ------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Restore the sessions. Raises OSError if the journal cannot be written."""
+        recover(self.journal.read(), self)
+        await find_stored_ids(self)
+        self.journal.snapshot = lambda: snapshot(self)
+        self.journal.open()
+        self.store.on_bindings_changed.append(self.router.forget_routes)
+        self.revoke()  # the users file may have changed since the stop
+        for session in self.sessions.all():
+            self._await_will(session)
+            self.sessions.leave(session)
+
+    def stop(self) -> None:
+        """Bring the journal to the disk; sessions stay as they are."""
+        self.sessions.stop()
+        self.journal.close()
+        self.store.on_bindings_changed.remove(self.router.forget_routes)
+
+    def revoke(self) -> None:
+        """Close the connections of clients that could no longer log in, and drop their wills.
+
+        Wills that wait for their delay are dropped too. The session stays for a client that comes back with
+        a new password or certificate; a session whose user is gone ends, since nobody could ever open it.
+        """
+        for session in self.sessions.all():
+            user = session.identity.user
+            if self.access.still_admits(user, session.proof):
+                continue
+            if session.will is not None:
+                self.counts["dropped_wills"] += 1
+                self.set_will(session, None)
+            if session.line is not None:
+                session.line.fail("refused_reload", REVOKED, NOT_AUTHORIZED)
+            if session.proof[:1] != b"c" and not self.access.knows(user or ""):
+                self.sessions.end(session)
+        self.router.forget_routes()
+
+    # -- CONNECT and the end ------------------------------------------------------------
+
+    def open(self, inbox: Inbox, asked: Opening, done: Callable[[bool | Refused], None]) -> None:
+        """Give a client its session, taken over from the client's last connection if there still is one.
+
+        `done` gets whether the session was there before, or why the client is refused. It is called once the
+        journal has the session, and not at all if the connection has ended by then.
+        """
+        client_id, user = asked.identity.client_id, asked.identity.user
+        while not inbox.line.gone:
+            old, newest = self.sessions.get(client_id), self._newest.get(client_id)
+            foreign = old is not None and old.identity.user != user
+            if foreign and not self.access.binds_ids:
+                done(Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user"))
+                return
+            if old is not None and old.line is not None:
+                old.line.fail("taken_over", "taken over by a new connection", SESSION_TAKEN_OVER)
+            elif newest is not None and newest.unstored_ids:
+                # They count only once the messages are stored, and only in the session that they came in.
+                _Settling(self, newest, inbox, asked, done)
+                return
+            elif old is not None and (asked.clean or foreign):
+                self.sessions.end(old)
+            else:
+                self._attach(inbox, asked, old, done)
+                return
+
+    def _attach(
+        self, inbox: Inbox, asked: Opening, session: Session | None, done: Callable[[bool | Refused], None]
+    ) -> None:
+        identity = asked.identity
+        if not self.access.still_admits(identity.user, asked.proof):  # a reload came in between
+            done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
+            return
+        present = session is not None
+        if session is None:
+            session = self.sessions.create(identity.client_id, identity)
+        session.identity, session.proof = identity, asked.proof
+        self.sessions.enter(session)
+        session.line, inbox.session = inbox.line, session
+        self._newest[session.client_id] = inbox
+        self.set_expiry(session, asked.expiry)
+        self.set_will(session, asked.will)
+        if present and session.subscriptions:
+            self.router.forget_routes()  # its rules may have changed
+
+        def journaled(_error: StreamError | None) -> None:
+            if session.line is inbox.line:
+                done(present)
+
+        if session.persistent:
+            self.journal.after_commit(journaled)
+        else:
+            journaled(None)
+
+    def close(self, inbox: Inbox, *, will: bool) -> None:
+        """A connection has ended; `will`: without a DISCONNECT that discards it."""
+        session, line = inbox.session, inbox.line
+        # The read that it ends with may still put what it has published into the inbox.
+        self.runtime.soon(inbox.when_settled, partial(self._at_rest, inbox))
+        if session is None or session.line is not line:
+            return
+        lost = self.stopping and will and session.will is not None and session.lasting_will is None
+        session.line = None
+        session.outbox.detach()
+        session.left = self.clock.now() / 1000
+        if session.persistent:
+            self.journal.opened(session)
+        if lost:
+            self.counts["dropped_wills"] += 1
+        if lost or not will:
+            self.set_will(session, None)
+        elif not self.stopping:
+            self._await_will(session)
+        self.sessions.leave(session)
+
+    def _at_rest(self, inbox: Inbox) -> None:
+        """Nothing awaits its commit any more: a client that is away holds no connection, nor its buffers."""
+        inbox.line = GONE
+        session = inbox.session
+        if session is not None and self._newest.get(session.client_id) is inbox:
+            del self._newest[session.client_id]
+
+    def unstored_ids(self, session: Session) -> set[int]:
+        """QoS 2 ids of a session whose messages are not known to be stored yet."""
+        newest = self._newest.get(session.client_id)
+        return newest.unstored_ids if newest is not None else set()
+
+    def set_expiry(self, session: Session, seconds: int) -> None:
+        """Set how long a session outlives its connection, and keep or forget it accordingly."""
+        was, session.expiry = session.persistent, seconds
+        if session.persistent:
+            self.journal.opened(session)
+            for subscription in () if was else session.subscriptions.values():
+                self.journal.subscribed(session, subscription)
+        elif was:
+            self.journal.ended(session)
+
+    def disconnect(self, session: Session) -> None:
+        """Close a client's connection, if it has one; its session and its will go on as ever."""
+        if session.line is not None:
+            session.line.fail("disconnected_clients", "disconnected by a command", ADMINISTRATIVE_ACTION)
+
+    def forget(self, session: Session) -> None:
+        """Disconnect a client, and end its session with its subscriptions, messages and will."""
+        self.set_will(session, None)
+        self.disconnect(session)
+        self.sessions.end(session)
+
+    def _ended(self, session: Session) -> None:
+        if session.will_timer is not None:
+            self._will_due(session)
+        self.router.end(session)
+        if session.persistent:
+            self.journal.ended(session)
+
+    def _evicted(self, session: Session) -> None:
+        text = (
+            "the session of client %r is ended, with the messages queued for it: it was away for longest, "
+            "and there are more than [mqtt.limits] sessions = %d (counted in the metrics as ended_sessions)"
+        )
+        self.reports.log("evicted", logging.WARNING, text, session.client_id, self.limits.sessions)
+
+    # -- wills ------------------------------------------------------------
+
+    def set_will(self, session: Session, will: Will | None) -> None:
+        """Set what is published if the client goes without DISCONNECT; it replaces the last one.
+
+        A client that is back before its will's delay was over takes it back (MQTT 5 section 3.1.3.2.2).
+        """
+        if session.will_timer is not None:
+            session.will_timer.cancel()
+            session.will_timer = None
+        if session.will is not None or will is not None:
+            session.will = will
+            if session.persistent:
+                self.journal.willed(session)
+
+    def _await_will(self, session: Session) -> None:
+        """A client is gone: publish its will, if it has one, as soon as its delay is over."""
+        if session.will is None:
+            return
+        delay = session.will.properties.get(p.WILL_DELAY, 0) if session.persistent else 0
+        # It may be gone since before a restart.
+        seconds = min(delay, session.left + delay - self.clock.now() / 1000)
+        if seconds > 0:
+            session.will_timer = self.runtime.later(min(seconds, LONGEST_DELAY), self._will_due, session)
+        else:
+            self._will_due(session)
+
+    def _will_due(self, session: Session) -> None:
+        will = session.will
+        if will is not None and not session.identity.may_publish(will.topic):
+            self.counts["dropped_wills"] += 1  # its rules have changed since
+        elif will is not None:
+            head = will.qos << 1 | will.retain
+            packet = Publish(head, will.topic.encode(), b"", will.payload, will.properties)
+            self.publisher.publish_will(session, packet)
+        self.set_will(session, None)
+
+    # -- PUBLISH ------------------------------------------------------------
+
+    def route(self, session: Session, topic: bytes) -> Route:
+        """Where a topic goes for this client; a topic that it may not publish on has no streams.
+
+        Raises ProtocolError for what is no topic name.
+        """
+        route = self.router.route(topic)
+        if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
+            route = Route(route.name, ())
+            route.denied = True
+        return route
+
+    def publish(self, batch: Batch, packet: Publish, route: Route) -> None:
+        """Carry out a PUBLISH in full; its acknowledgement goes into `batch`. Raises ProtocolError."""
+        self.publisher.publish(batch, packet, route)
+
+    def refused(self, batch: Batch, packet: Publish, error: StreamBridgeError) -> None:
+        """A stream has refused the message of a PUBLISH: answer it."""
+        self.publisher.refused(batch, packet, error)
+
+    def released(self, batch: Batch, packet_id: int) -> None:
+        """PUBREL: the client is done with a QoS 2 id. Answered, known or not, or it would ask again (4.3.3).
+
+        It comes after PUBREC: an id that were free before would be given to two messages under way.
+        """
+        inbox = batch.inbox
+        session = inbox.session
+        assert session is not None
+        if packet_id in batch.ids or inbox.is_unstored(packet_id):
+            raise ProtocolError(f"PUBREL for packet id {packet_id} before its PUBREC", PROTOCOL_ERROR)
+        reason = SUCCESS
+        session.partial.pop(packet_id, None)
+        if packet_id in session.incoming:
+            session.incoming.discard(packet_id)
+            if session.persistent:
+                # Were this lost, the next message with the id would pass for a duplicate.
+                self.journal.released(session, packet_id)
+                batch.touched[self.journal] = None
+        elif inbox.line.level == V5:
+            reason = PACKET_ID_NOT_FOUND
+        batch.acks += answers.ack(PUBCOMP, packet_id.to_bytes(2, "big"), reason)
+
+    # -- SUBSCRIBE and UNSUBSCRIBE ------------------------------------------------------------
+
+    def subscribe(
+        self,
+        inbox: Inbox,
+        requests: Sequence[TopicRequest],
+        identifier: int,
+        answer: Callable[[bytes], None],
+    ) -> None:
+        """Subscribe a client; `answer` gets a SUBACK code for each request once the journal has them.
+
+        Then what is retained is sent. Until that is done the client is read no further, so that what it does
+        next finds the subscriptions in force. Raises ProtocolError.
+        """
+        session, line = inbox.session, inbox.line
+        assert session is not None
+        began = self.turns.begin()
+        codes = bytearray()
+        wanted: list[Subscription] = []  # of whose topics it gets the retained messages
+        for request in requests:
+            code = self._refusal(session, line, request)
+            if not code:
+                options = request.options
+                subscription = Subscription(
+                    request.filter,
+                    options & 3,
+                    bool(options & 4) or line.bridge,
+                    bool(options & 8) or line.bridge,
+                    options >> 4 & 3,
+                    identifier,
+                )
+                new = self.router.subscribe(session, subscription)
+                if session.persistent:
+                    self.journal.subscribed(session, subscription)
+                if subscription.retain_handling == 0 or (subscription.retain_handling == 1 and new):
+                    wanted.append(subscription)
+                code = subscription.qos
+            codes.append(code)
+        line.hold("subscribe")
+
+        def confirm() -> None:
+            if session.line is line:
+                answer(bytes(codes))
+            self.router.send_retained(session, line, wanted, partial(line.release, "subscribe"))
+
+        def journaled(_error: StreamError | None) -> None:
+            self.runtime.soon(confirm)  # never before what this read is answered with otherwise
+
+        self.journal.after_commit(journaled)
+        self.turns.spend(began)
+
+    def unsubscribe(self, session: Session, filters: Sequence[str]) -> bytes:
+        """Unsubscribe a client; returns an UNSUBACK code for each filter."""
+        began = self.turns.begin()
+        codes = bytearray()
+        for topic_filter in filters:
+            known = self.router.unsubscribe(session, topic_filter)
+            if known and session.persistent:
+                self.journal.unsubscribed(session, topic_filter)
+            codes.append(SUCCESS if known else NO_SUBSCRIPTION_EXISTED)
+        self.turns.spend(began)
+        return bytes(codes)
+
+    def _refusal(self, session: Session, line: Line, request: TopicRequest) -> int:
+        """Why a filter is not granted: an MQTT 5 reason code, or 0."""
+        if not is_topic_filter(request.filter):
+            if line.level != V5:
+                raise ProtocolError(f"topic filter {request.filter[:80]!r}")
+            return BAD_TOPIC_FILTER
+        if request.filter.startswith("$share/"):
+            return NO_SHARED_SUBSCRIPTIONS
+        known = session.subscriptions
+        if not session.identity.may_subscribe(request.filter):
+            code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
+        elif request.filter not in known and len(known) >= self.limits.subscriptions:
+            code, why = QUOTA_EXCEEDED, f"it has {len(known)} already; see [mqtt.limits] subscriptions"
+        else:
+            return 0
+        self.counts["refused_subscriptions"] += 1
+        text = "%s: subscription to %.200r refused: %s (counted in the metrics)"
+        self.reports.log(f"subscription {code}", logging.WARNING, text, line.name, request.filter, why)
+        return code
+
+
+class _Settling:
+    """A client whose last connection has published QoS 2 messages that still wait for their commit."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        newest: Inbox,
+        inbox: Inbox,
+        asked: Opening,
+        done: Callable[[bool | Refused], None],
+    ) -> None:
+        self._broker, self._inbox, self._asked, self._done = broker, inbox, asked, done
+        self._timer: Timer | None = broker.runtime.later(SETTLE_TIMEOUT, self._expired)
+        newest.when_settled(self._settled)
+
+    def _settled(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._broker.open(self._inbox, self._asked, self._done)
+
+    def _expired(self) -> None:
+        self._timer = None
+        if not self._inbox.line.gone:
+            self._done(Refused(SERVER_BUSY, "what its last connection sent is not stored yet"))

@@ -1,0 +1,210 @@
+"""How a connection's packets are answered, and when: the incoming half; `outbox` is the outgoing one.
+
+What it promises: acknowledgements leave in the order of the packets (MQTT 3.1.1 section 4.6), each after the
+commit of all streams that its message went to. Every read from the socket makes one `Batch`, and batches
+leave first in, first out. When a commit fails, its messages are not acknowledged, and neither is any behind
+them: the connection is closed.
+
+A QoS 2 id goes to the journal after that commit. If the journal knew the id of a message that no stream
+holds, the message would be lost. The ids of sessions that are not persistent are settled there too. Otherwise
+the next start would take such an id for one of the client's next session, and a new message for a repetition.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bridge.errors import (
+    MessageTooLarge,
+    NoStream,
+    RetainedFull,
+    StorageFailed,
+    StreamBridgeError,
+    StreamError,
+    StreamFull,
+    Unauthorized,
+)
+from bridge.mqtt.wire.packets import (
+    BAD_TOPIC_NAME,
+    IMPLEMENTATION_ERROR,
+    NOT_AUTHORIZED,
+    QUOTA_EXCEEDED,
+    UNSPECIFIED,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.mqtt.broker.journal import Journal
+    from bridge.mqtt.broker.line import Line
+    from bridge.mqtt.broker.sessions import Session
+    from bridge.mqtt.broker.store import Committer, Stream
+
+UNSENT_BATCHES = 1_000  # reads that wait for their commit before reading is paused
+
+# error, the counter's ending, MQTT 5 reason code: one that PUBACK, PUBREC and DISCONNECT may carry
+_REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
+    (NoStream, "no_stream", BAD_TOPIC_NAME),
+    (StreamFull, "full", QUOTA_EXCEEDED),
+    (MessageTooLarge, "too_large", QUOTA_EXCEEDED),  # a limit of the stream; 0x95 may not be here
+    (StorageFailed, "storage", IMPLEMENTATION_ERROR),
+    (Unauthorized, "not_allowed", NOT_AUTHORIZED),
+    (RetainedFull, "retained", QUOTA_EXCEEDED),
+    (StreamBridgeError, "other", UNSPECIFIED),
+)
+
+
+def reason_of(error: StreamBridgeError) -> tuple[str, int]:
+    """Why a message is not stored: the ending of its counter, and the MQTT 5 reason code."""
+    return next((kind, code) for cls, kind, code in _REASONS if isinstance(error, cls))
+
+
+class Batch:
+    """What one read from the socket is answered with, once everything it touched is committed."""
+
+    __slots__ = ("acks", "close", "error", "failed", "ids", "inbox", "touched", "waiting")
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.inbox = inbox
+        self.acks = bytearray()
+        self.touched: dict[Committer, None] = {}
+        # QoS 2 ids that are in use only if the commit succeeds, and where their messages are if it does
+        self.ids: dict[int, dict[Stream, int]] = {}
+        self.waiting = 0  # commits, and one more until all of them are known
+        self.error: StreamError | None = None
+        self.failed: set[Committer] = set()  # only kept when several are touched
+        self.close: tuple[str, str, int] | None = None  # counter, text, reason: close after these acks
+
+    def committed(self, error: StreamError | None, committer: Committer | None = None) -> None:
+        """Something that it touched is committed, or has failed to be."""
+        if error is not None:
+            if committer is not None:
+                self.failed.add(committer)
+            self.error = self.error or error
+            # The connection closes once everything before is answered: store nothing behind a failure.
+            self.inbox.line.hold("failed")
+        self.waiting -= 1
+        if self.waiting:
+            return
+        if self.ids and self.error is None and self.inbox.keep_ids(self):
+            return
+        self.inbox.settle()
+
+
+class Inbox:
+    """One connection's batches, and the session that its packets belong to once it has logged in."""
+
+    __slots__ = ("_at_rest", "_batches", "_held", "_journal", "line", "session")
+
+    def __init__(self, line: Line, journal: Journal) -> None:
+        self.line: Line = line
+        self._journal = journal
+        self.session: Session | None = None
+        self._batches: deque[Batch] = deque()
+        self._held = False
+        self._at_rest: list[Callable[[], object]] = []
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether it still waits for the commit of something that it published."""
+        return bool(self._batches)
+
+    @property
+    def unstored_ids(self) -> set[int]:
+        """QoS 2 ids in use whose messages are not known to be stored yet."""
+        return {packet_id for batch in self._batches for packet_id in batch.ids}
+
+    def is_unstored(self, packet_id: int) -> bool:
+        """Whether a QoS 2 id is one of these."""
+        return any(packet_id in batch.ids for batch in self._batches)
+
+    def when_settled(self, do: Callable[[], object]) -> None:
+        """Call `do` once everything that it published is committed, or has failed to be."""
+        if self._batches:
+            self._at_rest.append(do)
+        else:
+            do()
+
+    def put(self, batch: Batch) -> None:
+        """Answer a read, as soon as that may be."""
+        touched = batch.touched
+        if not touched and not self._batches and batch.close is None:
+            if batch.acks:
+                self.line.send(batch.acks)
+            return
+        if not batch.acks and batch.close is None:
+            return  # QoS 0 alone: no client waits for it
+        batch.waiting = len(touched) + 1
+        self._batches.append(batch)
+        several = len(touched) > 1
+        for committer in touched:
+            committer.after_commit(
+                partial(batch.committed, committer=committer) if several else batch.committed
+            )
+        batch.committed(None)
+        if len(self._batches) > UNSENT_BATCHES:
+            self._held = True
+            self.line.hold("commits")
+
+    def settle(self) -> None:
+        """Send the acknowledgements of all leading batches that are committed, in one write."""
+        batches, last = self._batches, None
+        acks: bytearray | None = None
+        while batches and not batches[0].waiting:
+            batch = batches.popleft()
+            if batch.error is not None:
+                self._forget_ids(batch)
+                last = last or batch
+            elif last is None:
+                if acks is None:
+                    acks = batch.acks
+                else:
+                    acks += batch.acks
+                if batch.close is not None:
+                    last = batch
+        if acks:
+            self.line.send(acks)
+        if last is not None:
+            if last.error is not None:
+                why = f"not acknowledged: {last.error}"
+                self.line.fail("rejected_storage", why, reason_of(last.error)[1])
+            elif last.close is not None:
+                self.line.fail(*last.close)
+        if not batches and self._at_rest:
+            waiting, self._at_rest = self._at_rest, []
+            for do in waiting:
+                do()
+        if self._held and len(batches) <= UNSENT_BATCHES // 2:
+            self._held = False
+            self.line.release("commits")
+
+    def keep_ids(self, batch: Batch) -> bool:
+        """Record the QoS 2 ids of stored messages; returns whether the batch waits for the journal."""
+        journal, session = self._journal, self.session
+        assert session is not None
+        ids, batch.ids = batch.ids, {}  # from here on they are in use, also if the journal fails
+        if session.persistent:
+            for packet_id in ids:
+                journal.received(session, packet_id)
+        journal.settled_in(((at, n) for places in ids.values() for at, n in places.items()), batch)
+        if session.persistent:
+            batch.waiting = 1
+            journal.after_commit(batch.committed)
+        return session.persistent
+
+    def _forget_ids(self, batch: Batch) -> None:
+        # The client will send these messages again. They are no duplicates then, but a stream that has
+        # one of them is not to store it twice.
+        session = self.session
+        if session is None:
+            return
+        session.incoming.difference_update(batch.ids)
+        for packet_id, places in batch.ids.items():
+            stored = {at.name for at in places if at not in batch.failed} if batch.failed else set()
+            if stored:
+                session.partial[packet_id] = session.partial.get(packet_id, frozenset()) | stored
+                if session.persistent:
+                    self._journal.held(session, packet_id)
+        self._journal.not_stored(batch.ids.values(), batch.failed, batch)

@@ -1,0 +1,305 @@
+"""The file of the journal: frames that are appended, and replaced by a snapshot when most of them are dead.
+
+Layout: frames, one after the other. A frame whose CRC is wrong ends the file (a torn tail).
+
+    +--------------+-------------+---------------------------------------------------+
+    | length u32 BE| CRC-32 u32  | msgpack array [kind, ...], see `records.py`       |
+    +--------------+-------------+---------------------------------------------------+
+
+States:
+
+    writing     what one turn gives is appended at its end, and synced within `SYNC_INTERVAL`
+    copying     the file has grown to several times what is alive: a thread brings a snapshot to the disk
+                beside it, and records go to both; then the snapshot takes the file's place
+    failed      a write has failed: nothing is confirmed until a snapshot has been written, which is tried
+                every `RETRY_INTERVAL` seconds
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+from functools import partial
+from typing import TYPE_CHECKING
+
+from bridge.deflate import crc32
+from bridge.durable import make_directory, sync_directory
+from bridge.errors import StorageFailed, StreamError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from bridge.runtime import Runtime, Timer
+
+log = logging.getLogger(__name__)
+
+_FRAME = struct.Struct(">II")
+SLACK = 4 * 1024 * 1024  # bytes of dead records that do not yet make a snapshot worth while
+SYNC_INTERVAL = 1.0
+RETRY_INTERVAL = 1.0
+
+
+class _Copy:
+    """A snapshot beside the file, which is to take its place; records go to both meanwhile."""
+
+    def __init__(self, journal: Path, data: bytes) -> None:
+        """Raises OSError."""
+        self.path = journal.with_suffix(".new")
+        self.path.unlink(missing_ok=True)  # a thread may still be writing to one that was dropped
+        self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.size = self.least = len(data)
+
+    def append(self, data: bytes) -> None:
+        write_all(self.fd, data, self.size)
+        self.size += len(data)
+
+    def drop(self) -> None:
+        os.close(self.fd)
+        self.path.unlink(missing_ok=True)  # it takes room
+
+
+class JournalFile:
+    """The file that bodies of records are written to."""
+
+    def __init__(self, path: Path, runtime: Runtime, snapshot: Callable[[], Iterable[bytes]]) -> None:
+        """`snapshot` returns the bodies of everything that is alive."""
+        self.path, self._runtime, self._snapshot = path, runtime, snapshot
+        self.failed = False
+        self._open = False
+        self._fd = -1
+        self._size = self._least = 0  # bytes in the file now, and right after the last snapshot
+        self._buffer: list[bytes] = []
+        self._waiting: list[Callable[[StreamError | None], None]] = []
+        self._unsynced = self._syncing = False
+        self._write_timer: Timer | None = None
+        self._sync_timer: Timer | None = None
+        self._copy: _Copy | None = None
+        self._copying = False  # a thread is at work on a copy, which may have been dropped since
+
+    def read(self) -> Iterator[bytes]:
+        """The bodies that an earlier process wrote; call it before `open`."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        pos = 0
+        while pos + _FRAME.size <= len(data):
+            length, check = _FRAME.unpack_from(data, pos)
+            body = data[pos + _FRAME.size : pos + _FRAME.size + length]
+            if len(body) < length or crc32(body) != check:
+                break
+            yield body
+            pos += _FRAME.size + length
+        if pos < len(data):
+            log.warning("%s: %d bytes at the end are damaged and were left out", self.path, len(data) - pos)
+
+    def open(self) -> None:
+        """Begin to write, with a snapshot. Raises OSError if the file cannot be written.
+
+        A full disk is waited for: a start that fails would keep exports from making room.
+        """
+        try:
+            make_directory(self.path.parent)
+            self._write_snapshot()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._cannot_write(error)
+            self._write_timer = self._runtime.later(RETRY_INTERVAL, self._write)
+        self._open = True
+
+    def add(self, body: bytes) -> None:
+        """Write a body at the end of this turn. Before `open` and after `close` nothing is written."""
+        if not self._open:
+            return
+        self._buffer += _framed(body)
+        if self._write_timer is None:
+            self._write_timer = self._runtime.soon(self._write)
+
+    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
+        """Call `done` once all bodies so far are in the file."""
+        if self._buffer or self.failed:
+            self._waiting.append(done)
+        else:
+            done(None)
+
+    def close(self) -> None:
+        """Write and sync everything, and close the file."""
+        if not self._open:
+            return
+        self._open = False
+        for timer in (self._write_timer, self._sync_timer):
+            if timer is not None:
+                timer.cancel()
+        self._drop_copy()
+        self._write()
+        if self._write_timer is not None:
+            self._write_timer.cancel()  # it has failed
+        if self._fd < 0:
+            return
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            log.error("%s: %s; a power cut now may bring back older sessions", self.path, error)
+        os.close(self._fd)
+        self._fd = -1
+
+    # -- writing ------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Write what has gathered in this turn."""
+        self._write_timer = None
+        error: StreamError | None = None
+        try:
+            if self.failed:
+                self._write_snapshot()
+            elif self._buffer:
+                self._append(b"".join(self._buffer))
+            self.failed = False
+        except OSError as problem:
+            self._cannot_write(problem)
+            error = StorageFailed(f"{self.path}: {problem}")
+            self._write_timer = self._runtime.later(RETRY_INTERVAL, self._write)
+        self._buffer = []
+        waiting, self._waiting = self._waiting, []
+        for done in waiting:
+            done(error)
+
+    def _append(self, data: bytes) -> None:
+        write_all(self._fd, data, self._size)
+        self._size += len(data)
+        self._must_sync()
+        if self._copy is not None:
+            self._copy.append(data)
+        elif self._size > 4 * self._least + SLACK and not self._copying and self._open:
+            frames = self._snapshot_frames()
+            self._copy = _Copy(self.path, frames)
+            self._copying = True
+            self._fill(self._copy, frames, self._filled)
+
+    def _cannot_write(self, problem: OSError) -> None:
+        self._drop_copy()  # it may lack what was to be written
+        if not self.failed:
+            log.error(
+                "%s: %s; persistent sessions are not acknowledged until it can be written",
+                self.path,
+                problem,
+            )
+        self.failed = True
+
+    def _write_again(self, error: Exception) -> None:
+        log.error("%s: %s; it will be written again", self.path, error)
+        self.failed = True
+        if self._write_timer is None and self._open:
+            self._write_timer = self._runtime.soon(self._write)
+
+    # -- syncing ------------------------------------------------------------
+
+    def _must_sync(self) -> None:
+        self._unsynced = True
+        if self._sync_timer is None and not self._syncing and self._open:
+            self._sync_timer = self._runtime.later(SYNC_INTERVAL, self._sync)
+
+    def _sync(self) -> None:
+        self._sync_timer, self._unsynced, self._syncing = None, False, True
+        fd = os.dup(self._fd)  # a snapshot may replace the file meanwhile
+        self._runtime.work(partial(_sync_and_close, fd), self._synced)
+
+    def _synced(self, _result: None, error: Exception | None) -> None:
+        self._syncing = False
+        if error is not None:
+            self._write_again(error)
+        if self._unsynced:
+            self._must_sync()
+
+    # -- snapshots ------------------------------------------------------------
+
+    def _snapshot_frames(self) -> bytes:
+        frames: list[bytes] = []
+        for body in self._snapshot():
+            frames += _framed(body)
+        return b"".join(frames)
+
+    def _write_snapshot(self) -> None:
+        self._drop_copy()
+        data = self._snapshot_frames()
+        copy = _Copy(self.path, data)
+        try:
+            _write_and_sync(os.dup(copy.fd), data)
+            self._install(copy)
+        except OSError:
+            copy.drop()
+            raise
+        sync_directory(self.path.parent)
+
+    def _fill(self, copy: _Copy, data: bytes, done: Callable[[_Copy, Exception | None], None]) -> None:
+        work = partial(_write_and_sync, os.dup(copy.fd), data)
+        self._runtime.work(work, lambda _result, error: done(copy, error))
+
+    def _filled(self, copy: _Copy, error: Exception | None) -> None:
+        """The snapshot is on the disk; sync what has come meanwhile."""
+        if error is None and self._copy is copy:
+            self._fill(copy, b"", self._complete)
+        else:
+            self._copied(copy, error)
+
+    def _complete(self, copy: _Copy, error: Exception | None) -> None:
+        """The snapshot and what came meanwhile are on the disk; put it in the file's place."""
+        if error is None and self._copy is copy:
+            try:
+                self._install(copy)
+            except OSError as problem:
+                error = problem
+            else:
+                self._copy = None
+                self._must_sync()
+                work = partial(sync_directory, self.path.parent)
+                self._runtime.work(work, lambda _result, problem: self._copied(copy, problem))
+                return
+        self._copied(copy, error)
+
+    def _copied(self, copy: _Copy, error: Exception | None) -> None:
+        self._copying = False
+        if self._copy is copy:
+            self._drop_copy()
+        if error is not None and self._open:
+            self._write_again(error)
+
+    def _install(self, copy: _Copy) -> None:
+        copy.path.replace(self.path)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._size, self._least, self._unsynced = copy.fd, copy.size, copy.least, False
+
+    def _drop_copy(self) -> None:
+        if self._copy is not None:
+            self._copy.drop()
+            self._copy = None
+
+
+def _framed(body: bytes) -> tuple[bytes, bytes]:
+    return _FRAME.pack(len(body), crc32(body)), body
+
+
+def write_all(fd: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at an offset. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _write_and_sync(fd: int, data: bytes) -> None:
+    """Write these bytes at the beginning of a file and wait for the disk. Closes `fd`."""
+    try:
+        write_all(fd, data, 0)
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_and_close(fd: int) -> None:
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)

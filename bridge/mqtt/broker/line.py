@@ -1,0 +1,58 @@
+"""What the broker needs of a client's connection; `server.connection` is one, and a test may be another."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Line(Protocol):
+    """A connection to one client. The broker writes packets to it, and holds what the client sends."""
+
+    address: str  # the client's host
+    level: int  # of the protocol: `packets.V31`, `V311` or `V5`
+    bridge: bool  # the client is another broker
+    writable: bool  # False while the client does not read what it is sent
+    receive_maximum: int  # QoS 1 and 2 messages that the client takes at a time
+    max_packet_out: int  # bytes of a packet that the client takes
+
+    @property
+    def name(self) -> str:
+        """The client, for the log."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is closed, or is being closed."""
+
+    def send(self, data: bytes | bytearray) -> None:
+        """Write whole packets; nothing happens if it is gone."""
+
+    def hold(self, why: str) -> None:
+        """Read no further from the client until `release` is called with the same reason."""
+
+    def release(self, why: str) -> None:
+        """Read on, unless there is another reason not to; nothing happens if this was none."""
+
+    def fail(self, counter: str, why: str, reason: int) -> None:
+        """Close it, with an MQTT 5 reason code for the client; `counter` and `why` are for us."""
+
+
+class Gone:
+    """The line of an inbox that has nothing more to answer, so that the connection is held by nothing."""
+
+    address = name = ""
+    level, bridge, writable, gone = 4, False, False, True
+    receive_maximum = max_packet_out = 0
+
+    def send(self, data: bytes | bytearray) -> None:
+        """Nothing is sent."""
+
+    def hold(self, why: str) -> None:
+        """Nothing is read."""
+
+    release = hold
+
+    def fail(self, counter: str, why: str, reason: int) -> None:
+        """It is closed."""
+
+
+GONE = Gone()

@@ -1,0 +1,258 @@
+"""What becomes of a PUBLISH: stored, kept, delivered, refused. The connection's hot path leaves to this what
+has flags, properties or subscribers, and what a stream refuses; wills come this way too.
+
+A message that a stream refuses is never acknowledged as if it were stored. MQTT 5 has reason codes for
+that (section 3.4.2.1). To a 3.1.1 client a PUBACK is a promise, so its connection is closed with a counted
+and logged reason, after the acknowledgements of what came before. QoS 0 is dropped and counted.
+
+A refusal is permanent if the same message would be refused again whatever is exported or purged meanwhile
+(`PERMANENT`). A 3.1.1 client would send such a message again at each connection, and never get to the next.
+With `[mqtt] refused_stream` it is stored there instead, and acknowledged as any other: in none of its own
+streams, to no subscriber, and not retained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING
+
+from bridge.errors import (
+    MessageTooLarge,
+    NoStream,
+    RetainedFull,
+    StreamBridgeError,
+    StreamError,
+    Unauthorized,
+)
+from bridge.mqtt.broker.inbox import reason_of
+from bridge.mqtt.broker.message import Message, expiry_of, headers_of
+from bridge.mqtt.wire import answers
+from bridge.mqtt.wire.packets import (
+    PUBACK,
+    PUBREC,
+    RECEIVE_MAXIMUM_EXCEEDED,
+    V5,
+    ProtocolError,
+    Publish,
+)
+from bridge.streams import headers
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable
+
+    from bridge.clock import Clock
+    from bridge.mqtt.broker.inbox import Batch
+    from bridge.mqtt.broker.journal import Journal
+    from bridge.mqtt.broker.reports import Reports
+    from bridge.mqtt.broker.router import Route, Router
+    from bridge.mqtt.broker.sessions import Session
+    from bridge.mqtt.broker.store import Store, Stream
+    from bridge.mqtt.broker.turns import Turns
+
+    # Answers a PUBLISH on a request topic: the session, the topic, the packet. Raises Unauthorized.
+    Requests = Callable[[Session, str, Publish], None]
+
+RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH and PUBREL; CONNACK announces it
+
+# Too large for the stream, or no such stream. Not: full, a disk that fails, or what the rules forbid.
+PERMANENT = (MessageTooLarge, NoStream)
+LONGEST_REASON = 500  # characters of an error that are stored with the message
+
+
+class Publisher:
+    """Carries out the PUBLISH packets of all clients, and their wills."""
+
+    def __init__(
+        self,
+        store: Store,
+        router: Router,
+        journal: Journal,
+        clock: Clock,
+        turns: Turns,
+        reports: Reports,
+        requests: Requests,
+    ) -> None:
+        self._store, self._router, self._journal, self._clock = store, router, journal, clock
+        self._turns, self._reports, self._requests = turns, reports, requests
+        self._counts: Counter[str] = reports.counts
+        self.refused_stream: str | None = None  # `[mqtt] refused_stream`
+
+    def publish(self, batch: Batch, packet: Publish, route: Route) -> None:
+        """Carry out one PUBLISH (section 3.3); `batch` gets its acknowledgement. Raises ProtocolError."""
+        session, qos, number = batch.inbox.session, packet.qos, packet.number
+        assert session is not None
+        if packet.head & 14 == 8:
+            raise ProtocolError("a PUBLISH of QoS 0 with DUP (MQTT-3.3.1-2)")
+        if qos == 2 and number in session.incoming:
+            batch.acks += b"\x50\x02" + packet.packet_id  # stored before: once per packet id (4.3.3)
+            if session.persistent:
+                batch.touched[self._journal] = None  # which may have failed to keep the id
+            return
+        if qos == 2 and batch.inbox.line.level == V5 and len(session.incoming) >= RECEIVE_MAXIMUM:
+            why = f"more than {RECEIVE_MAXIMUM} QoS 2 messages at a time"
+            raise ProtocolError(why, RECEIVE_MAXIMUM_EXCEEDED)
+        places: dict[Stream, int] = {}
+        try:
+            if route.denied:
+                why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
+                raise Unauthorized(f"it may not publish on {route.name!r}; {why}")
+            if packet.head & 1 and not route.request and not route.ignored:
+                self._router.retained.check(route.name, packet.payload)
+            if route.request:
+                self._requests(session, route.name, packet)
+            elif route.streams:
+                places = self._append(session, packet, route)
+                batch.touched.update(dict.fromkeys(places))
+            elif route.ignored:
+                self._counts["ignored_bridge_state"] += 1
+            else:
+                self._counts["without_stream"] += 1
+        except (StreamError, RetainedFull, Unauthorized) as error:
+            self.refused(batch, packet, error)
+            return
+        if (route.receivers or packet.head & 1) and not route.request and not route.ignored:
+            began = self._turns.begin()
+            if self._router.publish(route, self._message(packet), session):
+                batch.touched[self._journal] = None
+            self._turns.spend(began)
+        self._acknowledge(batch, packet, places)
+
+    def refused(self, batch: Batch, packet: Publish, error: StreamBridgeError) -> None:
+        """A message was refused: keep it in `refused_stream`, answer with the reason, or close (3.1.1)."""
+        line, session = batch.inbox.line, batch.inbox.session
+        assert session is not None
+        try:
+            places = self._keep_refused(session, packet, error)
+        except StreamError as other:
+            error, places = other, None  # the stream of refused messages is full, say: it will be sent again
+        if places is not None:
+            batch.touched.update(dict.fromkeys(places))
+            self._acknowledge(batch, packet, places)
+            return
+        kind, reason = reason_of(error)
+        if not packet.qos:
+            self._counts[f"dropped_{kind}"] += 1
+            self._reports.not_stored(line.name, kind, error)
+        elif line.level == V5:
+            self._counts[f"rejected_{kind}"] += 1
+            self._reports.not_stored(line.name, kind, error)
+            batch.acks += answers.ack(PUBACK if packet.qos == 1 else PUBREC, packet.packet_id, reason)
+        else:
+            batch.close = (f"rejected_{kind}", f"not acknowledged: {error}", reason)
+            line.hold("rejected")
+
+    def publish_will(self, session: Session, will: Publish) -> None:
+        """Publish the will of a client that went without DISCONNECT (section 3.1.2.5)."""
+        route = self._router.route(will.topic)
+        if route.ignored:
+            return
+        try:
+            if will.head & 1:
+                self._router.retained.check(route.name, will.payload)
+            kept = _headers(session, will._replace(head=will.head & 1), route)
+            if len(route.streams) > 1:
+                for stream in route.streams:
+                    stream.ensure_admits(will.topic, will.payload, kept)
+            for stream in route.streams:
+                stream.append(will.topic, will.payload, kept)
+        except (StreamError, RetainedFull) as error:
+            places = None
+            with contextlib.suppress(StreamError):
+                places = self._keep_refused(session, will, error)
+            if places is None:
+                self._counts["dropped_wills"] += 1
+                self._reports.will_not_stored(session, error)
+            return
+        self._router.publish(route, self._message(will), None)
+        self._counts["wills"] += 1
+
+    def _append(self, session: Session, packet: Publish, route: Route) -> dict[Stream, int]:
+        """Append a message to its streams, to all or to none; returns its number in each."""
+        kept = _headers(session, packet, route)
+        streams = _lacking(session, packet, route) if packet.qos == 2 else route.streams
+        if len(streams) > 1:
+            for stream in streams:
+                stream.ensure_admits(packet.topic, packet.payload, kept)  # it will be sent again to all
+        if packet.qos == 2:
+            self._search_from_here(streams, packet, kept)
+        return {stream: stream.append(packet.topic, packet.payload, kept) for stream in streams}
+
+    def _message(self, packet: Publish) -> Message:
+        expires = expiry_of(packet.properties, self._clock)
+        retain = bool(packet.head & 1)
+        return Message(packet.topic, packet.payload, packet.qos, retain, packet.properties, expires)
+
+    def _acknowledge(self, batch: Batch, packet: Publish, places: dict[Stream, int]) -> None:
+        """Answer a PUBLISH once everything that its batch touches is committed."""
+        if packet.qos == 1:
+            batch.acks += b"\x40\x02" + packet.packet_id
+        elif packet.qos == 2:
+            assert batch.inbox.session is not None
+            batch.acks += b"\x50\x02" + packet.packet_id
+            batch.inbox.session.incoming.add(packet.number)
+            batch.ids[packet.number] = places
+            for stream, place in places.items():
+                self._journal.replay_points[stream.name].expect(place, batch)
+
+    def _search_from_here(self, streams: tuple[Stream, ...], packet: Publish, kept: bytes) -> None:
+        """Have these streams searched for QoS 2 ids at the next start, from here on."""
+        for stream in streams:
+            if stream.name not in self._journal.replay_points:
+                stream.ensure_admits(packet.topic, packet.payload, kept)  # a refused one leaves nothing
+                self._journal.search_from_here(stream)
+
+    def _keep_refused(
+        self, session: Session, packet: Publish, error: StreamBridgeError
+    ) -> dict[Stream, int] | None:
+        """Store a message in `refused_stream` and return where; None if there is none, or it need not.
+
+        Raises the StreamError of that stream, but MessageTooLarge: then it is as if there were none.
+        """
+        name = self.refused_stream
+        if name is None or name not in self._store.definitions or not isinstance(error, PERMANENT):
+            return None
+        number = packet.number if packet.qos == 2 else 0
+        if packet.head & 8 and name in session.partial.get(number, ()):
+            return {}  # it is there since an earlier attempt
+        kind = reason_of(error)[0]
+        why = f"{kind}: {error}"[:LONGEST_REASON]
+        kept = headers_of(packet.head, packet.properties or {}, session.client_id, number, why)
+        stream = self._store.stream(name)
+        try:
+            stream.ensure_admits(packet.topic, packet.payload, kept)
+        except MessageTooLarge:
+            return None
+        if number:
+            self._search_from_here((stream,), packet, kept)
+        place = stream.append(packet.topic, packet.payload, kept)
+        self._counts[f"kept_{kind}"] += 1
+        text = "%s: a message is kept in stream %r, its own can never store it: %s (counted in the metrics)"
+        self._reports.log(f"kept_{kind}", logging.WARNING, text, session.identity.label, name, error)
+        return {stream: place}
+
+
+def _lacking(session: Session, packet: Publish, route: Route) -> tuple[Stream, ...]:
+    """The streams that a QoS 2 message is to go to: not those that have it from an earlier attempt."""
+    have = session.partial.get(packet.number)
+    if have is None:
+        return route.streams
+    if not packet.head & 8:
+        del session.partial[packet.number]  # another message
+        return route.streams
+    return tuple(stream for stream in route.streams if stream.name not in have)
+
+
+def _headers(session: Session, packet: Publish, route: Route) -> bytes:
+    with_client = route.with_client or packet.qos == 2
+    if not packet.properties and not with_client:
+        flags = packet.head & 9
+        if not flags:
+            return b""
+        if flags == 1:
+            return headers.RETAIN
+        if flags == 8:
+            return headers.DUP
+    client = session.client_id if with_client else ""
+    return headers_of(packet.head, packet.properties or {}, client, packet.number)

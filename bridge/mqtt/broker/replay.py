@@ -1,0 +1,54 @@
+"""From where a stream is searched for QoS 2 ids at a start.
+
+A message is in its stream a moment before its packet id is in the journal. After a kill in between, the start
+reads the stream for such ids (`recovery.find_stored_ids`), from its replay point on: all ids below it are in
+the journal. Messages are settled out of order, since one may wait for another of its streams. So the point
+stays at or below the lowest number that is not settled, and the settled numbers above it are kept. Messages
+of clean sessions count too: the start takes an id to belong to the session that its client has then.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class ReplayPoint:
+    """One stream's replay point: the journal has all ids below `upto`, and those of the numbers `known`."""
+
+    __slots__ = ("_pending", "known", "upto")
+
+    def __init__(self, upto: int) -> None:
+        self.upto = upto
+        self.known: set[int] = set()
+        self._pending: dict[int, object] = {}  # numbers that are not settled, ascending, and their owners
+
+    def expect(self, number: int, owner: object) -> None:
+        """The stream has a message, which will be its `number` if the commit succeeds."""
+        while self._pending and next(reversed(self._pending)) >= number:
+            self._pending.popitem()  # a commit has failed, and its numbers are given out again
+        self._pending[number] = owner
+
+    def forget(self, number: int, owner: object) -> None:
+        """A message was not stored: its number belongs to another one, or will."""
+        if self._pending.get(number) is owner:
+            del self._pending[number]
+
+    def settle(self, numbers: list[int], owner: object, following: int) -> list[int]:
+        """The journal has the ids of these messages; `following` is the stream's next number.
+
+        Moves the point as far as it may go; returns the numbers above it.
+        """
+        for number in numbers:
+            self.forget(number, owner)
+        self.add(min(following, next(iter(self._pending), following)), numbers)
+        return [number for number in numbers if number >= self.upto]
+
+    def add(self, upto: int, numbers: Iterable[int]) -> None:
+        """Apply what the journal says."""
+        self.known.update(numbers)
+        if upto != self.upto:
+            self.known = {number for number in self.known if number >= upto}
+        self.upto = upto

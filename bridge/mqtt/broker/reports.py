@@ -1,0 +1,55 @@
+"""What the log and the metrics hear of clients.
+
+Everything is counted. What a client could cause without limit is logged at most once per `LOG_INTERVAL` and
+kind; the counters have the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from bridge.errors import StreamBridgeError
+    from bridge.mqtt.broker.sessions import Session
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL = 10.0  # seconds between two lines of one kind
+
+
+class Reports:
+    """The counters of the front end, and its log."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._now = now
+        self._logged: dict[str, float] = {}
+
+    def log(self, kind: str, level: int, text: str, *values: object) -> None:
+        """Log a line, unless there was one of this kind a moment ago."""
+        now = self._now()
+        if now - self._logged.get(kind, -LOG_INTERVAL) >= LOG_INTERVAL:
+            self._logged[kind] = now
+            log.log(level, text, *values)
+
+    def closed(self, client: str, counter: str, why: str) -> None:
+        """We closed a connection."""
+        self.counts[counter] += 1
+        if counter == "refused_tls":
+            self.log("tls", logging.WARNING, "%s closed: %s (counted in the metrics)", client, why)
+        else:
+            level = logging.WARNING if counter.startswith("rejected") else logging.INFO
+            log.log(level, "%s closed: %s", client, why)
+
+    def not_stored(self, client: str, kind: str, error: StreamBridgeError) -> None:
+        """A message was dropped or refused."""
+        text = "%s: a message was not stored: %s (counted in the metrics and on the status page)"
+        self.log(kind, logging.WARNING, text, client, error)
+
+    def will_not_stored(self, session: Session, error: StreamBridgeError) -> None:
+        """A will could not be stored."""
+        log.warning("the will of client %r was not stored: %s", session.client_id, error)

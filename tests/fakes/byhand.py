@@ -1,0 +1,252 @@
+"""A world that a test turns by hand: time, threads, commits and transports happen when it says so.
+
+Nothing here has a socket, an event loop or a real clock. `World.run` does what is due, and no more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from bridge.access.logins import Access
+from bridge.clock import Clock
+from bridge.errors import NotEnoughMessages, StreamError, StreamFull
+from bridge.mqtt.server.connection import Connection
+from bridge.mqtt.server.server import Listener, Server
+from bridge.mqtt.settings import Limits, MqttConfig, parse_address
+from bridge.operations.reading import ReadMessagesOptions
+from bridge.streams.segment import Message
+from bridge.topics import matches
+
+from .clock import Machine
+
+
+class Call:
+    """A call that is due at some time."""
+
+    def __init__(self, do: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.do, self.args, self.cancelled = do, args, False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class ByHand:
+    """A runtime whose time stands still until `World.run` moves it. Work is done at once, in its turn."""
+
+    def __init__(self) -> None:
+        self.time = 1000.0
+        self._number = itertools.count()
+        self._calls: list[tuple[float, int, Call]] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def soon(self, do: Callable[..., object], *args: Any) -> Call:
+        return self.later(0, do, *args)
+
+    def later(self, seconds: float, do: Callable[..., object], *args: Any) -> Call:
+        call = Call(do, args)
+        heapq.heappush(self._calls, (self.time + max(seconds, 0), next(self._number), call))
+        return call
+
+    def work(self, do: Callable[[], Any], done: Callable[[Any, Exception | None], object]) -> None:
+        def work() -> None:
+            try:
+                result = do()
+            except Exception as error:
+                done(None, error)
+            else:
+                done(result, None)
+
+        self.soon(work)
+
+    def run(self, until: float) -> None:
+        """Make all calls that are due up to a time, and those that they lead to."""
+        while self._calls and self._calls[0][0] <= until:
+            due, _, call = heapq.heappop(self._calls)
+            self.time = max(self.time, due)
+            if not call.cancelled:
+                call.do(*call.args)
+        self.time = max(self.time, until)
+
+
+class Stream:
+    """A stream in memory: `commit` stores what was appended, `fail` does not."""
+
+    def __init__(self, name: str, topic: str) -> None:
+        self.name, self.topic, self.full, self.by_itself = name, topic, False, False
+        self.stored: list[Message] = []
+        self.pending: list[Message] = []
+        self.waiting: list[Callable[[StreamError | None], None]] = []
+
+    @property
+    def next_sequence(self) -> int:
+        return len(self.stored)
+
+    def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> None:
+        if self.full:
+            raise StreamFull(f"stream {self.name!r} is full")
+
+    def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
+        self.ensure_admits(topic, payload, headers)
+        number = len(self.stored) + len(self.pending)
+        self.pending.append(Message(number, 0, topic, payload, headers))
+        return number
+
+    def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
+        self.waiting.append(done)
+        if self.by_itself:
+            self.commit()
+
+    def commit(self, error: StreamError | None = None) -> None:
+        """Store what is pending, or fail to."""
+        if error is None:
+            self.stored += self.pending
+        self.pending = []
+        waiting, self.waiting = self.waiting, []
+        for done in waiting:
+            done(error)
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return [message.payload for message in self.stored]
+
+
+class Streams:
+    """All streams, as the broker sees them (`mqtt.broker.store.Store`)."""
+
+    def __init__(self, clock: Clock, data_dir: Path) -> None:
+        self.definitions: dict[str, Stream] = {}
+        self.on_bindings_changed: list[Callable[[], None]] = []
+        self.on_pressure: list[Callable[[bool], None]] = []
+        self.under_pressure = False
+        self.store = SimpleNamespace(clock=clock, data_dir=data_dir)
+
+    def stream(self, name: str) -> Stream:
+        return self.definitions[name]
+
+    def bound(self, topic: str) -> tuple[Stream, ...]:
+        return tuple(one for one in self.definitions.values() if matches(one.topic, topic))
+
+    def wants_client(self, name: str) -> bool:
+        return False
+
+    async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[Message]:
+        found = self.definitions[name].stored[options.desired_start_sequence_number :]
+        if not found:
+            raise NotEnoughMessages(f"nothing in {name!r}")
+        return found
+
+
+class Transport:
+    """One client's transport: what is written to it, and whether it is read from."""
+
+    def __init__(self) -> None:
+        self.written = bytearray()
+        self.closed = False
+        self.reading = True
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    abort = close
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return ("10.0.0.1", 1) if name == "peername" else default
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+
+class Wire:
+    """A client's end: it sends bytes, and takes what has come."""
+
+    def __init__(self, world: World, pieces: int = 0) -> None:
+        """With `pieces`, what it sends arrives in pieces of so many bytes."""
+        self._world, self._pieces = world, pieces
+        self.transport = Transport()
+        self.connection = Connection(world.server, world.listener)
+        self.connection.connection_made(self.transport)  # type: ignore[arg-type]
+        self._lost = False
+
+    def send(self, data: bytes) -> None:
+        size = self._pieces or len(data)
+        for start in range(0, len(data), size):
+            if not self.transport.closed:
+                self.connection.data_received(data[start : start + size])
+
+    def got(self) -> bytes:
+        """What has come since the last call, once everything that is due has been done."""
+        self._world.run()
+        found, self.transport.written = bytes(self.transport.written), bytearray()
+        if self.transport.closed:
+            self.lose()
+        return found
+
+    def lose(self) -> None:
+        """The transport ends."""
+        if not self._lost:
+            self._lost = self.transport.closed = True
+            self.connection.connection_lost(None)
+
+
+class World:
+    """A server with its broker, and streams "s" (bound to "in/#") and "other" ("in/both")."""
+
+    def __init__(self, root: Path, machine: Machine | None = None, **settings: Any) -> None:
+        self.root, self.machine = root, machine or Machine()
+        limits = {key: settings.pop(key) for key in list(settings) if key in Limits.__struct_fields__}
+        self.config = MqttConfig(limits=Limits(**limits), **settings)
+        self.runtime = ByHand()
+        self.clock = Clock(root / "clock", lambda path, data: None, self.machine)
+        self.streams = Streams(self.clock, root)
+        self.streams.definitions = {
+            "s": Stream("s", "in/#"),
+            "other": Stream("other", "in/both"),
+        }
+        self.listener = Listener(parse_address("tcp://10.0.0.2:1883"), False)
+        self.start()
+
+    def start(self) -> None:
+        """Start a server on what the last one has left on the disk."""
+        operations: Any = SimpleNamespace(manager=self.streams)
+        access = Access(MqttConfig(allow_anonymous=True))
+        self.server = Server(self.config, operations, access, self.runtime)
+        self.broker = self.server.broker
+        begin = self.broker.start()
+        try:
+            begin.send(None)
+        except StopIteration:
+            return
+        raise AssertionError("the broker waits for something")
+
+    def run(self, seconds: float = 0.0) -> None:
+        """Let so much time pass, and do what is due."""
+        self.machine.sleep(seconds)
+        self.runtime.run(self.runtime.time + seconds)
+
+    def connect(self, data: bytes, pieces: int = 0) -> Wire:
+        """A client that has sent its CONNECT."""
+        wire = Wire(self, pieces)
+        wire.send(data)
+        return wire

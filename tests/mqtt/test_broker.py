@@ -1,0 +1,297 @@
+"""The broker by hand: no socket, no event loop, no real clock.
+
+Bytes go in, whole or one by one; bytes come out. Costs 3 seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import StorageFailed
+from bridge.mqtt.server.connection import Connection
+from bridge.mqtt.server.states import NEXT, TRANSITIONS, State
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5, V311
+from tests.fakes.byhand import Wire, World
+
+from .harness import PING, ack, connect, publish, subscribe, unsubscribe
+
+CONNACK, PRESENT = b"\x20\2\0\0", b"\x20\2\1\0"
+PONG = b"\xd0\0"
+DISCONNECT = b"\xe0\0"
+LASTING = {p.SESSION_EXPIRY: 60}
+
+
+@pytest.fixture(params=[0, 1, 7], ids=["whole", "byte by byte", "seven bytes at a time"])
+def pieces(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+Client = Callable[..., Wire]
+
+
+@pytest.fixture
+def client(world: World, pieces: int) -> Client:
+    """Connects a client whose bytes come in pieces; it has got its CONNACK."""
+
+    def make(name: str, *, present: bool = False, level: int = V311, **options: object) -> Wire:
+        wire = world.connect(connect(name, level=level, **options), pieces)  # type: ignore[arg-type]
+        answer = wire.got()
+        if level == V5:
+            assert answer[0] == 0x20, answer
+            assert answer[2:4] == bytes((present, 0))
+        else:
+            assert answer == (PRESENT if present else CONNACK)
+        return wire
+
+    return make
+
+
+def test_nothing_is_acknowledged_before_its_commit_and_then_all_in_order(
+    world: World, client: Client
+) -> None:
+    stream, wire = world.streams.definitions["s"], client("c")
+    wire.send(publish("in/a", b"1", 1, 1) + publish("in/a", b"2", 2, 2) + publish("in/a", b"3", 1, 3))
+    wire.send(publish("plain", b"4", 1, 4))
+    assert wire.got() == b"", "the last one needs no stream, and waits for those before it"
+    stream.commit()
+    assert wire.got() == b"\x40\2\0\1" + b"\x50\2\0\2" + b"\x40\2\0\3" + b"\x40\2\0\4"
+    assert stream.payloads == [b"1", b"2", b"3"]
+
+
+def test_a_commit_that_fails_acknowledges_nothing_behind_it_and_stores_nothing_behind_it(
+    world: World, client: Client
+) -> None:
+    stream, wire = world.streams.definitions["s"], client("c")
+    wire.send(publish("in/a", b"1", 1, 1))
+    stream.commit()
+    wire.send(publish("in/a", b"2", 1, 2))
+    stream.commit(StorageFailed("the disk is gone"))
+    wire.send(publish("in/a", b"3", 1, 3))
+    assert wire.got() == b"\x40\2\0\1"
+    assert wire.transport.closed
+    stream.commit()
+    assert stream.payloads == [b"1"]
+
+
+def test_a_message_for_two_streams_waits_for_both(world: World, client: Client) -> None:
+    wire = client("c")
+    wire.send(publish("in/both", b"x", 1, 1))
+    world.streams.definitions["s"].commit()
+    assert wire.got() == b""
+    world.streams.definitions["other"].commit()
+    assert wire.got() == b"\x40\2\0\1"
+
+
+def test_a_message_that_one_of_its_streams_refuses_is_in_none(world: World, client: Client) -> None:
+    wire = client("c", level=V5)
+    world.streams.definitions["other"].full = True
+    wire.send(publish("in/both", b"x", 1, 1, level=V5))
+    assert wire.got() == b"\x40\3\0\1\x97"
+    assert [one.pending for one in world.streams.definitions.values()] == [[], []]
+
+
+def test_qos_2_is_stored_once_however_often_it_is_sent_and_free_after_its_release(
+    world: World, client: Client
+) -> None:
+    stream = world.streams.definitions["s"]
+    stream.by_itself = True
+    wire = client("c", clean=False)
+    wire.send(publish("in/a", b"x", 2, 7))
+    assert wire.got() == b"\x50\2\0\7"
+    wire.lose()
+    wire = client("c", clean=False, present=True)
+    wire.send(publish("in/a", b"x", 2, 7, dup=True))
+    assert wire.got() == b"\x50\2\0\7"
+    wire.send(ack(0x62, 7))
+    assert wire.got() == b"\x70\2\0\7"
+    wire.send(publish("in/a", b"y", 2, 7))
+    assert wire.got() == b"\x50\2\0\7"
+    assert stream.payloads == [b"x", b"y"]
+
+
+def test_a_release_before_its_message_is_acknowledged_closes(world: World, client: Client) -> None:
+    wire = client("c")
+    wire.send(publish("in/a", b"x", 2, 7) + ack(0x62, 7))
+    wire.got()
+    assert wire.transport.closed
+
+
+def test_a_client_that_returns_waits_for_what_it_sent_before(world: World, client: Client) -> None:
+    stream, wire = world.streams.definitions["s"], client("c", clean=False)
+    wire.send(publish("in/a", b"x", 2, 7))
+    again = world.connect(connect("c", clean=False))
+    assert again.got() == b"", "whether the id is in use is not known yet"
+    assert wire.got() == b""
+    assert wire.transport.closed, "it was taken over"
+    stream.commit()
+    assert again.got() == PRESENT
+    again.send(publish("in/a", b"x", 2, 7, dup=True))
+    assert again.got() == b"\x50\2\0\7"
+    assert stream.payloads == [b"x"]
+
+
+def test_a_client_that_returns_waits_no_longer_than_five_seconds(world: World, client: Client) -> None:
+    wire = client("c", clean=False)
+    wire.send(publish("in/a", b"x", 2, 7))
+    again = world.connect(connect("c", clean=False))
+    world.run(4.9)
+    assert again.got() == b""
+    world.run(0.2)
+    assert again.got() == b"\x20\2\0\3", "server unavailable"
+    assert again.transport.closed
+
+
+def test_of_many_takeovers_at_once_the_last_one_stays(world: World) -> None:
+    wires = [world.connect(connect("c", clean=False)) for _ in range(5)]
+    assert wires[-1].got() == PRESENT
+    assert [wire.transport.closed for wire in wires] == [True] * 4 + [False]
+
+
+def test_a_subscriber_gets_what_is_published_and_what_was_retained(world: World, client: Client) -> None:
+    publisher, subscriber = client("p"), client("s")
+    publisher.send(publish("t/old", b"kept", 0, retain=True))
+    subscriber.send(subscribe(5, ("t/+", 1)))
+    assert subscriber.got() == b"\x90\3\0\5\1" + publish("t/old", b"kept", 0, retain=True)
+    publisher.send(publish("t/new", b"now", 1, 1))
+    assert publisher.got() == b"\x40\2\0\1"
+    assert subscriber.got() == publish("t/new", b"now", 1, 1)
+    subscriber.send(ack(0x40, 1) + unsubscribe(6, "t/+"))
+    assert subscriber.got() == b"\xb0\2\0\6"
+    publisher.send(publish("t/new", b"later", 0))
+    assert subscriber.got() == b""
+
+
+def test_an_unacknowledged_message_comes_again_to_the_client_that_returns(
+    world: World, client: Client
+) -> None:
+    publisher, subscriber = client("p"), client("s", clean=False)
+    subscriber.send(subscribe(5, ("t", 2)))
+    subscriber.got()
+    publisher.send(publish("t", b"1", 1, 1) + publish("t", b"2", 2, 2))
+    assert subscriber.got() == publish("t", b"1", 1, 1) + publish("t", b"2", 2, 2)
+    subscriber.lose()
+    publisher.send(publish("t", b"3", 1, 3))
+    publisher.got()
+    subscriber = world.connect(connect("s", clean=False))
+    again = publish("t", b"1", 1, 1, dup=True) + publish("t", b"2", 2, 2, dup=True)
+    assert subscriber.got() == PRESENT + again + publish("t", b"3", 1, 3)
+
+
+def test_a_session_outlives_a_restart_with_its_subscriptions_and_messages(
+    world: World, client: Client
+) -> None:
+    publisher, subscriber = client("p"), client("s", clean=False)
+    subscriber.send(subscribe(5, ("t", 1)))
+    subscriber.got()
+    subscriber.lose()
+    publisher.send(publish("t", b"1", 1, 1))
+    assert publisher.got() == b"\x40\2\0\1"
+    world.broker.stop()
+    world.start()
+    subscriber = world.connect(connect("s", clean=False))
+    assert subscriber.got() == PRESENT + publish("t", b"1", 1, 1)
+
+
+@pytest.mark.parametrize("way", ["lost", "DISCONNECT"])
+def test_a_will_is_published_when_its_client_is_lost_and_not_when_it_goes(
+    world: World, client: Client, way: str
+) -> None:
+    subscriber = client("s")
+    subscriber.send(subscribe(5, ("will/#", 0)))
+    subscriber.got()
+    wire = client("c", will=("will/c", b"gone", 0))
+    if way == "lost":
+        wire.lose()
+    else:
+        wire.send(DISCONNECT)
+    assert subscriber.got() == (publish("will/c", b"gone", 0) if way == "lost" else b"")
+
+
+def test_a_will_waits_for_its_delay_and_is_taken_back_by_the_client_that_returns(
+    world: World, client: Client
+) -> None:
+    subscriber = client("s")
+    subscriber.send(subscribe(5, ("will/#", 0)))
+    subscriber.got()
+    will = {
+        "will": ("will/c", b"gone", 0),
+        "will_properties": {p.WILL_DELAY: 10},
+        "properties": LASTING,
+        "level": V5,
+        "clean": False,
+    }
+    client("c", **will).lose()
+    world.run(9)
+    assert subscriber.got() == b""
+    client("c", present=True, **will).lose()
+    world.run(9)
+    assert subscriber.got() == b"", "the delay began anew"
+    world.run(1)
+    assert subscriber.got() == publish("will/c", b"gone", 0)
+
+
+def test_a_session_ends_when_its_time_is_over(world: World, client: Client) -> None:
+    client("c", level=V5, clean=False, properties=LASTING).lose()
+    world.run(59)
+    client("c", level=V5, clean=False, properties=LASTING, present=True).lose()
+    world.run(61)
+    client("c", level=V5, clean=False, properties=LASTING, present=False)
+
+
+def test_a_silent_client_is_lost_after_one_and_a_half_keep_alives(world: World, client: Client) -> None:
+    wire = client("c", keep_alive=10)
+    world.run(14)
+    wire.send(PING)
+    assert wire.got() == PONG
+    world.run(14)
+    assert not wire.transport.closed
+    world.run(2)
+    assert wire.transport.closed
+
+
+def test_a_client_that_sends_no_connect_in_time_is_closed(world: World) -> None:
+    wire = world.connect(connect("c")[:-1])
+    world.run(9.9)
+    assert not wire.transport.closed
+    world.run(0.2)
+    assert wire.transport.closed
+
+
+def test_every_packet_and_event_of_the_table_has_a_handler_and_an_outcome() -> None:
+    assert all(hasattr(Connection, row.handler) for row in TRANSITIONS if row.handler)
+    assert len(NEXT) == len(TRANSITIONS), "no row hides another"
+    assert {row.state for row in TRANSITIONS} == set(State) - {State.CLOSED}
+
+
+def test_a_packet_without_a_row_in_the_table_closes_and_one_with_a_row_is_handled(world: World) -> None:
+    packets = {
+        0x40: ack(0x40, 9), 0x50: ack(0x50, 9), 0x62: ack(0x62, 9), 0x70: ack(0x70, 9), 0xC0: PING,
+        0x82: subscribe(1, ("a", 0)), 0xA2: unsubscribe(1, "a"), 0x30: publish("a", b"", 0),
+        0x31: publish("a", b"", 0, retain=True), 0xE0: DISCONNECT,
+    }  # fmt: skip
+    for qos in (1, 2):
+        for flags in (0, 1, 8, 9):
+            head = 0x30 | qos << 1 | flags
+            packets[head] = bytes((head,)) + publish("a", b"", qos, 3)[1:]
+    for head in range(256):
+        wire = world.connect(connect("c"))
+        assert wire.got() == CONNACK
+        wire.send(packets.get(head, bytes((head, 2, 0, 9))))
+        wire.got()
+        assert wire.transport.closed == (head not in packets or head == 0xE0), hex(head)
+        wire.lose()
+
+
+def test_a_connection_that_does_not_begin_with_connect_is_closed(world: World) -> None:
+    wire = world.connect(PING)
+    assert wire.got() == b""
+    assert wire.transport.closed
