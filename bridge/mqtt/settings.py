@@ -67,7 +67,7 @@ class TlsSettings(Struct, frozen=True, kw_only=True):
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """[mqtt.limits]: what clients may use up before they are refused, held or dropped from.
+    """[mqtt.limits]: what clients may use before they are refused, slowed, or lose messages.
 
     connections           open connections in all, and from one address (connections_per_address);
                           with TLS they count from before the handshake. An IPv6 /64 is one address
@@ -76,7 +76,8 @@ class Limits(Struct, frozen=True, kw_only=True):
                           handshake, and what they have sent; above it, those that hold most are closed
     handshakes_per_second  TLS handshakes that begin; more wait their turn, one address after the other;
                           0 is no limit
-    max_keep_alive        seconds; MQTT 5 clients are told, silent others are closed after 1.5 times it
+    max_keep_alive        seconds; MQTT 5 clients get it in CONNACK; any silent client is closed after 1.5
+                          times it
     in_flight             messages sent to one subscriber and not yet acknowledged by it
     queued_messages       messages waiting for one subscriber beyond those, and their bytes
                           (queued_bytes); then the oldest is dropped and counted
@@ -111,10 +112,10 @@ class ExternalSettings(Struct, frozen=True, kw_only=True):
     `client_id` names the persistent session at that broker: it must stay the same for messages to wait
     there while the bridge is down. With `share_group` several bridges share the load (`$share/...`).
 
-    `operations` lets clients of that broker ask for operations on streams, by requests. Who asks is the
-    client level of the request's topic, which is only as good as that broker's own rules: it must let each
-    client publish to `streambridge/<its client id>/+` alone. The rules of [[mqtt.acl]] for "" and "*" hold
-    for them; without any, they may append, read and describe, and not create, update, purge or delete.
+    `operations` lets clients of that broker send requests. The caller is named by the client level of the
+    request's topic, so that broker's own rules must let each client publish to
+    `streambridge/<its client id>/+` only. The rules of [[mqtt.acl]] for "" and "*" apply to these clients.
+    Without such rules they may append, read and describe, but not create, update, purge or delete.
     """
 
     url: str = "mqtt://127.0.0.1:1883"
@@ -151,10 +152,10 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     `refused_stream` is the stream that keeps messages which their own stream can never store; the
     embedded broker acknowledges them once they are there.
 
-    `client_ids` says which client ids a user may have: "any"; "user", its own name alone; "prefix", its
-    name, also with `:` and more behind it. Clients without a user name may then have none that is a user's,
-    and whoever has taken an id of a user has to give it back to him. To let the server choose is always
-    allowed.
+    `client_ids` sets which client ids a user may have: "any"; "user", its own name only; "prefix", its name,
+    also followed by `:` and more. With the last two, clients without a user name may have no id of a user,
+    and a user takes back an id of his from another client. An empty client id, for which the server chooses
+    one, is always allowed.
     """
 
     mode: Literal["embedded", "external"] = "embedded"

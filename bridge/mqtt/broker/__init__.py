@@ -1,4 +1,4 @@
-"""The state of MQTT: who subscribes to what, what each is to be sent, and what of it survives a restart.
+"""The state of MQTT: sessions, subscriptions, what each client is to be sent, and what survives a restart.
 
 No sockets and no event loop: time and threads come from a `bridge.runtime.Runtime`, packets come as values,
 and what is sent goes to a `Line`. Only the journal touches files.

@@ -1,4 +1,4 @@
-"""The state of MQTT, without I/O: what clients are told and what is kept of them, whatever carries the bytes.
+"""The state of MQTT, without I/O: what clients are sent and what is kept of them.
 
 A connection (`Line`) is read by its server, which takes the packets apart and calls these methods:
 

@@ -1,5 +1,7 @@
-"""What becomes of a PUBLISH: stored, kept, delivered, refused. The connection's hot path leaves to this what
-has flags, properties or subscribers, and what a stream refuses; wills come this way too.
+"""What becomes of a PUBLISH: stored, retained, delivered, refused.
+
+The connection's hot path handles a plain append. This handles flags, properties, subscribers, refusals, and
+wills.
 
 A message that a stream refuses is never acknowledged as if it were stored. MQTT 5 has reason codes for
 that (section 3.4.2.1). To a 3.1.1 client a PUBACK is a promise, so its connection is closed with a counted
@@ -126,7 +128,7 @@ class Publisher:
         try:
             places = self._keep_refused(session, packet, error)
         except StreamError as other:
-            error, places = other, None  # the stream of refused messages is full, say: it will be sent again
+            error, places = other, None  # that stream is full, for example: the client will send it again
         if places is not None:
             batch.touched.update(dict.fromkeys(places))
             self._acknowledge(batch, packet, places)
@@ -234,7 +236,7 @@ class Publisher:
 
 
 def _lacking(session: Session, packet: Publish, route: Route) -> tuple[Stream, ...]:
-    """The streams that a QoS 2 message is to go to: not those that have it from an earlier attempt."""
+    """The streams that still need a QoS 2 message: not those that have it from an earlier attempt."""
     have = session.partial.get(packet.number)
     if have is None:
         return route.streams

@@ -1,8 +1,7 @@
 """Retained messages: of each topic the newest that asked to be kept (3.1.1 section 3.3.1.3).
 
-What it promises: never more than `limits.retained_messages` and `retained_bytes`; what has expired takes no
-room from others. A filter is compared with the names alone that begin with its levels before the first
-wildcard.
+What it promises: never more than `limits.retained_messages` and `retained_bytes`; expired messages take no
+room from others. A filter is only compared with names that begin with its levels before the first wildcard.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Retained:
             self._names = None
 
     def drop_expired(self) -> None:
-        """Make the room of what has expired free."""
+        """Free the room of expired messages."""
         while self._expiring and self._expiring[0][0] <= self._clock.now() / 1000:
             self.get(heapq.heappop(self._expiring)[1])
 

@@ -5,8 +5,8 @@
     disconnectClient    client      connected: whether it was; its session and its will go on as ever
     forgetClient        client      connected; the session with its subscriptions, messages and will is gone
 
-A client id belongs to the user who opened its session, for as long as the session lasts. To forget one is how
-an operator gives an id back that somebody else has taken.
+A client id belongs to the user who opened its session, for as long as the session lasts. If somebody else has
+taken an id, the operator frees it by forgetting that client.
 """
 
 from __future__ import annotations

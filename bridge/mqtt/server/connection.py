@@ -530,7 +530,7 @@ class Connection(Flow):
         """Enforce the keep-alive (3.1.1 section 3.1.2.10): silent for 1.5 times as long is lost."""
         left = self._heard + self.keep_alive - self.server.runtime.now()
         if self._holds:
-            left = self.keep_alive  # it is we who do not read
+            left = self.keep_alive  # we do not read, so silence means nothing
         if left > 0:
             self._timer = self.server.runtime.later(left, self._watch)
         else:

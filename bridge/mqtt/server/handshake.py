@@ -97,7 +97,7 @@ def _deny(conn: Connection, denied: Denied) -> None:
 
 
 def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: bytes) -> None:
-    """The client is who it says (user None: anonymous): ask the broker for its session."""
+    """The client has proved its identity (user None: anonymous): ask the broker for its session."""
     broker = conn.broker
     if connect.client_id and not broker.access.may_use_id(user, connect.client_id):
         why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}; see mqtt.client_ids"
@@ -137,7 +137,7 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
 
 
 def _unfit(connect: Connect) -> Refused | None:
-    """What rules a CONNECT out, whoever sends it."""
+    """Why a CONNECT is refused from any client."""
     if p.AUTH_METHOD in connect.properties:
         return Refused(BAD_AUTH_METHOD, "enhanced authentication is not offered")
     if p.AUTH_DATA in connect.properties:

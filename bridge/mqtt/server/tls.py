@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BURST = 100  # sockets accepted until others have their turn
-HANDSHAKE_BYTES = 28 * 1024  # that TLS needs while it shakes hands, counted against `guest_bytes`
-TURN = 0.1  # seconds until the turn of a handshake is another one's
+BURST = 100  # sockets accepted in one turn of the event loop
+HANDSHAKE_BYTES = 28 * 1024  # that TLS needs during a handshake, counted against `guest_bytes`
+TURN = 0.1  # seconds until another handshake has its turn
 RETRY_INTERVAL = 1.0  # seconds until the next accept when there are no descriptors or no memory
 
 
@@ -145,7 +145,7 @@ def _reason(error: ssl.SSLError) -> str:
             return f"its certificate is not accepted ({why}); see mqtt.tls.client_ca"
         case "HTTP_REQUEST":
             return "it speaks HTTP without TLS"
-        case told if "ALERT" in told and ("CERTIFICATE" in told or "UNKNOWN_CA" in told):
+        case alert if "ALERT" in alert and ("CERTIFICATE" in alert or "UNKNOWN_CA" in alert):
             return f"it does not accept our certificate ({reason}); see mqtt.tls.cert and what it trusts"
     return f"{reason}; does it speak TLS 1.2 or newer?"
 

@@ -101,7 +101,7 @@ class WebSocket(asyncio.Protocol):
         return self._closing or self._transport.is_closing()
 
     def can_write_eof(self) -> bool:
-        return False  # a WebSocket says goodbye with a frame
+        return False  # a WebSocket is closed by a frame
 
     def pause_reading(self) -> None:
         self._transport.pause_reading()

@@ -1,28 +1,28 @@
 """Mode "external": the messages of an existing broker, through paho-mqtt.
 
 What it promises: a message is acknowledged to that broker only after it is committed to all its streams,
-in the order of arrival. The session there is persistent, so that messages wait at the broker while the
-bridge is away. What it cannot promise is more than that broker does: one that acknowledges its
-publishers from memory (Mosquitto's default) loses on a power cut what it has not passed on, and one
-that bounds its queues (Mosquitto: 1,000 messages) drops what does not fit. After each connect the
-session is checked: if it is gone without our doing, messages may be lost, which is logged and counted
-(`sessions_lost`). Redelivered messages are stored again: at least once.
+in the order of arrival. The session there is persistent, so messages queue at the broker while the bridge
+is away. We can promise no more than that broker does. If it acknowledges its publishers from memory
+(Mosquitto's default), a power cut there loses what it has not delivered. If it bounds its queues (Mosquitto:
+1,000 messages), it drops what does not fit. After each connect the session is checked: if it is gone,
+messages may be lost, which is logged and counted (`sessions_lost`). Redelivered messages are stored again: at
+least once.
 
 Flow: paho's thread puts messages into `_inbox` and waits while it is full, so that the broker's own flow
-control takes over; the event loop appends them, and acknowledges them batch by batch. A message for a
-stream that is full is tried again until there is room, and nothing behind it is acknowledged before it;
-one that can never be stored is dropped and counted. One that an old subscription of the session brings,
-for a stream that is gone, also ends that subscription.
+control applies. The event loop appends them, and acknowledges them batch by batch. A message for a full
+stream is retried until there is room, and nothing behind it is acknowledged before it. A message that can
+never be stored is dropped and counted. A message that comes by an old subscription, for a stream that is
+gone, also ends that subscription.
 
-A packet id means something on the connection that it came on, and nothing on the next. So each message
-goes with the number of its connection, which paho's thread counts, and is acknowledged only while that
-one lives; one that came before is stored all the same (the broker may have lost it) and delivered again.
-After a failed commit nothing more is taken from that connection, and a new one is made: the broker
-delivers again, in order, what was not acknowledged.
+A packet id is valid on its own connection only. So each message carries the number of its connection, which
+paho's thread counts, and is acknowledged only while that connection lives. A message of an earlier connection
+is stored as well, since the broker may have lost it, and is delivered again. After a failed commit nothing
+more is taken from that connection, and a new one is made: the broker redelivers, in order, what was not
+acknowledged.
 
-All devices' requests come on one connection, behind and before their messages. So those that wait hold
-nothing up: what is under way, from the request to the broker's PUBACK for the reply, has a bound, and a
-request beyond it hears at once that it was not carried out.
+The requests of all devices share one connection with their messages, and do not block them. The requests
+under way, each up to the broker's PUBACK for its reply, are bounded; a request beyond the bound is refused at
+once.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ExternalBroker:
         self._idle: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        """Begin to connect; a broker that is not there yet is waited for."""
+        """Begin to connect, again and again until the broker is there."""
         parts = urlsplit(self._settings.url)
         port = parts.port or (8883 if parts.scheme == "mqtts" else 1883)
         options: dict[str, Any] = {"keepalive": self._settings.keep_alive}
@@ -176,7 +176,7 @@ class ExternalBroker:
 
     @property
     def refused(self) -> dict[str, str]:
-        """The streams whose messages the broker does not all let us have, and why."""
+        """The streams whose messages the broker withholds, at least in part, and why."""
         return self._subscriptions.refused
 
     def _make_client(self) -> paho.Client:
@@ -209,12 +209,12 @@ class ExternalBroker:
     # -- in paho's thread ------------------------------------------------------------
 
     def _on_connect(self, client: Any, _data: Any, flags: Any, reason: Any, _properties: Any) -> None:
-        self._connection += 1  # here too: paho does not tell of every end
+        self._connection += 1  # here too: paho does not report every end
         failed = bool(reason.is_failure)
         self._loop.call_soon_threadsafe(self._connect_ended, failed, str(reason), bool(flags.session_present))
 
     def _on_connect_fail(self, _client: Any, _data: Any) -> None:
-        # paho does not say why, but calls this while it handles the error.
+        # paho gives no reason, but calls this while it handles the error.
         self._loop.call_soon_threadsafe(self._link.failed, cause_of(sys.exception()))
 
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
@@ -376,7 +376,7 @@ class ExternalBroker:
     def _hold(self, error: StreamError) -> None:
         self.counts["held"] += 1
         if not self._held:
-            log.warning("%s; trying again until it succeeds, and nothing is acknowledged meanwhile", error)
+            log.warning("%s; retrying until it succeeds, nothing is acknowledged meanwhile", error)
         self._held = True
 
     def _dropped(self, kind: str, error: StreamError) -> None:

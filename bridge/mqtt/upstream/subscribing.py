@@ -1,9 +1,9 @@
 """Mode "external": what we are subscribed to at the other broker, and what it refuses us.
 
-When streams change, what is new is subscribed to before what is left over is unsubscribed from: between
-the two a message may come twice, the other way round it would come to nobody. A subscription counts once
-the broker has granted it. One that it refuses is told in the log and in `refused`, and asked for again
-every minute; one that was not answered is asked for again on the next connection.
+When streams change, new filters are subscribed before old ones are unsubscribed: in between a message may
+come twice; the other way round it could be missed. A subscription counts once the broker has granted it. A
+refused one is logged, is in `refused`, and is requested again every minute. One that was not answered is
+requested again on the next connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ASK_AGAIN = 60.0  # seconds until a refused subscription is asked for again
+ASK_AGAIN = 60.0  # seconds until a refused subscription is requested again
 REQUESTS = f"{REQUEST_LEVEL}/+/+"
 
 
@@ -64,7 +64,7 @@ class Subscriptions:
         return not lost
 
     def disconnected(self) -> None:
-        """Until the next connection there is nobody to ask."""
+        """Nothing can be subscribed until the next connection."""
         self._connected = False
         if self._again is not None:
             self._again.cancel()
@@ -103,7 +103,7 @@ class Subscriptions:
         return self._client.subscribe(topic_filter, options=options)[1]
 
     def _unsubscribe(self) -> None:
-        """End what no stream has any more.
+        """End the subscriptions that no stream has any more.
 
         Not at once: a reload changes one stream after the other, and the next may have the topic now.
         """
