@@ -62,7 +62,7 @@ class MqttFrontEnd:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (drops and refusals by reason), connections and sessions now."""
-        part = self._server or self._external
+        part = self._server.connections if self._server is not None else self._external
         return part.stats() if part is not None else {}
 
     @property
@@ -83,7 +83,7 @@ class MqttFrontEnd:
         """Connected clients, at most so many: client id, user name, address, protocol."""
         if self._server is None:
             return []
-        sessions = ((conn, conn.session) for conn in self._server.connections)
+        sessions = ((conn, conn.session) for conn in self._server.connections.open)
         known = ((conn, session) for conn, session in sessions if session is not None)
         return [
             (

@@ -16,7 +16,8 @@ from bridge.access.logins import Access
 from bridge.clock import Clock
 from bridge.errors import NotEnoughMessages, StreamError, StreamFull
 from bridge.mqtt.server.connection import Connection
-from bridge.mqtt.server.server import Listener, Server
+from bridge.mqtt.server.connections import Listener
+from bridge.mqtt.server.server import Server
 from bridge.mqtt.settings import Limits, MqttConfig, parse_address
 from bridge.operations.reading import ReadMessagesOptions
 from bridge.streams.segment import Message
@@ -185,7 +186,7 @@ class Wire:
         """With `pieces`, what it sends arrives in pieces of so many bytes."""
         self._world, self._pieces = world, pieces
         self.transport = Transport()
-        self.connection = Connection(world.server, world.listener)
+        self.connection = Connection(world.server.connections, world.listener)
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
         self._lost = False
 

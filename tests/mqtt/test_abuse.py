@@ -186,7 +186,7 @@ async def test_many_sessions_come_and_go_without_leaving_anything(bridge: Bridge
         await asyncio.gather(*(life(number) for number in range(start, start + 50)))
     await until(lambda: bridge.stat("connections") == 0)
     assert bridge.stat("sessions") == 200
-    assert len(bridge.server._tasks) == 0
+    assert len(bridge.server.connections._tasks) == 0
 
 
 @bridge_test(hurry=20)

@@ -106,11 +106,11 @@ def test_guesses_of_clients_that_have_gone_are_not_looked_at(tmp_path: Path) -> 
         clients = [await open_from(bridge, "127.0.0.2") for _ in range(150)]
         for number, client in enumerate(clients):
             client.send(connect(user=f"user{number % 20}", password=b"%d" % number))
-        await until(lambda: len(bridge.server.logging_in) == 150)
+        await until(lambda: len(bridge.server.connections.logging_in) == 150)
         for client in clients:
             client.abort()
         began = time.process_time()
-        await until(lambda: not bridge.server.logging_in)
+        await until(lambda: not bridge.server.connections.logging_in)
         await log_in(bridge, 10, "127.0.0.2")
         assert time.process_time() - began < 20 * alone, "of 150 hashes"
 
@@ -130,14 +130,14 @@ async def test_half_connects_are_bounded_in_all_and_good_clients_come_in(bridge:
         assert await good.alive()
         good.disconnect()
     await until(lambda: bridge.stat("refused_guest") > 1900)
-    assert bridge.server.guests.total <= 4 << 20
+    assert bridge.server.connections.guests.total <= 4 << 20
     assert psutil.Process().memory_info().rss - before < 60 << 20, (
         "2,000 times 62 KiB are 121 MiB, twice here"
     )
     for client in clients:
         client.abort()
     await until(lambda: bridge.stat("connections") == 0)
-    assert bridge.server.guests.total == 0
+    assert bridge.server.connections.guests.total == 0
 
 
 @bridge_test(guest_bytes=1 << 20)

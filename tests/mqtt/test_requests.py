@@ -190,7 +190,7 @@ async def test_reads_that_wait_end_with_their_connection_and_appends_go_on(bridg
     options = {"desiredStartSequenceNumber": 1_000_000, "readTimeoutMillis": 9_000_000_000_000}
     wait = json.dumps({"streamName": "s", "readMessagesOptions": options}).encode()
     append = json.dumps({"name": "s", "payloads": ["YQ==", "Yg==", "Yw=="]}).encode()
-    reading = bridge.server.reading
+    reading = bridge.server.connections.reading
     stays = await bridge.connect("stays")
     stays.send(publish("streambridge/stays/readMessages", wait))
     for number in range(30):
@@ -208,10 +208,10 @@ async def test_reads_that_wait_end_with_their_connection_and_appends_go_on(bridg
             assert await client.closed()
             taker.abort()
     await until(lambda: bridge.stat("connections") == 1)
-    await until(lambda: len(bridge.server._tasks) == 1, what="the read of who stays waits alone")
-    assert reading.keys() == bridge.server.connections
+    await until(lambda: len(bridge.server.connections._tasks) == 1, what="the read of who stays waits alone")
+    assert reading.keys() == bridge.server.connections.open
     stored = await bridge.payloads()
     assert stored == [b"a", b"b", b"c"] * (len(stored) // 3)
     assert len(stored) >= 3 * 20
     stays.abort()
-    await until(lambda: not bridge.server._tasks and not reading, what="nothing is left")
+    await until(lambda: not bridge.server.connections._tasks and not reading, what="nothing is left")

@@ -120,7 +120,7 @@ async def test_a_client_that_goes_between_unsubscribing_and_subscribing_leaves_n
         await subscriber.receive()
         subscriber.abort()
     await until(lambda: bridge.stat("connections") == 0)
-    await until(lambda: not bridge.server._tasks, what="no task is left")
+    await until(lambda: not bridge.server.connections._tasks, what="no task is left")
 
 
 @bridge_test

@@ -87,7 +87,7 @@ def test_sockets_that_never_begin_their_handshake_count_and_end_in_time(
         await until(lambda: bridge.stat("connections") == 5)
         await until(lambda: bridge.stat("refused_timeout") == 5)
         await until(lambda: bridge.stat("connections") == still_open(sockets) == 0)
-        await until(lambda: not bridge.server._tasks)
+        await until(lambda: not bridge.server.connections._tasks)
 
     with_tls(tmp_path, test, connect_timeout=1_500, **{limit: 5})
 
@@ -126,7 +126,7 @@ def test_rubbish_instead_of_a_handshake_ends_that_connection_alone(
         assert await client.exchange(publish("in/a", b"x", 1, 1)) == Packet(0x40, b"\0\1")
         client.disconnect()
         await until(lambda: bridge.stat("connections") == 0)
-        await until(lambda: not bridge.server._tasks)
+        await until(lambda: not bridge.server.connections._tasks)
 
     with_tls(tmp_path, test)
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

@@ -270,7 +270,7 @@ class IcebergSink:
         raise Moved(f"{self.name}: {ATTEMPTS} commits failed, other writers were always first")
 
     def compact(self, spark: SparkSession) -> Compacted:
-        from bridge.ingest.compact import compact
+        from bridge.ingest.sinks.compact import compact
 
         return compact(spark, self)
 

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.router import Route
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer
-    from bridge.mqtt.server.server import Listener, Server
+    from bridge.mqtt.server.connections import Connections, Listener
 
 log = logging.getLogger(__name__)
 
@@ -83,14 +83,14 @@ class Connection(Flow):
 
     __slots__ = (
         "_connect_size", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail", "address", "aliases",
-        "bridge", "broker", "inbox", "keep_alive", "level", "limit", "listener", "max_packet_out", "reason",
-        "receive_maximum", "requests", "server", "state", "writable",
+        "bridge", "broker", "connections", "inbox", "keep_alive", "level", "limit", "listener",
+        "max_packet_out", "reason", "receive_maximum", "requests", "state", "writable",
     )  # fmt: skip
 
-    def __init__(self, server: Server, listener: Listener) -> None:
+    def __init__(self, connections: Connections, listener: Listener) -> None:
         super().__init__()
-        self.server, self.broker, self.listener = server, server.broker, listener
-        self.inbox = Inbox(self, server.broker.journal)
+        self.connections, self.broker, self.listener = connections, connections.broker, listener
+        self.inbox = Inbox(self, self.broker.journal)
         self.state = State.NEW
         self.level = V311
         self.bridge = False  # the client is another broker
@@ -131,15 +131,15 @@ class Connection(Flow):
         self.transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else "local"
-        runtime = self.server.runtime
+        runtime = self.connections.runtime
         self._heard = runtime.now()
-        self._timer = runtime.later(self.server.limits.connect_timeout / 1000, self._too_slow)
-        self.server.accept(self)
+        self._timer = runtime.later(self.connections.limits.connect_timeout / 1000, self._too_slow)
+        self.connections.accept(self)
 
     def data_received(self, data: bytes) -> None:
         if self.state is State.CLOSED:
             return
-        self._heard = self.server.runtime.now()
+        self._heard = self.connections.runtime.now()
         if self._tail:
             if not isinstance(self._tail, bytearray):
                 self._tail = bytearray(self._tail)
@@ -157,7 +157,7 @@ class Connection(Flow):
     def connection_lost(self, exc: Exception | None) -> None:
         self._close(Event.LOST)
         self._timer.cancel()
-        self.server.gone(self)
+        self.connections.gone(self)
 
     def pause_writing(self) -> None:
         self.writable = False
@@ -217,19 +217,19 @@ class Connection(Flow):
 
     def _wait(self) -> None:
         """Before it is logged in, what it has sent counts against a budget for all such clients."""
-        self.server.guests.keep(self, self.address, self._connect_size + len(self._tail))
+        self.connections.guests.keep(self, self.address, self._connect_size + len(self._tail))
         if len(self._tail) > MAX_CONNECT and self._holds:
             self.transport.pause_reading()
 
     def opened(self) -> None:
         """The client has its session: handle what it has sent behind its CONNECT."""
-        self.server.guests.leave(self, self.address)
+        self.connections.guests.leave(self, self.address)
         self.state = NEXT[self.state, Event.ACCEPTED]
-        self.limit = self.server.config.max_packet
+        self.limit = self.connections.config.max_packet
         self._timer.cancel()
         if self.keep_alive:
             self._watch()
-        self.server.runtime.soon(self.release, "connect")
+        self.connections.runtime.soon(self.release, "connect")
 
     def refuse(self, reason: int, why: str) -> None:
         """Answer a CONNECT with a reason code, and close."""
@@ -272,7 +272,7 @@ class Connection(Flow):
         self._timer.cancel()
         self._tail = b""
         self._routes = {}
-        self.server.left(self)
+        self.connections.left(self)
         self.broker.close(self.inbox, will=will)
         transport = self.transport
         if not self.writable:
@@ -283,7 +283,7 @@ class Connection(Flow):
             transport.close()
             if transport.get_write_buffer_size():
                 # What has been written still goes out, but a peer that does not take it is not waited for.
-                self._timer = self.server.runtime.later(LINGER, transport.abort)
+                self._timer = self.connections.runtime.later(LINGER, transport.abort)
 
     def certificate_name(self) -> str | None:
         """The common name in the client's certificate, which TLS has verified."""
@@ -311,7 +311,8 @@ class Connection(Flow):
 
     def _packets(self, d: bytes) -> int:
         """Handle the whole packets in `d`; return how many bytes that used."""
-        server, broker, state, size, pos, published = self.server, self.broker, self.state, len(d), 0, 0
+        shared, broker, state = self.connections, self.broker, self.state
+        size, pos, published = len(d), 0, 0
         router, turns = broker.router, broker.turns
         if self._epoch != router.epoch or len(self._routes) > ROUTES:
             self._routes, self._epoch = {}, router.epoch
@@ -338,7 +339,7 @@ class Connection(Flow):
                     self._need = end - pos
                     break
                 if head & 0xF0 == PUBLISH and state is State.OPEN:
-                    if server.under_pressure:
+                    if shared.under_pressure:
                         # Only publishers wait: what others acknowledge makes room.
                         self.hold("pressure")
                         break
@@ -410,8 +411,8 @@ class Connection(Flow):
         finally:
             broker.counts["received"] += published
             self.inbox.put(batch)
-            if published and server.limits.messages_per_second:
-                self._throttle(published / server.limits.messages_per_second)
+            if published and shared.limits.messages_per_second:
+                self._throttle(published / shared.limits.messages_per_second)
         return pos
 
     def _route(self, topic: bytes) -> Route:
@@ -514,12 +515,12 @@ class Connection(Flow):
 
     def _throttle(self, seconds: float) -> None:
         """Read no further for as long as what was read should have taken, beyond the last second's worth."""
-        now = self.server.runtime.now()
+        now = self.connections.runtime.now()
         self._paid = max(self._paid, now) + seconds
         ahead = self._paid - now - 1.0
         if ahead > 0:
             self.hold("rate")
-            self.server.runtime.later(ahead, self.release, "rate")
+            self.connections.runtime.later(ahead, self.release, "rate")
 
     # -- time ------------------------------------------------------------
 
@@ -528,11 +529,11 @@ class Connection(Flow):
 
     def _watch(self) -> None:
         """Enforce the keep-alive (3.1.1 section 3.1.2.10): silent for 1.5 times as long is lost."""
-        left = self._heard + self.keep_alive - self.server.runtime.now()
+        left = self._heard + self.keep_alive - self.connections.runtime.now()
         if self._holds:
             left = self.keep_alive  # we do not read, so silence means nothing
         if left > 0:
-            self._timer = self.server.runtime.later(left, self._watch)
+            self._timer = self.connections.runtime.later(left, self._watch)
         else:
             self.fail("keep_alive_timeouts", "keep-alive expired", KEEP_ALIVE_TIMEOUT)
             self.transport.abort()

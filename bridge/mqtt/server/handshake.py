@@ -73,7 +73,7 @@ def begin(conn: Connection, body: bytes) -> None:
         else:
             _authenticated(conn, connect, name, of_certificate(conn.transport.get_extra_info("ssl_object")))
     elif user is not None and access.has_users:
-        conn.server.logging_in[conn] = conn.server.spawn(_check_password(conn, connect, user))
+        conn.connections.logging_in[conn] = conn.connections.spawn(_check_password(conn, connect, user))
     elif denied := access.refuse_anonymous(loopback=listener.address.loopback):
         _deny(conn, denied)
     else:
@@ -85,7 +85,7 @@ async def _check_password(conn: Connection, connect: Connect, user: str) -> None
     conn.listen_for_end(True)
     denied = await access.verify(user, connect.password, conn.address)
     conn.listen_for_end(False)
-    conn.server.logging_in.pop(conn, None)  # from here on it is not ended half way
+    conn.connections.logging_in.pop(conn, None)  # from here on it is not ended half way
     if denied is not None:
         _deny(conn, denied)
     else:
@@ -108,7 +108,7 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
     if connect.will is not None and (refused := _refused_will(conn, identity, connect.will.topic)):
         conn.refuse(*refused)
         return
-    limits = conn.server.limits
+    limits = conn.connections.limits
     seconds = min(connect.keep_alive, limits.max_keep_alive)
     if connect.level == V5:
         expiry = connect.properties.get(p.SESSION_EXPIRY, 0)
@@ -167,7 +167,7 @@ def _connack(conn: Connection, connect: Connect, *, present: bool) -> bytes:
     """CONNACK 0; for MQTT 5 with everything that is less than the protocol allows (section 3.2.2.3)."""
     if connect.level != V5:
         return answers.connack(connect.level, SUCCESS, present=present)
-    session, config = conn.session, conn.server.config
+    session, config = conn.session, conn.connections.config
     assert session is not None
     properties: p.Properties = {
         p.MAXIMUM_PACKET_SIZE: config.max_packet,

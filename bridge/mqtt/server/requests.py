@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.server.connection import Connection
-    from bridge.mqtt.server.server import Server
+    from bridge.mqtt.server.connections import Connections
     from bridge.mqtt.wire.packets import Publish
+    from bridge.operations.catalog import Operations
 
 AT_A_TIME = 16  # requests of one client that are being answered; more wait in the socket
 
 
-def take(server: Server, session: Session, topic: str, packet: Publish) -> None:
+def take(
+    connections: Connections, operations: Operations, session: Session, topic: str, packet: Publish
+) -> None:
     """Answer a PUBLISH on a request topic. Raises Unauthorized on another client's topic."""
     client_id = session.client_id
     operation = topic.removeprefix(f"{REQUEST_LEVEL}/{client_id}/")
@@ -48,29 +51,29 @@ def take(server: Server, session: Session, topic: str, packet: Publish) -> None:
     conn.requests += 1
     if conn.requests >= AT_A_TIME:
         conn.hold("requests")
-    server.broker.counts["requests"] += 1
-    task = server.spawn(_reply(server, conn, session, operation, topic, packet))
+    connections.broker.counts["requests"] += 1
+    task = connections.spawn(_reply(operations, conn, session, operation, topic, packet))
     if operation == READ:
-        server.reading.setdefault(conn, set()).add(task)
-        task.add_done_callback(partial(_read_ended, server, conn))
+        connections.reading.setdefault(conn, set()).add(task)
+        task.add_done_callback(partial(_read_ended, connections, conn))
 
 
-def _read_ended(server: Server, conn: Connection, task: asyncio.Task[None]) -> None:
-    reads = server.reading.get(conn, set())
+def _read_ended(connections: Connections, conn: Connection, task: asyncio.Task[None]) -> None:
+    reads = connections.reading.get(conn, set())
     reads.discard(task)
     if not reads:
-        server.reading.pop(conn, None)
+        connections.reading.pop(conn, None)
 
 
 async def _reply(
-    server: Server, conn: Connection, session: Session, operation: str, topic: str, packet: Publish
+    operations: Operations, conn: Connection, session: Session, operation: str, topic: str, packet: Publish
 ) -> None:
     asked = packet.properties or {}
     reply_to = asked.get(p.RESPONSE_TOPIC) or f"{topic}/reply".encode()
     properties = {kind: asked[kind] for kind in (p.CORRELATION_DATA,) if kind in asked}
     try:
-        room = min(server.config.max_packet, conn.max_packet_out) - len(reply_to) - 1024
-        reply = await answer(server.operations, operation, packet.payload, room, session.identity)
+        room = min(conn.connections.config.max_packet, conn.max_packet_out) - len(reply_to) - 1024
+        reply = await answer(operations, operation, packet.payload, room, session.identity)
         # Straight to the client that asked, at the QoS of the request: no other one can ask for it.
         message = Message(reply_to, reply, packet.qos, properties=properties)
         session.outbox.put(Outgoing(message, min(packet.qos, 1)))

@@ -2,7 +2,7 @@
 
 A TLS server of asyncio reports a connection when its handshake is over. Until then `limits` would not
 hold, and clients that open sockets and send nothing could use up all descriptors. So these sockets are
-accepted here: the server is asked for room, and only then TLS begins.
+accepted here: `Connections` is asked for room, and only then TLS begins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from bridge.mqtt.server.connection import Connection
-    from bridge.mqtt.server.server import Server
+    from bridge.mqtt.server.connections import Connections
     from bridge.mqtt.settings import TlsSettings
     from bridge.net.listening import Listening
 
@@ -38,14 +38,14 @@ class TlsServer:
 
     def __init__(
         self,
-        server: Server,
+        connections: Connections,
         context: ssl.SSLContext,
         factory: Callable[[], tuple[Connection, asyncio.Protocol]],
         listening: Listening,
     ) -> None:
         """`factory` makes a connection, and the protocol that gets what TLS has decrypted."""
         self.context = context  # of the handshakes that begin from now on
-        self._server, self._factory, self._listening = server, factory, listening
+        self._connections, self._factory, self._listening = connections, factory, listening
         self._loop = asyncio.get_running_loop()
         for sock in listening.sockets:
             self._watch(sock)
@@ -78,55 +78,55 @@ class TlsServer:
                 return
             sock.setblocking(False)
             conn, protocol = self._factory()
-            if self._server.expect(conn, str(peer[0]), sock.fileno()):
-                task = self._server.spawn(self._shake_hands(sock, conn, protocol))
-                self._server.logging_in[conn] = task
+            if self._connections.expect(conn, str(peer[0]), sock.fileno()):
+                task = self._connections.spawn(self._shake_hands(sock, conn, protocol))
+                self._connections.logging_in[conn] = task
             else:
                 sock.close()
 
     async def _shake_hands(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
-        server = self._server
+        connections = self._connections
         try:
             if not await self._turn(sock, conn):
                 return
-            server.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
+            connections.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
             await self._loop.connect_accepted_socket(
                 lambda: protocol,
                 sock,
                 ssl=self.context,
-                ssl_handshake_timeout=server.limits.connect_timeout / 1000,
+                ssl_handshake_timeout=connections.limits.connect_timeout / 1000,
             )
         except ConnectionAbortedError:
-            server.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
+            connections.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
         except ssl.SSLError as error:
-            server.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
+            connections.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
         except OSError as error:
             # As port scanners do, and some clients that do not trust us.
             what = "%s hung up in its TLS handshake%s; does it trust our certificate?"
-            server.broker.reports.log(
+            connections.broker.reports.log(
                 "tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else ""
             )
         finally:
-            if server.logging_in.get(conn) is asyncio.current_task():
-                del server.logging_in[conn]
-            server.given_up(conn)
+            if connections.logging_in.get(conn) is asyncio.current_task():
+                del connections.logging_in[conn]
+            connections.given_up(conn)
 
     async def _turn(self, sock: socket.socket, conn: Connection) -> bool:
         """Wait for the handshake's turn; returns whether it came. Raises OSError if the client has gone."""
-        server, turns = self._server, self._server.handshake_turns
+        connections, turns = self._connections, self._connections.handshake_turns
         if turns is None:
             return True
         network = network_of(conn.address)
         try:
-            async with asyncio.timeout(server.limits.connect_timeout / 1000):
-                await turns.wait(network, known=server.broker.access.knows_network(network))
+            async with asyncio.timeout(connections.limits.connect_timeout / 1000):
+                await turns.wait(network, known=connections.broker.access.knows_network(network))
             self._loop.call_later(TURN, turns.done)
             with contextlib.suppress(BlockingIOError):
                 if not sock.recv(1, socket.MSG_PEEK):
                     raise ConnectionResetError
         except TimeoutError:
             sock.close()
-            server.given_up(conn, "refused_busy", "too many TLS handshakes; see handshakes_per_second")
+            connections.given_up(conn, "refused_busy", "too many TLS handshakes; see handshakes_per_second")
             return False
         except BaseException:
             sock.close()

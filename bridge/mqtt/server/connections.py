@@ -1,0 +1,189 @@
+"""All connections of the server together: how many there may be, what they may hold, what ends with them.
+
+What it promises: as many connections as `limits` allow and no more, those in their TLS handshake among them;
+clients that have not logged in hold no more than `guest_bytes`. A connection is in one of these states here:
+
+    expected   its TLS handshake is under way
+    open       it has a transport; until it has logged in it counts as a guest
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from bridge.net.fairqueue import FairQueue
+from bridge.net.guests import Guests
+from bridge.net.limits import ConnectionLimits, keep_alive
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from bridge.mqtt.broker.broker import Broker
+    from bridge.mqtt.broker.inbox import Inbox
+    from bridge.mqtt.broker.sessions import Session
+    from bridge.mqtt.settings import Address, MqttConfig
+    from bridge.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+STOPPING = "the service is stopping"
+GUESTS = "clients that have not logged in hold too much memory; see [mqtt.limits] guest_bytes"
+
+
+class Listener(NamedTuple):
+    """Where a connection came in."""
+
+    address: Address
+    client_certificates: bool  # whether every client must have one
+
+
+class Member(Protocol):
+    """A connection; `connection.Connection` is one."""
+
+    address: str
+    level: int
+    inbox: Inbox
+    transport: asyncio.Transport
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def session(self) -> Session | None: ...
+
+    def hold(self, why: str) -> None: ...
+
+    def release(self, why: str) -> None: ...
+
+    def fail(self, counter: str, why: str, reason: int) -> None: ...
+
+    def end(self, counter: str, why: str, *, abort: bool = False) -> None: ...
+
+
+class Connections:
+    """The connections of all listeners, and the tasks that serve them."""
+
+    def __init__(self, config: MqttConfig, broker: Broker, runtime: Runtime, *, under_pressure: bool) -> None:
+        """`under_pressure`: so much waits for the disk that publishers must wait."""
+        self.config, self.limits, self.broker, self.runtime = config, config.limits, broker, runtime
+        self.under_pressure = under_pressure
+        self.open: set[Member] = set()
+        self.reading: dict[Member, set[asyncio.Task[None]]] = {}  # requests that end with a connection
+        self.logging_in: dict[Member, asyncio.Task[None]] = {}
+        self.guests: Guests[Member] = Guests(self.limits.guest_bytes, self._dismiss)
+        rate = self.limits.handshakes_per_second
+        # Each turn is given back after a tenth of a second.
+        self.handshake_turns = FairQueue(max(rate // 10, 1)) if rate else None
+        self._expected: dict[Member, str] = {}  # with their address
+        self._counted = ConnectionLimits(self.limits.connections, self.limits.connections_per_address)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._empty: asyncio.Future[None] | None = None  # set by the last connection, once `stopping`
+        self.stopping = False
+
+    def expect(self, conn: Member, address: str, descriptor: int) -> bool:
+        """A socket whose TLS handshake is to begin; returns whether there is room for it."""
+        refused = self._count(address, descriptor)
+        conn.address = self._expected[conn] = address
+        if refused:
+            self.given_up(conn, "refused_limit", refused)
+        else:
+            self.guests.keep(conn, address, 0)
+        return not refused and conn in self._expected
+
+    def given_up(self, conn: Member, counter: str = "", why: str = "") -> None:
+        """Nothing comes of an expected connection, unless `accept` has seen it already."""
+        address = self._expected.pop(conn, None)
+        if address is None:
+            return
+        self._counted.leave(address)
+        self.guests.leave(conn, address)
+        if counter:
+            self.broker.reports.closed(conn.name, counter, why)
+
+    def accept(self, conn: Member) -> None:
+        """A new connection: let it stay if there is room for it."""
+        address = self._expected.pop(conn, None)
+        descriptor = keep_alive(conn.transport)  # for a peer that vanishes without keep-alive of its own
+        if address is None:
+            refused = self._count(conn.address, descriptor)
+        else:
+            conn.address, refused = address, STOPPING if self.stopping else ""
+        self.open.add(conn)
+        if refused:
+            conn.end("refused_limit", refused)
+        else:
+            self.guests.keep(conn, conn.address, 0)
+
+    def gone(self, conn: Member) -> None:
+        """A connection's transport is closed."""
+        if conn in self.open:
+            self.open.discard(conn)
+            self._counted.leave(conn.address)
+            self.guests.leave(conn, conn.address)
+        if (task := self.logging_in.pop(conn, None)) is not None:
+            task.cancel()  # nobody waits for its answer
+        if self._empty is not None and not self.open and not self._empty.done():
+            self._empty.set_result(None)
+
+    def _count(self, address: str, descriptor: int) -> str:
+        """Count a socket; returns why it is one too many, or nothing if there is room for it."""
+        refused = self._counted.enter(address, descriptor)
+        self.broker.counts["accepted"] += 1
+        return STOPPING if self.stopping else refused
+
+    def _dismiss(self, conn: Member) -> None:
+        """Peers that have not logged in hold too much memory, and this one has the largest share."""
+        if conn in self._expected:
+            self.logging_in.pop(conn).cancel()
+            self.given_up(conn, "refused_guest", GUESTS)
+        else:
+            conn.end("refused_guest", GUESTS, abort=True)
+
+    def left(self, conn: Member) -> None:
+        """A client's connection has ended: so do its reads, however long they would still wait."""
+        for task in self.reading.pop(conn, ()):
+            task.cancel()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something that must not outlive the server."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a task of the MQTT front end failed", exc_info=task.exception())
+
+    async def end_tasks(self) -> None:
+        """Cancel what still serves connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def empty(self, timeout: float) -> None:
+        """Wait until all transports, which are closing, are closed; abort those that take longer."""
+        if self.open:
+            self._empty = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._empty], timeout=timeout)
+            for conn in list(self.open):
+                conn.transport.abort()
+
+    def press(self, high: bool) -> None:
+        """Too much waits for the disk, or no longer."""
+        self.under_pressure = high
+        if not high:
+            for conn in list(self.open):
+                conn.release("pressure")
+
+    def stats(self) -> dict[str, int]:
+        """Everything counted since the start, and what there is now."""
+        return {
+            **self.broker.counts,
+            "connections": len(self.open) + len(self._expected),
+            "sessions": len(self.broker.sessions),
+            "retained": len(self.broker.router.retained),
+        }
