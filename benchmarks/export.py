@@ -43,7 +43,7 @@ from bridge.operations.manager import StreamManager
 from bridge.plugin.aws import AwsSettings, client
 from bridge.plugin.discovery import load
 from bridge.streams.reader import list_streams
-from bridge.streams.store import Store
+from bridge.streams.store import StreamStore
 
 SEGMENT = 16 * MIB
 
@@ -179,7 +179,7 @@ class Gateway:
 
     def __init__(self, root: Path, threads: int) -> None:
         data_dir = root / "data"
-        self.store = Store(
+        self.store = StreamStore(
             data_dir,
             root / "memory",
             on_event=print,

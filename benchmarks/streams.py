@@ -33,8 +33,8 @@ from benchmarks import peers
 from bridge.errors import StreamError
 from bridge.operations.manager import committed
 from bridge.streams.layout import Files
-from bridge.streams.meta import Settings
-from bridge.streams.store import Store
+from bridge.streams.meta import StorageSettings
+from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
 GROUPS = (1, 10, 100)
@@ -49,13 +49,13 @@ class Ours:
         self.directory, self.files = directory, files
         self.loop.run_until_complete(self._open())
         if "m" not in self.store.streams:
-            self.store.create("m", Settings(flush=sync, max_size=1 << 50), b"{}")
+            self.store.create("m", StorageSettings(flush=sync, max_size=1 << 50), b"{}")
         self.stream = self.store.streams["m"]
         self.topic = peers.TOPIC.encode()
         self.reader = self.stream.reader()
 
     async def _open(self) -> None:
-        self.store = Store(
+        self.store = StreamStore(
             self.directory, self.directory / "tmpfs", on_event=lambda *what: None, files=self.files
         )
 
@@ -242,7 +242,7 @@ def many_streams(numbers: list[int], seconds: float) -> list[dict[str, object]]:
     for number in numbers:
         with place() as directory:
             store = Ours(directory, sync=False)
-            streams = [store.store.create(f"s{n}", Settings(), b"{}") for n in range(number)]
+            streams = [store.store.create(f"s{n}", StorageSettings(), b"{}") for n in range(number)]
 
             async def work(streams: list[Stream] = streams) -> float:
                 done, at, began = 0, 0, time.perf_counter()

@@ -318,10 +318,10 @@ def file_format() -> str:
         ("Exported objects", objectkeys),
     ):
         parts += [f"## {title}", f"`{module.__name__}`", _doc(module)]
-    reasons = [f"| {reason.value} | {reason.name.lower()} |" for reason in drops.Reason]
+    reasons = [f"| {reason.value} | {reason.name.lower()} |" for reason in drops.DropReason]
     parts += [
         "## Reasons of drops",
-        _prose(inspect.getdoc(drops.Reason) or ""),
+        _prose(inspect.getdoc(drops.DropReason) or ""),
         "| number | reason |\n|---|---|",
     ]
     return "\n\n".join(parts) + "\n" + "\n".join(reasons)

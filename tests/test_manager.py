@@ -23,8 +23,8 @@ from bridge.model import ExportStatus, MessageStreamDefinition, plain_definition
 from bridge.operations.manager import PURGE_STEP, StreamManager
 from bridge.plugin import discovery
 from bridge.streams import verify
-from bridge.streams.meta import Settings
-from bridge.streams.store import Store
+from bridge.streams.meta import StorageSettings
+from bridge.streams.store import StreamStore
 
 REGISTRY = discovery.load()
 
@@ -47,7 +47,7 @@ class NoExports:
 
 @asynccontextmanager
 async def opened(root: Path) -> AsyncIterator[StreamManager]:
-    store = Store(root / "data", root / "memory", on_event=lambda *what: None)
+    store = StreamStore(root / "data", root / "memory", on_event=lambda *what: None)
     try:
         yield StreamManager(store, REGISTRY, NoExports())
     finally:
@@ -402,8 +402,8 @@ def test_a_directory_that_is_no_streams_keeps_neither_the_service_nor_a_repair_f
 
 def test_a_stored_definition_that_cannot_be_read_gives_way_to_the_default(tmp_path: Path) -> None:
     async def work() -> None:
-        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *what: None)
-        store.create("s", Settings(), b'{"name": "s", "strategyOnFull": 7}')
+        store = StreamStore(tmp_path / "data", tmp_path / "memory", on_event=lambda *what: None)
+        store.create("s", StorageSettings(), b'{"name": "s", "strategyOnFull": 7}')
         await store.close()
         async with opened(tmp_path) as manager:
             assert manager.describe("s").definition.strategy_on_full == 0

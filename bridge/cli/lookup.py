@@ -14,7 +14,7 @@ from bridge.errors import CorruptData, StreamNotFound
 from bridge.export.cursor import stored_status
 from bridge.model import ExportStatus, MessageStreamDefinition
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
-from bridge.streams.segment import Message
+from bridge.streams.segment import StreamMessage
 from bridge.streams.store import MEMORY, is_running
 from bridge.streams.verify import check_end
 
@@ -133,7 +133,7 @@ def _holding(directory: Path) -> _Holding:
         )
 
 
-def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[Message]:
+def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[StreamMessage]:
     """The messages start..end-1 that are stored, in order; raises CorruptData."""
     while start < end:
         found = reader.read(start, end=end, max_messages=1000, max_bytes=_MOST)

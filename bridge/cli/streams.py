@@ -49,7 +49,7 @@ from bridge.cli.operate import statuses
 from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.model import MAX_INT64
 from bridge.streams.reader import StreamReader, list_damaged, list_streams
-from bridge.streams.segment import Message
+from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time
 
 _EARLIEST = 1_735_689_600_000  # ms; an epoch before 2025 is of a clock that was not set
@@ -306,7 +306,7 @@ def _check_filter(topic: str | None) -> None:
         raise typer.BadParameter(f"--topic {topic!r} is not a topic filter; `#` may only be the last level")
 
 
-def _print(message: Message, as_json: bool) -> None:
+def _print(message: StreamMessage, as_json: bool) -> None:
     text = _decoded(message.payload)
     if as_json:
         document: dict[str, Any] = {
@@ -328,7 +328,7 @@ def _print(message: Message, as_json: bool) -> None:
     echo(f"{message.sequence_number}  {format_time(message.ingest_time)}  {topic}  {payload}")
 
 
-def _topic(message: Message) -> str:
+def _topic(message: StreamMessage) -> str:
     return message.topic.decode(errors="replace")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
-from bridge.streams.drops import DropLog, Reason
+from bridge.streams.drops import DropLog, DropReason
 from bridge.streams.layout import Files
 from bridge.streams.reader import StreamReader
 from bridge.streams.segment import Frame, columns
@@ -242,7 +242,7 @@ class Planner:
         begin = bisect_left(ranges, first, key=attrgetter("last"))
         end = bisect_right(ranges, last, key=attrgetter("first"))
         parts = [
-            (max(first, drop.first), min(last, drop.last), Reason(drop.reason).name.lower())
+            (max(first, drop.first), min(last, drop.last), DropReason(drop.reason).name.lower())
             for drop in ranges[begin:end]
         ]
         # The drop log keeps a reason of every drop: what is gone without one is lost.

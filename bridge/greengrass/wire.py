@@ -20,7 +20,7 @@ from bridge import cbor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from bridge.streams.segment import Message
+    from bridge.streams.segment import StreamMessage
 
 CONNECT_VERSION = 1
 VERSIONS = ("1.1.0", "1.0.0")  # of the protocol, the preferred one first
@@ -99,7 +99,7 @@ def appended(request_id: str, number: int) -> bytes:
     return (len(body) + 1).to_bytes(4, "big") + b"\x09" + body
 
 
-def read(request_id: str, stream: str, messages: Sequence[Message]) -> bytes:
+def read(request_id: str, stream: str, messages: Sequence[StreamMessage]) -> bytes:
     """The reply to a read."""
     opening = cbor.encode({"requestId": request_id, "status": 0})
     begin = b"\xa4" + cbor.encode("streamName") + cbor.encode(stream)

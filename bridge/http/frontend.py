@@ -18,7 +18,7 @@ import msgspec
 from bridge.http import metrics
 from bridge.http.observer import SHARE, Observer
 from bridge.net.addresses import host_and_port, is_loopback
-from bridge.net.httpserver import Answer, Request, Server
+from bridge.net.httpserver import HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
 
 log = logging.getLogger("bridge.http")
@@ -55,7 +55,7 @@ class HttpFrontEnd:
         self._metrics_until = 0.0
         self._watch: asyncio.Task[None] | None = None
         self._loopback = is_loopback(host_and_port(listen)[0])
-        self._server = Server(
+        self._server = HttpServer(
             "http.listen",
             listen,
             {
@@ -87,13 +87,13 @@ class HttpFrontEnd:
         self._observer.close()
 
     # -- routes ----------------------------------------------------------------------------------
-    async def _root(self, request: Request) -> Answer:
+    async def _root(self, request: HttpRequest) -> HttpResponse:
         return self._page
 
-    async def _status(self, request: Request) -> Answer:
+    async def _status(self, request: HttpRequest) -> HttpResponse:
         return _json(HTTPStatus.OK, self._observer.state())
 
-    async def _history(self, request: Request) -> Answer:
+    async def _history(self, request: HttpRequest) -> HttpResponse:
         """The points after `since` (Unix ms), by column; a lag is null where an export was not there."""
         try:
             since = int(parse_qs(request.query).get("since", ["0"])[0])
@@ -112,11 +112,11 @@ class HttpFrontEnd:
         }
         return _json(HTTPStatus.OK, found)
 
-    async def _scrape(self, request: Request) -> Answer:
+    async def _scrape(self, request: HttpRequest) -> HttpResponse:
         now = time.monotonic()
         if self._metrics is None or (self._metrics.done() and now >= self._metrics_until):
             self._metrics = asyncio.create_task(self._render())
-        return Answer(HTTPStatus.OK, PROMETHEUS, await asyncio.shield(self._metrics))
+        return HttpResponse(HTTPStatus.OK, PROMETHEUS, await asyncio.shield(self._metrics))
 
     async def _render(self) -> bytes:
         began = time.monotonic()
@@ -125,13 +125,13 @@ class HttpFrontEnd:
         self._metrics_until = ended + (ended - began) * SHARE
         return text
 
-    async def _health(self, request: Request) -> Answer:
+    async def _health(self, request: HttpRequest) -> HttpResponse:
         """Alive: this answer comes from the event loop. Able to store: the data directory was tried."""
         error = await self._observer.storage_error()
         status = HTTPStatus.OK if error is None else HTTPStatus.SERVICE_UNAVAILABLE
         return _json(status, {"ok": error is None, "storage": error or "writable"})
 
-    async def _readiness(self, request: Request) -> Answer:
+    async def _readiness(self, request: HttpRequest) -> HttpResponse:
         """Ready: all streams can store what comes, and it comes.
 
         The listeners are open or an external broker is connected, and nobody has told the service to stop.
@@ -141,11 +141,11 @@ class HttpFrontEnd:
         return _json(HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE, found)
 
 
-def _json(status: HTTPStatus, value: object) -> Answer:
-    return Answer(status, JSON, msgspec.json.encode(value) + b"\n")
+def _json(status: HTTPStatus, value: object) -> HttpResponse:
+    return HttpResponse(status, JSON, msgspec.json.encode(value) + b"\n")
 
 
-def _page() -> Answer:
+def _page() -> HttpResponse:
     """The page, put together from its three files; only this script and this style may run in it."""
     style = (PAGE / "page.css").read_text()
     script = (PAGE / "page.js").read_text()
@@ -154,7 +154,7 @@ def _page() -> Answer:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return Answer(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(), policy)
+    return HttpResponse(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(), policy)
 
 
 def _digest(text: str) -> str:

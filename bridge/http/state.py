@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from bridge.model import MessageStreamDefinition, StrategyOnFull
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from bridge.streams.stream import Stream
 from bridge.units import format_duration, format_size
 
-DROPS = {reason.name.lower() for reason in Reason}
+DROPS = {reason.name.lower() for reason in DropReason}
 REFUSALS = {"full", "too_large", "failed"}
 FAILURES = {"corrupt_reads", "delete_failed"}
 

@@ -1,14 +1,14 @@
 """An HTTP/1.1 server for front ends: h11 reads and writes the protocol, the guards before it are ours.
 
-A `Server` is one listener: its routes, and its `Limits`. A route gets a `Request` and returns an `Answer`.
-The body is read only when the route asks for it, so that a caller can be refused by the head alone.
+An `HttpServer` is one listener: its routes and its `HttpLimits`. A route gets an `HttpRequest` and returns an
+`HttpResponse`. The body is read only when the route asks for it: a caller can be rejected by the head alone.
 
     HEAD --complete--> ANSWER --the route has returned--> HEAD of the next request, or FIN
                        |    ^
         request.body() v    | complete
                         BODY
 
-Refused, before a route is called: heads that are too large or too slow, other methods than those of the
+Rejected before a route is called: heads that are too large or too slow, other methods than those of the
 listener, GET and HEAD with a body, bodies in chunks, lengths that two programs could read differently
 (RFC 9112 section 6.3), and a Host that is neither an IP address, nor localhost, nor this machine's name.
 A page on the web can have a name of its own point at our address (DNS rebinding), but its requests
@@ -59,7 +59,7 @@ _LENGTHS = re.compile(rb"\ncontent-length:([^\r]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Limits:
+class HttpLimits:
     """What one listener takes in. Sizes in bytes, times in seconds."""
 
     methods: tuple[str, ...] = ("GET", "HEAD")
@@ -70,7 +70,7 @@ class Limits:
     idle_timeout: float = 30.0  # from an answer to the end of the next head
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """What a route gives back; `policy` replaces the Content-Security-Policy."""
 
     status: HTTPStatus
@@ -79,7 +79,7 @@ class Answer(NamedTuple):
     policy: str | None = None
 
 
-class Refused(Exception):  # noqa: N818 - named for what happened
+class HttpError(Exception):
     """Raised for a request that is not served; the connection ends after the answer."""
 
     def __init__(self, status: HTTPStatus) -> None:
@@ -88,7 +88,7 @@ class Refused(Exception):  # noqa: N818 - named for what happened
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """The head of a request, and its body for the asking.
 
     `headers` has lower-case names; the values of fields that came more than once are joined by ", ".
@@ -99,13 +99,13 @@ class Request:
     query: str
     headers: dict[str, str]
     address: str
-    body: Callable[[], Awaitable[bytes]]  # raises Refused if it is too large or too slow; once only
+    body: Callable[[], Awaitable[bytes]]  # raises HttpError if it is too large or too slow; once only
 
 
-Route = Callable[[Request], Awaitable[Answer]]
+Route = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
-class Server:
+class HttpServer:
     """One listener, which serves `routes` by their path."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Server:
         listen: str,
         routes: dict[str, Route],
         connections: ConnectionLimits,
-        limits: Limits | None = None,
+        limits: HttpLimits | None = None,
     ) -> None:
         """`option` is the configuration's name for `listen`. Raises ValueError if that is no address."""
         self._option = option
@@ -122,13 +122,13 @@ class Server:
         self._routes = routes
         self._names = _names(self._host)
         self._listening: Listening | None = None
-        self.limits, self.counted = limits or Limits(), connections
-        self.connections: set[Connection] = set()
+        self.limits, self.counted = limits or HttpLimits(), connections
+        self.connections: set[HttpConnection] = set()
 
     async def start(self) -> str:
         """Listen; returns the url with the port really taken. Raises ConfigError."""
         self._listening = await listen(self._option, self._host, self._port)
-        await self._listening.accept(lambda: Connection(self))
+        await self._listening.accept(lambda: HttpConnection(self))
         return f"http://{self._listening.place}/"
 
     async def stop(self) -> None:
@@ -139,7 +139,7 @@ class Server:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check_host(self, host: str | None, version: bytes) -> None:
-        """Raises Refused for a name that is not this machine's."""
+        """Raises HttpError for a name that is not this machine's."""
         if host is None and version == b"1.0":  # no browser sends that
             return
         host = host or ""
@@ -150,29 +150,29 @@ class Server:
             ipaddress.ip_address(name)
         except ValueError:
             log.warning("refused a request for host %.80r: it is not a name of this machine", host)
-            raise Refused(HTTPStatus.MISDIRECTED_REQUEST) from None
+            raise HttpError(HTTPStatus.MISDIRECTED_REQUEST) from None
 
-    async def answer(self, request: Request) -> Answer:
-        """What the route of a request says. Raises Refused."""
+    async def answer(self, request: HttpRequest) -> HttpResponse:
+        """What the route of a request says. Raises HttpError."""
         route = self._routes.get(request.path)
         if route is None:
             return _plain(HTTPStatus.NOT_FOUND)
         try:
             return await route(request)
-        except Refused:
+        except HttpError:
             raise
         except Exception:
             log.exception("a request for %s failed", request.path)
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-class Connection(Flow):
+class HttpConnection(Flow):
     """The server's side of one connection: one request at a time.
 
     h11 is given a head when it is complete and has passed our guards, and a body when it is complete.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: HttpServer) -> None:
         super().__init__()
         self._server, self._limits = server, server.limits
         self._loop = asyncio.get_running_loop()
@@ -206,7 +206,7 @@ class Connection(Flow):
         """The client sends no more (it may still read): what it has asked for is answered."""
         self._half_closed = True
         if self._awaited is not None and not self._awaited.done():
-            self._awaited.set_exception(Refused(HTTPStatus.BAD_REQUEST))
+            self._awaited.set_exception(HttpError(HTTPStatus.BAD_REQUEST))
         if self._task is None:
             self.finish(LINGER)
         return self._task is not None
@@ -245,7 +245,7 @@ class Connection(Flow):
         refused = False
         try:
             answer = await self._server.answer(self._check(size))
-        except Refused as refusal:
+        except HttpError as refusal:
             answer, refused = _plain(refusal.status), True
         self._task = None
         if self.transport.is_closing():
@@ -262,44 +262,44 @@ class Connection(Flow):
         self._timer = self._loop.call_later(self._limits.idle_timeout, self.finish, LINGER)
         self.release("answer")
 
-    def _check(self, size: int) -> Request:
-        """The request, if it passes all guards; raises Refused."""
+    def _check(self, size: int) -> HttpRequest:
+        """The request, if it passes all guards; raises HttpError."""
         self._head_only = False
         if not size:
-            raise Refused(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            raise HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         head = bytes(self._unread[:size])
         del self._unread[:size]
         lengths = _LENGTHS.findall(head)
         if len(lengths) > 1 or b"," in b"".join(lengths) or _LOOSE.search(head):
-            raise Refused(HTTPStatus.BAD_REQUEST)
+            raise HttpError(HTTPStatus.BAD_REQUEST)
         try:
             self._http.receive_data(head)
             event = cast("h11.Request", self._http.next_event())
         except h11.RemoteProtocolError as error:
-            raise Refused(HTTPStatus(error.error_status_hint)) from None
+            raise HttpError(HTTPStatus(error.error_status_hint)) from None
         fields: dict[str, str] = {}
         for name, value in event.headers:
             key, text = name.decode("ascii"), value.decode("latin-1")
             fields[key] = f"{fields[key]}, {text}" if key in fields else text
         method, target = event.method.decode("ascii"), event.target.decode("ascii")
         if event.http_version not in (b"1.0", b"1.1") or not target.startswith("/"):
-            raise Refused(HTTPStatus.BAD_REQUEST)
+            raise HttpError(HTTPStatus.BAD_REQUEST)
         self._head_only = method == "HEAD"
         self._server.check_host(fields.get("host"), event.http_version)
         if method not in self._limits.methods:
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED)
         self._length = int(fields.get("content-length", "0"))
         chunked = "transfer-encoding" in fields
         if (chunked or self._length) and method in ("GET", "HEAD"):
-            raise Refused(HTTPStatus.BAD_REQUEST)
+            raise HttpError(HTTPStatus.BAD_REQUEST)
         if chunked:
-            raise Refused(HTTPStatus.LENGTH_REQUIRED)
+            raise HttpError(HTTPStatus.LENGTH_REQUIRED)
         if self._length > self._limits.body:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         if not self._length:
             self._http.next_event()  # EndOfMessage
         path, _, query = target.partition("?")
-        return Request(method, path, query, fields, self.address, self._read_body)
+        return HttpRequest(method, path, query, fields, self.address, self._read_body)
 
     async def _read_body(self) -> bytes:
         """The body of the present request."""
@@ -314,7 +314,7 @@ class Connection(Flow):
             async with asyncio.timeout(self._limits.body_timeout):
                 await self._awaited
         except TimeoutError:
-            raise Refused(HTTPStatus.REQUEST_TIMEOUT) from None
+            raise HttpError(HTTPStatus.REQUEST_TIMEOUT) from None
         finally:
             self.hold("answer")
             self._awaited = None
@@ -326,7 +326,7 @@ class Connection(Flow):
             pass
         return body
 
-    def _written(self, answer: Answer, ends: bool) -> list[bytes]:
+    def _written(self, answer: HttpResponse, ends: bool) -> list[bytes]:
         """An answer's bytes."""
         fields = _GUARDS | {
             "Date": formatdate(usegmt=True),
@@ -346,8 +346,8 @@ class Connection(Flow):
         return [head, body, send(h11.EndOfMessage())]
 
 
-def _plain(status: HTTPStatus) -> Answer:
-    return Answer(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
+def _plain(status: HTTPStatus) -> HttpResponse:
+    return HttpResponse(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
 
 
 def _names(host: str) -> set[str]:

@@ -40,7 +40,7 @@ from bridge.operations.audit import log_change
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions
 from bridge.plugin.allow import Allow
 from bridge.streams import headers
-from bridge.streams.segment import Message
+from bridge.streams.segment import StreamMessage
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity, StreamRight
@@ -157,7 +157,7 @@ class AppendedAll(Struct, rename="camel"):
 class Found(Struct):
     """The messages of a read: `least` are asked for, further ones are there if the reply has room."""
 
-    messages: list[Message]
+    messages: list[StreamMessage]
     stream: str
     least: int
 

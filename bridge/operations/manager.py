@@ -50,10 +50,10 @@ from bridge.operations.reading import ReadMessagesOptions as ReadMessagesOptions
 from bridge.operations.validate import mistakes
 from bridge.plugin.api import Record, appends_to
 from bridge.plugin.discovery import Registry
-from bridge.streams.drops import Reason
-from bridge.streams.meta import ExactLimits, Settings
-from bridge.streams.segment import Message
-from bridge.streams.store import Store
+from bridge.streams.drops import DropReason
+from bridge.streams.meta import MessageLimits, StorageSettings
+from bridge.streams.segment import StreamMessage
+from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 from bridge.topics import FilterTree, is_topic_filter, matches
 
@@ -86,10 +86,10 @@ class Exports(Protocol):
         """The lowest number not yet passed by all enabled exports, 0 while unknown; None without any."""
 
 
-def settings_of(definition: MessageStreamDefinition) -> Settings:
+def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
     """What of a definition concerns the store."""
     limits = definition.limits
-    return Settings(
+    return StorageSettings(
         max_size=definition.max_size,
         segment_size=definition.stream_segment_size,
         ttl=definition.time_to_live_millis,
@@ -98,9 +98,9 @@ def settings_of(definition: MessageStreamDefinition) -> Settings:
         flush=definition.flush_on_write and definition.persistence is Persistence.File,
         free_exported=definition.retention == "exported",
         dedup_window=definition.deduplication_window_millis,
-        limits=ExactLimits()
+        limits=MessageLimits()
         if limits is None
-        else ExactLimits(
+        else MessageLimits(
             limits.max_messages,
             limits.max_bytes,
             limits.max_age_millis,
@@ -147,7 +147,7 @@ def _stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
 class StreamManager:
     """The operations. Use from the event loop's thread."""
 
-    def __init__(self, store: Store, registry: Registry, exports: Exports) -> None:
+    def __init__(self, store: StreamStore, registry: Registry, exports: Exports) -> None:
         self.store, self.registry, self._exports = store, registry, exports
         self.definitions: dict[str, MessageStreamDefinition] = {}
         self.on_bindings_changed: list[Callable[[], None]] = []
@@ -259,7 +259,7 @@ class StreamManager:
         """Exchange positions with the export side; called now and then, since limits drop by time too."""
         for stream in self.store.streams.values():
             self._tell(stream)
-        self.store.committer.keep_room()
+        self.store.committer.reclaim_exported()
         self._reads.tidy()
 
     # -- the operations --------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class StreamManager:
 
     async def read(
         self, name: str, options: ReadMessagesOptions | None = None, *, max_bytes: int = MOST_BYTES
-    ) -> list[Message]:
+    ) -> list[StreamMessage]:
         """readMessages: at least the minimum, at most the maximum; waits for the minimum if asked to.
 
         Begins at the oldest message if the desired start is gone. Raises StreamNotFound,
@@ -477,7 +477,7 @@ class StreamManager:
         stream = self.stream(name)
         end = stream.next_sequence if upto is None else min(upto, stream.next_sequence)
         if topic is None:
-            return stream.drop_upto(end, Reason.PURGED)
+            return stream.drop_upto(end, DropReason.PURGED)
         if not is_topic_filter(topic):
             raise InvalidRequest(f"topic: {topic!r} is not an MQTT topic filter")
         ranges: list[tuple[int, int]] = []
@@ -490,11 +490,11 @@ class StreamManager:
                 if stream.closed:
                     raise StreamNotFound(f"stream {name!r} was deleted while it was purged")
                 if len(ranges) >= PURGE_STEP and not (
-                    stream.limits is not None and stream.limits.keeps_books
+                    stream.limits is not None and stream.limits.tracks_messages
                 ):
-                    dropped += stream.drop(ranges[:PURGE_STEP], Reason.PURGED)
+                    dropped += stream.drop(ranges[:PURGE_STEP], DropReason.PURGED)
                     del ranges[:PURGE_STEP]
-        return dropped + stream.drop(ranges, Reason.PURGED)
+        return dropped + stream.drop(ranges, DropReason.PURGED)
 
 
 async def committed(stream: Stream) -> None:

@@ -20,7 +20,7 @@ from bridge.errors import CorruptData, InvalidRequest, NotEnoughMessages, Respon
 from bridge.model import MAX_INT32, MAX_INT64, MAX_MILLIS
 from bridge.operations.waiting import Waiting
 from bridge.streams.reader import StreamReader
-from bridge.streams.segment import Message
+from bridge.streams.segment import StreamMessage
 from bridge.streams.stream import Stream
 from bridge.topics import matches
 
@@ -54,7 +54,7 @@ class Reads:
             start = max(options.desired_start_sequence_number, stream.oldest)
             await self.waiting.until(stream, start + options.min_message_count, deadline)
 
-    async def read(self, stream: Stream, options: ReadMessagesOptions, max_bytes: int) -> list[Message]:
+    async def read(self, stream: Stream, options: ReadMessagesOptions, max_bytes: int) -> list[StreamMessage]:
         """Raises InvalidRequest, NotEnoughMessages, ResponseTooLarge, StreamNotFound or CorruptData."""
         least = options.min_message_count
         if (options.max_message_count or least) < least:
@@ -62,7 +62,7 @@ class Reads:
                 f"maxMessageCount {options.max_message_count} is less than minMessageCount {least}"
             )
         deadline = _deadline(options)
-        found: list[Message] = []
+        found: list[StreamMessage] = []
         position = options.desired_start_sequence_number
         while True:
             position = max(position, stream.oldest)
@@ -80,7 +80,7 @@ class Reads:
         self,
         stream: Stream,
         options: ReadMessagesOptions,
-        found: list[Message],
+        found: list[StreamMessage],
         position: int,
         max_bytes: int,
     ) -> int:
@@ -114,7 +114,7 @@ class Reads:
             await asyncio.sleep(0)
         return position
 
-    def _rows(self, stream: Stream, position: int, most: int, max_bytes: int) -> list[Message]:
+    def _rows(self, stream: Stream, position: int, most: int, max_bytes: int) -> list[StreamMessage]:
         if stream.closed:
             return []
         reader = self._readers.get(stream)
@@ -126,7 +126,7 @@ class Reads:
             try:
                 return reader.read(position, end=stream.next_sequence, max_messages=most, max_bytes=max_bytes)
             except CorruptData as error:
-                if error.segment in healed or not stream.heal(error.segment):
+                if error.segment in healed or not stream.repair(error.segment):
                     raise
                 healed.add(error.segment)  # there may be damage in the next one too
 

@@ -45,7 +45,7 @@ from bridge.mqtt.server import clients
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
 from bridge.plugin import discovery
-from bridge.streams.store import Store
+from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
 log = logging.getLogger("bridge")
@@ -117,7 +117,7 @@ class Service:
                 log.warning("plugin not loaded: %s", found.error, extra={"plugin": found.name})
         began = time.monotonic()
         gateway = config.gateway
-        store = Store(
+        store = StreamStore(
             gateway.data_dir,
             gateway.memory_dir,
             on_event=_on_event,
@@ -291,7 +291,7 @@ class Service:
             for base in list(stream.segments.sizes):
                 await stream.idle()
                 if not stream.closed:
-                    stream.heal(base)
+                    stream.repair(base)
                 await asyncio.sleep(0)  # a segment at a time: others are served in between
         except OSError as error:
             log.error("damaged data cannot be set aside: %s", error, extra={"stream": stream.name})

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from bridge.streams.pace import SLOW, Pace
-from bridge.streams.staging import Segment, Staged
+from bridge.streams.staging import OpenSegment, Staged
 from bridge.streams.stream import DISK_ROOM, Stream
 from bridge.streams.workers import Workers
 
@@ -43,10 +43,10 @@ class Committer:
         self._flights = 0  # groups that a worker thread has
         self._loop = asyncio.get_running_loop()  # to ask for it at each commit costs a system call
         self._workers = Workers(THREADS, "commit")
-        self._waiting: dict[Stream, int] = {}
+        self._pending_bytes: dict[Stream, int] = {}
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
-        self._relieving = False
+        self._freeing = False
         self._paces: dict[Stream, Pace] = {}  # of those on a slow disk
         self._held: dict[Stream, asyncio.TimerHandle] = {}  # those whose next group waits for more
         self.under_pressure = False
@@ -72,7 +72,7 @@ class Committer:
                     self._on_event(stream.name, f"internal error: {error!r}")
                     stream.fail(OSError(0, repr(error)))
         for stream in dirty:
-            self.weigh(stream)
+            self.update_pressure(stream)
 
     def _hold(self, stream: Stream) -> bool:
         """Whether the stream's next group waits for more; the next message asks again, or a timer does."""
@@ -125,7 +125,7 @@ class Committer:
         """
         while True:
             elsewhere = False
-            if not stream.made_room(staged, error):
+            if not stream.freed_space(staged, error):
                 if not first:
                     return None, error, False
                 first, elsewhere = False, True
@@ -164,21 +164,21 @@ class Committer:
                 self._paces.setdefault(stream, Pace()).synced(time.monotonic(), staged.took, under_way)
             stream.finish(staged, error)
         stream.unpin()
-        self.weigh(stream)
+        self.update_pressure(stream)
         if stream in self._syncing:
             self._sync(stream)
 
-    def weigh(self, stream: Stream) -> None:
+    def update_pressure(self, stream: Stream) -> None:
         """Bring the sum of waiting bytes up to date, and tell of pressure."""
-        waiting = stream.pending_bytes
-        self._total += waiting - self._waiting.get(stream, 0)
+        pending = stream.pending_bytes
+        self._total += pending - self._pending_bytes.get(stream, 0)
         if stream.closed:
-            self._waiting.pop(stream, None)
+            self._pending_bytes.pop(stream, None)
             self._paces.pop(stream, None)
             if stream in self._held:
                 self._held.pop(stream).cancel()
         else:
-            self._waiting[stream] = waiting
+            self._pending_bytes[stream] = pending
         pressure = self._total > (LOW if self.under_pressure else HIGH)
         if pressure is not self.under_pressure:
             self.under_pressure = pressure
@@ -204,7 +204,9 @@ class Committer:
         stream.pin()
         self._workers.submit(partial(stream.sync, work), partial(self._synced, stream, work))
 
-    def _synced(self, stream: Stream, work: list[tuple[Segment, int]], error: BaseException | None) -> None:
+    def _synced(
+        self, stream: Stream, work: list[tuple[OpenSegment, int]], error: BaseException | None
+    ) -> None:
         stream.unpin()
         if not stream.closed and error is not None:
             self._rewrite(stream, error)
@@ -245,7 +247,7 @@ class Committer:
     # -- removal ---------------------------------------------------------------------------------
     def delete(self, stream: Stream) -> None:
         """Have the files of segments without a live message removed in a worker thread, if there are any."""
-        if not self._relieving and (paths := stream.obsolete.begin(stream.oldest)):
+        if not self._freeing and (paths := stream.obsolete.begin(stream.oldest)):
             self._workers.submit(partial(stream.obsolete.delete, paths), partial(self._deleted, stream))
 
     def _deleted(self, stream: Stream, error: BaseException | None) -> None:
@@ -261,7 +263,7 @@ class Committer:
         stream.count("delete_failed")
         self._on_event(stream.name, f"{stream.directory}: cannot delete what was dropped: {error}")
 
-    def keep_room(self) -> None:
+    def reclaim_exported(self) -> None:
         """Free what is exported when a file system is nearly full, called now and then.
 
         Else the next messages would be added to the segment that everything was just exported of.
@@ -271,22 +273,22 @@ class Committer:
             holding = next((stream for stream in streams if stream.settings.free_exported), None)
             with contextlib.suppress(OSError):  # an append tells why, if one is refused
                 if holding is not None and holding.files.free(holding.directory) < DISK_ROOM:
-                    self.relieve(holding, DISK_ROOM, exported_only=True)
+                    self.free_space(holding, DISK_ROOM, exported_only=True)
 
-    def relieve(self, stream: Stream, needed: int, *, exported_only: bool = False) -> bool:
+    def free_space(self, stream: Stream, needed: int, *, exported_only: bool = False) -> bool:
         """Free room for a stream on a full disk, if possible `needed` bytes; whether any file is gone."""
-        self._relieving = True
+        self._freeing = True
         try:
             if stream.obsolete.any():
                 return self._delete_now(stream)
-            if stream.relieve(needed, exported_only=exported_only):
+            if stream.free_space(needed, exported_only=exported_only):
                 self._on_event(stream.name, f"{FULL_DISK}: its segments that may go are dropped")
                 return self._delete_now(stream)
             for other in list(self._streams.values()):
                 if (
                     other is not stream
                     and other.settings.memory == stream.settings.memory
-                    and other.relieve(needed, exported_only=True)
+                    and other.free_space(needed, exported_only=True)
                 ):
                     self._on_event(other.name, f"{FULL_DISK} for {stream.name!r}: exported ones are dropped")
                     if self._delete_now(other):
@@ -296,7 +298,7 @@ class Committer:
         except OSError as error:
             self._on_event(stream.name, f"{stream.directory}: cannot free room on the full disk: {error}")
         finally:
-            self._relieving = False
+            self._freeing = False
         return False
 
     def _delete_now(self, stream: Stream) -> bool:
@@ -321,7 +323,7 @@ class Committer:
             for stream in list(self._held):
                 self._held[stream].cancel()
                 self._release(stream)
-            for stream in list(self._waiting):
+            for stream in list(self._pending_bytes):
                 await stream.idle()
             await asyncio.sleep(0.001)
 

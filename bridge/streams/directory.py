@@ -21,7 +21,7 @@ class Directory:
     def __init__(self, files: Files, path: Path) -> None:
         self.files, self.path = files, path
         self._gate = Lock()  # held while a name is given to a file, and while the stream is deleted
-        self._gone = False
+        self._abandoned = False
         self._leftovers: set[Path] = set()  # files of a failed group that could not be removed
         self._pins = 0  # worker threads that use our descriptors
         self._retired: list[int] = []
@@ -55,11 +55,11 @@ class Directory:
             os.close(fd)
 
     # -- names -----------------------------------------------------------------------------------
-    def leave(self, home: Path, name: Path) -> None:
+    def abandon(self, home: Path, name: Path) -> None:
         """The stream is deleted: its definition's directory `home` gets another name; raises OSError."""
         with self._gate:
             home.rename(name)
-            self._gone = True
+            self._abandoned = True
 
     def _open(self, path: Path) -> int:
         with self._gate:
@@ -67,7 +67,7 @@ class Directory:
             return self.files.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
 
     def _check_there(self) -> None:
-        if self._gone:
+        if self._abandoned:
             raise OSError(ESTALE, "the stream was deleted")
 
     def make(self, path: Path, content: bytes) -> int:
@@ -86,7 +86,7 @@ class Directory:
         try:
             self.files.truncate(fd, 0)
             with self._gate:
-                if not self._gone:  # else the name may be a new stream's by now
+                if not self._abandoned:  # else the name may be a new stream's by now
                     self.files.unlink(path)
         except OSError:
             self._leftovers.add(path)

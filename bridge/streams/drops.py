@@ -44,8 +44,8 @@ ROOM = 4096  # bytes made at a time, a block of most file systems
 _RECORD = struct.Struct("<QQQBxxxI")
 
 
-class Reason(IntEnum):
-    """Why messages are gone. All but the `ILLEGAL` ones: somebody asked for it."""
+class DropReason(IntEnum):
+    """Why messages are gone. All but the `LOSSES` ones: somebody asked for it."""
 
     UNKNOWN = 0
     OVERWRITTEN = 1
@@ -58,10 +58,10 @@ class Reason(IntEnum):
     EXPORTED = 8  # freed by retention "exported" after all exports had passed them
 
 
-ILLEGAL = (Reason.DAMAGED, Reason.UNKNOWN)
+LOSSES = (DropReason.DAMAGED, DropReason.UNKNOWN)
 
 # After a power cut the limits are applied again, and come to the same; the rest must be on the disk.
-_FOUND_AGAIN = (Reason.OVERWRITTEN, Reason.EXPIRED, Reason.LIMITS, Reason.EXPORTED)
+_FOUND_AGAIN = (DropReason.OVERWRITTEN, DropReason.EXPIRED, DropReason.LIMITS, DropReason.EXPORTED)
 
 
 class Drop(NamedTuple):
@@ -120,7 +120,7 @@ def _joined(drops: list[Drop]) -> list[Drop]:
     """Ascending drops as one, and what lies between them with it, but real losses kept apart."""
     joined: list[Drop] = []
     for drop in drops:
-        if joined and drop.reason not in ILLEGAL and joined[-1].reason not in ILLEGAL:
+        if joined and drop.reason not in LOSSES and joined[-1].reason not in LOSSES:
             joined[-1] = drop._replace(first=joined[-1].first)
         else:
             joined.append(drop)
@@ -236,7 +236,7 @@ class DropLog(Drops):
         self.ranges, self.number = [], 0
         self._read, self._size, self._room, self._start = 0, 0, 0, start
 
-    def record(self, ranges: list[tuple[int, int]], time: int, reason: Reason) -> list[Drop]:
+    def record(self, ranges: list[tuple[int, int]], time: int, reason: DropReason) -> list[Drop]:
         """Take note of drops and add them to the file; returns what of it was new.
 
         A drop must not fail for want of room, since it is what makes room: what cannot be written

@@ -30,11 +30,11 @@ from bridge.streams.directory import Directory
 from bridge.streams.drops import DropLog
 from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
-from bridge.streams.obsolete import Obsolete
+from bridge.streams.obsolete import ObsoleteSegments
 from bridge.streams.queue import Group
 from bridge.streams.recovery import Damage
-from bridge.streams.segment import HEADER, Indexer, Summary
-from bridge.streams.staging import Segment, Staged, Stager
+from bridge.streams.segment import HEADER, Indexer, SegmentSummary
+from bridge.streams.staging import OpenSegment, Staged, Stager
 
 
 class SegmentLog:
@@ -47,19 +47,19 @@ class SegmentLog:
         self._stager = Stager(directory, meta.salt)
         self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
         self.total_bytes = 0  # their sum
-        self.closing: list[Segment] = []
+        self.closing: list[OpenSegment] = []
         self.damage: list[Damage] = []
         self._tainted = False  # a failed write has left something in the active file that is no data
         self._suspect = False  # a sync failed that may have been the only one to hear of lost writes
-        self.obsolete = Obsolete(self.directory, drops)
+        self.obsolete = ObsoleteSegments(self.directory, drops)
         self.frozen = False  # files are being rewritten: none may be removed
 
     # -- opening and closing ---------------------------------------------------------------------
     def open(self, first: int) -> None:
         """Take the directory's segments over, repairing what a crash or the disk has broken.
 
-        A directory without segments starts with number `first`. Raises OSError. An empty file is one that
-        was about to be removed, if all its messages were dropped (see `Obsolete`), or one that was just made.
+        A directory without segments starts with number `first`. Raises OSError. An empty file was just
+        made, or was about to be removed: then all its messages were dropped (see `ObsoleteSegments`).
         """
         with os.scandir(self._path) as entries:
             found = {entry.name: entry for entry in entries}
@@ -77,7 +77,7 @@ class SegmentLog:
                     self._take(self._stager.new(base))
                     continue
                 if not self._drops.live(base, following - 1):
-                    self.obsolete.waiting.append(path)
+                    self.obsolete.pending.append(path)
                     continue
             examined = recovery.examine(
                 self._files, self._path, base, self._meta, following, drops=self._drops
@@ -93,12 +93,12 @@ class SegmentLog:
             self._take(self._create_if_room(first))
         self.next = self.active.index.next
 
-    def _reopened(self, path: Path, summary: Summary) -> Segment:
+    def _reopened(self, path: Path, summary: SegmentSummary) -> OpenSegment:
         fd = self._files.open(path, os.O_RDWR)
         index = Indexer(summary.base)
         index.next, index.entries = summary.next, summary.entries
         index.last_age, index.data_bytes = summary.last_age, summary.data_bytes
-        return Segment(path, fd, index, summary.size)  # synced: unknown, so the next sync covers it all
+        return OpenSegment(path, fd, index, summary.size)  # synced: unknown, so the next sync covers it all
 
     def close(self) -> None:
         """Close the files; what is committed but not synced stays so."""
@@ -130,7 +130,7 @@ class SegmentLog:
         A new segment appears only when what comes before it is in the files, with `sync` on the
         disk: at no instant does a crash leave a hole in the numbers.
         """
-        written: Segment | None = None
+        written: OpenSegment | None = None
         for target, buffers, room, frame in staged.writes:
             if target.fd < 0:
                 if sync and written is not None:
@@ -150,14 +150,14 @@ class SegmentLog:
             if any(target.synced < HEADER.size for target, _, _, _ in staged.writes):
                 self._files.sync_directory(self._path)
 
-    def _sync(self, item: Segment) -> None:
+    def _sync(self, item: OpenSegment) -> None:
         try:
             self._files.sync(item.fd)
         except OSError:
             self._suspect = True
             raise
 
-    def _cut(self, item: Segment) -> None:
+    def _cut(self, item: OpenSegment) -> None:
         """Cut off the room that is left; raises OSError."""
         if item.room > item.size:
             self._files.truncate(item.fd, item.size)
@@ -214,12 +214,12 @@ class SegmentLog:
         """As `replace_active`; on a full disk the file is made with the first group. Raises OSError."""
         self._replace(self._create_if_room(self.next))
 
-    def _replace(self, fresh: Segment) -> None:
+    def _replace(self, fresh: OpenSegment) -> None:
         base, old = fresh.index.base, self.active
         if old.fd < 0:
             self._resize(old.index.base, None)
             if old.index.base != base:
-                self.obsolete.waiting.append(old.path)  # there may be an empty file
+                self.obsolete.pending.append(old.path)  # there may be an empty file
         elif base == old.index.base:
             self.directory.retire(old.fd)
         else:
@@ -231,16 +231,16 @@ class SegmentLog:
     def _header(self, base: int) -> bytes:
         return segment.encode_header(base, self._meta.epoch, self._clock.wall(), self._meta.salt)
 
-    def _make(self, item: Segment) -> None:
+    def _make(self, item: OpenSegment) -> None:
         """Make the file of a new segment; raises OSError, and then there is none."""
         item.fd = self.directory.make(item.path, self._header(item.index.base))
 
-    def _create(self, base: int) -> Segment:
+    def _create(self, base: int) -> OpenSegment:
         fresh = self._stager.new(base)
         self._make(fresh)
         return fresh
 
-    def _create_if_room(self, base: int) -> Segment:
+    def _create_if_room(self, base: int) -> OpenSegment:
         """A new segment; on a full disk its file is made by the first group. Raises OSError."""
         try:
             return self._create(base)
@@ -249,7 +249,7 @@ class SegmentLog:
                 raise
             return self._stager.new(base)
 
-    def _take(self, fresh: Segment) -> None:
+    def _take(self, fresh: OpenSegment) -> None:
         self.active = fresh
         self._resize(fresh.index.base, fresh.size)
 
@@ -257,14 +257,14 @@ class SegmentLog:
         self.closing.append(self.active)
 
     # -- syncing ---------------------------------------------------------------------------------
-    def unsynced(self) -> list[tuple[Segment, int]]:
+    def unsynced(self) -> list[tuple[OpenSegment, int]]:
         """The segments with committed bytes that are not known to be on the disk, with their sizes."""
         return [(item, item.size) for item in self._not_synced()]
 
-    def _not_synced(self) -> list[Segment]:
+    def _not_synced(self) -> list[OpenSegment]:
         return [item for item in [*self.closing, self.active] if item.fd >= 0 and item.synced < item.size]
 
-    def sync(self, work: list[tuple[Segment, int]]) -> None:
+    def sync(self, work: list[tuple[OpenSegment, int]]) -> None:
         """Wait until these are on the disk; raises OSError. May run in a thread."""
         for item, _ in work:
             self._files.sync(item.fd)
@@ -273,7 +273,7 @@ class SegmentLog:
         if any(item.synced < HEADER.size for item, _ in work):
             self._files.sync_directory(self._path)
 
-    def synced(self, work: list[tuple[Segment, int]]) -> None:
+    def synced(self, work: list[tuple[OpenSegment, int]]) -> None:
         """Take note that they are, and finish the segments that were only waiting for it."""
         for item, size in work:
             item.synced = max(item.synced, size)
@@ -333,7 +333,7 @@ class SegmentLog:
         """The first number after the segment that begins at `base`."""
         return next((other for other in self.sizes if other > base), self.next)
 
-    def summary(self, base: int) -> Summary:
+    def summary(self, base: int) -> SegmentSummary:
         """What a segment holds; rebuilds its index if that is lost. Raises OSError."""
         for item in [*self.closing, self.active]:
             if item.index.base == base:
@@ -366,15 +366,15 @@ class SegmentLog:
         return examined
 
     def remove_first(self) -> None:
-        """Let go of the oldest segment, which must not be the active one; `Obsolete` removes its files."""
+        """Take the oldest segment, not the active one, out of the log; its files are then obsolete."""
         base = self.first
-        self.obsolete.waiting.append(layout.segment_path(self._path, base))
+        self.obsolete.pending.append(layout.segment_path(self._path, base))
         self._resize(base, None)
         for item in [item for item in self.closing if item.index.base == base]:
             self.closing.remove(item)
             self.directory.retire(item.fd)
 
-    def _write_index(self, path: Path, summary: Summary) -> None:
+    def _write_index(self, path: Path, summary: SegmentSummary) -> None:
         try:
             self._files.replace(path.with_suffix(layout.INDEX), segment.encode_index(summary), sync=False)
         except OSError:  # a hint: without it the next start reads the segment

@@ -43,7 +43,7 @@ class _Row(NamedTuple):
     topic: bytes
 
 
-class MessageLimits:
+class MessageLimitPolicy:
     """The limits of one stream, and the bookkeeping they need."""
 
     def __init__(self, view: View) -> None:
@@ -54,7 +54,7 @@ class MessageLimits:
         self._counts_bytes = limits.max_bytes is not None
         self._by_topic = limits.max_messages_per_topic is not None
         self._needs_head = self._counts_bytes or limits.max_age is not None
-        self.keeps_books = self._counts_bytes or self._by_topic  # of all messages
+        self.tracks_messages = self._counts_bytes or self._by_topic  # of all messages
         self._reader: StreamReader | None = None  # of the front: a new one would have to search for it
         self.unfinished = False  # the next step is to come
         self._admitted = 0  # bytes that were let in and are not committed yet
@@ -150,8 +150,8 @@ class MessageLimits:
         """Take note of a committed group, its first number and bytes, and enforce the limits as `enforce`."""
         self._admitted = max(0, self._admitted - size)
         for topic in group.parts[::2] if self._admitted_topics else ():
-            if (waiting := self._admitted_topics.pop(topic, 1) - 1) > 0:
-                self._admitted_topics[topic] = waiting
+            if (pending := self._admitted_topics.pop(topic, 1) - 1) > 0:
+                self._admitted_topics[topic] = pending
         if not self.stale:  # else the group is read from the files with the rest
             self._live_bytes += size
             if self._by_topic:

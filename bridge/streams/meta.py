@@ -23,7 +23,7 @@ _MAGIC = b"SBMETA\0\1"
 NAMES = ("meta.0", "meta.1")
 
 
-class ExactLimits(msgspec.Struct, frozen=True):
+class MessageLimits(msgspec.Struct, frozen=True):
     """Limits that hold per message; None is no limit. Sizes in bytes (topic and payload), age in ms."""
 
     max_messages: int | None = None
@@ -34,7 +34,7 @@ class ExactLimits(msgspec.Struct, frozen=True):
     discard_new: bool = False
 
 
-class Settings(msgspec.Struct, frozen=True):
+class StorageSettings(msgspec.Struct, frozen=True):
     """How a stream is stored. Sizes in bytes, times in ms.
 
     `overwrite`: a full stream drops its oldest segments instead of refusing. `free_exported`: a full
@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True):
     flush: bool = False
     free_exported: bool = False
     dedup_window: int | None = None
-    limits: ExactLimits = ExactLimits()
+    limits: MessageLimits = MessageLimits()
 
 
 class Meta(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class Meta(msgspec.Struct, frozen=True):
     name: str
     epoch: int
     salt: int
-    settings: Settings
+    settings: StorageSettings
     definition: bytes = b""
     generation: int = 0
     reserved: int = 0

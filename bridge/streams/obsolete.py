@@ -8,26 +8,26 @@ from bridge.streams.directory import Directory
 from bridge.streams.drops import DropLog
 
 
-class Obsolete:
+class ObsoleteSegments:
     """What is to be removed of one stream, and what is being removed."""
 
     def __init__(self, directory: Directory, drops: DropLog) -> None:
         self._directory, self._drops = directory, drops
-        self.waiting: list[Path] = []
+        self.pending: list[Path] = []
         self._deleting: list[Path] | None = None  # what a worker thread has
 
     def any(self) -> bool:
         """Whether there are files that take room."""
-        return bool(self._deleting or self.waiting)
+        return bool(self._deleting or self.pending)
 
     def begin(self, oldest: int) -> list[Path]:
         """Files for a worker thread to `delete`, before `end` is called; none if one has some already.
 
         None either if `drops.log` cannot tell of all that is gone below `oldest`.
         """
-        if self._deleting is not None or not self.waiting or not self._drops.explains(oldest):
+        if self._deleting is not None or not self.pending or not self._drops.explains(oldest):
             return []
-        self._deleting, self.waiting = self.waiting, []
+        self._deleting, self.pending = self.pending, []
         return self._deleting
 
     def delete(self, paths: list[Path], *, cut: bool = False) -> None:
@@ -44,14 +44,14 @@ class Obsolete:
         """A worker thread is done; what it failed to remove waits again."""
         deleting, self._deleting = self._deleting or [], None
         if failed:
-            self.waiting = deleting + self.waiting
+            self.pending = deleting + self.pending
 
     def delete_now(self, oldest: int) -> bool:
         """Remove all, also what a worker thread is about to; False as in `begin`. Raises OSError."""
         if not self._drops.explains(oldest):
             return False
-        self.delete([*(self._deleting or ()), *self.waiting], cut=True)
-        self.waiting = []
+        self.delete([*(self._deleting or ()), *self.pending], cut=True)
+        self.pending = []
         if self._deleting is not None:
             self._deleting = []
         self._drops.save()  # its room comes first: it is what makes room the next time

@@ -41,11 +41,11 @@ class Pace:
         """Wait no longer."""
         self.until = min(self.until, now)
 
-    def wants_more(self, now: float, waiting: int) -> bool:
+    def wants_more(self, now: float, pending: int) -> bool:
         """Whether the next group waits for more than these messages."""
         if not self.until:
             return False
-        if waiting >= self._expected:
+        if pending >= self._expected:
             self._failures = 0
         elif now < self.until:
             self._waited = True

@@ -57,7 +57,7 @@ class CommitQueue:
 
     __slots__ = (
         "_committing",
-        "_rested",
+        "_released",
         "_schedule",
         "_waiters",
         "busy",
@@ -75,7 +75,7 @@ class CommitQueue:
         self.flight_size = 0
         self._schedule, self.scheduled = schedule, False
         self._waiters, self._committing = list[Waiter](), list[Waiter]()
-        self._rested = asyncio.Event()  # set for an instant
+        self._released = asyncio.Event()  # set for an instant
 
     @property
     def size(self) -> int:
@@ -115,13 +115,13 @@ class CommitQueue:
         self._committing, self._waiters = self._waiters, []
         return group
 
-    def landed(self) -> list[Waiter]:
+    def committed(self) -> list[Waiter]:
         """The group in flight is committed; returns who is to be notified."""
         waiters, self._committing, self.flight_size = self._committing, [], 0
-        self.rest()
+        self.release()
         return waiters
 
-    def go_on(self) -> None:
+    def reschedule(self) -> None:
         """Have what has come meanwhile committed: it may have been scheduled while we were busy."""
         if self.group.parts:
             self.schedule()
@@ -132,16 +132,16 @@ class CommitQueue:
         self.group, self.flight_size, self.next = Group(), 0, number
         self._waiters, self._committing = [], []
         self.scheduled = False
-        self.rest()
+        self.release()
         return waiters
 
     async def idle(self) -> None:
         """Wait until no group is in flight."""
         while self.busy:
-            await self._rested.wait()
+            await self._released.wait()
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Nothing is in flight any more: notify those who wait for that."""
         self.busy = False
-        self._rested.set()
-        self._rested.clear()
+        self._released.set()
+        self._released.clear()

@@ -21,8 +21,8 @@ from urllib.parse import unquote
 
 from bridge.errors import CorruptData
 from bridge.streams import layout, meta, segment
-from bridge.streams.drops import ILLEGAL, DropLog, Drops
-from bridge.streams.segment import FRAME, HEADER, Frame, Message
+from bridge.streams.drops import LOSSES, DropLog, Drops
+from bridge.streams.segment import FRAME, HEADER, Frame, StreamMessage
 
 CHUNK = 64 * 1024  # larger ones cost a page fault for each page of every read
 Row = TypeVar("Row")
@@ -67,13 +67,13 @@ def stream_directories(data_dir: Path) -> list[Path]:
     return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
 
 
-class _Segment:
+class _SegmentFile:
     """One open segment file, and where its frames are as far as they were seen."""
 
     def __init__(self, files: layout.Files, path: Path, base: int) -> None:
         self.base, self._files = base, files
         self.fd = files.open(path, os.O_RDONLY)
-        self.marks: list[tuple[int, int]] = [(base, HEADER.size)]
+        self.offsets: list[tuple[int, int]] = [(base, HEADER.size)]
         self.end = HEADER.size  # of the frame that was seen last
         self.last: tuple[Frame, int] | None = None  # the committed one that was read last, and where it ends
         header = segment.decode_header(files.read(self.fd, HEADER.size, 0))
@@ -83,7 +83,7 @@ class _Segment:
         except OSError:
             summary = None
         if summary is not None and summary.base == base and summary.size == os.fstat(self.fd).st_size:
-            self.marks += [entry for entry in summary.entries if entry[1] > HEADER.size]
+            self.offsets += [entry for entry in summary.entries if entry[1] > HEADER.size]
 
     @property
     def has_header(self) -> bool:
@@ -102,8 +102,8 @@ class _Segment:
 
     def _start(self, number: int) -> tuple[int, int]:
         """Where to look for a number, at a frame that holds it or stands before it, and how much to read."""
-        mark, offset = self.marks[bisect_right(self.marks, (number, 2**63)) - 1]
-        if self.last is not None and mark <= self.last[0].base <= number:
+        first, offset = self.offsets[bisect_right(self.offsets, (number, 2**63)) - 1]
+        if self.last is not None and first <= self.last[0].base <= number:
             frame, end = self.last
             size = frame.end - frame.start  # of frames that follow each other, most are alike
             return end if frame.next <= number else end - size, max(CHUNK, size)
@@ -128,8 +128,8 @@ class _Segment:
                     self.end = offset + frame.end
                     if limit is not None:
                         self.last = frame, self.end
-                if offset + pos - self.marks[-1][1] >= segment.INDEX_STEP:
-                    self.marks.append((frame.base, offset + pos))
+                if offset + pos - self.offsets[-1][1] >= segment.INDEX_STEP:
+                    self.offsets.append((frame.base, offset + pos))
                 if frame.next > start:
                     yield data, frame
                 pos, frame = frame.end, segment.frame_at(data, frame.end)
@@ -154,7 +154,7 @@ class StreamReader:
         self._bases = layout.segment_bases(directory)
         self._log = DropLog(self._files, directory) if drops is None else None
         self._drops: Drops = self._log or drops or Drops()
-        self._open: _Segment | None = None
+        self._open: _SegmentFile | None = None
         self._part: tuple[object, tuple[list[Any], list[int]]] | None = None
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class StreamReader:
 
     def lost(self) -> list[tuple[int, int]]:
         """The ranges of numbers that damage has cost."""
-        return [(drop.first, drop.last) for drop in self._drops.ranges if drop.reason in ILLEGAL]
+        return [(drop.first, drop.last) for drop in self._drops.ranges if drop.reason in LOSSES]
 
     def total_bytes(self) -> int:
         """The size of what is stored: of the segment files, without room for more."""
@@ -210,7 +210,7 @@ class StreamReader:
                 continue
         return total
 
-    def read(self, start: int, *, end: int, max_messages: int, max_bytes: int) -> list[Message]:
+    def read(self, start: int, *, end: int, max_messages: int, max_bytes: int) -> list[StreamMessage]:
         """The messages from number `start` (at the earliest the oldest) up to, not including, `end`.
 
         They come in order, with holes where messages were legally dropped. Stops after
@@ -308,7 +308,7 @@ class StreamReader:
                 )
 
     def _known_end(self, base: int) -> int:
-        return self._open.marks[-1][0] if self._open is not None and self._open.base == base else base
+        return self._open.offsets[-1][0] if self._open is not None and self._open.base == base else base
 
     def _refresh(self) -> None:
         self._bases = layout.segment_bases(self.directory)
@@ -322,8 +322,8 @@ class StreamReader:
             at = bisect_right(self._bases, number) - 1
         return self._bases[max(at, 0)] if self._bases else None
 
-    def _segment(self, base: int) -> _Segment:
+    def _segment(self, base: int) -> _SegmentFile:
         if self._open is None or self._open.base != base or not self._open.has_header:
             self.close()
-            self._open = _Segment(self._files, layout.segment_path(self.directory, base), base)
+            self._open = _SegmentFile(self._files, layout.segment_path(self.directory, base), base)
         return self._open

@@ -26,7 +26,7 @@ from bridge.streams import layout, segment
 from bridge.streams.drops import Drop, Drops
 from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
-from bridge.streams.segment import HEADER, Indexer, Summary
+from bridge.streams.segment import HEADER, Indexer, SegmentSummary
 
 _BACK = "messages that were dropped may be back"
 
@@ -42,11 +42,11 @@ class Damage(NamedTuple):
 class Examined(NamedTuple):
     """A segment as it is after the examination; `size` is where its sound frames end."""
 
-    summary: Summary
+    summary: SegmentSummary
     damage: list[Damage]
 
 
-def read_index(directory: Path, base: int, size: int) -> Summary | None:
+def read_index(directory: Path, base: int, size: int) -> SegmentSummary | None:
     """A sealed segment's summary, if its index is there, sound, and fits the segment's size."""
     path = layout.segment_path(directory, base).with_suffix(layout.INDEX)
     try:

@@ -71,7 +71,7 @@ _WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
 _SWAP = sys.byteorder == "big"
 
 
-class Message(Struct, frozen=True, gc=False):  # a named tuple costs four times as much to make
+class StreamMessage(Struct, frozen=True, gc=False):  # a named tuple costs four times as much to make
     """One stored message. `ingest_time` is Unix time in ms; `headers` are opaque to the store."""
 
     sequence_number: int
@@ -108,7 +108,7 @@ class Frame(Struct, frozen=True, gc=False):
         return self.end - self.start - FRAME.size - 4 * self.width * self.number
 
 
-class Summary(NamedTuple):
+class SegmentSummary(NamedTuple):
     """What an index says of its sealed segment. `last_age` is in ms on the age timeline, sizes are bytes."""
 
     base: int
@@ -265,13 +265,13 @@ def _covers_more_than_a_payload(data: bytes, frame: Frame, zeros: int) -> bool:
     return bounds[-1] == frame.end and any(zeros <= start < end for start, end in spans)
 
 
-def messages(data: bytes, frame: Frame) -> list[Message]:
+def messages(data: bytes, frame: Frame) -> list[StreamMessage]:
     """The messages of a sound frame."""
     if frame.number == 1 and not frame.columns:  # who appends one by one makes many of these
         start = frame.start + FRAME.size + 2 * 4
         middle = start + int.from_bytes(data[start - 8 : start - 4], "little")
-        return [Message(frame.base, frame.time, data[start:middle], data[middle : frame.end], b"")]
-    return list(map(Message, count(frame.base), repeat(frame.time), *columns(data, frame)))
+        return [StreamMessage(frame.base, frame.time, data[start:middle], data[middle : frame.end], b"")]
+    return list(map(StreamMessage, count(frame.base), repeat(frame.time), *columns(data, frame)))
 
 
 def columns(data: bytes, frame: Frame) -> tuple[list[bytes], list[bytes], Iterable[bytes]]:
@@ -347,14 +347,14 @@ def resync(data: bytes, pos: int, salt: int) -> int | None:
     return None
 
 
-def encode_index(summary: Summary) -> bytes:
+def encode_index(summary: SegmentSummary) -> bytes:
     """The whole content of an index file."""
     entries = b"".join(ENTRY.pack(*entry) for entry in summary.entries)
     head = INDEX.pack(INDEX_MAGIC, *summary[:5], len(summary.entries), 0)[:-4]
     return head + crc32(entries, crc32(head)).to_bytes(4, "little") + entries
 
 
-def decode_index(data: bytes) -> Summary | None:
+def decode_index(data: bytes) -> SegmentSummary | None:
     """Read an index file; None if it is damaged."""
     if len(data) < INDEX.size:
         return None
@@ -366,7 +366,7 @@ def decode_index(data: bytes) -> Summary | None:
         or crc32(entries, crc32(data[: INDEX.size - 4])) != crc
     ):
         return None
-    return Summary(base, after, size, last, total, list(ENTRY.iter_unpack(entries)))
+    return SegmentSummary(base, after, size, last, total, list(ENTRY.iter_unpack(entries)))
 
 
 class Indexer:
@@ -388,6 +388,6 @@ class Indexer:
             self.last_age = frame.age
         self.data_bytes += frame.data_bytes
 
-    def summary(self, size: int) -> Summary:
+    def summary(self, size: int) -> SegmentSummary:
         """The summary of the segment, now `size` bytes long."""
-        return Summary(self.base, self.next, size, self.last_age, self.data_bytes, self.entries)
+        return SegmentSummary(self.base, self.next, size, self.last_age, self.data_bytes, self.entries)

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from bridge.streams.segment import HEADER
 from bridge.streams.view import View
 
 SEALED_FROM = 8 * 1024  # bytes; smaller segments would take more blocks than they hold
 
-Obsolete = tuple[int, Reason]
+Removal = tuple[int, DropReason]
 
 
-def make_room(view: View, needed: int) -> Iterator[Obsolete]:
+def make_room(view: View, needed: int) -> Iterator[Removal]:
     """For a group of `needed` bytes, as many of the oldest segments as it takes."""
     if view.settings.free_exported:
         yield from exported(view, needed)
     while _is_over(view, needed):
-        if not (yield from _first(view, Reason.OVERWRITTEN)):
+        if not (yield from _first(view, DropReason.OVERWRITTEN)):
             return
 
 
-def exported(view: View, needed: int) -> Iterator[Obsolete]:
+def exported(view: View, needed: int) -> Iterator[Removal]:
     """Segments that all exports have passed, until `needed` bytes fit."""
     while _is_over(view, needed) and _is_first_exported(view):
-        if not (yield from _first(view, Reason.EXPORTED)):
+        if not (yield from _first(view, DropReason.EXPORTED)):
             return
 
 
-def relieve(view: View, needed: int, *, exported_only: bool = False) -> Iterator[Obsolete]:
+def free_space(view: View, needed: int, *, exported_only: bool = False) -> Iterator[Removal]:
     """On a full disk the oldest segments that may go, until they come to `needed` bytes.
 
     Whatever `max_size` says: segments that all exports have passed where the stream's retention allows it,
@@ -42,16 +42,16 @@ def relieve(view: View, needed: int, *, exported_only: bool = False) -> Iterator
     goal = view.segments.total_bytes - needed
     while view.segments.total_bytes > goal:
         if view.settings.free_exported and _is_first_exported(view):
-            reason = Reason.EXPORTED
+            reason = DropReason.EXPORTED
         elif view.settings.overwrite and not exported_only:
-            reason = Reason.OVERWRITTEN
+            reason = DropReason.OVERWRITTEN
         else:
             return
         if not (yield from _first(view, reason)):
             return
 
 
-def expired(view: View, now: int) -> Iterator[Obsolete]:
+def expired(view: View, now: int) -> Iterator[Removal]:
     """Segments all of whose messages are older than the time to live.
 
     `now` is in ms on the age timeline.
@@ -60,7 +60,7 @@ def expired(view: View, now: int) -> Iterator[Obsolete]:
     while ttl is not None and segments.next > segments.first:
         if view.summary(segments.first).last_age + ttl > now:
             return
-        if not (yield from _first(view, Reason.EXPIRED)):
+        if not (yield from _first(view, DropReason.EXPIRED)):
             return
 
 
@@ -83,7 +83,7 @@ def _is_first_exported(view: View) -> bool:
     return view.exported_upto is not None and segments.following(segments.first) <= view.exported_upto
 
 
-def _first(view: View, reason: Reason) -> Generator[Obsolete, None, bool]:
+def _first(view: View, reason: DropReason) -> Generator[Removal, None, bool]:
     """The oldest segment; False if it must stay: the active one, if it holds nothing or is being written."""
     segments = view.segments
     first = segments.first

@@ -21,7 +21,7 @@ SMALL = 8 * 1024  # a larger group would write more room than it saves journal
 
 
 @dataclass(slots=True, eq=False)
-class Segment:
+class OpenSegment:
     """A segment that is open, or, with `fd` below 0, still to be made.
 
     It holds committed frames up to `size`, up to `synced` they are on the disk, and up to `room`
@@ -42,8 +42,8 @@ class Staged:
 
     group: Group
     first: int
-    writes: list[tuple[Segment, list[bytes], bytes, Frame]]  # buffers, and room to go behind them
-    opened: list[Segment]
+    writes: list[tuple[OpenSegment, list[bytes], bytes, Frame]]  # buffers, and room to go behind them
+    opened: list[OpenSegment]
     next: int
     took: float = 0.0  # seconds of its sync
 
@@ -60,12 +60,19 @@ class Stager:
         self._directory, self._salt = directory, salt
         self._pattern = segment.filling(salt)
 
-    def new(self, base: int) -> Segment:
+    def new(self, base: int) -> OpenSegment:
         """A segment that is still to be made."""
-        return Segment(layout.segment_path(self._directory, base), -1, Indexer(base))
+        return OpenSegment(layout.segment_path(self._directory, base), -1, Indexer(base))
 
     def stage(
-        self, group: Group, base: int, active: Segment, at: tuple[int, int], segment_size: int, *, sync: bool
+        self,
+        group: Group,
+        base: int,
+        active: OpenSegment,
+        at: tuple[int, int],
+        segment_size: int,
+        *,
+        sync: bool,
     ) -> Staged:
         """Encode a group at the numbers from `base` on, behind what the active segment holds.
 
@@ -94,7 +101,7 @@ class Stager:
     def _add(
         self,
         staged: Staged,
-        target: Segment,
+        target: OpenSegment,
         offset: int,
         group: Group,
         at: tuple[int, int],

@@ -35,7 +35,7 @@ from bridge.errors import DataDirectoryBusy, StreamError
 from bridge.streams import drops, layout, meta
 from bridge.streams.committer import Committer
 from bridge.streams.layout import Files
-from bridge.streams.meta import Meta, Settings
+from bridge.streams.meta import Meta, StorageSettings
 from bridge.streams.stream import Stream
 
 LOCK = "lock"
@@ -71,7 +71,7 @@ class Unopened(NamedTuple):
     definition: bytes | None
 
 
-class Store:
+class StreamStore:
     """The streams of a data directory by name. `on_event` is told (stream, what happened)."""
 
     def __init__(
@@ -145,7 +145,7 @@ class Store:
             link.symlink_to(memory_dir)
         return memory_dir
 
-    def _data_of(self, directory: Path, settings: Settings) -> Path:
+    def _data_of(self, directory: Path, settings: StorageSettings) -> Path:
         return self._memory / directory.name if settings.memory else directory
 
     def _open(self, directory: Path) -> None:
@@ -193,9 +193,9 @@ class Store:
             data,
             known,
             schedule=self.committer.schedule,
-            weigh=self.committer.weigh,
+            update_pressure=self.committer.update_pressure,
             delete=self.committer.delete,
-            relieve=self.committer.relieve,
+            free_space=self.committer.free_space,
             on_event=self._on_event,
             clock=self.clock,
             floor=floor,
@@ -208,7 +208,7 @@ class Store:
         return fresh
 
     # -- streams ---------------------------------------------------------------------------------
-    def create(self, name: str, settings: Settings, definition: bytes) -> Stream:
+    def create(self, name: str, settings: StorageSettings, definition: bytes) -> Stream:
         """Make a new stream, durably; raises OSError. The name must be free."""
         directory = self._root / layout.directory_name(name)
         fresh = self._root / f".new-{directory.name}"
@@ -242,7 +242,7 @@ class Store:
         stream = self.streams[name]
         gone = self._root / f".deleted-{stream.home.name}"
         shutil.rmtree(gone, ignore_errors=True)
-        stream.leave(gone)
+        stream.abandon(gone)
         try:
             self._files.sync_directory(self._root)
         except OSError as error:  # gone from here on; a power cut now might bring it back
@@ -250,7 +250,7 @@ class Store:
         del self.streams[name]
         self._epoch = max(self._epoch, stream.epoch)  # the clock may have been set back since it was made
         stream.close()
-        self.committer.weigh(stream)
+        self.committer.update_pressure(stream)
         if stream.directory != stream.home:
             shutil.rmtree(stream.directory, ignore_errors=True)
         shutil.rmtree(gone, ignore_errors=True)
@@ -295,8 +295,8 @@ class Store:
 @contextlib.asynccontextmanager
 async def open_stopped(
     data_dir: Path, *, on_event: Event, floor: Callable[[str, int], int] = lambda name, epoch: 0
-) -> AsyncIterator[Store]:
-    """The streams of a service that is stopped, for a command; raises as `Store`.
+) -> AsyncIterator[StreamStore]:
+    """The streams of a service that is stopped, for a command; raises as `StreamStore`.
 
     Memory streams are where the service had them, if that is still there: systemd removes its part of /run
     at a stop. Otherwise they are in a directory that goes away again, and the link stays as it is.
@@ -305,7 +305,7 @@ async def open_stopped(
     with tempfile.TemporaryDirectory(prefix="streambridge-") as passing:
         there = link.readlink() if link.is_symlink() else link
         memory = there if os.path.isdir(link) else Path(passing)  # noqa: PTH112 - Path's raises where it may not look
-        store = Store(data_dir, memory, on_event=on_event, floor=floor, link=False)
+        store = StreamStore(data_dir, memory, on_event=on_event, floor=floor, link=False)
         try:
             yield store
         finally:

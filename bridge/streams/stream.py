@@ -23,20 +23,20 @@ from bridge.errors import CorruptData, MessageTooLarge, StorageFailed, StreamErr
 from bridge.streams import meta as metadata
 from bridge.streams import recovery, segment_limits
 from bridge.streams.dedup import Window
-from bridge.streams.drops import DropLog, Reason
+from bridge.streams.drops import DropLog, DropReason
 from bridge.streams.layout import FULL, Files
 from bridge.streams.log import SegmentLog
-from bridge.streams.message_limits import MessageLimits, Ranges
-from bridge.streams.meta import Meta, Settings
+from bridge.streams.message_limits import MessageLimitPolicy, Ranges
+from bridge.streams.meta import Meta, StorageSettings
 from bridge.streams.queue import CommitQueue, Group, Waiter
 from bridge.streams.reader import StreamReader
 from bridge.streams.recovery import Damage
-from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD, Frame, Summary
-from bridge.streams.segment_limits import Obsolete
-from bridge.streams.staging import Segment, Staged
+from bridge.streams.segment import FRAME, HEADER, RECORD_OVERHEAD, Frame, SegmentSummary
+from bridge.streams.segment_limits import Removal
+from bridge.streams.staging import OpenSegment, Staged
 from bridge.streams.view import Segments
 
-WEIGH_EVERY = 256 * 1024  # bytes that the pending group grows by between two looks at back-pressure
+PRESSURE_STEP = 256 * 1024  # bytes that the pending group grows by between two looks at back-pressure
 FULL_FOR = 60.0  # seconds after a rejected message in which a stream counts as full, if none is stored
 DISK_ROOM = 16 * 1024  # bytes that are freed on a full disk beside what a group needs: blocks, records
 FRAMING = 2 * (FRAME.size + HEADER.size)  # room that a group may need beside its messages
@@ -53,9 +53,9 @@ class Stream:
         meta: Meta,
         *,
         schedule: Callable[[Stream], None],
-        weigh: Callable[[Stream], None],
+        update_pressure: Callable[[Stream], None],
         delete: Callable[[Stream], None],
-        relieve: Callable[[Stream, int], bool],
+        free_space: Callable[[Stream, int], bool],
         on_event: Callable[[str, str], None],
         clock: Clock,
         floor: int = 0,
@@ -78,19 +78,19 @@ class Stream:
         self.obsolete = self.log.obsolete
         clock.observe(self.log.active.index.last_age)
         self._on_event = on_event
-        self.limits: MessageLimits | None = None
+        self.limits: MessageLimitPolicy | None = None
         self._report(damage + self.log.damage)
         memory = meta.settings.memory
         if floor > self.log.next:
-            self._gone([(self.log.next, floor - 1)], Reason.MEMORY if memory else Reason.SKIPPED)
+            self._record([(self.log.next, floor - 1)], DropReason.MEMORY if memory else DropReason.SKIPPED)
             self.log.replace_active(floor)
-        self._gone([(0, self.log.first - 1)], Reason.MEMORY if memory else Reason.UNKNOWN)
+        self._record([(0, self.log.first - 1)], DropReason.MEMORY if memory else DropReason.UNKNOWN)
         self._damaged = set[int]()  # segments with damage that could not be set aside yet
         self.error: StreamError | None = None
         self._rejected = "", 0.0, 0  # why there was no room for a message, when, and its provisional number
         self.on_commit: list[Callable[[], None]] = []
         self.closed = self._maintain_late = self._continuing = False
-        self._weigh, self._delete, self._relieve = weigh, delete, relieve
+        self._update_pressure, self._delete, self._free_space = update_pressure, delete, free_space
         self.queue = CommitQueue(self.log.next, partial(schedule, self))
         self._drop_obsolete()
         self.window: Window | None = None
@@ -110,7 +110,7 @@ class Stream:
         return self.meta.epoch
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> StorageSettings:
         """How it is stored."""
         return self.meta.settings
 
@@ -161,7 +161,7 @@ class Stream:
                         return
                 except CorruptData as error:
                     self.count("corrupt_reads")
-                    if error.segment in repaired or not self.heal(error.segment):
+                    if error.segment in repaired or not self.repair(error.segment):
                         position = max(position + 1, self.log.following(error.segment))
                     repaired.add(error.segment)
 
@@ -169,7 +169,7 @@ class Stream:
         """A new reader of the stream's files; the caller closes it."""
         return StreamReader(self.directory, self.files, self.drops)
 
-    def configure(self, settings: Settings, definition: bytes) -> None:
+    def configure(self, settings: StorageSettings, definition: bytes) -> None:
         """Change the settings; limits take effect at once. Raises OSError: nothing changed, or it says so."""
         fresh = msgspec.structs.replace(
             self.meta, settings=settings, definition=definition, generation=self.meta.generation + 1
@@ -180,7 +180,7 @@ class Stream:
                 metadata.save(self.files, self.home, fresh, self.meta)
                 break
             except OSError as error:
-                if error.errno not in FULL or not self._relieve(self, DISK_ROOM):
+                if error.errno not in FULL or not self._free_space(self, DISK_ROOM):
                     raise
         self.meta, self.window = fresh, window
         self._apply()
@@ -190,7 +190,7 @@ class Stream:
             self.window.configure(self.settings.dedup_window)
         if self.limits is not None:
             self.limits.close()
-        self.limits = MessageLimits(self) if self.settings.limits != metadata.ExactLimits() else None
+        self.limits = MessageLimitPolicy(self) if self.settings.limits != metadata.MessageLimits() else None
         self._set_room()
         with contextlib.suppress(OSError):  # tried again with every commit and every second
             self.maintain(self.clock.now())
@@ -210,9 +210,9 @@ class Stream:
         """Wait until no group is in flight."""
         await self.queue.idle()
 
-    def leave(self, name: Path) -> None:
+    def abandon(self, name: Path) -> None:
         """The stream is deleted: its directory is renamed, and no thread makes a file in it any more."""
-        self.log.directory.leave(self.home, name)
+        self.log.directory.abandon(self.home, name)
 
     def close(self) -> None:
         """Close the files, as soon as no thread uses them. What is pending fails."""
@@ -280,7 +280,7 @@ class Stream:
             self._room = settings.max_size - FRAMING
         else:
             self._room = settings.max_size - self.log.total_bytes - self.queue.flight_size - FRAMING
-        self._room = min(self._room, self.queue.group.size + WEIGH_EVERY)
+        self._room = min(self._room, self.queue.group.size + PRESSURE_STEP)
 
     def _admit(self, topic: bytes, data: int, size: int) -> None:
         self._check(topic, data, size)
@@ -291,7 +291,7 @@ class Stream:
         """Raise what `append` does, and take note of it."""
         if self.closed:
             raise StorageFailed(f"stream {self.name!r} was deleted or the service stops; nothing was stored")
-        self._weigh(self)
+        self._update_pressure(self)
         self._set_room()
         try:
             self._check_size(data, size)
@@ -326,7 +326,7 @@ class Stream:
                 "are in use and it rejects new data; raise maxSize, set a limit, or let it overwrite"
             )
 
-    def _refresh(self, limits: MessageLimits) -> None:
+    def _refresh(self, limits: MessageLimitPolicy) -> None:
         try:
             self._drop_ranges(limits.refresh())
         except OSError as error:
@@ -356,7 +356,7 @@ class Stream:
                 staged = self._stage(group)
                 break
             except OSError as error:
-                if error.errno not in FULL or not self._relieve(self, group.size + DISK_ROOM):
+                if error.errno not in FULL or not self._free_space(self, group.size + DISK_ROOM):
                     self.fail(error)
                     return None
         self.queue.busy = True
@@ -375,14 +375,14 @@ class Stream:
             self.log.replace_active()
         return self._stage(staged.group)
 
-    def made_room(self, staged: Staged, error: OSError) -> bool:
+    def freed_space(self, staged: Staged, error: OSError) -> bool:
         """After a write of a staged group failed: whether the disk was full, and something could be freed."""
         if error.errno not in FULL:
             return False
         self.log.abort(staged)
         self.queue.busy = False  # of the group nothing is in the active segment, so that may go too
         try:
-            return self._relieve(self, staged.group.size + DISK_ROOM)
+            return self._free_space(self, staged.group.size + DISK_ROOM)
         finally:
             self.queue.busy = True
 
@@ -402,7 +402,7 @@ class Stream:
             return
         self.log.commit(staged, synced=self.settings.flush)
         self.error = None
-        waiters = self.queue.landed()
+        waiters = self.queue.committed()
         if self.limits is not None:
             now = self.clock.now()
             going = self.limits.committed(staged.group, staged.first, staged.data_bytes, now)
@@ -411,7 +411,7 @@ class Stream:
             except OSError as trouble:  # the messages are stored: that is what the waiters ask for
                 self._on_event(self.name, f"cannot apply its limits now: {trouble}")
         self._set_room()
-        self.queue.go_on()
+        self.queue.reschedule()
         for waiter in waiters:
             waiter(None)
         for notify in self.on_commit:
@@ -456,15 +456,15 @@ class Stream:
         """A worker thread has done its work."""
         self.log.directory.unpin()
 
-    def unsynced(self) -> list[tuple[Segment, int]]:
+    def unsynced(self) -> list[tuple[OpenSegment, int]]:
         """The segments with committed bytes that are not known to be on the disk, with their sizes."""
         return self.log.unsynced()
 
-    def sync(self, work: list[tuple[Segment, int]]) -> None:
+    def sync(self, work: list[tuple[OpenSegment, int]]) -> None:
         """Wait until these are on the disk; raises OSError. For any thread."""
         self.log.sync(work)
 
-    def synced(self, work: list[tuple[Segment, int]]) -> None:
+    def synced(self, work: list[tuple[OpenSegment, int]]) -> None:
         """Take note that they are."""
         self.log.synced(work)
 
@@ -484,24 +484,24 @@ class Stream:
         """What `rewrite_unsynced` returned, None if it failed."""
         self.log.frozen = False
         self.unpin()
-        self.queue.rest()
+        self.queue.release()
         if lost is not None and not self.closed:
             self.log.synced([])
-            self.drop(lost, Reason.DAMAGED)  # also with none: what was dropped meanwhile is let go of
+            self.drop(lost, DropReason.DAMAGED)  # also with none: what was dropped meanwhile is let go of
 
     # -- dropping --------------------------------------------------------------------------------
-    def drop(self, ranges: Ranges, reason: Reason) -> int:
+    def drop(self, ranges: Ranges, reason: DropReason) -> int:
         """Drop the messages of these ranges (both ends included); returns how many there were.
 
         Segments at the front that hold no live message any more are deleted.
         """
-        if self.limits is not None and reason is not Reason.LIMITS:
+        if self.limits is not None and reason is not DropReason.LIMITS:
             self.limits.dropping(ranges)
-        number = self._gone(ranges, reason)
+        number = self._record(ranges, reason)
         self._drop_obsolete()
         return number
 
-    def _gone(self, ranges: Ranges, reason: Reason) -> int:
+    def _record(self, ranges: Ranges, reason: DropReason) -> int:
         number = sum(
             drop.last - drop.first + 1 for drop in self.drops.record(ranges, self.clock.wall(), reason)
         )
@@ -509,11 +509,11 @@ class Stream:
             self.count(reason.name.lower(), number)
         return number
 
-    def drop_upto(self, number: int, reason: Reason) -> int:
+    def drop_upto(self, number: int, reason: DropReason) -> int:
         """Drop all messages below `number`; as `drop`."""
         return self.drop([(self.oldest, min(number, self.log.next) - 1)], reason)
 
-    def _drop_segments(self, going: Iterable[Obsolete]) -> None:
+    def _drop_segments(self, going: Iterable[Removal]) -> None:
         """Do what a policy asks for; raises OSError."""
         for upto, reason in going:
             if upto > self.log.active.index.base:
@@ -522,9 +522,9 @@ class Stream:
 
     def _drop_ranges(self, going: Iterable[Ranges]) -> None:
         for ranges in going:
-            self.drop(ranges, Reason.LIMITS)
+            self.drop(ranges, DropReason.LIMITS)
 
-    def _enforce(self, limits: MessageLimits, going: Iterable[Ranges], now: int) -> None:
+    def _enforce(self, limits: MessageLimitPolicy, going: Iterable[Ranges], now: int) -> None:
         self._drop_ranges(going)
         if limits.unfinished and not self._continuing:
             self._continuing = True
@@ -555,10 +555,10 @@ class Stream:
         self.drops.compact_file(self.oldest)
         self._delete(self)
 
-    def relieve(self, needed: int, *, exported_only: bool) -> bool:
+    def free_space(self, needed: int, *, exported_only: bool) -> bool:
         """On a full disk, drop what may go for `needed` bytes; whether anything may. Raises OSError."""
-        self._drop_segments(segment_limits.relieve(self, needed, exported_only=exported_only))
-        return bool(self.obsolete.waiting)
+        self._drop_segments(segment_limits.free_space(self, needed, exported_only=exported_only))
+        return bool(self.obsolete.pending)
 
     def seal(self) -> None:
         """On a full disk where nothing may go, see to it that something can later; raises OSError."""
@@ -566,7 +566,7 @@ class Stream:
             self.log.leave_active()
 
     # -- damage ----------------------------------------------------------------------------------
-    def heal(self, base: int) -> bool:
+    def repair(self, base: int) -> bool:
         """Check a segment and set what is damaged aside; False: `maintain` will. Raises OSError."""
         if self.busy or base not in self.log.sizes or self.log.is_syncing(base):
             self._damaged.add(base)
@@ -577,11 +577,11 @@ class Stream:
         return True
 
     def damaged(self, base: int) -> bool:
-        """A reader has met damage in a segment; as `heal`."""
+        """A reader has met damage in a segment; as `repair`."""
         self.count("corrupt_reads")
-        return self.heal(base)
+        return self.repair(base)
 
-    def summary(self, base: int) -> Summary:
+    def summary(self, base: int) -> SegmentSummary:
         """What a segment holds; damage that is found on the way is set aside. Raises OSError."""
         known = len(self.log.damage)
         found = self.log.summary(base)
@@ -590,7 +590,7 @@ class Stream:
 
     def _report(self, found: list[Damage]) -> None:
         for damage in found:
-            self._gone(damage.lost, Reason.DAMAGED)
+            self._record(damage.lost, DropReason.DAMAGED)
             lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
             self._on_event(self.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
             if self.limits is not None:
@@ -608,7 +608,7 @@ class Stream:
         if self.busy:
             return
         for base in sorted(self._damaged & self.log.sizes.keys()):
-            self.heal(base)
+            self.repair(base)
         self._drop_segments(segment_limits.expired(self, now))
         if self.settings.overwrite:
             self._drop_segments(segment_limits.make_room(self, FRAMING))

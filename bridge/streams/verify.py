@@ -22,9 +22,9 @@ from urllib.parse import unquote
 from msgspec import Struct
 
 from bridge.streams import layout, meta, recovery, segment
-from bridge.streams.drops import ILLEGAL, NAME, DropLog
+from bridge.streams.drops import LOSSES, NAME, DropLog
 from bridge.streams.layout import Files
-from bridge.streams.meta import Meta, Settings
+from bridge.streams.meta import Meta, StorageSettings
 from bridge.streams.reader import stream_directories
 from bridge.streams.store import MEMORY, open_stopped
 
@@ -99,7 +99,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
     found.messages = sum(last - first + 1 for first, last in live)
     for problem in found.problems:
         found.messages -= sum(last - first + 1 for first, last in problem.lost)
-    found.lost = [(drop.first, drop.last) for drop in drops.ranges if drop.reason in ILLEGAL]
+    found.lost = [(drop.first, drop.last) for drop in drops.ranges if drop.reason in LOSSES]
     return found
 
 
@@ -202,7 +202,7 @@ async def _repair(data_dir: Path, note: Callable[[str, str], None], progress: Pr
         for stream in store.streams.values():
             bases = list(stream.segments.sizes)[:-1]  # opening it has seen to the last one
             for done, base in enumerate(bases, 1):
-                stream.heal(base)
+                stream.repair(base)
                 progress(stream.name, done, len(bases))
 
 
@@ -219,5 +219,5 @@ def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> 
             _, epoch, salt = header
             break
     name = re.sub(r"[^\w ,.\-]", "-", unquote(directory.name))  # what is no name's directory gets a legal one
-    meta.save(Files(), directory, Meta(name, epoch, salt, Settings(), definition(name)))
+    meta.save(Files(), directory, Meta(name, epoch, salt, StorageSettings(), definition(name)))
     return Problem(str(directory), "the definition was lost; written again with default settings")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from bridge.streams.meta import Settings
+from bridge.streams.meta import StorageSettings
 from bridge.streams.reader import StreamReader
-from bridge.streams.segment import Frame, Summary
+from bridge.streams.segment import Frame, SegmentSummary
 
 
 class Segments(Protocol):
@@ -57,7 +57,7 @@ class View(Protocol):
         """The stream's name."""
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> StorageSettings:
         """How it is stored."""
 
     @property
@@ -83,7 +83,7 @@ class View(Protocol):
     def live_messages(self) -> int:
         """How many messages can be read."""
 
-    def summary(self, base: int) -> Summary:
+    def summary(self, base: int) -> SegmentSummary:
         """What a segment holds; raises OSError."""
 
     def reader(self) -> StreamReader:

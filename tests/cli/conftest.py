@@ -14,7 +14,7 @@ import pytest
 
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.operations.manager import settings_of
-from bridge.streams.store import Store
+from bridge.streams.store import StreamStore
 from tests.fakes.clock import Machine
 
 COMMAND = [sys.executable, "-m", "bridge"]
@@ -68,7 +68,7 @@ def fill(tmp_path: Path) -> Fill:
 
         async def work() -> None:
             machine = Machine(NOON / 1000)
-            store = Store(data_dir, tmp_path / "memory", on_event=lambda *_: None, system=machine)
+            store = StreamStore(data_dir, tmp_path / "memory", on_event=lambda *_: None, system=machine)
             stream = store.streams.get(name) or store.create(
                 name, settings_of(definition), msgspec.json.encode(definition)
             )

@@ -19,7 +19,7 @@ from bridge.access.users import hash_password
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.greengrass.wire import Op
 from bridge.streams.reader import list_streams
-from bridge.streams.store import Store
+from bridge.streams.store import StreamStore
 from tests.cli.conftest import Fill, streambridge
 from tests.cli.test_run import Service
 from tests.greengrass.harness import CONNECT, frame
@@ -177,7 +177,7 @@ def test_a_directory_that_another_process_has_open_is_left_alone(fill: Fill, tmp
     data = fill([])
 
     async def beside_another() -> subprocess.CompletedProcess[str]:
-        store = Store(data, tmp_path / "memory", on_event=lambda *_: None)
+        store = StreamStore(data, tmp_path / "memory", on_event=lambda *_: None)
         try:
             return streambridge("streams", "append", "sensors", "x", "--data-dir", data)
         finally:

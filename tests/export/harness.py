@@ -26,7 +26,7 @@ from bridge.operations.manager import StreamManager
 from bridge.plugin import discovery
 from bridge.plugin.allow import Allow
 from bridge.plugin.aws import AwsSettings
-from bridge.streams.store import Store
+from bridge.streams.store import StreamStore
 
 FAST = Tuning(beat=0.1, silence=20.0, first_backoff=0.4, max_backoff=3.0, drain=2.0)
 
@@ -34,7 +34,9 @@ FAST = Tuning(beat=0.1, silence=20.0, first_backoff=0.4, max_backoff=3.0, drain=
 class Gateway:
     """One running gateway of a test."""
 
-    def __init__(self, root: Path, store: Store, exports: ExportSupervisor, manager: StreamManager) -> None:
+    def __init__(
+        self, root: Path, store: StreamStore, exports: ExportSupervisor, manager: StreamManager
+    ) -> None:
         self.root, self.store, self.exports, self.manager = root, store, exports, manager
         self.refused: set[str] = set()  # streams whose appends by exporters are refused
 
@@ -56,7 +58,7 @@ class Gateway:
         """Set damage aside, as the service does when an export has met it."""
         stream = self.store.streams[name]
         for base in list(stream.segments.sizes):
-            stream.heal(base)
+            stream.repair(base)
 
     def flip(self, name: str, payload: bytes) -> None:
         """Flip a bit of a stored message."""
@@ -99,7 +101,7 @@ async def running(root: Path, *, tuning: Tuning = FAST, **settings: Any) -> Asyn
     drop_in.mkdir(exist_ok=True, mode=0o755)
     gateway: Gateway
     export = ExportSettings(plugin_dirs=[str(drop_in)], **settings)
-    store = Store(
+    store = StreamStore(
         data_dir,
         root / "memory",
         on_event=lambda stream, what: None,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bridge.errors import InvalidRequest, StorageFailed, StreamFull
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 
 from .harness import Gateway, numbers, running, until
 
@@ -68,7 +68,7 @@ def test_a_file_system_that_others_fill_takes_messages_again_once_all_is_exporte
         await gateway.exported("a", len(stored) + 999)
         stream = gateway.store.streams["a"]
         assert stream.oldest > 0
-        assert {drop.reason for drop in stream.drops.ranges} == {Reason.EXPORTED}
+        assert {drop.reason for drop in stream.drops.ranges} == {DropReason.EXPORTED}
         assert numbers(recorder / "out") == list(range(len(stored) + 1000)), "nothing went unexported"
 
     async def scenario() -> None:

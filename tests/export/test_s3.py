@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from bridge import objectkeys
 from bridge.export.wire import Tuning
 from bridge.model import MIB
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from tests.export.harness import Bucket, running, until
 from tests.fakes.door import Door
 
@@ -139,7 +139,7 @@ def test_dropped_messages_split_objects_and_are_named_in_the_head(tmp_path: Path
             gateway.create("plant", {"s3": [config]})
             await gateway.append("plant", *(b"%d" % n for n in range(10)))
             stream = gateway.store.streams["plant"]
-            stream.drop([(0, 1), (4, 5)], Reason.PURGED)
+            stream.drop([(0, 1), (4, 5)], DropReason.PURGED)
             gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
             await gateway.exported("plant", 9)
@@ -215,7 +215,7 @@ def test_what_is_before_the_start_of_an_export_is_not_taken_for_lost(tmp_path: P
             config = bucket.config(startSequenceNumber=7, disabled=True)
             gateway.create("plant", {"s3": [config]})
             await gateway.append("plant", *(b"%d" % n for n in range(10)))
-            gateway.store.streams["plant"].drop([(8, 8)], Reason.PURGED)
+            gateway.store.streams["plant"].drop([(8, 8)], DropReason.PURGED)
             gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
             await until(lambda: bucket.head_exported() == [9])

@@ -24,7 +24,7 @@ from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
 from bridge.plugin import discovery
 from bridge.plugin.allow import SDK_KINDS, Allow
-from bridge.streams.store import Store
+from bridge.streams.store import StreamStore
 
 DEADLINE = 20.0
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Server:
         self.access = access or MqttConfig()
         self.data_dir, self._root = root / "data", root
         self.config = Greengrass(listen=f"127.0.0.1:{port}", token_file=token_file)
-        self.store: Store
+        self.store: StreamStore
         self.manager: StreamManager
         self.front: Any
         self.exports = Exports()
@@ -104,7 +104,7 @@ class Server:
         self._loop.close()
 
     async def _start(self) -> None:
-        self.store = Store(self.data_dir, self._root / "memory", on_event=lambda stream, what: None)
+        self.store = StreamStore(self.data_dir, self._root / "memory", on_event=lambda stream, what: None)
         self.manager = StreamManager(self.store, discovery.load([]), self.exports)
         self.operations = Operations(self.manager, self.allow)
         self.front = self.door()

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from bridge.errors import ConfigError
-from bridge.net.httpserver import Answer, Limits, Refused, Request, Server
+from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
 from tests.mqtt.harness import run_async
 
 MANY = 4 * 1024 * 1024
-POSTS = Limits(methods=("POST",), body=MANY)
+POSTS = HttpLimits(methods=("POST",), body=MANY)
 HEAD = b"POST /echo HTTP/1.1\r\nHost: localhost\r\n"
 ANSWERED: list[str] = []  # queries
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -34,26 +34,26 @@ def on_the_services_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Call
     return run
 
 
-async def echo(request: Request) -> Answer:
+async def echo(request: HttpRequest) -> HttpResponse:
     body = await request.body()
-    return Answer(HTTPStatus.OK, "application/json", b"%d %b" % (len(body), body[:100]))
+    return HttpResponse(HTTPStatus.OK, "application/json", b"%d %b" % (len(body), body[:100]))
 
 
-async def large(request: Request) -> Answer:
+async def large(request: HttpRequest) -> HttpResponse:
     ANSWERED.append(request.query)
-    return Answer(HTTPStatus.OK, "text/plain", bytes(MANY // 4))
+    return HttpResponse(HTTPStatus.OK, "text/plain", bytes(MANY // 4))
 
 
-async def locked(request: Request) -> Answer:
+async def locked(request: HttpRequest) -> HttpResponse:
     if request.headers.get("x-key") != "right":
-        raise Refused(HTTPStatus.UNAUTHORIZED)
+        raise HttpError(HTTPStatus.UNAUTHORIZED)
     return await echo(request)
 
 
 @asynccontextmanager
-async def serving(limits: Limits = POSTS) -> AsyncIterator[int]:
+async def serving(limits: HttpLimits = POSTS) -> AsyncIterator[int]:
     """A listener for bodies; its port."""
-    server = Server(
+    server = HttpServer(
         "x.listen",
         "127.0.0.1:0",
         {"/echo": echo, "/large": large, "/locked": locked},
@@ -175,17 +175,17 @@ async def test_other_methods_than_the_listeners_are_refused() -> None:
 @pytest.mark.parametrize(
     ("limits", "sent", "said"),
     [
-        (Limits(head_timeout=0.1), b"GET / HT", b""),
-        (Limits(idle_timeout=0.1), b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 404 "),
+        (HttpLimits(head_timeout=0.1), b"GET / HT", b""),
+        (HttpLimits(idle_timeout=0.1), b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 404 "),
         (
-            Limits(("POST",), body=9, body_timeout=0.1),
+            HttpLimits(("POST",), body=9, body_timeout=0.1),
             HEAD + b"Content-Length: 3\r\n\r\nab",
             b"HTTP/1.1 408 ",
         ),
     ],
 )
 @on_the_services_loop
-async def test_who_goes_no_further_is_let_go(limits: Limits, sent: bytes, said: bytes) -> None:
+async def test_who_goes_no_further_is_let_go(limits: HttpLimits, sent: bytes, said: bytes) -> None:
     async with serving(limits) as port, client(port) as (reader, writer):
         writer.write(sent)
         assert (await asyncio.wait_for(reader.read(), 20)).startswith(said)
@@ -237,7 +237,7 @@ async def test_an_offer_to_speak_another_protocol_is_ignored() -> None:
 async def test_an_address_that_is_taken_is_named_with_its_option_and_a_remedy() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        server = Server("firehose.listen", f"127.0.0.1:{port}", {}, ConnectionLimits(9, 9))
+        server = HttpServer("firehose.listen", f"127.0.0.1:{port}", {}, ConnectionLimits(9, 9))
         with pytest.raises(ConfigError) as caught:
             await server.start()
     said = str(caught.value)

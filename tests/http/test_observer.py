@@ -14,7 +14,7 @@ from bridge.http.observer import Observer
 from bridge.model import MessageStreamDefinition, StrategyOnFull
 from bridge.operations.manager import StreamManager
 from bridge.plugin.discovery import Registry
-from bridge.streams.store import Store
+from bridge.streams.store import StreamStore
 from tests.fakes.clock import NOON_2026, Machine
 from tests.mqtt.harness import NoExports, NoWorker
 
@@ -29,7 +29,7 @@ def test_a_disk_that_hangs_is_reported_in_time_and_only_asked_once(
         released.wait(30)
 
     async def look() -> None:
-        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
+        store = StreamStore(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
         manager = StreamManager(store, Registry(), NoExports())
         watching = Observer("plant-7", tmp_path / "data", manager, NoWorker(), {})
         monkeypatch.setattr(observer, "PROBE_TIMEOUT", 0.05)
@@ -60,7 +60,7 @@ class Door:
 
 def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path: Path) -> None:
     async def look() -> None:
-        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
+        store = StreamStore(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
         manager = StreamManager(store, Registry(), NoExports())
         manager.create(MessageStreamDefinition(name="s", strategy_on_full=StrategyOnFull.RejectNewData))
         for what in ("overwritten", "full", "too_large", "failed", "delete_failed", "corrupt_reads"):
@@ -86,7 +86,7 @@ def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path
 def test_a_wall_clock_that_ntp_sets_is_shown(tmp_path: Path) -> None:
     async def look() -> None:
         machine = Machine(40, synchronised=False)
-        store = Store(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None, system=machine)
+        store = StreamStore(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None, system=machine)
         watching = Observer(
             "plant-7", tmp_path / "data", StreamManager(store, Registry(), NoExports()), NoWorker(), {}
         )

@@ -37,8 +37,8 @@ from bridge.operations.reading import ReadMessagesOptions
 from bridge.plugin import discovery
 from bridge.plugin.allow import Allow
 from bridge.runtime import LoopRuntime
-from bridge.streams.segment import Message
-from bridge.streams.store import Store
+from bridge.streams.segment import StreamMessage
+from bridge.streams.store import StreamStore
 
 from ..fakes.clock import Shifted
 
@@ -97,13 +97,13 @@ class Bridge:
         """Every wait of the MQTT front end is `hurry` times shorter."""
         self.root, self.config, self.allow, self.system = root, config, allow, system or Shifted()
         self.hurry = hurry
-        self.store: Store
+        self.store: StreamStore
         self.manager: StreamManager
         self.front: MqttFrontEnd
         self.urls: list[str] = []
 
     async def start(self) -> None:
-        self.store = Store(
+        self.store = StreamStore(
             self.root / "data",
             self.root / "memory",
             on_event=lambda stream, what: None,
@@ -149,11 +149,11 @@ class Bridge:
             )
         )
 
-    async def stored(self, name: str = "s") -> list[Message]:
+    async def stored(self, name: str = "s") -> list[StreamMessage]:
         """All messages of a stream."""
         if not self.manager.describe(name).storage_status.newest_sequence_number + 1:
             return []
-        found: list[Message] = []
+        found: list[StreamMessage] = []
         end = self.manager.describe(name).storage_status.newest_sequence_number
         while not found or found[-1].sequence_number < end:
             start = found[-1].sequence_number + 1 if found else 0

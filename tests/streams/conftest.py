@@ -13,9 +13,9 @@ import pytest
 from bridge.clock import System
 from bridge.operations.manager import committed
 from bridge.streams.layout import Files
-from bridge.streams.meta import Settings
-from bridge.streams.segment import Message
-from bridge.streams.store import Store
+from bridge.streams.meta import StorageSettings
+from bridge.streams.segment import StreamMessage
+from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
 from ..fakes.clock import Shifted
@@ -33,8 +33,8 @@ class House:
         self.floors: dict[str, int] = {}
 
     @asynccontextmanager
-    async def store(self) -> AsyncIterator[Store]:
-        store = Store(
+    async def store(self) -> AsyncIterator[StreamStore]:
+        store = StreamStore(
             self.data_dir,
             self.memory_dir,
             on_event=lambda stream, what: self.events.append(f"{stream}: {what}"),
@@ -52,7 +52,7 @@ class House:
         """The stream of this name, made with these settings if it is not there."""
         async with self.store() as store:
             if name not in store.streams:
-                store.create(name, Settings(**settings), b"{}")
+                store.create(name, StorageSettings(**settings), b"{}")
             yield store.streams[name]
 
     def directory(self, name: str = "s") -> Path:
@@ -71,11 +71,11 @@ async def put(stream: Stream, *payloads: bytes, topic: bytes = b"t", ids: bool =
     return numbers
 
 
-def everything(stream: Stream, start: int = 0) -> list[Message]:
+def everything(stream: Stream, start: int = 0) -> list[StreamMessage]:
     """All messages of a stream from number `start` on, read from its files."""
     reader = stream.reader()
     try:
-        found: list[Message] = []
+        found: list[StreamMessage] = []
         position = max(start, stream.oldest)
         while rows := reader.read(position, end=stream.next_sequence, max_messages=1000, max_bytes=1 << 20):
             found += rows
@@ -88,7 +88,7 @@ def everything(stream: Stream, start: int = 0) -> list[Message]:
 def check(stream: Stream) -> None:
     """Check every frame of every segment, setting damage aside."""
     for base in list(stream.segments.sizes):
-        stream.heal(base)
+        stream.repair(base)
 
 
 def payloads(stream: Stream) -> list[bytes]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bridge.streams.meta import ExactLimits
-from bridge.streams.store import Store
+from bridge.streams.meta import MessageLimits
+from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
 from ..fakes.clock import DAY, NOON_2026, Machine
@@ -17,11 +17,11 @@ from .conftest import House, everything, payloads, put, run
 BOOT_1970 = 40.0
 LIMITS = [
     {"ttl": 7 * 86_400_000, "segment_size": 128},
-    {"limits": ExactLimits(max_age=7 * 86_400_000)},
+    {"limits": MessageLimits(max_age=7 * 86_400_000)},
 ]
 
 
-def keep(store: Store) -> Stream:
+def keep(store: StreamStore) -> Stream:
     """What the service does every second; returns the stream."""
     store.clock.watch()
     stream = store.streams["s"]
@@ -113,7 +113,7 @@ def test_across_boots_the_wall_clock_counts_if_it_was_synchronised_then_and_is_n
 ) -> None:
     async def work() -> None:
         machine.synced = then
-        async with house.stream(limits=ExactLimits(max_age=7 * 86_400_000)) as stream:
+        async with house.stream(limits=MessageLimits(max_age=7 * 86_400_000)) as stream:
             await put(stream, b"a")
         machine.reboot(off=off, synchronised=now)
         async with house.store() as store:
@@ -126,7 +126,7 @@ def test_ages_go_on_where_they_were_after_a_power_cut_without_a_new_anchor(
     house: House, machine: Machine
 ) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_age=600_000)) as stream:
+        async with house.stream(limits=MessageLimits(max_age=600_000)) as stream:
             await put(stream, b"first")
             anchor = (house.data_dir / "clock").read_bytes()
             machine.sleep(500)
@@ -149,7 +149,7 @@ def test_without_its_anchor_a_clock_goes_on_at_the_newest_message(
     house: House, machine: Machine, anchor: bytes | None
 ) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_age=600_000)) as stream:
+        async with house.stream(limits=MessageLimits(max_age=600_000)) as stream:
             await put(stream, b"first")
             machine.sleep(500)
             await put(stream, b"second")
@@ -168,7 +168,7 @@ def test_without_its_anchor_a_clock_goes_on_at_the_newest_message(
 def test_a_stream_copied_from_another_gateway_ages_no_other(house: House, tmp_path: Path) -> None:
     async def work() -> None:
         house.system = Machine(BOOT_1970)
-        async with house.stream(limits=ExactLimits(max_age=86_400_000)) as stream:
+        async with house.stream(limits=MessageLimits(max_age=86_400_000)) as stream:
             await put(stream, b"ours")
         other = House(tmp_path / "other")
         other.system = Machine()
@@ -209,7 +209,7 @@ def test_where_the_boot_has_no_name_the_time_of_a_restart_counts_and_that_of_ano
 ) -> None:
     async def work() -> None:
         machine.boot, machine.synced = "", False
-        async with house.stream(limits=ExactLimits(max_age=60_000)) as stream:
+        async with house.stream(limits=MessageLimits(max_age=60_000)) as stream:
             await put(stream, b"a")
         machine.sleep(50)
         async with house.store() as store:

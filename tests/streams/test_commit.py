@@ -11,7 +11,7 @@ from bridge.errors import StreamError
 from bridge.operations.manager import committed
 from bridge.streams.committer import HIGH, LOW
 from bridge.streams.layout import Files
-from bridge.streams.meta import Settings
+from bridge.streams.meta import StorageSettings
 from bridge.streams.pace import LONGEST, SHARE, SLOW, Pace
 
 from .conftest import House, everything, payloads, put, run
@@ -58,7 +58,7 @@ def test_streams_sync_at_the_same_time_and_the_loop_goes_on(house: House) -> Non
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:
-            streams = [store.create(f"s{n}", Settings(flush=True), b"{}") for n in range(4)]
+            streams = [store.create(f"s{n}", StorageSettings(flush=True), b"{}") for n in range(4)]
             disk.gate.clear()
             for stream in streams:
                 stream.append(b"t", b"x")
@@ -120,7 +120,7 @@ def test_front_ends_are_told_when_too_much_waits_for_the_disk_and_when_it_is_don
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:
-            stream = store.create("s", Settings(flush=True, max_size=1 << 30), b"{}")
+            stream = store.create("s", StorageSettings(flush=True, max_size=1 << 30), b"{}")
             told: list[bool] = []
             store.committer.on_pressure.append(told.append)
             disk.gate.clear()
@@ -146,7 +146,7 @@ def test_written_streams_are_synced_in_the_background_and_a_stop_syncs_everythin
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:
-            stream = store.create("s", Settings(), b"{}")
+            stream = store.create("s", StorageSettings(), b"{}")
             keeping = asyncio.create_task(store.keep(0.01))
             await put(stream, b"a")
             await until(lambda: not stream.log.unsynced())
@@ -167,8 +167,8 @@ def test_a_stream_deleted_while_a_group_is_in_flight_disturbs_nobody(house: Hous
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:
-            stream = store.create("s", Settings(flush=True), b"{}")
-            other = store.create("other", Settings(flush=True), b"{}")
+            stream = store.create("s", StorageSettings(flush=True), b"{}")
+            other = store.create("other", StorageSettings(flush=True), b"{}")
             disk.gate.clear()
             stream.append(b"t", b"x")
             told: list[StreamError | None] = []
@@ -178,7 +178,7 @@ def test_a_stream_deleted_while_a_group_is_in_flight_disturbs_nobody(house: Hous
             disk.gate.set()
             assert await put(other, b"y") == [0]
             await until(lambda: told)
-            assert store.create("s", Settings(), b"{}").next_sequence == 0
+            assert store.create("s", StorageSettings(), b"{}").next_sequence == 0
 
     run(work())
 
@@ -241,19 +241,19 @@ def test_senders_that_keep_a_time_of_their_own_are_waited_for_ever_more_seldom()
     pace, now, waited = Pace(), 100.0, 0
     for _ in range(200):
         pace.synced(now, took=0.04, under_way=10)
-        waited += pace.wants_more(now + 0.001, waiting=5)
-        assert not pace.wants_more(now + 0.04 / SHARE, waiting=6)
+        waited += pace.wants_more(now + 0.001, pending=5)
+        assert not pace.wants_more(now + 0.04 / SHARE, pending=6)
         now += 10
     assert waited == 8  # after 0, 1, 3, 7, 15, 31, 63 and 63 groups that began at once
     for _ in range(5):  # nobody waits in vain who sends nothing for a while
         pace = Pace()
         pace.synced(now, took=1.0, under_way=10)
-        assert pace.wants_more(now, waiting=9)
-        assert not pace.wants_more(now, waiting=10)
+        assert pace.wants_more(now, pending=9)
+        assert not pace.wants_more(now, pending=10)
         pace.synced(now, took=1.0, under_way=10)
-        assert not pace.wants_more(now + 10, waiting=1)
+        assert not pace.wants_more(now + 10, pending=1)
     pace.synced(now, took=60.0, under_way=10)
-    assert not pace.wants_more(now + LONGEST, waiting=1)
+    assert not pace.wants_more(now + LONGEST, pending=1)
 
 
 def test_a_group_of_many_small_messages_between_large_ones_is_stored_whole(house: House) -> None:

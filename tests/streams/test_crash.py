@@ -17,8 +17,8 @@ import pytest
 
 from bridge.operations.manager import committed
 from bridge.streams.layout import Files
-from bridge.streams.meta import Settings
-from bridge.streams.store import Store
+from bridge.streams.meta import StorageSettings
+from bridge.streams.store import StreamStore
 
 from .conftest import House, everything, payloads, put, run
 
@@ -30,10 +30,10 @@ def writer(root: Path, label: str, tell: int) -> None:
     """Append to both streams for ever, and write each acknowledged payload to `tell`."""
 
     async def work() -> None:
-        store = Store(root / "data", root / "memory", on_event=lambda *what: None)
+        store = StreamStore(root / "data", root / "memory", on_event=lambda *what: None)
         for name, flush in (("written", False), ("synced", True)):
             if name not in store.streams:
-                store.create(name, Settings(segment_size=16384, max_size=1 << 40, flush=flush), b"{}")
+                store.create(name, StorageSettings(segment_size=16384, max_size=1 << 40, flush=flush), b"{}")
         keeping = asyncio.create_task(store.keep(0.02))
         number = 0
         while True:

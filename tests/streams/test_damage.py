@@ -10,7 +10,7 @@ import pytest
 
 from bridge.errors import CorruptData
 from bridge.streams import meta, segment
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from bridge.streams.reader import StreamReader
 from bridge.streams.verify import verify
 
@@ -187,7 +187,7 @@ def test_a_flipped_bit_anywhere_never_gives_wrong_data_and_is_reported(house: Ho
     async def work() -> None:
         await fill(house)
         async with house.stream() as stream:
-            stream.drop([(2, 2)], Reason.PURGED)
+            stream.drop([(2, 2)], DropReason.PURGED)
         shutil.copytree(house.data_dir, house.data_dir.with_name("copy"), symlinks=True)
         true = dict(enumerate(CONTENT))
         draw = random.Random(seed)
@@ -250,7 +250,7 @@ def test_a_damaged_sealed_segment_is_set_aside_its_sound_frames_kept_and_the_los
             assert len(missing) == 4
             assert missing == list(range(missing[0], missing[0] + 4))
             assert [(d.first, d.last, d.reason) for d in stream.drops.ranges] == [
-                (missing[0], missing[-1], Reason.DAMAGED)
+                (missing[0], missing[-1], DropReason.DAMAGED)
             ]
             assert [m.payload for m in rows] == [CONTENT[m.sequence_number] for m in rows]
             (kept,) = (house.directory() / "quarantine").iterdir()

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import StreamFull
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from bridge.streams.layout import Files
-from bridge.streams.meta import ExactLimits, Settings
+from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.reader import StreamReader
 
 from .conftest import House, everything, payloads, put, run
@@ -104,10 +104,10 @@ def test_a_purge_whose_record_could_not_be_synced_is_synced_with_the_next_one(ho
                 super().sync(fd)
 
         house.files = disk = Disk()
-        async with house.stream(limits=ExactLimits(max_messages=8), flush=True) as stream:
+        async with house.stream(limits=MessageLimits(max_messages=8), flush=True) as stream:
             await put(stream, *(b"%d" % n for n in range(8)))
             refusing.refused = ("drops.log",)
-            stream.drop([(3, 4)], Reason.PURGED)
+            stream.drop([(3, 4)], DropReason.PURGED)
             refusing.refused = ()
             await put(stream, b"x", b"y", b"z", b"w")  # two more than the limit: its record is not synced
             found = disk.power_cut(house)
@@ -123,7 +123,7 @@ def test_a_purge_whose_record_could_not_be_written_is_written_at_the_stop(house:
         async with house.stream() as stream:
             await put(stream, *(b"%d" % n for n in range(5)))
             files.refused = ("drops.log",)
-            stream.drop([(2, 3)], Reason.PURGED)
+            stream.drop([(2, 3)], DropReason.PURGED)
             files.refused = ()
         async with house.stream() as stream:
             assert payloads(stream) == [b"0", b"1", b"4"]
@@ -136,12 +136,12 @@ def test_compaction_of_a_long_record_keeps_real_losses_apart_from_legal_drops(ho
         async with house.stream(segment_size=4096) as stream:
             for start in range(0, 4000, 10):
                 await put(stream, *(b"%05d" % n for n in range(start, start + 10)))
-            stream.drop([(n, n) for n in range(0, 4000, 2) if n != 2000], Reason.LIMITS)
-            stream.drop([(1001, 1001)], Reason.DAMAGED)
-            stream.drop([(n, n) for n in range(1, 2000, 2)], Reason.PURGED)
+            stream.drop([(n, n) for n in range(0, 4000, 2) if n != 2000], DropReason.LIMITS)
+            stream.drop([(1001, 1001)], DropReason.DAMAGED)
+            stream.drop([(n, n) for n in range(1, 2000, 2)], DropReason.PURGED)
             for n in range(2001, 3900):  # many small records, until the file is compacted
-                stream.drop([(n, n)], Reason.PURGED)
-            stream.drop([(2000, 2000)], Reason.LIMITS)
+                stream.drop([(n, n)], DropReason.PURGED)
+            stream.drop([(2000, 2000)], DropReason.LIMITS)
             with closing(StreamReader(stream.directory)) as reader:
                 assert reader.lost() == [(1001, 1001)]
 
@@ -150,7 +150,7 @@ def test_compaction_of_a_long_record_keeps_real_losses_apart_from_legal_drops(ho
 
 def test_a_reader_that_slept_through_compactions_sees_no_dropped_message(house: House) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_messages_per_topic=1)) as stream:
+        async with house.stream(limits=MessageLimits(max_messages_per_topic=1)) as stream:
             for n in range(10):
                 await put(stream, b"v", topic=b"t%d" % (n % 3))
             with closing(StreamReader(house.directory())) as reader:
@@ -176,7 +176,7 @@ def test_with_no_room_for_an_index_a_time_to_live_deletes_nothing_early(house: H
     async def work() -> None:
         house.files = files = Selective()
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=1024, ttl=3_600_000), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=1024, ttl=3_600_000), b"{}")
             files.refused = (".idx",)
             for n in range(10):
                 await put(stream, b"%03d" % n * 200)
@@ -202,7 +202,7 @@ def flip(path: Path) -> None:
 def test_damage_that_a_time_to_live_meets_is_told_and_recorded(house: House) -> None:
     async def work() -> None:
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=1024, ttl=3_600_000), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=1024, ttl=3_600_000), b"{}")
             for n in range(12):
                 await put(stream, b"%02d" % n * 100)
             await store.committer.sync([stream])
@@ -212,21 +212,21 @@ def test_damage_that_a_time_to_live_meets_is_told_and_recorded(house: House) -> 
             store.committer.maintain([stream])
             assert "it is damaged" in house.events[0]
             assert "lost" in house.events[0]
-            assert any(drop.reason == Reason.DAMAGED for drop in stream.drops.ranges)
+            assert any(drop.reason == DropReason.DAMAGED for drop in stream.drops.ranges)
 
     run(work())
 
 
-@pytest.mark.parametrize("limits", [ExactLimits(max_age=50), ExactLimits(max_bytes=1000)])
-def test_a_damaged_frame_at_the_front_does_not_stop_the_limits(house: House, limits: ExactLimits) -> None:
+@pytest.mark.parametrize("limits", [MessageLimits(max_age=50), MessageLimits(max_bytes=1000)])
+def test_a_damaged_frame_at_the_front_does_not_stop_the_limits(house: House, limits: MessageLimits) -> None:
     async def work() -> None:
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=1024), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=1024), b"{}")
             for n in range(20):
                 await put(stream, b"%02d" % n * 100)
             await store.committer.sync([stream])
             flip(min(house.directory().glob("*.seg")))
-            stream.configure(Settings(segment_size=1024, limits=limits), b"{}")
+            stream.configure(StorageSettings(segment_size=1024, limits=limits), b"{}")
 
             def within() -> bool:
                 store.committer.maintain([stream])
@@ -259,12 +259,12 @@ def test_a_reader_that_sees_half_a_record_sees_all_of_it_when_it_is_there(house:
     async def work() -> None:
         async with house.stream() as stream:
             await put(stream, *(b"%d" % n for n in range(9)))
-            stream.drop([(1, 1)], Reason.PURGED)
+            stream.drop([(1, 1)], DropReason.PURGED)
             log = house.directory() / "drops.log"
             with closing(StreamReader(house.directory())) as reader:
                 assert reader.oldest() == 0
                 before = log.read_bytes()
-                stream.drop([(0, 0), (2, 3)], Reason.PURGED)
+                stream.drop([(0, 0), (2, 3)], DropReason.PURGED)
                 after = log.read_bytes()
                 assert len(before) == len(after), "written over the room"
                 log.write_bytes(after[:50] + before[50:])
@@ -280,14 +280,14 @@ def test_a_damaged_record_is_passed_over_and_those_behind_it_are_read(house: Hou
         async with house.stream() as stream:
             await put(stream, *(b"%d" % n for n in range(9)))
             for number in (2, 4, 6):
-                stream.drop([(number, number)], Reason.PURGED)
+                stream.drop([(number, number)], DropReason.PURGED)
         log = house.directory() / "drops.log"
         data = bytearray(log.read_bytes())
         data[40] ^= 1
         log.write_bytes(data)
         async with house.stream() as stream:
             assert payloads(stream) == [b"%d" % n for n in (0, 1, 3, 4, 5, 7, 8)]
-            stream.drop([(8, 8)], Reason.PURGED)
+            stream.drop([(8, 8)], DropReason.PURGED)
         with closing(StreamReader(house.directory())) as reader:
             rows = reader.read(0, end=9, max_messages=99, max_bytes=1 << 20)
             assert [row.sequence_number for row in rows] == [0, 1, 3, 4, 5, 7]

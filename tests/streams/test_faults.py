@@ -18,7 +18,7 @@ import pytest
 from bridge.errors import StorageFailed, StreamError
 from bridge.operations.manager import committed
 from bridge.streams.layout import Files
-from bridge.streams.meta import Settings
+from bridge.streams.meta import StorageSettings
 
 from .conftest import House, everything, payloads, put, run
 
@@ -194,7 +194,7 @@ def test_after_a_failed_background_sync_what_was_not_on_the_disk_is_written_agai
 ) -> None:
     async def work() -> None:
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=segment_size), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=segment_size), b"{}")
             await put(stream, *(b"%d" % n for n in range(20)))
             await store.committer.sync([stream])
             for start in range(20, 200, 3):
@@ -258,7 +258,7 @@ def test_an_error_at_any_call_loses_nothing_acknowledged(
 
 async def _workload(house: House, acknowledged: dict[int, bytes], flush: bool) -> None:
     async with house.store() as store:
-        stream = store.create("s", Settings(segment_size=1024, flush=flush), b"{}")
+        stream = store.create("s", StorageSettings(segment_size=1024, flush=flush), b"{}")
         for n in range(12):
             content = [b"%d-%d" % (n, i) * 20 for i in range(3)]
             try:
@@ -368,12 +368,12 @@ import asyncio, pathlib, sys
 sys.path.insert(0, sys.argv[2])
 from bridge.operations.manager import committed
 from bridge.errors import StreamError
-from bridge.streams.meta import Settings
-from bridge.streams.store import Store
+from bridge.streams.meta import StorageSettings
+from bridge.streams.store import StreamStore
 async def main():
     root = pathlib.Path(sys.argv[1])
-    store = Store(root / "data", root / "memory", on_event=lambda *what: print(*what, file=sys.stderr))
-    stream = store.create("s", Settings(flush=True), b"{}")
+    store = StreamStore(root / "data", root / "memory", on_event=lambda *what: print(*what, file=sys.stderr))
+    stream = store.create("s", StorageSettings(flush=True), b"{}")
     for n in range(40):
         try:
             stream.append(b"t", b"%d" % n)

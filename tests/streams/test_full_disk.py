@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from bridge.errors import StorageFailed
-from bridge.streams.drops import ILLEGAL, Reason
-from bridge.streams.meta import Settings
+from bridge.streams.drops import LOSSES, DropReason
+from bridge.streams.meta import StorageSettings
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
 
@@ -58,9 +58,9 @@ def test_on_a_really_full_disk_a_purge_makes_room_at_once(
         assert stream.drops.ranges == [], "nothing was ever dropped"
         before, end = set(stream.directory.glob("*.seg")), stream.next_sequence
         if scattered:  # more records than there is room for
-            stream.drop([(n, n) for n in range(0, end, 2)], Reason.PURGED)
-            stream.drop([(5, 5)], Reason.DAMAGED)
-        stream.drop_upto(end, Reason.PURGED)
+            stream.drop([(n, n) for n in range(0, end, 2)], DropReason.PURGED)
+            stream.drop([(5, 5)], DropReason.DAMAGED)
+        stream.drop_upto(end, DropReason.PURGED)
         await _put_until_it_works(stream, b"again" * 1000)
         await until(lambda: not before & set(stream.directory.glob("*.seg")) - {stream.log.active.path})
         assert payloads(stream) == [b"again" * 1000]
@@ -68,7 +68,7 @@ def test_on_a_really_full_disk_a_purge_makes_room_at_once(
     async def check() -> None:
         async with house.stream() as stream:
             assert payloads(stream) == [b"again" * 1000]
-            lost = [(drop.first, drop.last) for drop in stream.drops.ranges if drop.reason in ILLEGAL]
+            lost = [(drop.first, drop.last) for drop in stream.drops.ranges if drop.reason in LOSSES]
             assert lost == ([(5, 5)] if scattered else [])
             assert stream.log.damage == []
 
@@ -90,7 +90,7 @@ def test_on_a_really_full_disk_overwriting_and_expiry_make_room(
 
     async def work() -> None:
         async with house.store() as store:
-            stream = store.create("s", Settings(max_size=600_000, segment_size=65536), b"{}")
+            stream = store.create("s", StorageSettings(max_size=600_000, segment_size=65536), b"{}")
             while stream.total_bytes < 550_000:
                 await put(stream, b"x" * 1000)
             # Its definition takes effect when the disk is full, as the clock would have it.
@@ -127,7 +127,7 @@ def test_on_a_disk_that_others_have_filled_what_may_go_makes_room_and_nothing_is
 ) -> None:
     """Far below `max_size`; also when all of it is in the segment that is being written."""
     house = House(mounted)
-    reason = Reason.EXPORTED if "free_exported" in settings else Reason.OVERWRITTEN
+    reason = DropReason.EXPORTED if "free_exported" in settings else DropReason.OVERWRITTEN
 
     async def work() -> None:
         async with house.stream(segment_size=segment_size, flush=flush, **settings) as stream:
@@ -189,9 +189,11 @@ def test_what_other_streams_have_exported_makes_room_too_and_nothing_else_of_the
 
     async def work() -> None:
         async with house.store() as store:
-            rejects = store.create("rejects", Settings(), b"{}")
-            exported = store.create("exported", Settings(segment_size=16384, free_exported=True), b"{}")
-            oldest = store.create("oldest", Settings(segment_size=16384, overwrite=True), b"{}")
+            rejects = store.create("rejects", StorageSettings(), b"{}")
+            exported = store.create(
+                "exported", StorageSettings(segment_size=16384, free_exported=True), b"{}"
+            )
+            oldest = store.create("oldest", StorageSettings(segment_size=16384, overwrite=True), b"{}")
             for stream in (exported, oldest):
                 for _ in range(100):
                     await put(stream, bytes(1000))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from bridge.streams.layout import Files
 
 from .conftest import House, everything, put, run
@@ -74,7 +74,7 @@ def test_a_kill_at_any_call_while_room_is_made_neither_loses_nor_invents_a_messa
     mounted: Path, setting: str, segment_size: int, flush: bool
 ) -> None:
     """Also when all of it is in the segment that is being written; nothing is refused, as exports keep up."""
-    legal = Reason.EXPORTED if setting == "free_exported" else Reason.OVERWRITTEN
+    legal = DropReason.EXPORTED if setting == "free_exported" else DropReason.OVERWRITTEN
 
     def child(root: Path, call: int, acknowledge: int) -> None:
         house = House(root)

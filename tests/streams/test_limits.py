@@ -9,8 +9,8 @@ import pytest
 
 from bridge.errors import MessageTooLarge, StreamFull
 from bridge.operations.manager import committed
-from bridge.streams.drops import Drop, Reason
-from bridge.streams.meta import ExactLimits, Settings
+from bridge.streams.drops import Drop, DropReason
+from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.stream import Stream
 
 from .conftest import House, everything, payloads, put, run
@@ -18,7 +18,7 @@ from .conftest import House, everything, payloads, put, run
 
 def limit(stream: Stream, **limits: int | bool | None) -> None:
     """Change the exact limits, as an update would."""
-    stream.configure(msgspec.structs.replace(stream.settings, limits=ExactLimits(**limits)), b"{}")
+    stream.configure(msgspec.structs.replace(stream.settings, limits=MessageLimits(**limits)), b"{}")
 
 
 def test_the_walk_through_of_jetstreams_limits_example(house: House) -> None:
@@ -51,7 +51,7 @@ def test_the_walk_through_of_jetstreams_limits_example(house: House) -> None:
 @pytest.mark.parametrize("group", [1, 3, 50])
 def test_max_messages_is_exact_after_every_commit(house: House, group: int) -> None:
     async def work() -> None:
-        async with house.stream(segment_size=1024, limits=ExactLimits(max_messages=7)) as stream:
+        async with house.stream(segment_size=1024, limits=MessageLimits(max_messages=7)) as stream:
             for start in range(0, 200, group):
                 await put(stream, *(b"%d" % n for n in range(start, start + group)))
                 assert payloads(stream) == [
@@ -66,7 +66,7 @@ def test_max_messages_is_exact_after_every_commit(house: House, group: int) -> N
 def test_max_bytes_is_exact_also_after_a_restart_in_the_middle_of_a_segment(house: House) -> None:
     async def work() -> None:
         for _ in range(4):
-            async with house.stream(segment_size=1024, limits=ExactLimits(max_bytes=500)) as stream:
+            async with house.stream(segment_size=1024, limits=MessageLimits(max_bytes=500)) as stream:
                 for n in range(40):
                     await put(stream, b"x" * (n % 13), b"y" * (n % 7))
                     rows = everything(stream)
@@ -81,7 +81,7 @@ def test_max_bytes_is_exact_also_after_a_restart_in_the_middle_of_a_segment(hous
 
 def test_max_age_drops_single_messages_and_only_those_that_are_too_old(house: House) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_age=1000)) as stream:
+        async with house.stream(limits=MessageLimits(max_age=1000)) as stream:
             await put(stream, b"a")
             (first,) = everything(stream)
             came = stream.clock.now()
@@ -97,7 +97,7 @@ def test_max_age_drops_single_messages_and_only_those_that_are_too_old(house: Ho
 
 def test_max_messages_per_topic_keeps_the_newest_of_each_topic(house: House) -> None:
     async def work() -> None:
-        limits = ExactLimits(max_messages_per_topic=2)
+        limits = MessageLimits(max_messages_per_topic=2)
         for _ in range(3):
             async with house.stream(segment_size=1024, limits=limits) as stream:
                 for n in range(60):
@@ -115,7 +115,7 @@ def test_max_messages_per_topic_keeps_the_newest_of_each_topic(house: House) -> 
 
 def test_a_limit_per_topic_leaves_holes_and_the_segments_that_it_empties_are_deleted(house: House) -> None:
     async def work() -> None:
-        async with house.stream(segment_size=1024, limits=ExactLimits(max_messages_per_topic=1)) as stream:
+        async with house.stream(segment_size=1024, limits=MessageLimits(max_messages_per_topic=1)) as stream:
             await put(stream, b"rare", topic=b"rare")
             for n in range(500):
                 await put(stream, b"%d" % n, topic=b"often")
@@ -131,14 +131,14 @@ def test_a_limit_per_topic_leaves_holes_and_the_segments_that_it_empties_are_del
 @pytest.mark.parametrize(
     ("limits", "taken"),
     [
-        (ExactLimits(max_messages=3, discard_new=True), 3),
-        (ExactLimits(max_bytes=50, discard_new=True), 4),
-        (ExactLimits(max_messages_per_topic=2, discard_new=True), 2),
+        (MessageLimits(max_messages=3, discard_new=True), 3),
+        (MessageLimits(max_bytes=50, discard_new=True), 4),
+        (MessageLimits(max_messages_per_topic=2, discard_new=True), 2),
     ],
 )
 @pytest.mark.parametrize("one_group", [True, False])
 def test_discard_new_refuses_what_would_pass_a_limit(
-    house: House, limits: ExactLimits, taken: int, one_group: bool
+    house: House, limits: MessageLimits, taken: int, one_group: bool
 ) -> None:
     async def work() -> None:
         async with house.stream(limits=limits) as stream:
@@ -152,7 +152,7 @@ def test_discard_new_refuses_what_would_pass_a_limit(
                     await committed(stream)
             await committed(stream)
             assert payloads(stream) == [b"%011d" % n for n in range(taken)]
-            stream.drop_upto(stream.next_sequence, Reason.PURGED)
+            stream.drop_upto(stream.next_sequence, DropReason.PURGED)
             assert await put(stream, b"%011d" % 1) == [taken]
 
     run(work())
@@ -160,7 +160,7 @@ def test_discard_new_refuses_what_would_pass_a_limit(
 
 def test_max_message_size_refuses_one_message_and_takes_the_next(house: House) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_message_size=10)) as stream:
+        async with house.stream(limits=MessageLimits(max_message_size=10)) as stream:
             with pytest.raises(MessageTooLarge, match="over maxMessageSize 10"):
                 stream.append(b"t", b"x" * 10)
             assert await put(stream, b"x" * 9) == [0]
@@ -197,7 +197,7 @@ def test_retention_exported_frees_what_all_exports_have_passed_before_it_rejects
             stream.exported_upto = full - 5
             await put(stream, b"x" * 100)
             assert 0 < stream.oldest <= full - 5
-            assert {drop.reason for drop in stream.drops.ranges} == {Reason.EXPORTED}
+            assert {drop.reason for drop in stream.drops.ranges} == {DropReason.EXPORTED}
             with pytest.raises(StreamFull):
                 for _ in range(100):
                     await put(stream, b"x" * 100)
@@ -211,7 +211,7 @@ def test_switching_to_overwrite_and_to_a_smaller_size_drops_old_segments_at_once
         async with house.stream(max_size=65536, segment_size=1024) as stream:
             for n in range(300):
                 await put(stream, b"%d" % n * 20)
-            stream.configure(Settings(max_size=8192, segment_size=1024, overwrite=True), b"{}")
+            stream.configure(StorageSettings(max_size=8192, segment_size=1024, overwrite=True), b"{}")
             assert stream.total_bytes <= 8192
             assert 0 < stream.oldest < 300
             assert everything(stream)[-1].sequence_number == 299
@@ -221,13 +221,13 @@ def test_switching_to_overwrite_and_to_a_smaller_size_drops_old_segments_at_once
 
 def test_every_drop_is_recorded_with_its_range_and_reason_and_survives_a_restart(house: House) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_messages=5)) as stream:
+        async with house.stream(limits=MessageLimits(max_messages=5)) as stream:
             await put(stream, *(b"%d" % n for n in range(10)))
-            stream.drop([(7, 7)], Reason.PURGED)
+            stream.drop([(7, 7)], DropReason.PURGED)
         async with house.stream() as stream:
             assert [(d.first, d.last, d.reason) for d in stream.drops.ranges] == [
-                (0, 4, Reason.LIMITS),
-                (7, 7, Reason.PURGED),
+                (0, 4, DropReason.LIMITS),
+                (7, 7, DropReason.PURGED),
             ]
             assert payloads(stream) == [b"5", b"6", b"8", b"9"]
             await put(stream, b"10")
@@ -238,7 +238,7 @@ def test_every_drop_is_recorded_with_its_range_and_reason_and_survives_a_restart
 
 def test_the_record_of_drops_stays_small_however_many_there_are(house: House) -> None:
     async def work() -> None:
-        async with house.stream(segment_size=4096, limits=ExactLimits(max_messages_per_topic=1)) as stream:
+        async with house.stream(segment_size=4096, limits=MessageLimits(max_messages_per_topic=1)) as stream:
             for n in range(3000):
                 await put(stream, b"%d" % n, topic=b"even" if n % 2 else b"odd %d" % (n % 400))
             assert (stream.directory / "drops.log").stat().st_size < 200_000
@@ -260,7 +260,7 @@ def test_the_cost_of_a_commit_does_not_grow_with_the_messages_that_were_dropped(
             return super().__getitem__(at)
 
     async def work() -> None:
-        limits = ExactLimits(max_messages=3000, max_messages_per_topic=1)
+        limits = MessageLimits(max_messages=3000, max_messages_per_topic=1)
         async with house.stream(limits=limits) as stream:
             for _ in range(2500):  # a hole behind each message that stays
                 stream.append(b"keep-%d" % stream.queue.next, b"x")

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from bridge.errors import StreamError
 from bridge.operations.manager import committed
-from bridge.streams.drops import Reason
-from bridge.streams.meta import ExactLimits, Settings
-from bridge.streams.store import Store
+from bridge.streams.drops import DropReason
+from bridge.streams.meta import MessageLimits, StorageSettings
+from bridge.streams.store import StreamStore
 
 from .conftest import everything
 from .test_faults import Faulty
@@ -37,7 +37,7 @@ class Against(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.model: dict[int, tuple[bytes, bytes]] = {}
         self.next = 0
-        self.store: Store | None = None
+        self.store: StreamStore | None = None
 
     def teardown(self) -> None:
         self.files.fails = lambda call: 0
@@ -63,12 +63,12 @@ class Against(RuleBasedStateMachine):
         per_topic: int | None,
         most_bytes: int | None,
     ) -> None:
-        self.limits = ExactLimits(max_messages=most, max_bytes=most_bytes, max_messages_per_topic=per_topic)
+        self.limits = MessageLimits(max_messages=most, max_bytes=most_bytes, max_messages_per_topic=per_topic)
         self._open()
         assert self.store is not None
         self.stream = self.store.create(
             "s",
-            Settings(
+            StorageSettings(
                 flush=flush,
                 overwrite=overwrite,
                 segment_size=segment_size,
@@ -79,8 +79,8 @@ class Against(RuleBasedStateMachine):
         )
 
     def _open(self) -> None:
-        async def work() -> Store:
-            return Store(
+        async def work() -> StreamStore:
+            return StreamStore(
                 self.root / "data", self.root / "memory", on_event=lambda *what: None, files=self.files
             )
 
@@ -121,7 +121,7 @@ class Against(RuleBasedStateMachine):
         ):
             del self.model[min(self.model)]
         if self.stream.settings.overwrite:  # by whole segments: the model takes the store's word for how far
-            overwritten = [d for d in self.stream.drops.ranges if d.reason == Reason.OVERWRITTEN]
+            overwritten = [d for d in self.stream.drops.ranges if d.reason == DropReason.OVERWRITTEN]
             for drop in overwritten:
                 for number in [n for n in self.model if drop.first <= n <= drop.last]:
                     del self.model[number]
@@ -154,13 +154,13 @@ class Against(RuleBasedStateMachine):
     @rule(share=st.floats(0, 1))
     def purge_up_to(self, share: float) -> None:
         number = int(self.next * share)
-        self.stream.drop_upto(number, Reason.PURGED)
+        self.stream.drop_upto(number, DropReason.PURGED)
         self.model = {n: row for n, row in self.model.items() if n >= number}
 
     @rule(topic=TOPICS)
     def purge_a_topic(self, topic: bytes) -> None:
         gone = [n for n, (t, _) in self.model.items() if t == topic]
-        self.stream.drop([(n, n) for n in gone], Reason.PURGED)
+        self.stream.drop([(n, n) for n in gone], DropReason.PURGED)
         for number in gone:
             del self.model[number]
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from bridge.streams import meta
-from bridge.streams.drops import ROOM, Reason
+from bridge.streams.drops import ROOM, DropReason
 from bridge.streams.layout import Files
-from bridge.streams.meta import ExactLimits
+from bridge.streams.meta import MessageLimits
 from bridge.streams.stream import Stream
 from bridge.streams.verify import verify
 
@@ -34,7 +34,7 @@ def purged(house: House, *numbers: int, messages: int = 20) -> Path:
         async with house.stream() as stream:
             await put(stream, *(b"%d" % n for n in range(messages)))
             for number in numbers:
-                stream.drop([(number, number)], Reason.PURGED)
+                stream.drop([(number, number)], DropReason.PURGED)
 
     run(work())
     assert problems(house) == []
@@ -132,7 +132,7 @@ def test_a_record_that_was_never_written_whole_is_no_damage_and_the_next_one_tak
 
     async def work() -> None:
         async with house.stream() as stream:
-            stream.drop([(11, 11)], Reason.PURGED)
+            stream.drop([(11, 11)], DropReason.PURGED)
             assert house.events == []
 
     for at in range(RECORD):
@@ -162,7 +162,7 @@ def test_sectors_that_a_power_cut_kept_from_the_disk_are_no_damage_and_a_lost_re
 
 def test_the_compact_form_is_sound_and_damage_in_it_is_found(house: House) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_messages_per_topic=1)) as stream:
+        async with house.stream(limits=MessageLimits(max_messages_per_topic=1)) as stream:
             log = stream.directory / "drops.log"
             size = 0
             while log.stat().st_size >= size:
@@ -207,7 +207,7 @@ def test_a_definition_of_an_older_version_is_read_and_an_older_version_reads_our
         epoch: int
         reserved: int = 0
 
-    known = meta.Meta("s", 1, 2, meta.Settings(), drops=True)
+    known = meta.Meta("s", 1, 2, meta.StorageSettings(), drops=True)
     body = meta.encode(known)[16:]
     assert msgspec.msgpack.decode(body, type=Older) == Older("s", 1)
     fields = msgspec.msgpack.decode(body)

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from bridge.streams.layout import Files
 from bridge.streams.message_limits import STEP
-from bridge.streams.meta import ExactLimits, Settings
-from bridge.streams.store import Store
+from bridge.streams.meta import MessageLimits, StorageSettings
+from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
 from .conftest import House, everything, put, run
@@ -49,27 +49,27 @@ async def one_by_one(stream: Stream, number: int) -> None:
 
 
 LIMITS = [
-    ExactLimits(max_age=1),
-    ExactLimits(max_bytes=300),
-    ExactLimits(max_messages=1, max_messages_per_topic=10_000),
-    ExactLimits(max_bytes=300, max_messages_per_topic=10_000),
+    MessageLimits(max_age=1),
+    MessageLimits(max_bytes=300),
+    MessageLimits(max_messages=1, max_messages_per_topic=10_000),
+    MessageLimits(max_bytes=300, max_messages_per_topic=10_000),
 ]
 
 
 @pytest.mark.parametrize("limits", LIMITS)
 def test_what_is_read_to_drop_messages_grows_with_their_number_and_not_with_its_square(
-    house: House, limits: ExactLimits
+    house: House, limits: MessageLimits
 ) -> None:
     async def work() -> None:
         house.files = files = Counting()
         read: list[int] = []
         async with house.store() as store:
             for number in (400, 1600):
-                stream = store.create(f"s{number}", Settings(), b"{}")
+                stream = store.create(f"s{number}", StorageSettings(), b"{}")
                 await one_by_one(stream, number)
                 await aged(stream)
                 before = files.bytes
-                stream.configure(Settings(limits=limits), b"{}")
+                stream.configure(StorageSettings(limits=limits), b"{}")
                 await until(lambda: stream.live_messages() <= 1)  # noqa: B023 - before the next one
                 read.append(files.bytes - before)
         assert read[1] < 8 * read[0]
@@ -79,10 +79,10 @@ def test_what_is_read_to_drop_messages_grows_with_their_number_and_not_with_its_
 
 @pytest.mark.parametrize(
     "limits",
-    [ExactLimits(max_bytes=20_200), ExactLimits(max_messages=100, max_messages_per_topic=10_000)],
+    [MessageLimits(max_bytes=20_200), MessageLimits(max_messages=100, max_messages_per_topic=10_000)],
 )
 def test_what_a_message_costs_that_drops_another_does_not_grow_with_those_before_it(
-    house: House, limits: ExactLimits
+    house: House, limits: MessageLimits
 ) -> None:
     async def work() -> None:
         house.files = files = Counting()
@@ -103,7 +103,7 @@ def test_much_that_must_go_goes_in_steps_and_the_loop_has_its_turn_between_them(
         async with house.stream() as stream:
             await put(stream, *[b"x"] * STEP * 4)
             await aged(stream)
-            stream.configure(Settings(limits=ExactLimits(max_age=1)), b"{}")
+            stream.configure(StorageSettings(limits=MessageLimits(max_age=1)), b"{}")
             seen = [stream.live_messages()]
             while seen[-1]:
                 await asyncio.sleep(0)
@@ -119,7 +119,7 @@ def test_a_start_that_is_ended_while_it_drops_leaves_less_to_the_next_one(house:
         async with house.stream() as stream:
             await put(stream, *[b"x"] * STEP * 4)
             await aged(stream)
-            stream.configure(Settings(limits=ExactLimits(max_age=1)), b"{}")
+            stream.configure(StorageSettings(limits=MessageLimits(max_age=1)), b"{}")
             kept = [shutil.copytree(house.data_dir, house.data_dir.with_name("killed-0"))]
         for n in range(1, 3):
             killed = House(house.data_dir.parent)
@@ -133,7 +133,7 @@ def test_a_start_that_is_ended_while_it_drops_leaves_less_to_the_next_one(house:
 
 def test_a_commit_leaves_no_more_to_later_steps_than_it_found(house: House) -> None:
     async def work() -> None:
-        async with house.stream(limits=ExactLimits(max_bytes=1000)) as stream:
+        async with house.stream(limits=MessageLimits(max_bytes=1000)) as stream:
             await put(stream, *[b"x"] * STEP * 3)
             assert stream.live_messages() == 500
 
@@ -142,7 +142,7 @@ def test_a_commit_leaves_no_more_to_later_steps_than_it_found(house: House) -> N
 
 def test_the_file_of_the_front_is_let_go_of_when_it_is_dropped(house: House) -> None:
     async def work() -> None:
-        async with house.stream(segment_size=1024, limits=ExactLimits(max_bytes=2100)) as stream:
+        async with house.stream(segment_size=1024, limits=MessageLimits(max_bytes=2100)) as stream:
             for _ in range(3):
                 await one_by_one(stream, 50)
                 await until(lambda: not open_but_gone(house))
@@ -154,26 +154,26 @@ def test_the_file_of_the_front_is_let_go_of_when_it_is_dropped(house: House) -> 
     run(work())
 
 
-async def overwrite(store: Store, stream: Stream) -> None:
+async def overwrite(store: StreamStore, stream: Stream) -> None:
     while stream.log.first < 1000:
         await one_by_one(stream, 50)
 
 
-async def expire(store: Store, stream: Stream) -> None:
+async def expire(store: StreamStore, stream: Stream) -> None:
     while stream.log.first < 1000:
         await store.committer.sync([stream])
         stream.maintain(stream.summary(stream.log.first).last_age + HOUR)
 
 
-async def export(store: Store, stream: Stream) -> None:
+async def export(store: StreamStore, stream: Stream) -> None:
     while stream.log.first < 1000:
         stream.exported_upto = stream.next_sequence
         await one_by_one(stream, 50)
 
 
-async def purge(store: Store, stream: Stream) -> None:
+async def purge(store: StreamStore, stream: Stream) -> None:
     for upto in range(200, 1200, 200):
-        stream.drop_upto(upto, Reason.PURGED)
+        stream.drop_upto(upto, DropReason.PURGED)
         await put(stream, b"x")
 
 
@@ -183,18 +183,18 @@ HOUR = 3_600_000
 @pytest.mark.parametrize(
     ("settings", "drop"),
     [
-        (Settings(max_size=310_000, overwrite=True), overwrite),
-        (Settings(ttl=HOUR), expire),
-        (Settings(max_size=310_000, free_exported=True), export),
-        (Settings(), purge),
+        (StorageSettings(max_size=310_000, overwrite=True), overwrite),
+        (StorageSettings(ttl=HOUR), expire),
+        (StorageSettings(max_size=310_000, free_exported=True), export),
+        (StorageSettings(), purge),
     ],
 )
 def test_with_a_limit_per_topic_what_is_dropped_at_the_front_does_not_have_all_the_rest_read_again(
-    house: House, settings: Settings, drop: Callable[[Store, Stream], Awaitable[None]]
+    house: House, settings: StorageSettings, drop: Callable[[StreamStore, Stream], Awaitable[None]]
 ) -> None:
     async def work() -> None:
         house.files = files = Counting()
-        limits = ExactLimits(max_messages_per_topic=1_000_000)
+        limits = MessageLimits(max_messages_per_topic=1_000_000)
         settings_ = msgspec.structs.replace(settings, limits=limits, segment_size=20_000)
         async with house.store() as store:
             stream = store.create("s", settings_, b"{}")
@@ -212,14 +212,14 @@ def test_the_limit_per_topic_is_exact_while_the_front_is_overwritten_and_purged(
     house: House, also: dict[str, int]
 ) -> None:
     async def work() -> None:
-        limits = ExactLimits(max_messages_per_topic=40, **also)
-        settings = Settings(max_size=60_000, segment_size=10_000, overwrite=True, limits=limits)
+        limits = MessageLimits(max_messages_per_topic=40, **also)
+        settings = StorageSettings(max_size=60_000, segment_size=10_000, overwrite=True, limits=limits)
         async with house.store() as store:
             stream = store.create("s", settings, b"{}")
             for n in range(1500):
                 await put(stream, b"x" * (n % 300), topic=b"t%d" % (n % 7 if n % 40 else 7))
                 if n % 250 == 0:
-                    stream.drop_upto(stream.oldest + 20, Reason.PURGED)
+                    stream.drop_upto(stream.oldest + 20, DropReason.PURGED)
                 if n % 50 == 0:
                     rows = everything(stream)
                     counted = Counter(row.topic for row in rows)
@@ -227,7 +227,7 @@ def test_the_limit_per_topic_is_exact_while_the_front_is_overwritten_and_purged(
                     assert sum(len(row.topic) + len(row.payload) for row in rows) <= (
                         limits.max_bytes or 1 << 30
                     )
-            assert {drop.reason for drop in stream.drops.ranges} >= {Reason.LIMITS, Reason.PURGED}
+            assert {drop.reason for drop in stream.drops.ranges} >= {DropReason.LIMITS, DropReason.PURGED}
             assert stream.live_messages() > 100
 
     run(work())
@@ -235,7 +235,7 @@ def test_the_limit_per_topic_is_exact_while_the_front_is_overwritten_and_purged(
 
 def test_the_limit_per_topic_holds_also_behind_damage_that_nobody_had_noticed(house: House) -> None:
     async def work() -> None:
-        limits = ExactLimits(max_messages_per_topic=20)
+        limits = MessageLimits(max_messages_per_topic=20)
         async with house.stream(segment_size=2048, limits=limits) as stream:
             await one_by_one(stream, 280)
             damaged = list(stream.log.sizes)[-9]

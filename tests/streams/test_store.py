@@ -16,7 +16,7 @@ from bridge.errors import DataDirectoryBusy, MessageTooLarge, StreamFull
 from bridge.operations.manager import committed
 from bridge.streams import meta
 from bridge.streams.layout import Files
-from bridge.streams.meta import Settings
+from bridge.streams.meta import StorageSettings
 from bridge.streams.reader import StreamReader, list_streams
 
 from ..fakes.clock import Machine
@@ -48,9 +48,9 @@ def test_numbers_go_on_after_a_restart_and_after_everything_was_dropped(house: H
             assert await put(stream, b"a", b"b") == [0, 1]
         async with house.stream() as stream:
             assert await put(stream, b"c") == [2]
-            from bridge.streams.drops import Reason
+            from bridge.streams.drops import DropReason
 
-            assert stream.drop_upto(3, Reason.PURGED) == 3
+            assert stream.drop_upto(3, DropReason.PURGED) == 3
             assert payloads(stream) == []
             assert (stream.oldest, stream.next_sequence) == (3, 3)
         async with house.stream() as stream:
@@ -202,12 +202,12 @@ def test_memory_streams_are_emptied_at_start_and_their_numbers_go_on(house: Hous
 def test_a_deleted_stream_is_gone_and_a_new_one_of_its_name_is_another_one(house: House) -> None:
     async def work() -> None:
         async with house.store() as store:
-            stream = store.create("s", Settings(), b"{}")
+            stream = store.create("s", StorageSettings(), b"{}")
             await put(stream, b"a")
             before = stream.epoch
             store.delete("s")
             assert list_streams(house.data_dir) == []
-            again = store.create("s", Settings(), b"{}")
+            again = store.create("s", StorageSettings(), b"{}")
             assert await put(again, b"b") == [0]
             assert again.epoch > before
 
@@ -223,15 +223,15 @@ def test_no_epoch_is_given_twice_however_fast_streams_are_deleted_and_made_or_th
         epochs: list[int] = []
         async with house.store() as store:
             for _ in range(3):
-                epochs.append(store.create("s", Settings(), b"{}").epoch)
+                epochs.append(store.create("s", StorageSettings(), b"{}").epoch)
                 store.delete("s")
-            epochs.append(store.create("s", Settings(), b"{}").epoch)
+            epochs.append(store.create("s", StorageSettings(), b"{}").epoch)
         async with house.store() as store:
             machine.step(-0.001)
             store.delete("s")
-            epochs.append(store.create("s", Settings(), b"{}").epoch)
+            epochs.append(store.create("s", StorageSettings(), b"{}").epoch)
             machine.step(0.010)
-            epochs.append(store.create("other", Settings(), b"{}").epoch)
+            epochs.append(store.create("other", StorageSettings(), b"{}").epoch)
         assert epochs == [1_000_000, 1_000_001, 1_000_002, 1_000_003, 1_000_004, 1_000_009]
 
     run(work())
@@ -250,12 +250,12 @@ def test_only_one_process_writes_a_data_directory(house: House) -> None:
 def test_definitions_survive_and_either_copy_alone_is_enough(house: House) -> None:
     async def work() -> None:
         async with house.stream(max_size=12345, segment_size=1024) as stream:
-            stream.configure(Settings(max_size=54321, segment_size=2048), b'{"definition": 1}')
+            stream.configure(StorageSettings(max_size=54321, segment_size=2048), b'{"definition": 1}')
         for name in meta.NAMES:
             path = house.directory() / name
             path.write_bytes(path.read_bytes()[:-1] + b"?")
             async with house.stream() as stream:
-                assert stream.settings == Settings(max_size=54321, segment_size=2048)
+                assert stream.settings == StorageSettings(max_size=54321, segment_size=2048)
                 assert stream.meta.definition == b'{"definition": 1}'
             assert "damaged; written again from the other copy" in house.events.pop()
 
@@ -295,13 +295,13 @@ def test_an_update_that_fails_half_way_does_not_come_into_force_at_the_next_star
             for number in (b"1", b"2"):
                 files.refused[f"{call} {name}"] = 1
                 with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device$"):
-                    stream.configure(Settings(max_size=54321), number)
+                    stream.configure(StorageSettings(max_size=54321), number)
                 assert stream.settings.max_size == 12345
         house.files = Files()
         assert list_streams(house.data_dir)[0].definition == b"{}"
         async with house.stream() as stream:
             assert (stream.settings.max_size, stream.meta.definition) == (12345, b"{}")
-            stream.configure(Settings(max_size=54321), b"3")
+            stream.configure(StorageSettings(max_size=54321), b"3")
         async with house.stream() as stream:
             assert (stream.settings.max_size, stream.meta.definition) == (54321, b"3")
 
@@ -314,7 +314,7 @@ def test_an_update_that_fails_and_cannot_be_taken_back_says_so(house: House) -> 
         async with house.stream(max_size=12345) as stream:
             files.refused["sync_directory meta.1"] = 2
             with pytest.raises(OSError, match="may come into force at the next start"):
-                stream.configure(Settings(max_size=54321), b"new")
+                stream.configure(StorageSettings(max_size=54321), b"new")
             assert stream.settings.max_size == 12345
 
     run(work())
@@ -378,7 +378,8 @@ def test_many_appenders_at_once_are_all_committed_in_order_and_told_in_order(
     async def work() -> None:
         async with house.store() as store:
             streams = [
-                store.create(f"s{n}", Settings(flush=flush, segment_size=4096), b"{}") for n in range(4)
+                store.create(f"s{n}", StorageSettings(flush=flush, segment_size=4096), b"{}")
+                for n in range(4)
             ]
             told: dict[str, list[int]] = {stream.name: [] for stream in streams}
 

@@ -15,7 +15,7 @@ import pytest
 
 from bridge.errors import StreamError
 from bridge.streams.layout import Files
-from bridge.streams.meta import Settings
+from bridge.streams.meta import StorageSettings
 from bridge.streams.reader import StreamReader
 from bridge.streams.verify import verify
 
@@ -54,9 +54,9 @@ def test_a_group_that_is_synced_waits_for_a_background_sync_so_that_neither_hide
     async def work() -> None:
         house.files = disk = HeldSync()
         async with house.store() as store:
-            stream = store.create("s", Settings(), b"{}")
+            stream = store.create("s", StorageSettings(), b"{}")
             await put(stream, b"a", b"b")  # written, and not on the disk yet
-            stream.configure(Settings(flush=True), b"{}")
+            stream.configure(StorageSettings(flush=True), b"{}")
             disk.hold = disk.fail = True
             syncing = asyncio.create_task(store.committer.sync([stream]))
             await until(disk.reached.is_set)
@@ -77,7 +77,7 @@ def test_a_stream_made_again_under_its_name_is_not_touched_by_the_threads_of_the
 ) -> None:
     async def work() -> None:
         house.files = disk = HeldSync()
-        settings = Settings(flush=True, segment_size=1024)
+        settings = StorageSettings(flush=True, segment_size=1024)
         async with house.store() as store:
             old = store.create("s", settings, b"{}")
             disk.hold = True
@@ -159,7 +159,7 @@ def test_with_too_few_threads_streams_are_committed_by_those_there_are(
 ) -> None:
     async def work() -> None:
         async with house.store() as store:
-            streams = [store.create(f"s{n}", Settings(flush=True), b"{}") for n in range(4)]
+            streams = [store.create(f"s{n}", StorageSettings(flush=True), b"{}") for n in range(4)]
 
             def no_more(thread: threading.Thread) -> None:
                 raise RuntimeError("can't start new thread")
@@ -175,14 +175,14 @@ def test_deleting_a_stream_that_caused_back_pressure_releases_it(house: House) -
     async def work() -> None:
         house.files = disk = HeldSync()
         async with house.store() as store:
-            stream = store.create("s", Settings(), b"{}")
+            stream = store.create("s", StorageSettings(), b"{}")
             told: list[bool] = []
             store.committer.on_pressure.append(told.append)
             await put(stream, b"a")
             disk.hold = True
             syncing = asyncio.create_task(store.committer.sync([stream]))
             await until(disk.reached.is_set)
-            stream.configure(Settings(flush=True), b"{}")
+            stream.configure(StorageSettings(flush=True), b"{}")
             for _ in range(12):
                 stream.append(b"t", bytes(1_000_000))
             await until(lambda: told == [True])
@@ -240,9 +240,9 @@ def test_what_an_earlier_group_left_to_the_background_is_saved_when_a_later_grou
     async def work() -> None:
         house.files = disk = Forgetful()
         async with house.store() as store:
-            stream = store.create("s", Settings(), b"{}")
+            stream = store.create("s", StorageSettings(), b"{}")
             await put(stream, b"a" * 3000, b"b" * 3000)
-            stream.configure(Settings(flush=True), b"{}")
+            stream.configure(StorageSettings(flush=True), b"{}")
             disk.fail_next = True
             assert await put(stream, b"c") == [2]
             await store.committer.sync([stream])
@@ -275,7 +275,7 @@ def test_a_deleted_streams_thread_that_fails_removes_no_file_of_the_stream_that_
 ) -> None:
     async def work() -> None:
         house.files = disk = HeldHeader()
-        settings = Settings(flush=True, segment_size=1024)
+        settings = StorageSettings(flush=True, segment_size=1024)
         async with house.store() as store:
             old = store.create("s", settings, b"{}")
             disk.hold = True
@@ -297,14 +297,14 @@ def test_settings_that_cannot_be_applied_are_not_saved(house: House) -> None:
     async def work() -> None:
         house.files = files = Unreadable()
         async with house.store() as store:
-            stream = store.create("s", Settings(), b"{}")
+            stream = store.create("s", StorageSettings(), b"{}")
             await put(stream, b"a", b"b")
             files.failing = True
             with pytest.raises(OSError, match="Input/output error"):
-                stream.configure(Settings(dedup_window=60_000), b"{new}")
+                stream.configure(StorageSettings(dedup_window=60_000), b"{new}")
             files.failing = False
-            assert stream.settings == Settings()
-            stream.configure(Settings(dedup_window=60_000), b"{new}")
+            assert stream.settings == StorageSettings()
+            stream.configure(StorageSettings(dedup_window=60_000), b"{new}")
             assert await put(stream, b"c", ids=True) == await put(stream, b"c", ids=True) == [2]
 
     run(work())

@@ -12,9 +12,9 @@ import pytest
 
 from bridge.errors import StorageFailed, StreamError
 from bridge.operations.manager import committed
-from bridge.streams.drops import Reason
+from bridge.streams.drops import DropReason
 from bridge.streams.layout import Files
-from bridge.streams.meta import ExactLimits, Settings
+from bridge.streams.meta import MessageLimits, StorageSettings
 
 from .conftest import House, everything, payloads, put, run
 from .test_commit import SlowDisk, slow, until
@@ -26,8 +26,8 @@ def test_a_stream_deleted_behind_slow_syncs_never_touches_the_file_of_the_next_o
     async def work() -> None:
         disk: SlowDisk = slow(house)
         async with house.store() as store:
-            busy = [store.create(f"busy{n}", Settings(flush=True), b"{}") for n in range(8)]
-            gone = store.create("gone", Settings(flush=True, segment_size=1024), b"{}")
+            busy = [store.create(f"busy{n}", StorageSettings(flush=True), b"{}") for n in range(8)]
+            gone = store.create("gone", StorageSettings(flush=True, segment_size=1024), b"{}")
             disk.gate.clear()
             for stream in busy:
                 stream.append(b"t", b"x")
@@ -39,7 +39,7 @@ def test_a_stream_deleted_behind_slow_syncs_never_touches_the_file_of_the_next_o
             await asyncio.sleep(0)
             store.delete("gone")
             assert isinstance(told[0], StorageFailed)
-            new = store.create("new", Settings(), b"{}")
+            new = store.create("new", StorageSettings(), b"{}")
             await put(new, b"mine", b"mine too")
             with pytest.raises(StorageFailed, match="was deleted"):
                 gone.append(b"t", b"x")
@@ -56,13 +56,13 @@ def test_dropping_segments_during_a_background_sync_is_no_failed_sync(house: Hou
     async def work() -> None:
         disk: SlowDisk = slow(house)
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=1024), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=1024), b"{}")
             for n in range(50):
                 await put(stream, b"%d" % n * 30)
             disk.gate.clear()
             syncing = asyncio.create_task(store.committer.sync([stream]))
             await until(lambda: disk.waiting == 1)
-            stream.drop_upto(40, Reason.PURGED)
+            stream.drop_upto(40, DropReason.PURGED)
             disk.gate.set()
             await syncing
             assert house.events == []
@@ -89,8 +89,10 @@ def test_an_error_in_applying_limits_neither_holds_acknowledgements_nor_other_st
     async def work() -> None:
         house.files = files = Unreadable()
         async with house.store() as store:
-            limited = store.create("a", Settings(flush=flush, limits=ExactLimits(max_bytes=20)), b"{}")
-            plain = store.create("b", Settings(flush=flush), b"{}")
+            limited = store.create(
+                "a", StorageSettings(flush=flush, limits=MessageLimits(max_bytes=20)), b"{}"
+            )
+            plain = store.create("b", StorageSettings(flush=flush), b"{}")
             await put(limited, b"0123456789")
             files.failing = True
             numbers = [limited.append(b"t", b"0123456789"), plain.append(b"t", b"x")]
@@ -126,7 +128,7 @@ def test_a_crash_at_any_instant_of_a_rescue_loses_nothing_and_reuses_no_number(t
         house.data_dir.parent.mkdir()
         house.files = files = Snapshots(house.data_dir)
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=1024), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=1024), b"{}")
             content = [b"%03d" % n * 40 for n in range(30)]
             for payload in content:
                 await put(stream, payload)
@@ -198,7 +200,7 @@ def test_a_stop_during_a_rescue_waits_for_it_and_keeps_what_is_acknowledged(hous
     async def work() -> None:
         disk: SlowDisk = slow(house)
         async with house.store() as store:
-            stream = store.create("s", Settings(), b"{}")
+            stream = store.create("s", StorageSettings(), b"{}")
             await put(stream, b"a")
             keeping = asyncio.create_task(store.keep(0.001))
             fail_once_and_hold(disk)
@@ -242,13 +244,13 @@ def test_what_is_dropped_during_a_rescue_is_let_go_of_after_it(house: House) -> 
     async def work() -> None:
         disk: SlowDisk = slow(house)
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=1024), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=1024), b"{}")
             for number in range(4):
                 await put(stream, bytes((number,)) * 700)
             fail_once_and_hold(disk)
             syncing = asyncio.create_task(store.committer.sync([stream]))
             await until(lambda: stream.busy and disk.waiting)
-            assert stream.drop_upto(2, Reason.PURGED) == 2
+            assert stream.drop_upto(2, DropReason.PURGED) == 2
             disk.gate.set()
             await asyncio.wait_for(syncing, 20)
             await until(lambda: not stream.busy)
@@ -262,7 +264,7 @@ def test_damage_that_is_met_while_a_group_is_in_flight_is_set_aside_afterwards(h
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:
-            stream = store.create("s", Settings(segment_size=1024, flush=True), b"{}")
+            stream = store.create("s", StorageSettings(segment_size=1024, flush=True), b"{}")
             disk.gate.set()
             for n in range(20):
                 await put(stream, b"%d" % n * 50)
@@ -270,7 +272,7 @@ def test_damage_that_is_met_while_a_group_is_in_flight_is_set_aside_afterwards(h
             flip(house.directory() / f"{0:020d}.seg")
             stream.append(b"t", b"x")
             await until(lambda: stream.busy)
-            assert not stream.heal(0)
+            assert not stream.repair(0)
             assert house.events == []
             disk.gate.set()
             await stream.idle()
