@@ -288,7 +288,7 @@ class Service:
 
     async def _heal(self, stream: Stream) -> None:
         try:
-            for base in list(stream.segments.sizes):
+            for base in list(stream.log.sizes):
                 await stream.idle()
                 if not stream.closed:
                     stream.repair(base)

@@ -1,11 +1,11 @@
-"""The deduplication window of a stream: message ids seen lately, and the numbers they got.
+"""The deduplication window of a stream: recent message ids, and the numbers of their messages.
 
-An append with an id that is in the window is acknowledged with the first one's number and not
-stored again (as NATS JetStream does with Nats-Msg-Id). Ids are stored with their messages, so that
-the window is the same after a restart: opening reads back the segments as far as the window goes.
+An append with an id in the window is acknowledged with the first message's number and not stored again (as
+NATS JetStream does with Nats-Msg-Id). Ids are stored with their messages. After a restart, the segments that
+the window covers are read, and it is the same as before.
 
-Without a window in its settings, a stream that is given an id begins to keep a window of `DEFAULT` ms
-and `MOST` ids: enough for a client that repeats an append whose answer it has missed.
+A stream without a window in its settings begins one with the first id: `DEFAULT` ms and at most `MOST` ids,
+enough for a client that repeats an append whose reply was lost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 
 from bridge.streams import segment
-from bridge.streams.view import View
+from bridge.streams.contents import Contents
 
 DEFAULT = 120_000
 MOST = 100_000
@@ -28,7 +28,7 @@ class Window:
         self._ages: deque[tuple[int, int, bytes]] = deque()  # time, number, id
 
     def configure(self, length: int | None) -> None:
-        """Change the length; the default is bounded in number, too."""
+        """Change the length; the default is also bounded in number."""
         self.length = DEFAULT if length is None else length
         self._most = MOST if length is None else None
 
@@ -55,15 +55,15 @@ class Window:
         while self._ages and self._ages[-1][1] >= number:
             del self._numbers[self._ages.pop()[2]]
 
-    def load(self, view: View, now: int) -> None:
-        """Fill the window from the stream's own files, newest segments only."""
-        start = end = view.segments.next
-        for base in reversed(list(view.segments.sizes)):
-            summary = view.summary(base)
+    def load(self, stream: Contents, now: int) -> None:
+        """Fill the window from the newest segments of the stream."""
+        start = end = stream.log.next
+        for base in reversed(list(stream.log.sizes)):
+            summary = stream.summary(base)
             if summary.entries and summary.last_age + self.length < now:  # an empty one says nothing
                 break
             start = base
-        for data, frame in view.frames(start, end):
+        for data, frame in stream.frames(start, end):
             if frame.age + self.length >= now:
                 for number, message_id in segment.ids_of(data, frame).items():
                     self.add(message_id, number, frame.age)

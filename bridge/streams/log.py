@@ -4,15 +4,15 @@ States of a segment: *active* (the last one, written at its end), *closing* (sea
 known to be on the disk), *sealed* (on the disk, with an index beside it).
 
 A commit group goes through three steps, so that the middle one can run in a thread:
-    stage    on the event loop: encode, plan new segments where the group needs them
-    write    anywhere: write, and for `sync` wait for the disk; touches nothing but the files
-    commit or abort    on the event loop: take the result over, or leave the files as they were
+    stage              on the event loop: encode, plan the new segments that the group needs
+    write              in any thread: write, and with `sync` wait for the disk; changes only the files
+    commit or abort    on the event loop: make the group readable, or leave the files as they were
 
-After a failed sync the file's tail is not trusted: `replace_active` goes on in a new segment.
+After a failed sync the file's tail is not trusted: `replace_active` continues in a new segment.
 
-On a full disk no file can be made, and all messages of the active segment may be about to go. Then the
-active segment has no file until its first group is written: the old one can be removed before that, and
-its room serves the new one. While no file says at which number the stream goes on, `drops.log` does.
+On a full disk no file can be made, and all messages of the active segment may be about to be dropped. Then
+the new active segment has no file until its first group is written: the old file can be deleted before that,
+and its space serves the new one. While no file shows the stream's next number, `drops.log` does.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class SegmentLog:
         self.total_bytes = 0  # their sum
         self.closing: list[OpenSegment] = []
         self.damage: list[Damage] = []
-        self._tainted = False  # a failed write has left something in the active file that is no data
-        self._suspect = False  # a sync failed that may have been the only one to hear of lost writes
+        self._tainted = False  # a failed write has left bytes in the active file that are no data
+        self._suspect = False  # a sync failed; the kernel may not report the lost writes again
         self.obsolete = ObsoleteSegments(self.directory, drops)
-        self.frozen = False  # files are being rewritten: none may be removed
+        self.frozen = False  # files are being rewritten: none may be deleted
 
     # -- opening and closing ---------------------------------------------------------------------
     def open(self, first: int) -> None:
-        """Take the directory's segments over, repairing what a crash or the disk has broken.
+        """Open the directory's segments, repairing what a crash or the disk has broken.
 
         A directory without segments starts with number `first`. Raises OSError. An empty file was just
         made, or was about to be removed: then all its messages were dropped (see `ObsoleteSegments`).
@@ -98,10 +98,12 @@ class SegmentLog:
         index = Indexer(summary.base)
         index.next, index.entries = summary.next, summary.entries
         index.last_age, index.data_bytes = summary.last_age, summary.data_bytes
-        return OpenSegment(path, fd, index, summary.size)  # synced: unknown, so the next sync covers it all
+        return OpenSegment(
+            path, fd, index, summary.size
+        )  # what is synced is unknown: the next sync covers all of it
 
     def close(self) -> None:
-        """Close the files; what is committed but not synced stays so."""
+        """Close the files, without a sync."""
         for item in [*self.closing, self.active]:
             with contextlib.suppress(OSError):  # else the next start does
                 self._cut(item)
@@ -109,7 +111,7 @@ class SegmentLog:
                 self.directory.retire(item.fd)
 
     def is_syncing(self, base: int) -> bool:
-        """Whether a worker thread may be waiting for a segment to be on the disk."""
+        """Whether a worker thread may be syncing a segment."""
         return self.directory.pinned and base in [item.index.base for item in [*self.closing, self.active]]
 
     # -- writing ---------------------------------------------------------------------------------
@@ -125,10 +127,10 @@ class SegmentLog:
         return self._stager.stage(group, self.next, self.active, at, segment_size, sync=sync)
 
     def write(self, staged: Staged, *, sync: bool) -> None:
-        """Bring a staged group to the files; raises OSError. May run in a thread.
+        """Write a staged group to the files; raises OSError. May run in a thread.
 
-        A new segment appears only when what comes before it is in the files, with `sync` on the
-        disk: at no instant does a crash leave a hole in the numbers.
+        A new segment is made only when everything before it is in the files, with `sync` on the disk: a crash
+        never leaves a hole in the numbers.
         """
         written: OpenSegment | None = None
         for target, buffers, room, frame in staged.writes:
@@ -141,7 +143,7 @@ class SegmentLog:
             except OSError:
                 if not room:
                     raise
-                self._files.write(target.fd, buffers, frame.start)  # alone, it may fit yet
+                self._files.write(target.fd, buffers, frame.start)  # the group alone may still fit
             written = target
         if sync and written is not None:
             began = time.monotonic()
@@ -158,16 +160,16 @@ class SegmentLog:
             raise
 
     def _cut(self, item: OpenSegment) -> None:
-        """Cut off the room that is left; raises OSError."""
+        """Truncate preallocated space; raises OSError."""
         if item.room > item.size:
             self._files.truncate(item.fd, item.size)
         item.room = 0
 
     def commit(self, staged: Staged, *, synced: bool) -> None:
-        """Take over what was written: from here on it can be read."""
+        """Make a group that was written readable."""
         for target, _, _, frame in staged.writes:
             if target is not self.active:
-                self._seal()
+                self.closing.append(self.active)
                 self._take(target)
             target.index.add(frame, frame.start)
             target.size = frame.end
@@ -191,31 +193,26 @@ class SegmentLog:
         try:
             self._files.truncate(self.active.fd, self.active.size)
             self.active.room = 0
-        except OSError:  # what is left there must not be taken for data: go on in a new file
+        except OSError:  # what is left there must not be taken for data: continue in a new file
             self._tainted = True
 
     def discard(self, staged: Staged) -> None:
-        """Let go of a staged group whose stream is closed; its files go with its directory."""
+        """Discard a staged group whose stream is closed; its files are deleted with the directory."""
         for item in staged.opened:
             if item.fd >= 0:
                 self.directory.retire(item.fd)
 
-    def replace_active(self, first: int | None = None) -> None:
-        """Seal the active segment where it is and go on in a new, empty one; raises OSError.
+    def replace_active(self, first: int | None = None, *, lazily: bool = False) -> None:
+        """Seal the active segment where it ends and continue in a new, empty one; raises OSError.
 
-        `first` skips numbers: the new segment begins there.
+        `first` skips numbers: the new segment begins there. `lazily`: on a full disk, make its file with the
+        first group.
         """
         base = max(self.next, first or 0)
         if base == self.active.index.base and not self._tainted:
             return  # it is empty already
-        self._replace(self._create(base) if self.active.fd >= 0 else self._create_if_room(base))
-
-    def leave_active(self) -> None:
-        """As `replace_active`; on a full disk the file is made with the first group. Raises OSError."""
-        self._replace(self._create_if_room(self.next))
-
-    def _replace(self, fresh: OpenSegment) -> None:
-        base, old = fresh.index.base, self.active
+        lazily = lazily or self.active.fd < 0
+        fresh, old = self._create_if_room(base) if lazily else self._create(base), self.active
         if old.fd < 0:
             self._resize(old.index.base, None)
             if old.index.base != base:
@@ -223,7 +220,7 @@ class SegmentLog:
         elif base == old.index.base:
             self.directory.retire(old.fd)
         else:
-            self._seal()
+            self.closing.append(self.active)
         self._take(fresh)
         self.next = base
         self._tainted = False
@@ -253,9 +250,6 @@ class SegmentLog:
         self.active = fresh
         self._resize(fresh.index.base, fresh.size)
 
-    def _seal(self) -> None:
-        self.closing.append(self.active)
-
     # -- syncing ---------------------------------------------------------------------------------
     def unsynced(self) -> list[tuple[OpenSegment, int]]:
         """The segments with committed bytes that are not known to be on the disk, with their sizes."""
@@ -268,27 +262,27 @@ class SegmentLog:
         """Wait until these are on the disk; raises OSError. May run in a thread."""
         for item, _ in work:
             self._files.sync(item.fd)
-        if self._suspect:  # the kernel tells of an error once: who asks again hears that all is well
+        if self._suspect:  # the kernel reports an error once; a second sync succeeds
             raise OSError(EIO, "an earlier sync failed")
         if any(item.synced < HEADER.size for item, _ in work):
             self._files.sync_directory(self._path)
 
     def synced(self, work: list[tuple[OpenSegment, int]]) -> None:
-        """Take note that they are, and finish the segments that were only waiting for it."""
+        """Note that these are on the disk, and finish the closing segments."""
         for item, size in work:
             item.synced = max(item.synced, size)
         for item in [item for item in self.closing if item.synced >= item.size]:
             self.closing.remove(item)
-            with contextlib.suppress(OSError):  # without an index, the next start reads it, and cuts
+            with contextlib.suppress(OSError):  # without an index, the next start reads and truncates it
                 self._cut(item)
                 self._write_index(item.path, item.index.summary(item.size))
             self.directory.retire(item.fd)
 
     def rewrite_unsynced(self) -> list[tuple[int, int]]:
-        """After a failed background sync: write each file that is not on the disk again, in its place.
+        """After a failed background sync: replace each file that is not on the disk by a copy.
 
-        Returns the numbers that could not be read back. Raises OSError if the disk goes on refusing; what
-        was not replaced is as it was. May run in a thread, while nothing else writes or removes.
+        Returns the numbers that could not be read back. Raises OSError if the copy fails too; files that were
+        not replaced are unchanged. May run in a thread, while nothing else writes or deletes.
         """
         lost: list[tuple[int, int]] = []
         work = self._not_synced()
@@ -297,7 +291,7 @@ class SegmentLog:
             frames = list(segment.scan(data, HEADER.size, self._meta.salt))
             end = frames[-1].end if frames else HEADER.size
             if end < item.synced:
-                end = item.size  # damage of another kind, in what is on the disk: copied as it is
+                end = item.size  # what is on the disk is damaged too: copied unchanged
             elif end < item.size:
                 lost.append((frames[-1].next if frames else item.index.base, item.index.next - 1))
             fd = self.directory.rewrite(item.path, [self._header(item.index.base), data[HEADER.size : end]])
@@ -377,5 +371,5 @@ class SegmentLog:
     def _write_index(self, path: Path, summary: SegmentSummary) -> None:
         try:
             self._files.replace(path.with_suffix(layout.INDEX), segment.encode_index(summary), sync=False)
-        except OSError:  # a hint: without it the next start reads the segment
+        except OSError:  # without an index the next start reads the segment
             return

@@ -1,93 +1,90 @@
-"""Limits that whole segments are dropped for: size and time to live, in the manner of Stream Manager.
+"""Segment limits: size and time to live, which drop whole segments as Stream Manager does.
 
-Each policy yields what is to go, (below this number, why), oldest segment first; the stream drops it, and
-the policy looks again. All raise OSError.
+Each policy yields (below this number, why), oldest segment first. The stream drops those messages, and the
+policy looks again. All raise OSError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
+from bridge.streams.contents import Contents
 from bridge.streams.drops import DropReason
 from bridge.streams.segment import HEADER
-from bridge.streams.view import View
 
 SEALED_FROM = 8 * 1024  # bytes; smaller segments would take more blocks than they hold
 
 Removal = tuple[int, DropReason]
 
 
-def make_room(view: View, needed: int) -> Iterator[Removal]:
-    """For a group of `needed` bytes, as many of the oldest segments as it takes."""
-    if view.settings.free_exported:
-        yield from exported(view, needed)
-    while _is_over(view, needed):
-        if not (yield from _first(view, DropReason.OVERWRITTEN)):
+def make_room(stream: Contents, needed: int) -> Iterator[Removal]:
+    """The oldest segments, until a group of `needed` bytes fits."""
+    if stream.settings.free_exported:
+        yield from exported(stream, needed)
+    while _is_over(stream, needed):
+        if not (yield from _first(stream, DropReason.OVERWRITTEN)):
             return
 
 
-def exported(view: View, needed: int) -> Iterator[Removal]:
+def exported(stream: Contents, needed: int) -> Iterator[Removal]:
     """Segments that all exports have passed, until `needed` bytes fit."""
-    while _is_over(view, needed) and _is_first_exported(view):
-        if not (yield from _first(view, DropReason.EXPORTED)):
+    while _is_over(stream, needed) and _is_first_exported(stream):
+        if not (yield from _first(stream, DropReason.EXPORTED)):
             return
 
 
-def free_space(view: View, needed: int, *, exported_only: bool = False) -> Iterator[Removal]:
-    """On a full disk the oldest segments that may go, until they come to `needed` bytes.
+def free_space(stream: Contents, needed: int, *, exported_only: bool = False) -> Iterator[Removal]:
+    """On a full disk, the oldest segments that may be dropped, until they come to `needed` bytes.
 
-    Whatever `max_size` says: segments that all exports have passed where the stream's retention allows it,
-    else the oldest where it overwrites, unless `exported_only`.
+    `max_size` does not matter. Segments that all exports have passed may be dropped if the stream's retention
+    allows it; else the oldest ones if it overwrites, unless `exported_only`.
     """
-    goal = view.segments.total_bytes - needed
-    while view.segments.total_bytes > goal:
-        if view.settings.free_exported and _is_first_exported(view):
+    goal = stream.log.total_bytes - needed
+    while stream.log.total_bytes > goal:
+        if stream.settings.free_exported and _is_first_exported(stream):
             reason = DropReason.EXPORTED
-        elif view.settings.overwrite and not exported_only:
+        elif stream.settings.overwrite and not exported_only:
             reason = DropReason.OVERWRITTEN
         else:
             return
-        if not (yield from _first(view, reason)):
+        if not (yield from _first(stream, reason)):
             return
 
 
-def expired(view: View, now: int) -> Iterator[Removal]:
-    """Segments all of whose messages are older than the time to live.
+def expired(stream: Contents, now: int) -> Iterator[Removal]:
+    """Segments whose messages are all older than the time to live. `now`: ms on the age timeline."""
+    ttl, log = stream.settings.ttl, stream.log
+    while ttl is not None and log.next > log.first:
+        if stream.summary(log.first).last_age + ttl > now:
+            return
+        if not (yield from _first(stream, DropReason.EXPIRED)):
+            return
 
-    `now` is in ms on the age timeline.
+
+def wants_new_segment(stream: Contents) -> bool:
+    """Whether to begin a new segment on a full disk where nothing can be dropped yet.
+
+    The active segment can then be dropped once it is exported. Otherwise small messages would fill its last
+    block, and it would never be completely exported.
     """
-    ttl, segments = view.settings.ttl, view.segments
-    while ttl is not None and segments.next > segments.first:
-        if view.summary(segments.first).last_age + ttl > now:
-            return
-        if not (yield from _first(view, DropReason.EXPIRED)):
-            return
+    *_, active = stream.log.sizes.values()
+    return stream.settings.free_exported and active > SEALED_FROM and not stream.busy
 
 
-def wants_new_segment(view: View) -> bool:
-    """On a full disk where nothing may go yet: whether to go on in a new segment.
-
-    What the active one holds can then go once it is exported. Otherwise small messages would be added to
-    its last block, and it would never be exported as a whole.
-    """
-    *_, active = view.segments.sizes.values()
-    return view.settings.free_exported and active > SEALED_FROM and not view.busy
+def _is_over(stream: Contents, needed: int) -> bool:
+    return stream.log.total_bytes + needed > stream.settings.max_size
 
 
-def _is_over(view: View, needed: int) -> bool:
-    return view.segments.total_bytes + needed > view.settings.max_size
+def _is_first_exported(stream: Contents) -> bool:
+    log = stream.log
+    return stream.exported_upto is not None and log.following(log.first) <= stream.exported_upto
 
 
-def _is_first_exported(view: View) -> bool:
-    segments = view.segments
-    return view.exported_upto is not None and segments.following(segments.first) <= view.exported_upto
-
-
-def _first(view: View, reason: DropReason) -> Generator[Removal, None, bool]:
-    """The oldest segment; False if it must stay: the active one, if it holds nothing or is being written."""
-    segments = view.segments
-    first = segments.first
-    if len(segments.sizes) == 1 and (segments.sizes[first] <= HEADER.size or view.busy):
+def _first(stream: Contents, reason: DropReason) -> Generator[Removal, None, bool]:
+    """The oldest segment; False if it must stay: it is active, and empty or being written."""
+    log = stream.log
+    first = log.first
+    if len(log.sizes) == 1 and (log.sizes[first] <= HEADER.size or stream.busy):
         return False
-    yield segments.following(first), reason
-    return segments.first > first
+    yield log.following(first), reason
+    return log.first > first

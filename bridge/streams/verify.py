@@ -1,13 +1,11 @@
-"""Checking a data directory without changing it, and repairing what is wrong in one.
+"""Checks a data directory without changing it, and repairs it.
 
-`verify` reads every frame of every segment, the indexes, both copies of the definition and the record of
-drops, whoever wrote them and whether or not the service runs. On a running one, what is being written at
-that moment is not counted as damage.
+`verify` reads every frame of every segment, the indexes, both copies of each definition and the records of
+drops. The service may be running; what it is writing at that moment does not count as damage.
 
-`repair` needs the directory for itself. It opens every stream, which repairs what a crash has left, and a
-damaged record of drops; it checks every frame, sets damage aside in `quarantine/`, rebuilds indexes, and
-rebuilds a lost definition (its settings are then the defaults; the name is that of the directory, and what
-is stored as its definition is the caller's to say).
+`repair` needs a stopped service. It opens every stream, which repairs what a crash has left and damaged
+records of drops. It checks every frame, quarantines damage, and rebuilds indexes and lost definitions (with
+default settings and the directory's name; the caller provides the stored definition).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ Progress = Callable[[str, int, int], None]  # stream, bytes read, bytes in all
 
 
 class Problem(Struct, rename="camel"):
-    """Something that is wrong: the file, what, and the sequence numbers that cannot be read for it."""
+    """Something wrong: the file, what, and the sequence numbers that cannot be read because of it."""
 
     path: str
     what: str
@@ -42,8 +40,8 @@ class Problem(Struct, rename="camel"):
 class Checked(Struct, rename="camel"):
     """One stream as it was found. Sizes in bytes.
 
-    `lost` are the numbers that earlier damage has cost and `quarantined` the files that were set
-    aside then: facts, but no problems of today. `messages` are those that can be read.
+    `messages` can be read. `lost` are the numbers lost to earlier damage, and `quarantined` its files: these
+    are no current problems.
     """
 
     name: str
@@ -60,7 +58,7 @@ class Checked(Struct, rename="camel"):
 
 
 def verify(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:
-    """Check all streams of a data directory; reads only. Raises OSError if it cannot be read at all."""
+    """Check all streams of a data directory, read only. Raises OSError if it cannot be read."""
     return [_verify(data_dir, directory, progress) for directory in stream_directories(data_dir)]
 
 
@@ -82,7 +80,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
         found.quarantined = sorted(map(str, quarantine.iterdir()))
     drops = DropLog(Files(), data)
     what, _ = recovery.check_drops(data, known)
-    if what and what == recovery.check_drops(data, known)[0]:  # nothing that was being written just then
+    if what and what == recovery.check_drops(data, known)[0]:  # it was not just being written
         found.problems.append(Problem(str(data / NAME), what))
     bases = layout.segment_bases(data)
     sizes = [_size(layout.segment_path(data, base)) for base in bases]
@@ -91,7 +89,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
     found.oldest, found.newest = drops.first_live(first), first - 1
     for number, base in enumerate(bases):
         following = bases[number + 1] if number + 1 < len(bases) else None
-        with contextlib.suppress(FileNotFoundError):  # retention has deleted it while we were reading
+        with contextlib.suppress(FileNotFoundError):  # retention has deleted it meanwhile
             _check(found, drops, data, base, following, known)
         done += sizes[number]
         progress(name, done, sum(sizes))
@@ -104,7 +102,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
 
 
 def check_end(data_dir: Path, directory: Path) -> list[Problem]:
-    """What is wrong with a stream's last segment: a reader takes a damaged end for one not yet written."""
+    """What is wrong with a stream's last segment: a reader takes a damaged end for an unfinished write."""
     known, _ = meta.load(directory)
     data = _data_of(data_dir, directory, known)
     bases = layout.segment_bases(data)
@@ -146,7 +144,7 @@ def _check(
     if following is not None and index.next < following:
         holes = [*holes, (index.next, following - 1)]
     lost = [part for first, last in holes for part in drops.live(first, last)]
-    # What a running service changes meanwhile is looked at once more before it counts as a problem.
+    # A running service may change it meanwhile: check again before it counts as a problem.
     if lost and _follows(data, base) == following:
         found.problems.append(Problem(str(path), "frames are damaged or missing", lost))
     elif following is None and written > end and path.read_bytes() == content:
@@ -167,7 +165,7 @@ def _check(
 
 
 def _follows(data: Path, base: int) -> int | None:
-    """The segment behind this one, as it is now."""
+    """The segment after this one, as it is now."""
     return next((other for other in layout.segment_bases(data) if other > base), None)
 
 
@@ -176,7 +174,7 @@ def repair(
 ) -> list[Checked]:
     """Repair a data directory; returns each stream as it is afterwards, with what was wrong.
 
-    `definition` gives what is stored as that of a stream of a name, where it was lost. Raises
+    `definition` returns the definition to store for a stream (by name) that has lost it. Raises
     DataDirectoryBusy while the service runs, or OSError.
     """
     repaired: dict[str, list[Problem]] = {}
@@ -186,7 +184,7 @@ def repair(
             repaired.setdefault(unquote(directory.name), []).append(problem)
 
     def note(stream: str, what: str) -> None:
-        path, _, rest = what.partition(": ")  # an event begins with the file that it is about, if any
+        path, _, rest = what.partition(": ")  # an event about a file begins with its path
         problem = Problem(path, rest) if path.startswith(str(data_dir)) else Problem(str(data_dir), what)
         repaired.setdefault(stream, []).append(problem)
 
@@ -200,14 +198,14 @@ def repair(
 async def _repair(data_dir: Path, note: Callable[[str, str], None], progress: Progress) -> None:
     async with open_stopped(data_dir, on_event=note) as store:
         for stream in store.streams.values():
-            bases = list(stream.segments.sizes)[:-1]  # opening it has seen to the last one
+            bases = list(stream.log.sizes)[:-1]  # opening has checked the last one
             for done, base in enumerate(bases, 1):
                 stream.repair(base)
                 progress(stream.name, done, len(bases))
 
 
 def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> Problem | None:
-    """Write a definition with default settings if both copies are lost; the segments tell the epoch."""
+    """Write a definition with default settings if both copies are lost; the epoch is in the segments."""
     known, _ = meta.load(directory)
     if known is not None:
         return None
@@ -218,6 +216,6 @@ def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> 
         if header is not None:
             _, epoch, salt = header
             break
-    name = re.sub(r"[^\w ,.\-]", "-", unquote(directory.name))  # what is no name's directory gets a legal one
+    name = re.sub(r"[^\w ,.\-]", "-", unquote(directory.name))  # the directory may have been renamed
     meta.save(Files(), directory, Meta(name, epoch, salt, StorageSettings(), definition(name)))
     return Problem(str(directory), "the definition was lost; written again with default settings")

@@ -57,7 +57,7 @@ class Gateway:
     def heal(self, name: str) -> None:
         """Set damage aside, as the service does when an export has met it."""
         stream = self.store.streams[name]
-        for base in list(stream.segments.sizes):
+        for base in list(stream.log.sizes):
             stream.repair(base)
 
     def flip(self, name: str, payload: bytes) -> None:

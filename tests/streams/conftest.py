@@ -87,7 +87,7 @@ def everything(stream: Stream, start: int = 0) -> list[StreamMessage]:
 
 def check(stream: Stream) -> None:
     """Check every frame of every segment, setting damage aside."""
-    for base in list(stream.segments.sizes):
+    for base in list(stream.log.sizes):
         stream.repair(base)
 
 

@@ -1,0 +1,190 @@
+"""What one stream has stored: its segments, the numbers that are gone, and how damage is set aside.
+
+`Stream` extends this with appends and commits. The policies (limits, deduplication) read it and return what
+is to be dropped; only `Stream` drops. Reading can meet damage. It is set aside first, so that nothing is
+dropped that can still be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bridge.clock import Clock
+from bridge.errors import CorruptData
+from bridge.streams import recovery
+from bridge.streams.drops import DropLog, DropReason
+from bridge.streams.layout import Files
+from bridge.streams.log import SegmentLog
+from bridge.streams.meta import Meta, StorageSettings
+from bridge.streams.reader import StreamReader
+from bridge.streams.recovery import Damage
+from bridge.streams.segment import Frame, SegmentSummary
+
+Ranges = list[tuple[int, int]]  # of numbers, both ends included
+
+
+class Contents:
+    """The stored messages of one stream. Sizes in bytes, times in ms."""
+
+    def __init__(
+        self,
+        files: Files,
+        home: Path,
+        data: Path,
+        meta: Meta,
+        *,
+        delete: Callable[[], None],
+        on_event: Callable[[str, str], None],
+        clock: Clock,
+        floor: int = 0,
+    ) -> None:
+        """Open the files; raises OSError.
+
+        `home` holds the definition, `data` the segments. `floor` is the lowest number that the next message
+        may have. `delete` is called when there are obsolete files.
+        """
+        self.files, self.home, self.directory, self.meta = files, home, data, meta
+        self.clock = clock
+        self._delete, self._on_event = delete, on_event
+        self.counters: dict[str, int] = {}
+        self.exported_upto: int | None = None  # all exports have passed the numbers below; None: no exports
+        self.oldest = 0  # all numbers below are gone
+        self._damaged = set[int]()  # segments with damage that could not be set aside yet
+        damage = recovery.repair_drops(files, data, meta)
+        self.drops = DropLog(files, data)
+        if self.drops.ranges:  # also when the segment with the last frame has lost that frame
+            floor = max(floor, self.drops.ranges[-1].last + 1)
+        self.log = SegmentLog(files, data, meta, self.drops, clock)  # policies only read it
+        self.log.open(floor)
+        self.obsolete = self.log.obsolete
+        clock.observe(self.log.active.index.last_age)
+        self._report(damage + self.log.damage)
+        memory = meta.settings.memory
+        if floor > self.log.next:
+            self._record([(self.log.next, floor - 1)], DropReason.MEMORY if memory else DropReason.SKIPPED)
+            self.log.replace_active(floor)
+        self._record([(0, self.log.first - 1)], DropReason.MEMORY if memory else DropReason.UNKNOWN)
+
+    @property
+    def name(self) -> str:
+        """The stream's name."""
+        return self.meta.name
+
+    @property
+    def epoch(self) -> int:
+        """When the stream was created, Unix time in ms."""
+        return self.meta.epoch
+
+    @property
+    def settings(self) -> StorageSettings:
+        """How the stream is stored."""
+        return self.meta.settings
+
+    @property
+    def next_sequence(self) -> int:
+        """The number after the newest committed message."""
+        return self.log.next
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of the segment files."""
+        return self.log.total_bytes
+
+    @property
+    def busy(self) -> bool:
+        """Whether a group is in flight, or files are being rewritten: the active segment must stay."""
+        raise NotImplementedError
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Increase a counter that operators see."""
+        self.counters[what] = self.counters.get(what, 0) + number
+
+    # -- reading ---------------------------------------------------------------------------------
+    def live_messages(self) -> int:
+        """How many messages can be read: numbers that were given and not dropped."""
+        return self.log.next - self.drops.number
+
+    def reader(self) -> StreamReader:
+        """A new reader of the files; the caller closes it."""
+        return StreamReader(self.directory, self.files, self.drops)
+
+    def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
+        """The sound frames with numbers of start..end-1, in order, each with its buffer; raises OSError.
+
+        If damage cannot be set aside now, the rest of its segment is skipped; `Stream.maintain` repairs it
+        later.
+        """
+        position, repaired = start, set[int]()
+        with contextlib.closing(self.reader()) as reader:
+            while position < end:
+                before = position
+                try:
+                    for data, frame in reader.frames(position, end):
+                        position = frame.next
+                        yield data, frame
+                    if position == before:
+                        return
+                except CorruptData as error:
+                    self.count("corrupt_reads")
+                    if error.segment in repaired or not self.repair(error.segment):
+                        position = max(position + 1, self.log.following(error.segment))
+                    repaired.add(error.segment)
+
+    def summary(self, base: int) -> SegmentSummary:
+        """What a segment holds. Sets aside damage that it meets; raises OSError."""
+        known = len(self.log.damage)
+        found = self.log.summary(base)
+        self._report(self.log.damage[known:])
+        return found
+
+    # -- damage ----------------------------------------------------------------------------------
+    def repair(self, base: int) -> bool:
+        """Check a segment and set its damage aside; False: not now, `maintain` will. Raises OSError."""
+        if self.busy or base not in self.log.sizes or self.log.is_syncing(base):
+            self._damaged.add(base)
+            return False
+        self._report(self.log.repair(base))
+        self._damaged.discard(base)
+        self._drop_obsolete()
+        return True
+
+    def damaged(self, base: int) -> bool:
+        """A reader has met damage in a segment; as `repair`."""
+        self.count("corrupt_reads")
+        return self.repair(base)
+
+    def _report(self, found: list[Damage]) -> None:
+        for damage in found:
+            self._record(damage.lost, DropReason.DAMAGED)
+            lost = ", ".join(f"{first}-{last}" for first, last in damage.lost)
+            self._on_event(self.name, f"{damage.path}: {damage.what}" + (f"; lost: {lost}" if lost else ""))
+
+    # -- what is gone ----------------------------------------------------------------------------
+    def _record(self, ranges: Ranges, reason: DropReason) -> int:
+        """Record a drop; returns how many messages it was."""
+        dropped = self.drops.record(ranges, self.clock.wall(), reason)
+        number = sum(drop.last - drop.first + 1 for drop in dropped)
+        if number:
+            self.count(reason.name.lower(), number)
+        return number
+
+    def _drop_obsolete(self) -> None:
+        """Drop the segments at the front that hold no live message; the active one stays.
+
+        A worker thread deletes their files. If the disk refuses, it is retried later.
+        """
+        log = self.log
+        if log.frozen:
+            return
+        self.oldest = min(self.drops.first_live(max(log.first, self.oldest)), log.next)
+        try:
+            if self.oldest >= log.next > log.active.index.base and not self.busy:
+                log.replace_active(lazily=True)
+        except OSError as error:
+            self._on_event(self.name, f"{self.directory}: cannot begin a new segment: {error.strerror}")
+        while log.first < log.active.index.base and log.following(log.first) <= self.oldest:
+            log.remove_first()
+        self.drops.compact_file(self.oldest)
+        self._delete()
