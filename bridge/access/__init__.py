@@ -1,1 +1,1 @@
-"""Access: users, passwords, and what each client may do. Knows no protocol."""
+"""Access: users, passwords, and what each client may do. Independent of protocols."""

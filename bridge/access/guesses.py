@@ -1,8 +1,8 @@
-"""The price of guessing passwords and tokens.
+"""Delays that make guessing passwords and tokens slow.
 
-Each failure from a network makes the answer to its next one later, up to `LONGEST_DELAY`. Whoever is still
-waiting for an answer counts, also after hanging up: at most `AT_A_TIME` answers of one name and network are
-under way, so that guessing in parallel is no faster.
+Each failure from a network delays the reply to its next one, up to `LONGEST_DELAY`. At most `AT_A_TIME`
+attempts of one name and network are in progress, so parallel guessing is no faster. A client that hangs up
+still counts until its reply would have been sent.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ REMEMBERED = 10_000  # networks with failures
 
 
 class Guesses:
-    """Who guesses, and how often it was wrong."""
+    """Failed attempts by network, and attempts in progress by key (a network, or with a name)."""
 
     def __init__(self) -> None:
         self._failures: dict[str, int] = {}
-        self._under_way: Counter[Hashable] = Counter()
+        self._in_progress: Counter[Hashable] = Counter()
 
-    def begin(self, who: Hashable) -> bool:
-        """Whether one more answer may be under way; if so, it counts until `end`."""
-        if self._under_way[who] >= AT_A_TIME:
+    def begin(self, key: Hashable) -> bool:
+        """Whether one more attempt may begin; if so, it counts until `end`."""
+        if self._in_progress[key] >= AT_A_TIME:
             return False
-        self._under_way[who] += 1
+        self._in_progress[key] += 1
         return True
 
-    def end(self, who: Hashable, seconds: float = 0.0) -> None:
-        """An answer is given, or will have been after so many seconds."""
+    def end(self, key: Hashable, seconds: float = 0.0) -> None:
+        """An attempt is over, now or after so many seconds."""
         if seconds > 0:
-            asyncio.get_running_loop().call_later(seconds, self.end, who)
+            asyncio.get_running_loop().call_later(seconds, self.end, key)
             return
-        self._under_way[who] -= 1
-        if not self._under_way[who]:
-            del self._under_way[who]
+        self._in_progress[key] -= 1
+        if not self._in_progress[key]:
+            del self._in_progress[key]
 
     def wrong(self, network: str) -> float:
-        """A guess was wrong; returns how many seconds after it came it is to be answered."""
+        """A guess was wrong; returns by how many seconds to delay the reply."""
         count = self._failures.pop(network, 0)
         if len(self._failures) >= REMEMBERED:
             del self._failures[next(iter(self._failures))]
@@ -48,5 +48,5 @@ class Guesses:
         return float(min(FIRST_DELAY * 2 ** min(count, 8), LONGEST_DELAY))
 
     def right(self, network: str) -> None:
-        """Somebody of this network was right."""
+        """A client of this network gave the right password."""
         self._failures.pop(network, None)

@@ -1,10 +1,10 @@
-"""Proofs: what a client was let in by, kept to tell later whether it would still be let in.
+"""Proofs: how a client has logged in, to check later whether it still could.
 
 A proof is a few bytes, stored with the session: `p` and a digest of the user's line in the users file, or `c`
-and the digests of the certificates in the client CA file that its own certificate was verified with. An empty
-proof is that of an anonymous client. A proof holds as long as that line is unchanged, or all of those
-certificates are still in the file. So a renewed CA certificate ends what the old one allowed, even if both
-have the same key: the client must show its certificate again, in a new handshake.
+and the digests of the certificates in the client CA file that verified the client's certificate. The proof of
+an anonymous client is empty. A proof is valid while that line is unchanged, or while all of those
+certificates are in the file. So a renewed CA certificate ends what the old one allowed, even if both have the
+same key: the client must present its certificate again, in a new handshake.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SIZE = 16  # bytes of a digest
 
 
 def authorities(context: ssl.SSLContext | None) -> frozenset[bytes]:
-    """The digests of the certificates that clients' certificates are verified with."""
+    """The digests of the certificates that verify client certificates."""
     found = [] if context is None else context.get_ca_certs(binary_form=True)
     return frozenset(map(_digest, found))
 
 
 def of_password(password: Password) -> bytes:
-    """The proof of a client that knew this password."""
+    """The proof of a client that gave this password."""
     return b"p" + _digest(repr(tuple(password)).encode())
 
 
 def of_certificate(tls: ssl.SSLObject) -> bytes:
     """The proof of a client whose certificate was verified in this TLS session.
 
-    A resumed session has no chain of certificates: it needs all of the authorities there were.
+    A resumed session has no certificate chain: its proof needs all authorities.
     """
     known = authorities(tls.context)
     needed = {_digest(certificate) for certificate in _verified_chain(tls)} & known
@@ -44,7 +44,7 @@ def of_certificate(tls: ssl.SSLObject) -> bytes:
 
 
 def holds(proof: bytes, user: str | None, users: Mapping[str, Password], known: AbstractSet[bytes]) -> bool:
-    """Whether a client of this name would be let in by its proof again."""
+    """Whether a client of this name could still log in with its proof."""
     if proof[:1] == b"c":
         return all(proof[at : at + SIZE] in known for at in range(1, len(proof), SIZE))
     if user is None:
@@ -57,7 +57,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _verified_chain(tls: Any) -> list[bytes]:
-    """The certificates from the client's own to the root, in DER; none where TLS does not tell."""
+    """The certificates from the client's to the root, in DER; none if TLS does not provide them."""
     public = getattr(tls, "get_verified_chain", None)  # public since Python 3.13
     if public is not None:
         return list(public())

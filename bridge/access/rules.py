@@ -1,7 +1,7 @@
-"""Rules and callers: what somebody who was let in may do.
+"""Rules and identities: what a client that has logged in may do.
 
-A right is a list of topic filters. A stream stands in them as its own topic, `streams/<name>`, so that one
-filter says where a client may publish and which streams it may append to.
+A right is a list of topic filters. In them a stream is its own topic, `streams/<name>`: one filter covers
+where a client may publish and which streams it may append to.
 
     right        on a topic                          on a stream (its topic `streams/<name>`)
     publish      PUBLISH, wills                      append
@@ -9,10 +9,10 @@ filter says where a client may publish and which streams it may append to.
     read         delivery of a message               read, describe
     manage       -                                   create, update, delete, purge, describe
 
-* With rules, what no rule lists is refused.
-* Without any rule, everybody who was let in may publish, subscribe and read everywhere, and a caller on
-  this machine may manage too. A caller from elsewhere may not: it needs a rule.
-* `TRUSTED` is root and the service's own user at the control socket. They could change the files as well.
+* With rules, everything that no rule allows is denied.
+* Without rules, every connected client may publish, subscribe and read everywhere, and a client on this
+  machine may also manage. A client on another machine needs a rule for that.
+* `TRUSTED` is root or the service's user at the control socket. They could change the files as well.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ StreamRight = Literal["publish", "read", "manage"]
 
 
 class AccessRule(Struct, frozen=True, kw_only=True):
-    """[[mqtt.acl]]: what some users may do, as topic filters; rules add up, nothing is forbidden by one.
+    """[[mqtt.acl]]: what some users may do, as topic filters. Rules add up; a rule forbids nothing.
 
-    `user` is a user name; "*" is everybody, and "" are anonymous clients. In filters `%c` stands for the
-    client id and `%u` for the user name; a client whose id or name contains `/`, `+` or `#` gets
-    nothing from a filter with such a placeholder. `publish` also covers wills, `subscribe` is what may
-    be asked for, `read` what may be delivered; left out, `read` is the same as `subscribe`.
-    Without any rule everybody who is let in may publish and subscribe everywhere, and clients on this
-    machine may do every operation on every stream.
+    `user` is a user name; "*" is every client, "" are anonymous clients. In filters `%c` is the client id and
+    `%u` the user name; a filter with such a placeholder gives nothing to a client whose id or name contains
+    `/`, `+` or `#`. `publish` also covers wills, `subscribe` is what a client may subscribe to, `read` what
+    it may receive; without `read`, that is the same as `subscribe`.
+    Without any rule every connected client may publish and subscribe everywhere, and clients on this machine
+    may do every operation on every stream.
 
     With rules, an operation on a stream needs a right on `streams/<name>`: `publish` to append, `read` to
-    read, `manage` to create, update, delete and purge it; one of the last two to describe it. To create
-    or update a stream also needs `read` on all that its topics cover, and `publish` on the streams that its
-    exports append to. Requests are publications too (`streambridge/%c/<operation>`). Clients on port 8088
+    read, `manage` to create, update, delete and purge it; `read` or `manage` to describe it. To create or
+    update a stream also needs `read` on everything that its topics cover, and `publish` on the streams that
+    its exports append to. Requests are messages too (`streambridge/%c/<operation>`). Clients on port 8088
     are the user `greengrass.user`.
     """
 
@@ -66,7 +66,7 @@ class AccessRule(Struct, frozen=True, kw_only=True):
 
 
 class Identity:
-    """Who asks: its names, and what its rules allow. None for a list is everything."""
+    """A client's names, and what its rules allow; a right that is None allows everything."""
 
     __slots__ = ("_label", "client_id", "manage", "publish", "read", "subscribe", "trusted", "user")
 
@@ -80,7 +80,7 @@ class Identity:
         label: str = "",
         trusted: bool = False,
     ) -> None:
-        """`local`: on this machine; `label`: how the log calls it; `trusted`: see the module."""
+        """`local`: on this machine; `label`: its name in the log; `trusted`: see the module."""
         self.client_id, self.user, self.trusted, self._label = client_id, user, trusted, label
         self.publish: list[str] | None = None
         self.subscribe: list[str] | None = None
@@ -97,26 +97,26 @@ class Identity:
 
     @property
     def label(self) -> str:
-        """How the log and errors call it: with its user, since rules are written for users."""
+        """Its name in the log and in errors, with the user, since rules are for users."""
         if self._label:
             return self._label
-        who = "anonymous" if self.user is None else f"user {self.user!r}"
-        return f"client {self.client_id!r} ({who})"
+        user = "anonymous" if self.user is None else f"user {self.user!r}"
+        return f"client {self.client_id!r} ({user})"
 
     def may_publish(self, topic: str) -> bool:
-        """Whether it may publish on a topic (request topics are decided elsewhere)."""
+        """Whether it may publish on a topic (not for request topics)."""
         return self.publish is None or any(matches(f, topic) for f in self.publish)
 
     def may_subscribe(self, topic_filter: str) -> bool:
-        """Whether it may subscribe to all that a filter matches."""
+        """Whether it may subscribe to a filter."""
         return self.subscribe is None or any(covers(f, topic_filter) for f in self.subscribe)
 
     def may_read(self, topic: str) -> bool:
-        """Whether a message on a topic may be delivered to it."""
+        """Whether it may receive messages on a topic."""
         return self.read is None or any(matches(f, topic) for f in self.read)
 
     def may_read_all(self, topic_filter: str) -> bool:
-        """Whether every message that a filter matches may be delivered to it."""
+        """Whether it may receive every message that a filter matches."""
         return self.read is None or any(covers(f, topic_filter) for f in self.read)
 
     def may(self, right: StreamRight, stream: str) -> bool:
@@ -134,14 +134,13 @@ class Identity:
 
     def _filled(self, filters: Iterable[str]) -> list[str]:
         names = {"%c": self.client_id, "%u": self.user or ""}
-        # A name with a wildcard or a level of its own would widen the rule: it gets nothing from it.
-        bad = {mark for mark, name in names.items() if not name or set(name) & set("/+#")}
-        filled: list[str] = []
-        for topic_filter in filters:
-            if any(mark in topic_filter for mark in bad):
-                continue
-            filled.append(re.sub("%[cu]", lambda mark: names[mark[0]], topic_filter))
-        return filled
+        # A name with a wildcard or a level separator would widen the rule.
+        bad = [placeholder for placeholder, name in names.items() if not name or set(name) & set("/+#")]
+        return [
+            re.sub("%[cu]", lambda found: names[found[0]], topic_filter)
+            for topic_filter in filters
+            if not any(placeholder in topic_filter for placeholder in bad)
+        ]
 
 
 TRUSTED = Identity("", None, (), label="a command", trusted=True)

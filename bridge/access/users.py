@@ -1,8 +1,8 @@
 """The users file: names and hashed passwords.
 
-It is that of mosquitto_passwd: one `name:$7$iterations$salt$hash` per line (PBKDF2 with HMAC-SHA-512, salt
-and hash in base64); `hash_password` makes such a hash. It fails closed: a missing, empty, malformed or
-file that its group or others may write to is a ConfigError.
+The format is that of mosquitto_passwd: one `name:$7$iterations$salt$hash` per line (PBKDF2 with HMAC-SHA-512,
+salt and hash in base64); `hash_password` makes such a hash. It fails closed: a file that is missing, empty,
+malformed, or writable by its group or others is a ConfigError.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Password(NamedTuple):
     hash: bytes
 
     def verify(self, password: bytes) -> bool:
-        """Tell whether it is this password. Takes some 100 ms, without the GIL."""
+        """Return whether it is this password. Takes about 100 ms, without the GIL."""
         found = hashlib.pbkdf2_hmac("sha512", password, self.salt, self.iterations, len(self.hash))
         return hmac.compare_digest(found, self.hash)
 
 
 def usual_iterations(users: Mapping[str, Password]) -> int:
-    """The number of iterations that most users have; the largest of several such numbers."""
+    """The most common number of iterations; the largest if several are equally common."""
     counts = Counter(password.iterations for password in users.values())
     return max(counts, key=lambda count: (counts[count], count), default=ITERATIONS)
 
@@ -54,7 +54,7 @@ def hash_password(password: bytes) -> str:
 
 
 def read_users(path: Path) -> dict[str, Password]:
-    """Read a users file, or raise a ConfigError that says which line is wrong."""
+    """Read a users file; raises ConfigError with the line that is wrong."""
     try:
         mode = path.stat().st_mode
         lines = path.read_text("utf-8").splitlines()

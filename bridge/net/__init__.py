@@ -1,1 +1,1 @@
-"""What listeners share: sockets, flow control, limits of connections and memory, fair turns, HTTP."""
+"""What listeners share: sockets, flow control, limits of connections and memory, a fair queue, HTTP."""

@@ -1,4 +1,4 @@
-"""What `listen` means: an address and a port of this machine."""
+"""Addresses: of listeners, and of the networks that clients come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Take "127.0.0.1:8088" or "[::1]:8088" apart; port 0 means any free one. Raises ValueError."""
+    """Split "127.0.0.1:8088" or "[::1]:8088"; port 0 is any free one. Raises ValueError."""
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and int(port) < 65_536):
         raise ValueError(f"{listen!r} is no address and port")
@@ -14,7 +14,7 @@ def host_and_port(listen: str) -> tuple[str, int]:
 
 
 def network_of(address: str) -> str:
-    """What counts as one client: an IPv4 address, an IPv6 /64, or any other text as it is."""
+    """The network that counts as one client: an IPv4 address, an IPv6 /64, other text unchanged."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -27,8 +27,8 @@ def network_of(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host means this machine; an IPv6 address comes without its brackets."""
+    """Whether a host is this machine; an IPv6 address has no brackets."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"  # 127.evil.com may be anybody's
+        return host == "localhost"  # 127.evil.com may be another machine

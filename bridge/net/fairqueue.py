@@ -1,8 +1,7 @@
-"""Whose turn it is: work of strangers is done a little at a time, and nobody waits for a crowd.
+"""A fair queue for work of unknown clients: one network cannot delay the others.
 
-One network after the other has its turn, and in each one name after the other. Networks that are known, since
-somebody there has logged in before, have every second turn while any of them waits. Whoever stops waiting
-loses his place at once.
+Networks take turns, and in each network names take turns. Known networks, with a successful login before,
+have every second turn while one of them waits. A waiter that is cancelled leaves the queue at once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ Waiting = dict[str, dict[str, dict["asyncio.Future[None]", None]]]  # by network
 
 
 class FairQueue:
-    """At most `at_a_time` have their turn together."""
+    """At most `at_a_time` turns are given at the same time."""
 
     def __init__(self, at_a_time: int = 1) -> None:
         self._free = at_a_time
@@ -21,7 +20,7 @@ class FairQueue:
         self._next = 0
 
     async def wait(self, network: str, name: str = "", *, known: bool = False) -> None:
-        """Wait for a turn; whoever has it gives it back by `done`."""
+        """Wait for a turn; it ends with `done`."""
         if self._free:
             self._free -= 1
             return
@@ -38,7 +37,7 @@ class FairQueue:
             raise
 
     def done(self) -> None:
-        """A turn is over: it is the next one's."""
+        """A turn is over; the next waiter gets it."""
         for _ in range(2):
             self._next = 1 - self._next
             waiting = self._waiting[self._next]
@@ -47,11 +46,11 @@ class FairQueue:
                 name = next(iter(waiting[network]))
                 turn = next(iter(waiting[network][name]))
                 _remove(waiting, network, name, turn)
-                if turn.done():  # cancelled this very moment
+                if turn.done():  # it was just cancelled
                     self.done()
                     return
                 turn.set_result(None)
-                # Both go to the end of their row, if there is more of them.
+                # Both move to the end of their queue, if they have more waiters.
                 if (names := waiting.pop(network, None)) is not None:
                     waiting[network] = names
                     if (same := names.pop(name, None)) is not None:

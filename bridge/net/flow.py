@@ -1,12 +1,11 @@
-"""What the connections of every front end do with their transport: hold and release reading, end with FIN.
+"""Flow control of every front end's connections: hold and release reading, close with FIN.
 
-A connection is read from while nothing holds it. Each reason is held by name and released by name, so that
-two parts of a front end do not undo each other's pause. One of them is writing: a peer that does not take
-what it is sent is not read from.
+A connection is read while nothing holds it. Each hold has a name and is released by name, so two parts of a
+front end do not undo each other's pause. One hold is for writing: a peer that does not read its replies is
+not read from.
 
-A connection ends with FIN: our half is closed first, and what still comes is thrown away until the peer
-closes. A socket that is closed with unread bytes is reset, and the peer loses our last words (RFC 9112
-section 9.6).
+To close a connection, we send FIN and discard what still arrives until the peer closes. If a socket with
+unread bytes is closed, it is reset, and the peer loses our last bytes (RFC 9112 section 9.6).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ QUIET = 1.0  # seconds of silence after our FIN until the connection is closed
 class Flow(asyncio.Protocol):
     """The base of a connection. A subclass sets `transport` and `_timer` when the connection is made.
 
-    `_timer` ends the present phase of the connection, whichever it is. The code that handles packets looks at
-    `_holds` itself, so that a packet costs no call.
+    `_timer` ends the current phase of the connection. The code that handles packets reads `_holds` directly,
+    which saves a call per packet.
     """
 
     __slots__ = ("_holds", "_over", "_timer", "transport")
@@ -34,9 +33,7 @@ class Flow(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._holds: set[str] = set()
-        self._over = (
-            0.0  # once our FIN is sent: when the connection is closed in any case, by the loop's time
-        )
+        self._over = 0.0  # after our FIN: the loop's time at which the connection is closed in any case
 
     # -- reading ------------------------------------------------------------
 
@@ -49,7 +46,7 @@ class Flow(asyncio.Protocol):
         self._holds.add(why)
 
     def release(self, why: str) -> None:
-        """Go on, if this was the last reason not to."""
+        """Continue, if this was the last hold."""
         if why not in self._holds:
             return
         self._holds.discard(why)
@@ -74,19 +71,19 @@ class Flow(asyncio.Protocol):
     def finish(self, within: float) -> None:
         """Send what is written and FIN; close when the peer is silent for `QUIET`, or after `within` seconds.
 
-        A peer that has not taken everything by then is reset.
+        A peer that has not read everything by then is reset.
         """
         if self._over or self.transport.is_closing():
             return
         self._over = asyncio.get_running_loop().time() + within
-        with contextlib.suppress(OSError):  # the peer may have gone this very moment
+        with contextlib.suppress(OSError):  # the peer may just have disconnected
             self.transport.write_eof()
         if self._holds:
             self.transport.resume_reading()
         self.discard()
 
     def discard(self) -> None:
-        """Something came after our FIN, or FIN is sent: the silence begins anew."""
+        """FIN was sent, or data arrived after it: restart the timer of `QUIET`."""
         self._timer.cancel()
         left = self._over - asyncio.get_running_loop().time()
         if left > 0:

@@ -1,8 +1,8 @@
-"""What peers that have not logged in may keep in memory, all of them together.
+"""A memory budget for all peers that have not logged in.
 
-Each counts with its bytes that wait here, and with `EACH` for itself. When all of them are over the budget,
-networks that hold more than an equal share lose peers until there is some room again: those first that hold
-most, then those that have said least, then the oldest. So who floods displaces himself.
+Each peer counts with its pending bytes, and `EACH` for itself. Over the budget, networks that hold more than
+an equal share lose peers until some of the budget is free: networks that hold most first, and in them the
+peers with most pending bytes, then the oldest. So a flood displaces itself.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bridge.net.addresses import network_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EACH = 4 * 1024  # bytes of a connection that says nothing
+EACH = 4 * 1024  # bytes of a silent connection
 T = TypeVar("T")
 
 
 class Guests(Generic[T]):
-    """The peers that have not logged in."""
+    """The peers that have not logged in, with their bytes."""
 
     def __init__(self, budget: int, dismiss: Callable[[T], None]) -> None:
         """`dismiss` closes a peer's connection; it may call `leave`."""
@@ -29,19 +29,19 @@ class Guests(Generic[T]):
         self._held: Counter[str] = Counter()  # bytes of each network
         self.total = 0
 
-    def keep(self, peer: T, address: str, waiting: int) -> None:
-        """So many bytes of a peer wait here now."""
+    def keep(self, peer: T, address: str, pending: int) -> None:
+        """A peer has so many pending bytes now."""
         network = network_of(address)
         peers = self._networks.setdefault(network, {})
-        more = EACH + waiting - peers.get(peer, 0)
-        peers[peer] = EACH + waiting
+        more = EACH + pending - peers.get(peer, 0)
+        peers[peer] = EACH + pending
         self._held[network] += more
         self.total += more
         if more > 0 and self.total > self._budget:
             self._make_room()
 
     def leave(self, peer: T, address: str) -> None:
-        """A peer has logged in or is gone; also if it is not known."""
+        """A peer has logged in or disconnected; unknown peers are ignored."""
         network = network_of(address)
         peers = self._networks.get(network)
         if peers is None or peer not in peers:
@@ -53,7 +53,7 @@ class Guests(Generic[T]):
             del self._networks[network], self._held[network]
 
     def _make_room(self) -> None:
-        room = self._budget - self._budget // 8  # not one by one: each time all are looked through
+        room = self._budget - self._budget // 8  # not one by one: each time all are sorted
         share = room // len(self._networks)
         for network, held in self._held.most_common():
             if held <= share or self.total <= room:

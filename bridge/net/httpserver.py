@@ -1,4 +1,4 @@
-"""An HTTP/1.1 server for front ends: h11 reads and writes the protocol, the guards before it are ours.
+"""An HTTP/1.1 server for front ends. h11 parses and writes the protocol; the checks before it are ours.
 
 An `HttpServer` is one listener: its routes and its `HttpLimits`. A route gets an `HttpRequest` and returns an
 `HttpResponse`. The body is read only when the route asks for it: a caller can be rejected by the head alone.
@@ -8,15 +8,14 @@ An `HttpServer` is one listener: its routes and its `HttpLimits`. A route gets a
         request.body() v    | complete
                         BODY
 
-Rejected before a route is called: heads that are too large or too slow, other methods than those of the
-listener, GET and HEAD with a body, bodies in chunks, lengths that two programs could read differently
-(RFC 9112 section 6.3), and a Host that is neither an IP address, nor localhost, nor this machine's name.
-A page on the web can have a name of its own point at our address (DNS rebinding), but its requests
-then carry that name; they cannot carry an address or our name.
+Rejected before a route is called: heads that are too large or too slow, methods that the listener does not
+allow, GET and HEAD with a body, chunked bodies, ambiguous lengths (RFC 9112 section 6.3), and a Host that is
+neither an IP address, nor localhost, nor this machine's name. A web page can point its own name at our
+address (DNS rebinding), but its requests then carry that name; they cannot carry an address or our name.
 
-Every answer forbids browsers to embed, to guess types, to keep, and to load anything from elsewhere.
-As many connections are open as `ConnectionLimits` allow; one that idles is closed. While a request is
-answered nothing more is read, so that a client has one request in memory and little of the next.
+The headers of every response forbid browsers to embed it, to guess its type, to cache it, and to load
+anything from elsewhere. `ConnectionLimits` bound the open connections; idle ones are closed. While a request
+is being answered nothing more is read: a client has one request in memory and little of the next.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
 log = logging.getLogger("bridge.http")
 
 _NOTHING = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_GUARDS = {
+_HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": _NOTHING,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -53,25 +52,25 @@ _GUARDS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-# h11 takes these, and merges lengths that say the same: line feeds without CR, folded lines.
+# h11 accepts these (line feeds without CR, folded lines), and merges equal lengths.
 _LOOSE = re.compile(rb"(?<!\r)\n|\n[ \t]")
 _LENGTHS = re.compile(rb"\ncontent-length:([^\r]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What one listener takes in. Sizes in bytes, times in seconds."""
+    """What one listener accepts. Sizes in bytes, times in seconds."""
 
     methods: tuple[str, ...] = ("GET", "HEAD")
     head: int = 8 * 1024  # request line and fields
     body: int = 0
-    head_timeout: float = 10.0  # for the whole of the first head
-    body_timeout: float = 30.0  # for a whole body
-    idle_timeout: float = 30.0  # from an answer to the end of the next head
+    head_timeout: float = 10.0  # for the complete first head
+    body_timeout: float = 30.0  # for a complete body
+    idle_timeout: float = 30.0  # from a response to the end of the next head
 
 
 class HttpResponse(NamedTuple):
-    """What a route gives back; `policy` replaces the Content-Security-Policy."""
+    """What a route returns; `policy` replaces the Content-Security-Policy."""
 
     status: HTTPStatus
     content_type: str
@@ -80,7 +79,7 @@ class HttpResponse(NamedTuple):
 
 
 class HttpError(Exception):
-    """Raised for a request that is not served; the connection ends after the answer."""
+    """Raised for a request that is rejected; the connection is closed after the response."""
 
     def __init__(self, status: HTTPStatus) -> None:
         super().__init__(status.phrase)
@@ -89,9 +88,9 @@ class HttpError(Exception):
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """The head of a request, and its body for the asking.
+    """The head of a request, and a function that reads its body.
 
-    `headers` has lower-case names; the values of fields that came more than once are joined by ", ".
+    `headers` has lower-case names; the values of repeated fields are joined by ", ".
     """
 
     method: str
@@ -106,7 +105,7 @@ Route = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 class HttpServer:
-    """One listener, which serves `routes` by their path."""
+    """One listener with its `routes` by path."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class HttpServer:
         self.connections: set[HttpConnection] = set()
 
     async def start(self) -> str:
-        """Listen; returns the url with the port really taken. Raises ConfigError."""
+        """Listen; returns the URL with the actual port. Raises ConfigError."""
         self._listening = await listen(self._option, self._host, self._port)
         await self._listening.accept(lambda: HttpConnection(self))
         return f"http://{self._listening.place}/"
@@ -140,7 +139,7 @@ class HttpServer:
 
     def check_host(self, host: str | None, version: bytes) -> None:
         """Raises HttpError for a name that is not this machine's."""
-        if host is None and version == b"1.0":  # no browser sends that
+        if host is None and version == b"1.0":  # no browser sends this
             return
         host = host or ""
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -149,11 +148,11 @@ class HttpServer:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            log.warning("refused a request for host %.80r: it is not a name of this machine", host)
+            log.warning("rejected a request for host %.80r: it is not a name of this machine", host)
             raise HttpError(HTTPStatus.MISDIRECTED_REQUEST) from None
 
     async def answer(self, request: HttpRequest) -> HttpResponse:
-        """What the route of a request says. Raises HttpError."""
+        """The response of the request's route. Raises HttpError."""
         route = self._routes.get(request.path)
         if route is None:
             return _plain(HTTPStatus.NOT_FOUND)
@@ -169,7 +168,7 @@ class HttpServer:
 class HttpConnection(Flow):
     """The server's side of one connection: one request at a time.
 
-    h11 is given a head when it is complete and has passed our guards, and a body when it is complete.
+    h11 gets a head when it is complete and has passed our checks, and a body when it is complete.
     """
 
     def __init__(self, server: HttpServer) -> None:
@@ -179,12 +178,12 @@ class HttpConnection(Flow):
         self._unread = bytearray()
         self._http = h11.Connection(h11.SERVER)
         self._length = 0  # bytes of the body that have not been read
-        self._head_only = False  # a HEAD: the answer has no body
+        self._head_only = False  # for HEAD: the response has no body
         self._awaited: asyncio.Future[None] | None = None  # the body
-        self._half_closed = False  # the client sends no more
-        self._task: asyncio.Task[None] | None = None  # which answers
+        self._half_closed = False  # the client has closed its half
+        self._task: asyncio.Task[None] | None = None  # answers the current request
 
-    # -- the transport calls ------------------------------------------------------------
+    # -- called by the transport ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -203,7 +202,7 @@ class HttpConnection(Flow):
             self.proceed()
 
     def eof_received(self) -> bool:
-        """The client sends no more (it may still read): what it has asked for is answered."""
+        """The client has closed its half and may still read: its current request is answered."""
         self._half_closed = True
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_exception(HttpError(HTTPStatus.BAD_REQUEST))
@@ -219,7 +218,7 @@ class HttpConnection(Flow):
             self._task.cancel()
 
     def stop(self) -> asyncio.Task[None] | None:
-        """Close; returns the task that is to be waited for."""
+        """Close; returns the task to wait for."""
         self._timer.cancel()
         self.transport.close()
         if self._task is not None:
@@ -241,29 +240,29 @@ class HttpConnection(Flow):
             self._task = self._loop.create_task(self._serve(end if end >= 4 else 0))
 
     async def _serve(self, size: int) -> None:
-        """Answer the request whose head has so many bytes; 0: more than there may be."""
-        refused = False
+        """Answer the request whose head has so many bytes; 0: it is too large."""
+        rejected = False
         try:
-            answer = await self._server.answer(self._check(size))
-        except HttpError as refusal:
-            answer, refused = _plain(refusal.status), True
+            response = await self._server.answer(self._check(size))
+        except HttpError as error:
+            response, rejected = _plain(error.status), True
         self._task = None
         if self.transport.is_closing():
             return
-        ends = refused or self._length > 0 or self._half_closed
-        self.transport.writelines(self._written(answer, ends))
+        ends = rejected or self._length > 0 or self._half_closed
+        self.transport.writelines(self._encode(response, ends))
         if ends or self._http.our_state is not h11.DONE:
             self._unread.clear()
             self.finish(LINGER)
             if self._half_closed:
-                self.transport.close()  # nothing is left that it could send
+                self.transport.close()  # it can send nothing more
             return
         self._http.start_next_cycle()
         self._timer = self._loop.call_later(self._limits.idle_timeout, self.finish, LINGER)
         self.release("answer")
 
     def _check(self, size: int) -> HttpRequest:
-        """The request, if it passes all guards; raises HttpError."""
+        """Check the head of so many bytes; raises HttpError."""
         self._head_only = False
         if not size:
             raise HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -302,7 +301,7 @@ class HttpConnection(Flow):
         return HttpRequest(method, path, query, fields, self.address, self._read_body)
 
     async def _read_body(self) -> bytes:
-        """The body of the present request."""
+        """Read the body of the current request; raises HttpError."""
         if not self._length:
             return b""
         if self._http.they_are_waiting_for_100_continue and not self.transport.is_closing():
@@ -326,23 +325,23 @@ class HttpConnection(Flow):
             pass
         return body
 
-    def _written(self, answer: HttpResponse, ends: bool) -> list[bytes]:
-        """An answer's bytes."""
-        fields = _GUARDS | {
+    def _encode(self, response: HttpResponse, ends: bool) -> list[bytes]:
+        """The bytes of a response; `ends`: the connection is closed after it."""
+        fields = _HEADERS | {
             "Date": formatdate(usegmt=True),
-            "Content-Type": answer.content_type,
-            "Content-Length": str(len(answer.body)),
+            "Content-Type": response.content_type,
+            "Content-Length": str(len(response.body)),
         }
         if ends:
             fields["Connection"] = "close"
-        if answer.policy is not None:
-            fields["Content-Security-Policy"] = answer.policy
-        if answer.status is HTTPStatus.METHOD_NOT_ALLOWED:
+        if response.policy is not None:
+            fields["Content-Security-Policy"] = response.policy
+        if response.status is HTTPStatus.METHOD_NOT_ALLOWED:
             fields["Allow"] = ", ".join(self._limits.methods)
         send = self._http.send
-        reason = answer.status.phrase.encode()
-        head = send(h11.Response(status_code=answer.status, headers=list(fields.items()), reason=reason))
-        body = b"" if self._head_only else send(h11.Data(data=answer.body))
+        reason = response.status.phrase.encode()
+        head = send(h11.Response(status_code=response.status, headers=list(fields.items()), reason=reason))
+        body = b"" if self._head_only else send(h11.Data(data=response.body))
         return [head, body, send(h11.EndOfMessage())]
 
 
@@ -351,7 +350,7 @@ def _plain(status: HTTPStatus) -> HttpResponse:
 
 
 def _names(host: str) -> set[str]:
-    """The names that this machine may be asked for by, beside addresses."""
+    """The names of this machine that a Host may have, besides addresses."""
     own = socket.gethostname().lower()
     short = own.partition(".")[0]
     return {"localhost", host.lower(), own, short, f"{short}.local"}

@@ -1,9 +1,9 @@
-"""How many connections a listener keeps open, in all and from one address, and what it leaves to others.
+"""Limits of the connections of a listener: in total, per address, and by free file descriptors.
 
-An address counts with its network (`addresses.network_of`), since whoever has one IPv6 address has 2^64.
+An address counts as its network (`addresses.network_of`): a client with one IPv6 address has 2^64 of them.
 
-The last descriptors of the process are for segments, exports and the log. The kernel gives a new socket the
-lowest number that is free, so the number says how many descriptors are in use at least, whoever uses them.
+The last descriptors of the process are reserved for segments, exports and the log. The kernel gives a new
+socket the lowest free number, so at least that many descriptors are in use.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class ConnectionLimits:
         self._descriptors = files - min(SPARE_DESCRIPTORS, files // 2)
 
     def __len__(self) -> int:
-        """How many connections are counted."""
+        """The number of open connections."""
         return self._open
 
     def enter(self, address: str, descriptor: int = -1) -> str:
-        """Count a connection; returns why it must be closed, or nothing if there is room for it.
+        """Count a connection; returns why it must be closed, or "" if it may stay open.
 
-        It counts until `leave` in either case.
+        It counts until `leave` in both cases.
         """
         network = network_of(address)
         self._open += 1
@@ -58,7 +58,7 @@ class ConnectionLimits:
         return ""
 
     def leave(self, address: str) -> None:
-        """A connection that was counted is closed."""
+        """A counted connection is closed."""
         network = network_of(address)
         self._open -= 1
         self._by_network[network] -= 1
@@ -67,7 +67,7 @@ class ConnectionLimits:
 
 
 def keep_alive(transport: asyncio.BaseTransport) -> int:
-    """Have the kernel notice a peer that vanished; returns the descriptor of its socket, -1 without one."""
+    """Turn on TCP keep-alive; returns the socket's descriptor, -1 without a socket."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return -1

@@ -1,4 +1,4 @@
-"""The listening sockets of one address, and in which words an address is refused."""
+"""Listening sockets, and the errors of addresses that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from bridge.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BACKLOG = 1024  # sockets that wait in the kernel for their accept
+BACKLOG = 1024  # connections that wait in the kernel to be accepted
 
 
 class Listening:
-    """The sockets of one address: several where a name such as `localhost` stands for several."""
+    """The sockets of one address: several if a name such as `localhost` has several addresses."""
 
     def __init__(self, host: str, sockets: list[socket.socket]) -> None:
         self.sockets = sockets
-        self.place = place(host, sockets[0].getsockname()[1])  # "host:port", the port that was taken
+        self.place = place(host, sockets[0].getsockname()[1])  # "host:port" with the actual port
         self._servers: list[asyncio.Server] = []
 
     async def accept(self, make: Callable[[], asyncio.BaseProtocol]) -> None:
-        """Have the event loop accept connections; `make` makes the protocol of each."""
+        """Accept connections on the event loop; `make` creates the protocol of each."""
         loop = asyncio.get_running_loop()
         for listening in self.sockets:
             self._servers.append(await loop.create_server(make, sock=listening, backlog=BACKLOG))
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop accepting connections."""
         for server in self._servers:
             server.close()
         for listening in [] if self._servers else self.sockets:
@@ -41,7 +41,7 @@ class Listening:
 
 
 async def listen(option: str, host: str, port: int) -> Listening:
-    """Listen at an address, port 0 for any free one. Raises ConfigError, which names the option."""
+    """Listen on an address; port 0 is any free one. Raises ConfigError, which names the option."""
     loop = asyncio.get_running_loop()
     sockets: list[socket.socket] = []
     try:
@@ -50,7 +50,7 @@ async def listen(option: str, host: str, port: int) -> Listening:
             try:
                 sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))
             except OSError as error:
-                if error.errno != errno.EAFNOSUPPORT:  # a kernel without IPv6, as asyncio has it
+                if error.errno != errno.EAFNOSUPPORT:  # a kernel without IPv6, as in asyncio
                     raise
                 continue
             sockets[-1].setblocking(False)
@@ -64,12 +64,12 @@ async def listen(option: str, host: str, port: int) -> Listening:
 
 
 def place(host: str, port: int) -> str:
-    """An address and a port as urls have them."""
+    """An address and a port as in a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def refusal(host: str, port: int, error: OSError) -> str:
-    """Why an address cannot be listened at, and what to do."""
+    """Why it is impossible to listen on an address, and what to do."""
     match error.errno:
         case errno.EADDRINUSE:
             why = (

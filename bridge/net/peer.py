@@ -1,8 +1,8 @@
-"""Whose process is at the other end of a TCP connection within this machine.
+"""The user at the other end of a TCP connection within this machine.
 
 The kernel lists the sockets of this network namespace, with their owners, in /proc/self/net/tcp and tcp6.
-The peer's socket is the one whose local address is our remote one, and the other way round. A user of another
-user namespace appears as the overflow user (65534), so that nobody is taken for root or for us who is not.
+The peer's socket is the one whose local address is our remote one, and vice versa. A user of another user
+namespace appears as the overflow user (65534), and so is never mistaken for root or for our own user.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _ESTABLISHED = "01"
 
 
 def owner(connection: socket.socket) -> int | None:
-    """The user id at the other end; None if that cannot be known, such as on another machine.
+    """The user id at the other end; None if it is unknown, for example on another machine.
 
-    Reads the list of all sockets: for a connection's beginning, not for each message.
+    Reads the list of all sockets: call it once per connection, not for each message.
     """
     with suppress(OSError, ValueError):
         ours, theirs = _written(connection.getsockname()), _written(connection.getpeername())
         table = "tcp6" if connection.family == socket.AF_INET6 else "tcp"
-        # A client may use an IPv4 socket where ours is an IPv6 one that takes both, and the other way round.
+        # The client's socket may be IPv4 if ours is an IPv6 one for both, and vice versa.
         for name in (table, "tcp" if table == "tcp6" else "tcp6"):
             with suppress(FileNotFoundError), Path(f"/proc/self/net/{name}").open("rb") as lines:
                 for line in lines:
@@ -41,14 +41,14 @@ def owner(connection: socket.socket) -> int | None:
 
 
 def _written(address: tuple[str, int]) -> str:
-    """An address as the kernel writes it."""
+    """An address in the kernel's format."""
     host, port = address[:2]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return _plain(f"{_words(socket.inet_pton(family, host.partition('%')[0]))}:{port:04X}")
 
 
 def _words(packed: bytes) -> str:
-    """Words of 32 bits, each in the machine's order."""
+    """Words of 32 bits in the machine's byte order."""
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed))
 
 

@@ -3,15 +3,14 @@
 * Streams that do not flush on write are written on the loop itself (into the page cache), once per
   turn of the loop; every `sync_interval` their files are synced in a worker thread.
 * Streams that flush on write are written and synced in a worker thread each, several streams at the
-  same time; the loop goes on reading sockets meanwhile. Never two syncs of one stream at a time: the
-  kernel tells only one of them of an error. On a slow disk the next group waits for those who have
-  just been notified (see `pace`).
-* On a full disk what may go is freed at once, and the group is written again: segments that were dropped
-  and still wait to be removed, then the stream's own that its settings let go, then exported ones of other
-  streams on the same file system. This happens on the loop, which waits for the disk meanwhile: it is rare,
-  and nothing else could be stored in that time.
-* Back-pressure: when more than `HIGH` bytes wait in all streams together, `on_pressure` is called, and
-  again when less than `LOW` wait. The front ends stop and start reading.
+  same time; the loop continues to read sockets. Never two syncs of one stream at a time: the kernel reports
+  an error to only one of them. On a slow disk the next group waits for the clients that have just been
+  notified (see `pace`).
+* On a full disk, space is freed at once and the group is written again. First obsolete files are deleted,
+  then segments that the stream's settings allow to drop, then exported segments of other streams on the same
+  file system. The loop waits for the disk meanwhile: this is rare, and nothing else could be stored.
+* Back-pressure: `on_pressure` is called when more than `HIGH` bytes are pending in all streams together, and
+  again when it is less than `LOW`. The front ends stop and start reading.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ FULL_DISK = "the file system is full"
 
 
 class Committer:
-    """Commits the groups of many streams. Use from one event loop's thread."""
+    """Commits the groups of many streams. For one event loop's thread."""
 
     def __init__(self, on_event: Callable[[str, str], None], streams: Mapping[str, Stream]) -> None:
-        """`streams` are all of the store."""
+        """`streams` are all streams of the store."""
         self._on_event, self._streams = on_event, streams
         self._dirty: list[Stream] = []
-        self._flights = 0  # groups that a worker thread has
-        self._loop = asyncio.get_running_loop()  # to ask for it at each commit costs a system call
+        self._flights = 0  # groups in worker threads
+        self._loop = asyncio.get_running_loop()  # to look it up at each commit costs a system call
         self._workers = Workers(THREADS, "commit")
         self._pending_bytes: dict[Stream, int] = {}
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
         self._freeing = False
-        self._paces: dict[Stream, Pace] = {}  # of those on a slow disk
-        self._held: dict[Stream, asyncio.TimerHandle] = {}  # those whose next group waits for more
+        self._paces: dict[Stream, Pace] = {}  # of streams on a slow disk
+        self._held: dict[Stream, asyncio.TimerHandle] = {}  # streams whose next group waits for more messages
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
 
     # -- commits ---------------------------------------------------------------------------------
     def schedule(self, stream: Stream) -> None:
-        """Have a stream's pending group committed in this turn of the event loop."""
+        """Commit a stream's pending group in this turn of the event loop."""
         if not self._dirty:
             self._loop.call_soon(self._run)
         self._dirty.append(stream)
@@ -62,20 +61,20 @@ class Committer:
     def _run(self) -> None:
         dirty, self._dirty = self._dirty, []
         for stream in dirty:
-            # Else the end of its present work starts the next group.
+            # Otherwise the end of its current work starts the next group.
             if not stream.busy and not (stream.settings.flush and stream in self._syncing):
                 if stream in self._paces and stream.settings.flush and self._hold(stream):
                     continue
                 try:
                     self._start(stream)
-                except Exception as error:  # one stream's trouble is not the others'
+                except Exception as error:  # the other streams are not affected
                     self._on_event(stream.name, f"internal error: {error!r}")
                     stream.fail(OSError(0, repr(error)))
         for stream in dirty:
             self.update_pressure(stream)
 
     def _hold(self, stream: Stream) -> bool:
-        """Whether the stream's next group waits for more; the next message asks again, or a timer does."""
+        """Whether the stream's next group waits for more; the next message or a timer schedules it."""
         pace, now = self._paces[stream], time.monotonic()
         if not self.under_pressure and pace.wants_more(now, stream.queue.pending):
             stream.queue.postpone()
@@ -106,22 +105,22 @@ class Committer:
             try:
                 stream.write(staged, sync=False)
             except OSError as caught:
-                error = caught.with_traceback(None)  # which holds this frame, and so would keep the group
+                error = caught.with_traceback(None)  # the traceback would keep the group in memory
             if error is None:
                 break
-            again, error, _ = self._once_more(stream, staged, error, first=False)
+            again, error, _ = self._retry(stream, staged, error, first=False)
             if again is None:
                 break
             staged, error = again, None
         stream.finish(staged, error)
 
-    def _once_more(
+    def _retry(
         self, stream: Stream, staged: Staged, error: OSError, *, first: bool
     ) -> tuple[Staged | None, OSError, bool]:
-        """A group that could not be written, staged again if that may help.
+        """Stage a group again whose write failed, if that may help.
 
-        It may once room was made on a full disk, and, if it was the `first` failure of a group that is
-        synced, in a new segment. Returns it or None, why not, and whether the next failure is the first.
+        It may if space was freed on a full disk, or, at the `first` failure of a group that is synced, in a
+        new segment. Returns the group or None, the last error, and whether the next failure is the first.
         """
         while True:
             elsewhere = False
@@ -140,14 +139,14 @@ class Committer:
             return again, error, first
 
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
-        """Write and sync in a worker thread; a callback, since a task would cost more."""
+        """Write and sync in a worker thread, with a callback: a task would cost more."""
         self._workers.submit(
             partial(stream.write, staged, sync=True), partial(self._written, stream, staged, first)
         )
 
     def _written(self, stream: Stream, staged: Staged, first: bool, error: BaseException | None) -> None:
         if isinstance(error, OSError) and not stream.closed:
-            again, error, first = self._once_more(stream, staged, error, first=first)
+            again, error, first = self._retry(stream, staged, error, first=first)
             if again is not None:
                 self._submit(stream, again, first=first)
                 return
@@ -169,7 +168,7 @@ class Committer:
             self._sync(stream)
 
     def update_pressure(self, stream: Stream) -> None:
-        """Bring the sum of waiting bytes up to date, and tell of pressure."""
+        """Update the sum of pending bytes, and report pressure."""
         pending = stream.pending_bytes
         self._total += pending - self._pending_bytes.get(stream, 0)
         if stream.closed:
@@ -187,13 +186,13 @@ class Committer:
 
     # -- background syncs ------------------------------------------------------------------------
     async def sync(self, streams: Iterable[Stream]) -> None:
-        """Bring everything that is committed in these streams to the disk, in parallel."""
+        """Sync everything that is committed in these streams, in parallel."""
         for stream in streams:
             if stream not in self._syncing:
                 self._syncing[stream] = self._loop.create_future()
                 if not stream.busy:  # else the end of its group begins the sync
                     self._sync(stream)
-        # Cancelled or not, the threads go on to their end.
+        # If this is cancelled, the threads still finish.
         await asyncio.gather(*(asyncio.shield(future) for future in list(self._syncing.values())))
 
     def _sync(self, stream: Stream) -> None:
@@ -221,7 +220,7 @@ class Committer:
             self.schedule(stream)
 
     def _rewrite(self, stream: Stream, error: BaseException) -> None:
-        """A background sync failed: the files that are not on the disk are written again."""
+        """A background sync failed: rewrite the files that are not on the disk."""
         stream.begin_rewrite()
         lost: list[tuple[int, int]] = []
         self._workers.submit(
@@ -238,7 +237,7 @@ class Committer:
         stream.end_rewrite(lost if again is None else None)
         if not stream.closed:
             if again is not None:
-                what = f"sync failed ({error}), and so did writing elsewhere ({again}); trying on"
+                what = f"sync failed ({error}), and so did writing elsewhere ({again}); retrying"
             else:
                 what = f"sync failed ({error}); what was not on the disk was written to a new file"
             self._on_event(stream.name, what)
@@ -246,7 +245,7 @@ class Committer:
 
     # -- removal ---------------------------------------------------------------------------------
     def delete(self, stream: Stream) -> None:
-        """Have the files of segments without a live message removed in a worker thread, if there are any."""
+        """Delete obsolete files in a worker thread, if there are any."""
         if not self._freeing and (paths := stream.obsolete.begin(stream.oldest)):
             self._workers.submit(partial(stream.obsolete.delete, paths), partial(self._deleted, stream))
 
@@ -255,7 +254,7 @@ class Committer:
         if stream.closed:
             return
         if error is not None:
-            self._not_deleted(stream, error)  # `maintain` tries again
+            self._not_deleted(stream, error)  # `maintain` retries
         else:
             self.delete(stream)
 
@@ -264,25 +263,25 @@ class Committer:
         self._on_event(stream.name, f"{stream.directory}: cannot delete what was dropped: {error}")
 
     def reclaim_exported(self) -> None:
-        """Free what is exported when a file system is nearly full, called now and then.
+        """Free exported segments when a file system is nearly full. Called regularly.
 
-        Else the next messages would be added to the segment that everything was just exported of.
+        Otherwise new messages would be added to a segment that has just been exported completely.
         """
         for memory in (False, True):
             streams = [s for s in self._streams.values() if s.settings.memory is memory]
             holding = next((stream for stream in streams if stream.settings.free_exported), None)
-            with contextlib.suppress(OSError):  # an append tells why, if one is refused
+            with contextlib.suppress(OSError):  # a rejected append reports the reason
                 if holding is not None and holding.files.free(holding.directory) < DISK_ROOM:
                     self.free_space(holding, DISK_ROOM, exported_only=True)
 
     def free_space(self, stream: Stream, needed: int, *, exported_only: bool = False) -> bool:
-        """Free room for a stream on a full disk, if possible `needed` bytes; whether any file is gone."""
+        """Free space for a stream on a full disk, if possible `needed` bytes; whether a file was deleted."""
         self._freeing = True
         try:
             if stream.obsolete.any():
                 return self._delete_now(stream)
             if stream.free_space(needed, exported_only=exported_only):
-                self._on_event(stream.name, f"{FULL_DISK}: its segments that may go are dropped")
+                self._on_event(stream.name, f"{FULL_DISK}: dropped its oldest segments")
                 return self._delete_now(stream)
             for other in list(self._streams.values()):
                 if (
@@ -290,19 +289,19 @@ class Committer:
                     and other.settings.memory == stream.settings.memory
                     and other.free_space(needed, exported_only=True)
                 ):
-                    self._on_event(other.name, f"{FULL_DISK} for {stream.name!r}: exported ones are dropped")
+                    self._on_event(other.name, f"{FULL_DISK} for {stream.name!r}: dropped exported segments")
                     if self._delete_now(other):
                         return True
             if not exported_only:
                 stream.seal()
         except OSError as error:
-            self._on_event(stream.name, f"{stream.directory}: cannot free room on the full disk: {error}")
+            self._on_event(stream.name, f"{stream.directory}: cannot free space on the full disk: {error}")
         finally:
             self._freeing = False
         return False
 
     def _delete_now(self, stream: Stream) -> bool:
-        """Remove what was dropped from a stream, also what a worker thread is about to remove."""
+        """Delete a stream's obsolete files, also those that a worker thread is about to delete."""
         try:
             return stream.obsolete.delete_now(stream.oldest)
         except OSError as error:
@@ -310,7 +309,7 @@ class Committer:
             return False
 
     def maintain(self, streams: Iterable[Stream]) -> None:
-        """Apply limits that depend on time."""
+        """Apply the limits that depend on time."""
         for stream in streams:
             try:
                 stream.maintain(stream.clock.now())
@@ -318,7 +317,7 @@ class Committer:
                 self._on_event(stream.name, f"cannot apply its limits: {error}")
 
     async def drain(self) -> None:
-        """Wait until nothing is pending or in flight in any of the streams that were scheduled."""
+        """Wait until nothing is pending or in flight in any stream."""
         while self._dirty or self._held or self._flights or self._syncing:
             for stream in list(self._held):
                 self._held[stream].cancel()

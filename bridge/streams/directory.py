@@ -1,7 +1,7 @@
 """The files of one stream's directory as its only writer uses them, from the event loop and from threads.
 
-A stream may be deleted, and made again under its name, while a thread still works for it: from then
-on nothing is made or removed here, and nothing is given a name.
+A stream may be deleted, and created again under its name, while a thread still works for it. From then on
+nothing is made, renamed or deleted here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from bridge.streams.layout import Files
 
 
 class Directory:
-    """Makes, replaces and removes files, and closes them when nobody uses them any more."""
+    """Makes, replaces and deletes files, and closes them when no thread uses them."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self.files, self.path = files, path
-        self._gate = Lock()  # held while a name is given to a file, and while the stream is deleted
+        self._gate = Lock()  # held while a file gets its name, and while the stream is deleted
         self._abandoned = False
-        self._leftovers: set[Path] = set()  # files of a failed group that could not be removed
+        self._leftovers: set[Path] = set()  # files of a failed group that could not be deleted
         self._pins = 0  # worker threads that use our descriptors
         self._retired: list[int] = []
 
@@ -35,12 +35,12 @@ class Directory:
     def pin(self) -> None:
         """A worker thread begins to use our descriptors: none is closed until `unpin`.
 
-        The kernel would give the number of a closed one to the next file that is opened.
+        The kernel gives the number of a closed descriptor to the next file that is opened.
         """
         self._pins += 1
 
     def unpin(self) -> None:
-        """A worker thread has done its work."""
+        """A worker thread is done."""
         self._pins -= 1
         if not self._pins:
             retired, self._retired = self._retired, []
@@ -56,7 +56,7 @@ class Directory:
 
     # -- names -----------------------------------------------------------------------------------
     def abandon(self, home: Path, name: Path) -> None:
-        """The stream is deleted: its definition's directory `home` gets another name; raises OSError."""
+        """Delete the stream: rename its definition's directory `home` to `name`; raises OSError."""
         with self._gate:
             home.rename(name)
             self._abandoned = True
@@ -73,7 +73,7 @@ class Directory:
     def make(self, path: Path, content: bytes) -> int:
         """Make a file, and return its descriptor; raises OSError, and then there is none."""
         fd = self._open(path)
-        self._leftovers.discard(path)  # it is not what a failed group has left there any more
+        self._leftovers.discard(path)  # it is no leftover any more
         try:
             self.files.write(fd, [content], 0)
         except OSError:
@@ -82,18 +82,18 @@ class Directory:
         return fd
 
     def discard(self, path: Path, fd: int) -> None:
-        """Remove a file that was made for a group that failed; if that fails too, before the next group."""
+        """Delete a file that was made for a failed group; if that fails too, it is retried by the next."""
         try:
             self.files.truncate(fd, 0)
             with self._gate:
-                if not self._abandoned:  # else the name may be a new stream's by now
+                if not self._abandoned:  # else the name may be a new stream's
                     self.files.unlink(path)
         except OSError:
             self._leftovers.add(path)
         self.retire(fd)
 
     def remove_leftovers(self) -> None:
-        """Remove what `discard` could not; raises OSError."""
+        """Delete what `discard` could not; raises OSError."""
         if self._leftovers:
             for path in list(self._leftovers):
                 self.files.unlink(path)
@@ -103,8 +103,7 @@ class Directory:
     def rewrite(self, path: Path, parts: list[bytes]) -> int:
         """Replace a file by a new one, and return its descriptor; raises OSError.
 
-        It takes the old one's name once it is on the disk itself, so that a crash at any instant leaves
-        one or the other.
+        It gets the old one's name once it is on the disk, so a crash at any instant leaves one or the other.
         """
         spare = path.with_name(path.name + layout.TEMPORARY)
         fd = self._open(spare)
@@ -120,9 +119,9 @@ class Directory:
         return fd
 
     def delete(self, segments: list[Path], *, cut: bool) -> None:
-        """Remove segments and their indexes; raises OSError. What is gone already is fine.
+        """Delete segments and their indexes, if they exist; raises OSError.
 
-        `cut`: free their room at once, also of a file that a reader has open.
+        `cut`: free the space at once, also of a file that a reader has open.
         """
         for path in segments:
             with self._gate:

@@ -1,25 +1,26 @@
-"""Which numbers of a stream were dropped, when and why: the file `drops.log` in its directory.
+"""The record of drops: which numbers were dropped, when and why. The file `drops.log` of a stream.
 
     record = first u64 | last u64 | time u64 (Unix ms) | reason u8 | zero u8 x 3 | crc u32        32 bytes
 
-Records are appended before the data they name goes away, so that a drop is never unexplained. A
-record that fails its check is passed over, and what it has dropped may be back; the next start sets the
-file aside and keeps its sound records (see `recovery`). It is not damage, but a write that never ended, if
-zeros follow it to the end of its sector of 512 bytes; the next record is written over the last such one.
-The file is a record of facts that the segments cannot tell by themselves: numbers dropped inside a segment
-(message limits, purge by topic) and reasons.
-When it has grown, it is replaced by its compact form, in which neighbours with the same reason are
-one, and of what lies below the oldest message all but the newest `KEPT` ranges are joined, real losses
-kept apart. It begins with 32 random bytes, no record, by which readers tell a new file from the old.
+A record is appended before the data it names is deleted, so every drop is explained. The file holds what the
+segments do not: numbers dropped inside a segment (message limits, purge by topic), and reasons.
 
-A record is on the disk before the files are removed that it explains; otherwise only those are synced
-at once that no limit would find again.
+A record that fails its check is skipped, and what it dropped may be back. The next start quarantines the
+file and keeps its sound records (see `recovery`). If zeros follow the record to the end of its sector of 512
+bytes, it is not damage but an unfinished write; the next record is written over the last such one.
 
-Behind the records there is room, zeros, from the stream's creation on (a definition says so, see `meta`: a
-file that is missing or shorter than `ROOM` is damage then): records are written over it. On a
-full disk nothing could be freed if its record needed a block. While the room cannot be made larger,
-its second half is for what explains files that wait to be removed, in joined form: all below the oldest
-message is gone, which takes one record, and one for each real loss.
+A file that has grown is replaced by its compact form: neighbours with the same reason become one range, and
+below the oldest message all but the newest `KEPT` ranges are joined, except real losses. The compact form
+begins with 32 random bytes, which are no record; readers recognize a new file by them.
+
+A record is synced before the files that it explains are deleted. Otherwise a record is synced at once only if
+applying the limits again would not come to the same drop.
+
+Preallocated zeros follow the records, from the stream's creation on (then its definition says so, see `meta`,
+and a file that is missing or shorter than `ROOM` is damage). Records are written over them: on a full disk
+nothing could be freed if its record needed a block. While the file cannot be extended, the second half is
+reserved for records that explain obsolete files, in joined form: one for all numbers below the oldest
+message, and one for each real loss.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _RECORD = struct.Struct("<QQQBxxxI")
 
 
 class DropReason(IntEnum):
-    """Why messages are gone. All but the `LOSSES` ones: somebody asked for it."""
+    """Why messages are gone. `UNKNOWN` and `DAMAGED` are losses; the other reasons are intended."""
 
     UNKNOWN = 0
     OVERWRITTEN = 1
@@ -60,8 +61,8 @@ class DropReason(IntEnum):
 
 LOSSES = (DropReason.DAMAGED, DropReason.UNKNOWN)
 
-# After a power cut the limits are applied again, and come to the same; the rest must be on the disk.
-_FOUND_AGAIN = (DropReason.OVERWRITTEN, DropReason.EXPIRED, DropReason.LIMITS, DropReason.EXPORTED)
+# After a power cut the limits are applied again and come to the same; the other records must be on the disk.
+_REPEATABLE = (DropReason.OVERWRITTEN, DropReason.EXPIRED, DropReason.LIMITS, DropReason.EXPORTED)
 
 
 class Drop(NamedTuple):
@@ -84,10 +85,10 @@ def _decode(data: bytes, pos: int) -> Drop | None:
 
 
 def _is_unfinished(data: bytes, pos: int, start: int = 0) -> bool:
-    """Whether what is no record at `pos` is a write that never ended; `start`: of `data` in the file."""
+    """Whether the bad record at `pos` is an unfinished write; `start`: where `data` begins in the file."""
     check = pos + _RECORD.size - 4
-    behind = data[check : pos + SECTOR - (start + pos) % SECTOR].rstrip(b"\0")
-    return crc32(data[pos:check]).to_bytes(4, "little").startswith(behind)
+    following = data[check : pos + SECTOR - (start + pos) % SECTOR].rstrip(b"\0")
+    return crc32(data[pos:check]).to_bytes(4, "little").startswith(following)
 
 
 def examine(data: bytes) -> tuple[list[Drop], bool]:
@@ -103,21 +104,18 @@ def examine(data: bytes) -> tuple[list[Drop], bool]:
 
 
 def _is_random(data: bytes) -> bool:
-    """Whether a file begins with random bytes: few are zero there, and of a record at least eleven."""
+    """Whether a file begins with random bytes: few of them are zero; in a record at least eleven are."""
     return data.count(0, 0, _RECORD.size) < 6
 
 
 def make(files: Files, directory: Path, drops: list[Drop]) -> None:
-    """Make the file, with these records, durably; raises OSError.
-
-    It begins with a record that is none, and that no other file begins with.
-    """
+    """Make the file durably, with these records after the random bytes; raises OSError."""
     records = os.urandom(_RECORD.size) + b"".join(map(_encode, drops)) if drops else b""
     files.replace(directory / NAME, records + bytes(ROOM))
 
 
 def _joined(drops: list[Drop]) -> list[Drop]:
-    """Ascending drops as one, and what lies between them with it, but real losses kept apart."""
+    """Ascending drops as one range, with the numbers between them; real losses are not joined."""
     joined: list[Drop] = []
     for drop in drops:
         if joined and drop.reason not in LOSSES and joined[-1].reason not in LOSSES:
@@ -136,10 +134,10 @@ class Drops:
 
     def __init__(self) -> None:
         self.ranges: list[Drop] = []
-        self.number = 0  # of the numbers in them
+        self.number = 0  # how many numbers they hold
 
     def add(self, drop: Drop) -> list[Drop]:
-        """Take note of a drop; returns what of it was not dropped before."""
+        """Add a drop; returns the parts that were not dropped before."""
         fresh = [Drop(a, b, drop.time, drop.reason) for a, b in self.live(drop.first, drop.last)]
         for new in fresh:
             self.number += new.last - new.first + 1
@@ -155,7 +153,7 @@ class Drops:
         return list(self.each_live(first, last))
 
     def each_live(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """As `live`, one by one: for who needs only the first of many."""
+        """As `live`, one by one: for callers that need only the first of many."""
         at = max(0, bisect_right(self.ranges, (first, last + 1, 0, 0)) - 1)
         while at < len(self.ranges) and (drop := self.ranges[at]).first <= last:
             if drop.last >= first:
@@ -181,7 +179,7 @@ class Drops:
         return last - first + 1 - sum(b - a + 1 for a, b in self.live(first, last))
 
     def compact(self, oldest: int) -> None:
-        """Join all but the newest `KEPT` of the ranges that lie below `oldest` to one."""
+        """Join all but the newest `KEPT` of the ranges below `oldest`."""
         many = bisect_left(self.ranges, (oldest, 0, 0, 0)) - KEPT
         if many > 0:
             joined = _joined(before := self.ranges[: many + 1])
@@ -190,18 +188,18 @@ class Drops:
 
 
 class DropLog(Drops):
-    """`Drops` kept in the file; one process appends, any process may `refresh` from it."""
+    """`Drops` with its file; one process appends, any process may `refresh` from it."""
 
     def __init__(self, files: Files, directory: Path) -> None:
         super().__init__()
         self._files, self._path = files, directory / NAME
-        self._read = 0  # bytes, up to which the file was read and will not change
+        self._read = 0  # bytes that were read and will not change
         self._size = 0  # where its records end
         self._room = 0  # where it ends
-        self._start = b""  # of the file: tells one from the other, as inode numbers are given out again
+        self._start = b""  # identifies the file; inode numbers are reused
         self._named = False  # the file's name is known to be on the disk
         self._unsaved: list[Drop] = []
-        self._begun = 0  # so many of them the file may hold, and readers know: written again as they are
+        self._begun = 0  # how many of them may be in the file already: rewritten without a change
         self.refresh()
 
     def refresh(self) -> None:
@@ -224,7 +222,7 @@ class DropLog(Drops):
             drop = _decode(data, pos)
             if drop is not None:
                 self.add(drop)
-            elif begin + pos:  # damaged, or being written just now: looked at again the next time
+            elif begin + pos:  # damaged, or being written now: read again next time
                 certain = False
             if certain:
                 self._read = begin + pos + _RECORD.size
@@ -237,10 +235,10 @@ class DropLog(Drops):
         self._read, self._size, self._room, self._start = 0, 0, 0, start
 
     def record(self, ranges: list[tuple[int, int]], time: int, reason: DropReason) -> list[Drop]:
-        """Take note of drops and add them to the file; returns what of it was new.
+        """Add drops, and write them to the file; returns the parts that were not dropped before.
 
-        A drop must not fail for want of room, since it is what makes room: what cannot be written
-        now is written with the next record, or by `explains`.
+        A drop frees space, so it must not fail for lack of space: what cannot be written now is written with
+        the next record, or by `explains`.
         """
         fresh = [new for a, b in ranges if a <= b for new in self.add(Drop(a, b, time, int(reason)))]
         self._unsaved += fresh
@@ -248,16 +246,16 @@ class DropLog(Drops):
         return fresh
 
     def save(self) -> None:
-        """Write what is not in the file yet, and see to the room behind it, if the disk lets us."""
+        """Write what is not in the file yet, and extend the file, if the disk has space."""
         end = self._size + len(self._unsaved) * _RECORD.size
         if self._unsaved or self._room < end + ROOM // 2:
             with contextlib.suppress(OSError):
                 if self._room < end + ROOM // 2:
-                    self._make_room((end + 2 * ROOM - 1) // ROOM * ROOM)
+                    self._extend((end + 2 * ROOM - 1) // ROOM * ROOM)
                 self._write(len(self._unsaved))
 
     def explains(self, oldest: int) -> bool:
-        """Whether the file tells of all that is gone below `oldest`; if not, tries, on a full disk too."""
+        """Whether the file records all drops below `oldest`; writes what is missing, also on a full disk."""
         with contextlib.suppress(OSError):
             self._write(self._begun)
             below = sorted(drop for drop in self._unsaved if drop.first < oldest)
@@ -266,11 +264,11 @@ class DropLog(Drops):
             self._write(len(joined))
         return not any(drop.first < oldest for drop in self._unsaved)
 
-    def _make_room(self, end: int) -> None:
+    def _extend(self, end: int) -> None:
         fd = self._files.open(self._path, os.O_WRONLY | os.O_CREAT)
         try:
             self._files.write(fd, [bytes(end - self._room)], self._room)
-        except OSError:  # it must not take what little is left
+        except OSError:  # leave the little space there is to others
             self._files.truncate(fd, self._room)
             raise
         finally:
@@ -278,7 +276,7 @@ class DropLog(Drops):
         self._room = end
 
     def _write(self, number: int) -> None:
-        """Write the first of what is unsaved over the room; raises OSError."""
+        """Write the first `number` unsaved records; raises OSError."""
         drops = self._unsaved[:number]
         if not drops:
             return
@@ -286,7 +284,7 @@ class DropLog(Drops):
         try:
             self._begun = number
             self._files.write(fd, [b"".join(map(_encode, drops))], self._size)
-            if any(drop.reason not in _FOUND_AGAIN for drop in drops):
+            if any(drop.reason not in _REPEATABLE for drop in drops):
                 self._files.sync(fd)
                 if not self._named:
                     self._files.sync_directory(self._path.parent)
@@ -308,7 +306,7 @@ class DropLog(Drops):
         self._files.sync_directory(self._path.parent)
 
     def compact_file(self, oldest: int) -> None:
-        """Replace the file by its compact form if it has grown large and the disk lets us."""
+        """Replace the file by its compact form if it is large and the disk has space."""
         if self._size < max(COMPACT_AT, 2 * _RECORD.size * len(self.ranges)):
             return
         self.compact(oldest)

@@ -1,12 +1,12 @@
-"""What a stream keeps of a PUBLISH beside topic and payload: the `headers` of a stored message.
+"""The `headers` of a stored message: what a stream keeps of a PUBLISH beside topic and payload.
 
-Layout: a msgpack map with only the keys that say something; b"" when none does (the usual case).
-`decode` is for exporters and readers; unknown keys are skipped, so that keys may be added.
+A msgpack map without the keys that have their default; b"" if all have (the usual case). `decode` skips
+unknown keys, so keys may be added.
 
     key            value                                   from
     retain, dup    true                                    flags of the PUBLISH (3.1.1 section 3.3.1)
-    client, id     client id, packet id                    QoS 2: what it is stored once by (4.3.3);
-                                                           the client id also where an export asks for it
+    client, id     client id, packet id                    QoS 2: identify it, to store it once (4.3.3);
+                                                           the client id also if an export needs it
     user           [[name, value], ...] strings            MQTT 5 User Properties
     type           string                                  MQTT 5 Content Type
     utf8           true                                    MQTT 5 Payload Format Indicator
@@ -52,6 +52,6 @@ def decode(raw: bytes) -> Headers:
     return _decoder.decode(raw) if raw else _NONE
 
 
-# The two flags alone are common enough not to be encoded each time.
+# A flag alone is common: it is not encoded each time.
 RETAIN = encode(Headers(retain=True))
 DUP = encode(Headers(dup=True))

@@ -1,12 +1,12 @@
-"""Names on disk, and the seam through which the store touches files.
+"""File names, and the class through which the store uses the file system.
 
-Names: a stream's directory is its escaped name (`bridge.objectkeys.escape`), so that `..`, spaces
-and `.log` are legal names and never paths. Escaped names over 200 characters are cut and closed
-with `~` and a digest; the stream's true name stands in its definition. Segments are named by their
-first sequence number, 20 digits, so that sorting by name is sorting by number.
+A stream's directory is its escaped name (`bridge.objectkeys.escape`), so `..`, spaces and `.log` are legal
+names and never paths. Escaped names over 200 characters are cut, and end with `~` and a digest; the
+definition has the full name. Segments are named by their first sequence number with 20 digits: sorted by
+name, they are sorted by number.
 
-Seam: every system call of the store that changes or reads stream data goes through `Files`, so that
-tests can make any of them fail, and count what is read.
+All system calls that change or read stream data go through `Files`. Tests make any of them fail, and count
+what is read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEGMENT = ".seg"
 INDEX = ".idx"
 TEMPORARY = ".tmp"
 DIGITS = 20
-FULL = (ENOSPC, EDQUOT)  # the errors of a file system, or of a user's share of it, that has no room left
+FULL = (ENOSPC, EDQUOT)  # no space left in the file system, or in the user's quota
 
 
 def directory_name(name: str) -> str:
@@ -48,7 +48,7 @@ def segment_path(directory: Path, base: int) -> Path:
 
 
 def base_of(name: str) -> int | None:
-    """The first sequence number that a segment's file name says; None for any other file."""
+    """The first sequence number in a segment's file name; None for any other file."""
     stem, dot, end = name.rpartition(".")
     return int(stem) if dot + end == SEGMENT and len(stem) == DIGITS and stem.isdecimal() else None
 
@@ -63,7 +63,7 @@ class Files:
     """The real file system. Tests replace single methods to inject faults."""
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, made with mode 0600 if it is made; raises OSError."""
+        """Open a file, of mode 0600 if this creates it; raises OSError."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
@@ -83,15 +83,15 @@ class Files:
         os.fdatasync(fd)
 
     def truncate(self, fd: int, size: int) -> None:
-        """Cut an open file."""
+        """Truncate an open file."""
         os.ftruncate(fd, size)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; one that is not there is fine."""
+        """Remove a file, if it exists."""
         path.unlink(missing_ok=True)
 
     def free(self, directory: Path) -> int:
-        """How many bytes the file system of a directory has left; raises OSError."""
+        """The free bytes of a directory's file system; raises OSError."""
         space = os.statvfs(directory)
         return space.f_bavail * space.f_frsize
 
@@ -100,11 +100,11 @@ class Files:
         durable.sync_directory(directory)
 
     def make_directory(self, directory: Path) -> None:
-        """Have a directory, durably (see `bridge.durable`); raises OSError."""
+        """Make a directory durably, if it does not exist (see `bridge.durable`); raises OSError."""
         durable.make_directory(directory, self.sync_directory)
 
     def replace(self, path: Path, content: bytes, *, sync: bool = True) -> None:
-        """Write a whole file: readers see the old content or the new one, never a mixture.
+        """Replace a file: readers see the old content or the new one, never a mixture.
 
         With `sync` the same holds after a power cut. Raises OSError.
         """

@@ -1,11 +1,11 @@
-"""What a stream is, as kept in its directory: two copies, each replaced atomically.
+"""A stream's definition as stored in its directory: two copies, each replaced atomically.
 
     meta.0, meta.1 = magic "SBMETA\\0\\1" | length u32 | crc u32 | msgpack of `Meta` (`length` bytes)
 
-Both copies are written one after the other, with the same generation. If they differ, the change was
-never finished, and whoever asked for it was not told that it was: the reader takes the sound copy with
-the lower generation. So neither a flipped bit in one of them nor a power cut or a full disk between
-the two writes loses a definition. `definition` is opaque to the store.
+The copies are written one after the other, with the same generation. If they differ, the change was never
+finished or acknowledged, and the reader takes the sound copy with the lower generation. So no definition is
+lost by a flipped bit in one copy, or by a power cut or a full disk between the two writes. `definition` is
+opaque to the store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = ("meta.0", "meta.1")
 
 
 class MessageLimits(msgspec.Struct, frozen=True):
-    """Limits that hold per message; None is no limit. Sizes in bytes (topic and payload), age in ms."""
+    """Message limits; None is no limit. Sizes in bytes (topic and payload), age in ms."""
 
     max_messages: int | None = None
     max_bytes: int | None = None
@@ -37,7 +37,7 @@ class MessageLimits(msgspec.Struct, frozen=True):
 class StorageSettings(msgspec.Struct, frozen=True):
     """How a stream is stored. Sizes in bytes, times in ms.
 
-    `overwrite`: a full stream drops its oldest segments instead of refusing. `free_exported`: a full
+    `overwrite`: a full stream drops its oldest segments instead of rejecting data. `free_exported`: a full
     stream first drops segments that all its exports have passed.
     """
 
@@ -56,8 +56,8 @@ class Meta(msgspec.Struct, frozen=True):
     """A stream's identity and settings. `epoch` is when it was created, Unix time in ms.
 
     `salt` is a secret random number (see `segment`). `reserved`: numbers below it may have been used by
-    a memory stream whose content is gone. `drops`: it has had its `drops.log` from its creation on, so that
-    one that is missing is damage.
+    a memory stream whose content is gone. `drops`: its `drops.log` was made with it, so a missing one is
+    damage.
     """
 
     name: str
@@ -91,9 +91,9 @@ def decode(data: bytes) -> Meta | None:
 
 
 def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) -> None:
-    """Write both copies durably; raises OSError, and then `before`, the definition so far, stays in force.
+    """Write both copies durably; raises OSError, and then `before`, the old definition, stays in force.
 
-    Where both have been replaced, and the disk refuses even to take that back, the error says so.
+    If both copies were replaced and the old one cannot be restored, the error says so.
     """
     try:
         for name in NAMES:
@@ -103,7 +103,9 @@ def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) 
             try:
                 files.replace(directory / NAMES[1], encode(before))
             except OSError:
-                why = "nor can the change be taken back: it may come into force at the next start"
+                why = (
+                    "and the old definition cannot be restored: the new one may take effect at the next start"
+                )
                 raise OSError(error.errno, f"{error.strerror}; {why}", str(directory)) from error
         raise
 
@@ -111,7 +113,7 @@ def save(files: Files, directory: Path, meta: Meta, before: Meta | None = None) 
 def load(directory: Path) -> tuple[Meta | None, list[Path]]:
     """The definition, None if no copy is sound, and the copies that are damaged or missing.
 
-    Raises PermissionError: what this user may not read is not damaged, and must not be written anew.
+    Raises PermissionError: a file that this user may not read is not damaged, and must not be rewritten.
     """
     best: Meta | None = None
     bad: list[Path] = []

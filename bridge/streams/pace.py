@@ -1,14 +1,14 @@
 """When the next group of a stream begins, if the disk is slow.
 
-A client whose message was acknowledged sends the next one at once. If each group began as soon as the disk
-is free, those who wait for it and those just acknowledged would take turns without end: the disk
-would store half of what is under way with each sync, and every message would wait for one and a half.
+A client sends its next message as soon as the last one is acknowledged. If each group began as soon as the
+disk is free, the clients would split into two halves that take turns: each sync would store half of the
+messages, and every message would wait for one and a half syncs.
 
-So after a sync that took `SLOW` or longer the next group waits until as many messages have come as are
-known to be under way, those just stored and those that wait already, but no longer than a `SHARE` of what
-the sync took, and `LONGEST`. Where that was in vain, senders keep a time of their own: the following groups
-begin at once, one at first, then 3, 7 and so on up to 63, until it is tried again. On a faster disk two
-groups in turn are better: one is received while the other is synced.
+So after a sync that took `SLOW` or longer, the next group waits for as many messages as were in the last
+group and are pending already. It waits at most `LONGEST`, and 1/`SHARE` of the time of the sync. If they do
+not come, the clients send at times of their own: the following groups begin at once, 1 at first, then 3, 7
+and so on up to 63, before the next attempt. On a faster disk two halves are better: one is received while the
+other is synced.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ MAX_FAILURES = 6
 
 
 class Pace:
-    """The rhythm of one stream on a slow disk. Times in seconds of any steady clock."""
+    """When the groups of one stream begin on a slow disk. Times in seconds of any monotonic clock."""
 
     __slots__ = ("_at_once", "_expected", "_failures", "_waited", "until")
 
     def __init__(self) -> None:
-        self.until = 0.0  # the time when the next group begins at the latest; 0: at once
+        self.until = 0.0  # when the next group begins at the latest; 0: at once
         self._expected = self._failures = self._at_once = 0
         self._waited = False
 
     def synced(self, now: float, took: float, under_way: int) -> None:
-        """A group is on the disk after `took`; so many messages were in it or wait for the next."""
+        """A sync took `took`; `under_way` messages were in its group or are pending."""
         self.until, self._waited = 0.0, False
         if self._at_once:
             self._at_once -= 1

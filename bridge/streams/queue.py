@@ -1,11 +1,11 @@
 """What was appended to a stream and is not committed yet.
 
 A message passes through these states:
-    pending     appended, in memory; has a provisional number, that counts from the last commit
+    pending     appended, in memory; its number is provisional and counts from the last commit
     in flight   its group is on its way to the files
     committed   the group is in the files; the number is final, the waiters are notified
-If a group cannot be stored, it and everything pending behind it fails together: the waiters get the
-error, the numbers are given to later messages, and the next append tries the disk again.
+If a group cannot be stored, it fails together with everything pending after it: the waiters get the error,
+the numbers are given to later messages, and the next append tries the disk again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Group:
         return Group(self.parts[2 * low : 2 * high], headers, ids)
 
     def record_sizes(self) -> Sequence[int]:
-        """How many bytes of a frame each message takes."""
+        """The bytes that each message takes in a frame."""
         sizes = [
             len(topic) + len(payload) + RECORD_OVERHEAD
             for topic, payload in zip(self.parts[::2], self.parts[1::2], strict=True)
@@ -50,7 +50,7 @@ class Group:
 
 
 class CommitQueue:
-    """One stream's pending group, the group in flight, and who waits for either. Sizes in bytes.
+    """One stream's pending group, its group in flight, and the waiters of both. Sizes in bytes.
 
     `Stream.append` adds to the pending group itself: a call for it costs 5 % of an append.
     """
@@ -84,7 +84,7 @@ class CommitQueue:
 
     @property
     def pending(self) -> int:
-        """How many messages wait for their group to be staged."""
+        """How many messages are in the pending group."""
         return len(self.group.parts) // 2
 
     def after_commit(self, done: Waiter) -> None:
@@ -102,11 +102,11 @@ class CommitQueue:
         self._schedule()
 
     def postpone(self) -> None:
-        """Begin no group now: the next message asks for it again, or who calls this does."""
+        """Begin no group now: the next message schedules it, or the caller does."""
         self.scheduled = False
 
     def take(self) -> Group | None:
-        """The pending group, whose flight begins; None if nothing is pending."""
+        """Put the pending group in flight and return it; None if nothing is pending."""
         self.scheduled = False
         group = self.group
         if not group.parts:
@@ -116,18 +116,18 @@ class CommitQueue:
         return group
 
     def committed(self) -> list[Waiter]:
-        """The group in flight is committed; returns who is to be notified."""
+        """The group in flight is committed; returns its waiters."""
         waiters, self._committing, self.flight_size = self._committing, [], 0
         self.release()
         return waiters
 
     def reschedule(self) -> None:
-        """Have what has come meanwhile committed: it may have been scheduled while we were busy."""
+        """Commit what has arrived meanwhile: it may have been scheduled while the stream was busy."""
         if self.group.parts:
             self.schedule()
 
     def clear(self, number: int) -> list[Waiter]:
-        """All of it has failed, and the next message gets `number`; returns who is to be notified."""
+        """Everything has failed, and the next message gets `number`; returns all waiters."""
         waiters = [*self._committing, *self._waiters]
         self.group, self.flight_size, self.next = Group(), 0, number
         self._waiters, self._committing = [], []
@@ -141,7 +141,7 @@ class CommitQueue:
             await self._released.wait()
 
     def release(self) -> None:
-        """Nothing is in flight any more: notify those who wait for that."""
+        """Nothing is in flight any more: wake `idle`."""
         self.busy = False
         self._released.set()
         self._released.clear()

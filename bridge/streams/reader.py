@@ -1,10 +1,10 @@
-"""Reading a stream's files, from any process, while another one writes and deletes them.
+"""Reads a stream's files from any process, while another one writes and deletes them.
 
-* Nothing is locked. A segment that retention has deleted under the reader is passed over: reading
-  goes on at the new oldest message.
-* A message is returned only if its frame passes its check. A frame that does not, below `end`,
-  raises `CorruptData`; above it, it is the writer's unfinished tail and simply not there yet.
-* The frame that was read last is remembered, so that reading on costs no search and reads little twice.
+* Nothing is locked. If retention deletes a segment during a read, the read continues at the new oldest
+  message.
+* A message is returned only if its frame passes its check. Below `end`, a frame that fails raises
+  `CorruptData`; above it, it is the writer's unfinished tail and not there yet.
+* The position of the last frame is kept: the next read needs no search and reads little twice.
 * Memory is bounded by the size of one read, `CHUNK` and the largest frame.
 """
 
@@ -41,7 +41,7 @@ class StreamMeta(NamedTuple):
 def list_streams(data_dir: Path) -> list[StreamMeta]:
     """The streams of a data directory by name.
 
-    Those whose definition is damaged or may not be read are left out; `list_damaged` tells of both.
+    Streams whose definition is damaged or may not be read are left out; see `list_damaged`.
     """
     found = []
     for directory in stream_directories(data_dir):
@@ -56,7 +56,7 @@ def list_streams(data_dir: Path) -> list[StreamMeta]:
 
 
 def list_damaged(data_dir: Path) -> list[str]:
-    """The names of the streams whose definition is damaged; raises PermissionError if one is closed to us."""
+    """The names of streams whose definition is damaged; raises PermissionError if one may not be read."""
     return [unquote(one.name) for one in stream_directories(data_dir) if meta.load(one)[0] is None]
 
 
@@ -68,14 +68,16 @@ def stream_directories(data_dir: Path) -> list[Path]:
 
 
 class _SegmentFile:
-    """One open segment file, and where its frames are as far as they were seen."""
+    """One open segment file, and the known positions of its frames."""
 
     def __init__(self, files: layout.Files, path: Path, base: int) -> None:
         self.base, self._files = base, files
         self.fd = files.open(path, os.O_RDONLY)
-        self.offsets: list[tuple[int, int]] = [(base, HEADER.size)]
-        self.end = HEADER.size  # of the frame that was seen last
-        self.last: tuple[Frame, int] | None = None  # the committed one that was read last, and where it ends
+        self.offsets = [(base, HEADER.size)]  # (first number, offset) of some frames
+        self.end = HEADER.size  # of the last frame that was read
+        self.last: tuple[Frame, int] | None = (
+            None  # the last committed frame that was read, and where it ends
+        )
         header = segment.decode_header(files.read(self.fd, HEADER.size, 0))
         self._salt = header[2] if header is not None else None
         try:
@@ -87,33 +89,33 @@ class _SegmentFile:
 
     @property
     def has_header(self) -> bool:
-        """Whether the header was there: the file may have been opened before it was written."""
+        """Whether the header is there: the file may have been opened before it was written."""
         return self._salt is not None
 
     def close(self) -> None:
         os.close(self.fd)
 
     def is_stale(self, path: Path) -> bool:
-        """Whether the file of this name is another one by now, or gone."""
+        """Whether the file of this name has been replaced or deleted."""
         try:
             return path.stat().st_ino != os.fstat(self.fd).st_ino
         except FileNotFoundError:
             return True
 
     def _start(self, number: int) -> tuple[int, int]:
-        """Where to look for a number, at a frame that holds it or stands before it, and how much to read."""
+        """Where to start looking for a number, and how many bytes to read."""
         first, offset = self.offsets[bisect_right(self.offsets, (number, 2**63)) - 1]
         if self.last is not None and first <= self.last[0].base <= number:
             frame, end = self.last
-            size = frame.end - frame.start  # of frames that follow each other, most are alike
+            size = frame.end - frame.start  # the next frame is often as large
             return end if frame.next <= number else end - size, max(CHUNK, size)
         return offset, CHUNK
 
     def frames(self, start: int, limit: int | None) -> Iterator[tuple[bytes, Frame]]:
-        """The sound frames that hold numbers from `start` on, each with the buffer that it is in.
+        """The sound frames with numbers from `start` on, each with its buffer.
 
-        Ends at the end of the file, at a frame that begins at `limit` or above, or at the first that
-        is not sound. Without a limit there may be some that were not committed, and will be gone.
+        Stops at the end of the file, at a frame that begins at `limit` or above, or at the first frame that
+        is not sound. Without a limit the last frames may be uncommitted, and may disappear.
         """
         (offset, size), salt = self._start(start), self._salt
         if salt is None:
@@ -148,7 +150,7 @@ class StreamReader:
     def __init__(
         self, directory: Path, files: layout.Files | None = None, drops: Drops | None = None
     ) -> None:
-        """`drops` are the writer's own, for a reader in its process; others read them from the file."""
+        """`drops` are the writer's, for a reader in its process; other readers read them from the file."""
         self.directory = directory
         self._files = files or layout.Files()
         self._bases = layout.segment_bases(directory)
@@ -183,7 +185,7 @@ class StreamReader:
             known = self._known_end(base)
             for _, frame in self._segment(base).frames(known, None):
                 after = frame.next
-            if after == base and known > base:  # that was a failed write's, and is gone
+            if after == base and known > base:  # it was a failed write, and is gone
                 self.close()
                 for _, frame in self._segment(base).frames(base, None):
                     after = frame.next
@@ -196,11 +198,11 @@ class StreamReader:
         return self._drops.count(start, end - 1) if start < end else 0
 
     def lost(self) -> list[tuple[int, int]]:
-        """The ranges of numbers that damage has cost."""
+        """The ranges of numbers that were lost."""
         return [(drop.first, drop.last) for drop in self._drops.ranges if drop.reason in LOSSES]
 
     def total_bytes(self) -> int:
-        """The size of what is stored: of the segment files, without room for more."""
+        """The size of the segment files, without preallocated space."""
         self.bounds()
         total = self._open.end if self._open is not None and self._bases else 0
         for base in self._bases[:-1]:
@@ -213,10 +215,9 @@ class StreamReader:
     def read(self, start: int, *, end: int, max_messages: int, max_bytes: int) -> list[StreamMessage]:
         """The messages from number `start` (at the earliest the oldest) up to, not including, `end`.
 
-        They come in order, with holes where messages were legally dropped. Stops after
-        `max_messages`, or before passing `max_bytes` of what is stored, but returns at least one if
-        there is one. Raises CorruptData if a frame below `end` is damaged and nothing before it is
-        left to return.
+        They are in order, with holes where messages were dropped. Returns at most `max_messages`, and at
+        most `max_bytes` of stored data, but at least one message if there is one. Raises CorruptData if a
+        frame below `end` is damaged and there is nothing before it to return.
         """
         return self.read_as(segment.messages, start, end=end, max_messages=max_messages, max_bytes=max_bytes)
 
@@ -229,14 +230,14 @@ class StreamReader:
         max_messages: int,
         max_bytes: int,
     ) -> list[Row]:
-        """Like `read`, of a frame's messages what `decode` makes of them."""
+        """As `read`, with the rows that `decode` makes of a frame's messages."""
         found: list[Row] = []
         room = max_bytes
         for data, frame in self.frames(start, end):
             base, after = frame.base, frame.next
-            whole = base >= start and after <= end and not self._drops.count(base, after - 1)
+            complete = base >= start and after <= end and not self._drops.count(base, after - 1)
             size = frame.data_bytes
-            if whole and size <= room and len(found) + frame.number <= max_messages:
+            if complete and size <= room and len(found) + frame.number <= max_messages:
                 found += decode(data, frame)
                 room -= size
             else:
@@ -255,9 +256,9 @@ class StreamReader:
     def _decoded(
         self, decode: Callable[[bytes, Frame], list[Row]], data: bytes, frame: Frame
     ) -> tuple[list[Row], list[int]]:
-        """A frame of which only a part is wanted, and where in it each message ends by size.
+        """The rows of a frame that is returned in parts, and the sum of sizes up to each message.
 
-        It is kept, since whoever reads on wants the rest of it next.
+        They are kept, since the next read usually returns the rest.
         """
         key = (decode, frame.base, data[frame.start : frame.start + FRAME.size])
         if self._part is None or self._part[0] != key:
@@ -274,7 +275,7 @@ class StreamReader:
                 return
             limit = min(end, next((b for b in self._bases if b > base), end))
             try:
-                # from the limit on, what a failed write left behind is no data
+                # from the limit on, there may be remains of a failed write
                 for data, frame in self._segment(base).frames(max(position, base), limit):
                     yield data, frame
                     delivered = delivered or self._drops.first_live(max(position, frame.base)) < frame.next
@@ -289,13 +290,13 @@ class StreamReader:
             if base not in self._bases:
                 continue
             if self._open is not None and self._open.is_stale(layout.segment_path(self.directory, base)):
-                self.close()  # set aside and replaced while we were reading
+                self.close()  # repaired during this read
                 continue
             upto = min(end, following or end)
             if position >= upto or self._drops.first_live(max(position, base)) >= upto:
                 position = max(position, upto)
             elif not retried:
-                retried = True  # the writer may have been between write and rename: look once more
+                retried = True  # the writer may have been between write and rename: read it again
                 self.close()
             elif delivered:
                 return
@@ -303,7 +304,7 @@ class StreamReader:
                 raise CorruptData(
                     f"{layout.segment_path(self.directory, base)}: the frame with message "
                     f"{max(position, base)} is damaged; it was not returned. "
-                    f"`streambridge repair` sets the damage aside",
+                    f"`streambridge repair` quarantines the damage",
                     base,
                 )
 

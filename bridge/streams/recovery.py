@@ -1,17 +1,17 @@
-"""Opening the segments of a stream after any kind of stop.
+"""Opens the segments of a stream after a stop or a crash.
 
-Only segments without an index are read: the last one, and those that were sealed so shortly before
-the stop that they were not yet known to be on the disk. What is found wrong in one:
+Only segments without an index are read: the last one, and those that were sealed shortly before the stop and
+perhaps not synced. In one of them there may be:
 
-* room behind the last sound frame, which a crash has left (see `segment`). It is cut off.
-* bytes behind the last sound frame that hold no further sound frame, and no whole frame: a *torn
-  tail*, a write that never ended. It was not acknowledged. The segment is cut there.
-* anything else is *damage*. The file is linked into `quarantine/`, and a new one with its sound
-  frames takes its place. The numbers that are missing are recorded as dropped, reason DAMAGED.
+* preallocated space after the last sound frame, left by a crash (see `segment`). It is truncated.
+* a *torn tail*: bytes after the last sound frame that contain no sound and no complete frame. This is an
+  unfinished write, which was not acknowledged. The segment is truncated there.
+* *damage*: anything else. The file is linked into `quarantine/` and replaced by one with its sound frames.
+  The missing numbers are recorded as dropped, reason DAMAGED.
 
-What is cut off or set aside is kept in `quarantine/`; nothing is destroyed, but a torn tail on a full disk.
+What is truncated or replaced is kept in `quarantine/`; only a torn tail on a full disk is lost.
 
-The record of drops is checked too. A damaged one is set aside, and its sound records are written anew.
+The record of drops is checked too. A damaged one is quarantined and rewritten with its sound records.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BACK = "messages that were dropped may be back"
 
 
 class Damage(NamedTuple):
-    """Something that was wrong with a stream's files, and what was done about it."""
+    """Something wrong with a stream's files, and what was done; `lost` are ranges of numbers."""
 
     path: Path
     what: str
@@ -40,7 +40,7 @@ class Damage(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """A segment as it is after the examination; `size` is where its sound frames end."""
+    """A segment after it was examined and repaired."""
 
     summary: SegmentSummary
     damage: list[Damage]
@@ -59,15 +59,15 @@ def read_index(directory: Path, base: int, size: int) -> SegmentSummary | None:
 def examine(
     files: Files, directory: Path, base: int, meta: Meta, following: int | None, drops: Drops
 ) -> Examined:
-    """Check every frame of a segment and repair what is wrong, as the module's text says.
+    """Check every frame of a segment and repair what is wrong, as described above.
 
-    `following` is the first number of the next segment, None for the last one. Holes that `drops`
-    explains are none. Raises OSError if the disk refuses; then nothing has changed.
+    `following` is the first number of the next segment, None for the last one. Holes that `drops` explains
+    are no damage. Raises OSError; then nothing has changed.
     """
     path = layout.segment_path(directory, base)
     fd = files.open(path, os.O_RDWR)
     try:
-        if hasattr(os, "posix_fadvise"):  # after a failed sync the page cache may hold what the disk does not
+        if hasattr(os, "posix_fadvise"):  # after a failed sync the page cache may differ from the disk
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(fd).st_size
         data = files.read(fd, size, 0)
@@ -85,7 +85,7 @@ def examine(
         rewrite(files, path, base, meta, [])
         lost = drops.live(base, following - 1) if following is not None and following > base else []
         index.next = following if following is not None else base
-        what = "its header is damaged" if written else "its header was never written whole"
+        what = "its header is damaged" if written else "its header is incomplete"
         return Examined(index.summary(HEADER.size), [Damage(path, what, lost)] if size or lost else [])
     lost = list(holes)
     pattern = segment.filling(meta.salt)
@@ -98,7 +98,7 @@ def examine(
         and following is None
         and not segment.is_torn(data, claimed, pattern)
     ):
-        # A whole frame that fails its check: its numbers are used up.
+        # A complete frame that fails its check: its numbers are used.
         lost.append((claimed.base, claimed.next - 1))
         index.next = claimed.next
     if header_ok and end == size and not holes:
@@ -130,7 +130,7 @@ def examine(
 
 
 def check_drops(directory: Path, meta: Meta | None) -> tuple[str, list[Drop]]:
-    """What is wrong with a stream's record of drops, "" if nothing, and its sound records; raises OSError."""
+    """What is wrong with a stream's record of drops (or ""), and its sound records; raises OSError."""
     try:
         data = (directory / record.NAME).read_bytes()
     except FileNotFoundError:
@@ -144,33 +144,33 @@ def check_drops(directory: Path, meta: Meta | None) -> tuple[str, list[Drop]]:
 
 
 def _has_drops(directory: Path, meta: Meta | None) -> bool:
-    """Whether a stream must have its record. Older versions made it at the first drop."""
+    """Whether a stream must have its record. Older versions made it with the first drop."""
     if meta is not None and (meta.drops or meta.settings.memory):
         return meta.drops
     return min(layout.segment_bases(directory), default=0) > 0
 
 
 def repair_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
-    """Set a damaged record of drops aside and write its sound records anew, if the disk lets us."""
+    """Quarantine a damaged record of drops, and rewrite its sound records if the disk has space."""
     path = directory / record.NAME
     what, found = check_drops(directory, meta)
     if not what:
         return []
-    done = "made anew"
+    done = "recreated"
     try:
         if path.exists():
             keep(files, directory, path, "damaged")
-            done = "set aside, and written anew with its sound records"
+            done = "quarantined, and rewritten with its sound records"
         record.make(files, directory, found)
         return [Damage(path, f"{what}; {done}", [])]
-    except OSError as error:  # the stream is opened all the same: they are passed over
-        return [Damage(path, f"{what}; it cannot be set aside: {error.strerror}", [])]
+    except OSError as error:  # the stream is opened anyway: bad records are skipped
+        return [Damage(path, f"{what}; it cannot be quarantined: {error.strerror}", [])]
 
 
 def walk(
     data: bytes, base: int, following: int | None, salt: int
 ) -> tuple[Indexer, list[tuple[int, int]], list[tuple[int, int]], int]:
-    """(index, holes in the numbers, byte spans of sound frames, where the last sound frame ends)."""
+    """(index, holes in the numbers, byte ranges of sound frames, where the last sound frame ends)."""
     index, holes, spans = Indexer(base), [], []
     pos: int | None = HEADER.size
     end = HEADER.size
@@ -190,7 +190,7 @@ def walk(
 
 
 def keep(files: Files, directory: Path, path: Path, why: str) -> Path:
-    """Link a file into the quarantine under a free name, durably: its own name may be given away next."""
+    """Link a file into the quarantine under a free name, durably: its own name may be reused."""
     place = directory / layout.QUARANTINE
     files.make_directory(place)
     number = sum(1 for _ in place.iterdir())
@@ -201,7 +201,7 @@ def keep(files: Files, directory: Path, path: Path, why: str) -> Path:
 
 
 def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes) -> bool:
-    """Keep the bytes that are cut off a segment at `offset`; False if the disk is full. Raises OSError."""
+    """Keep the bytes truncated from a segment at `offset`; False if the disk is full. Raises OSError."""
     place = directory / layout.QUARANTINE
     path = place / f"{base:0{layout.DIGITS}d}.{offset}.tail"
     try:
@@ -216,6 +216,6 @@ def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes
 
 
 def rewrite(files: Files, path: Path, base: int, meta: Meta, frames: list[bytes]) -> None:
-    """Replace a segment by one with these frames, atomically and durably; its index goes."""
+    """Replace a segment by one with these frames, atomically and durably; deletes its index."""
     files.unlink(path.with_suffix(layout.INDEX))
     files.replace(path, b"".join([segment.encode_header(base, meta.epoch, 0, meta.salt), *frames]))

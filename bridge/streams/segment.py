@@ -5,7 +5,7 @@ All numbers are little-endian.
     segment  = header, frame, frame, ...
     header   = magic "SBSEG\\0\\0\\2" | base u64 | epoch u64 | created u64 (Unix ms)
                | salt u32 | crc u32                                                       40 bytes
-    (then, in the last segment of a stream that is synced before it acknowledges: room)
+    (then, in the last segment of a stream with `flush_on_write`: preallocated space)
     frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
                | base u64 | time u64 | age u64                                            44 bytes
                body (`length` bytes)
@@ -19,18 +19,18 @@ All numbers are little-endian.
                then entries x (sequence u64 | offset u64)
 
 Invariants
-* A frame is one commit group: it is there whole, or not at all. Its CRC-32 covers all that follows
-  the crc field, the length included. It begins with the stream's salt, a secret random number, so
-  that a payload that contains the bytes of a frame can never be taken for one, even where a torn
-  write has cut off what stood before it.
-* A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms), and `age` the same
-  moment on the data directory's age timeline (ms, see `bridge.clock`), which is all that expiry looks at.
-* A frame never spans segments. Bases grow from frame to frame; a jump is a hole, never an overlap.
-* Room is what later frames are written over: 64 bytes made of the salt, again and again, aligned to
-  the file. A disk writes whole sectors of 512 bytes or leaves them; a frame that fails its check and
-  has a sector that is still room is a write that never ended. No payload can look like that.
+* A frame is one commit group: it is there completely or not at all. Its CRC-32 covers everything after
+  the crc field, the length included. The CRC starts from the stream's salt, a secret random number: a
+  payload that contains the bytes of a frame is never taken for one, even if a torn write has cut off what
+  preceded it.
+* A frame holds the numbers base .. base+number-1; `time` is their ingest time (Unix ms). `age` is the same
+  moment on the data directory's age timeline (ms, see `bridge.clock`); expiry uses only that.
+* A frame never spans segments. Bases increase from frame to frame; a jump is a hole, never an overlap.
+* Later frames are written over preallocated space: a pattern of 64 bytes made from the salt, repeated and
+  aligned to the file. A disk writes a sector of 512 bytes completely or not at all. So a frame that fails its
+  check and has a sector with only the pattern is an unfinished write. No payload can look like that.
 * An index is written only after its sealed segment is on the disk: a segment with an index has no
-  torn tail. An index is a hint: it can be rebuilt from its segment, and is if it does not fit it.
+  torn tail. An index is a hint: it is rebuilt from its segment if it is missing or does not fit.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ INDEX_STEP = 64 * 1024
 SECTOR = 512
 PATTERN = 64
 PIECES = 128
-PIECE = 64 * 1024  # of what is written: large buffers are mapped anew each time, page by page
-SMALL = 4096  # bytes that are sooner copied than handled apart
+PIECE = 64 * 1024  # bytes of a buffer to write: larger ones are mapped again each time, page by page
+SMALL = 4096  # bytes: it is faster to copy fewer than to pass them as buffers of their own
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
 _WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
 _SWAP = sys.byteorder == "big"
@@ -82,7 +82,7 @@ class StreamMessage(Struct, frozen=True, gc=False):  # a named tuple costs four 
 
 
 class Frame(Struct, frozen=True, gc=False):
-    """A frame's header and where it lies in the buffer it was found in."""
+    """A frame's header, and its position in a buffer."""
 
     base: int
     number: int
@@ -109,7 +109,7 @@ class Frame(Struct, frozen=True, gc=False):
 
 
 class SegmentSummary(NamedTuple):
-    """What an index says of its sealed segment. `last_age` is in ms on the age timeline, sizes are bytes."""
+    """What an index says about its segment. `last_age` is in ms on the age timeline, sizes are bytes."""
 
     base: int
     next: int
@@ -126,7 +126,7 @@ def encode_header(base: int, epoch: int, created: int, salt: int) -> bytes:
 
 
 def decode_header(data: bytes) -> tuple[int, int, int] | None:
-    """(base, epoch, salt) of a segment's header; None if it is damaged or not ours."""
+    """(base, epoch, salt) of a segment's header; None if it is damaged or of another format."""
     if len(data) < HEADER.size or crc32(data[: HEADER.size - 4]) != int.from_bytes(
         data[HEADER.size - 4 : HEADER.size], "little"
     ):
@@ -136,7 +136,7 @@ def decode_header(data: bytes) -> tuple[int, int, int] | None:
 
 
 def _sizes(parts: Sequence[bytes]) -> bytes:
-    if len(parts) == 2:  # a message alone: whoever waits for each acknowledgement makes many of them
+    if len(parts) == 2:  # one message: common with clients that wait for each acknowledgement
         return PAIR.pack(len(parts[0]), len(parts[1]))
     sizes = array("I", map(len, parts))
     if _SWAP:
@@ -153,10 +153,10 @@ def encode_frame(
     headers: dict[int, bytes] | None = None,
     ids: dict[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Encode one commit group as buffers to be written one after the other.
+    """Encode one commit group as buffers, to be written one after the other.
 
-    `parts` alternates topics and payloads; `headers` and `ids` are given by position in the group,
-    those that are absent are empty.
+    `parts` alternates topics and payloads; `headers` and `ids` are by position in the group, absent ones are
+    empty.
     """
     number = len(parts) // 2
     sizes, data, columns = _sizes(parts), _joined(parts), 0
@@ -177,9 +177,9 @@ def encode_frame(
 
 
 def _joined(parts: Sequence[bytes]) -> list[bytes]:
-    """What the parts hold, in buffers of about `PIECE`: most messages of a group are alike.
+    """The parts in buffers of about `PIECE` bytes, if the messages are of similar size.
 
-    If they are not, there are at most `PIECES` all the same: a system call takes 1,024 (IOV_MAX).
+    There are at most `PIECES` buffers in any case: a system call takes 1,024 (IOV_MAX).
     """
     number = max(2 * PIECE // (len(parts[0]) + len(parts[-1]) + 1), len(parts) // PIECES + 1)
     if number >= len(parts):
@@ -198,7 +198,7 @@ def frame_at(data: bytes, pos: int) -> Frame | None:
 
 
 def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
-    """Whether a whole frame passes its check."""
+    """Whether a frame is complete and passes its check."""
     start, end = frame.start, frame.end
     if end > len(data):
         return False
@@ -215,17 +215,17 @@ def _fits(frame: Frame) -> bool:
 
 
 def filling(salt: int) -> bytes:
-    """The pattern that the room of a stream's segments is made of."""
+    """The pattern of preallocated space in a stream's segments."""
     return blake2b(salt.to_bytes(4, "little"), digest_size=PATTERN).digest()
 
 
 def room(pattern: bytes, start: int, end: int) -> bytes:
-    """Room for the bytes start..end-1 of a file."""
+    """Preallocated space for the bytes start..end-1 of a file."""
     return (pattern * ((end - start) // PATTERN + 2))[start % PATTERN :][: end - start]
 
 
 def written_end(data: bytes, start: int, pattern: bytes) -> int:
-    """Where what is written from `start` on ends: `start` if there is nothing but room, or zeros."""
+    """Where the data after `start` ends: `start` if there is only preallocated space, or zeros."""
     end = len(data)
     while end > start:
         begin = max(start, (end - 1) // PATTERN * PATTERN)
@@ -236,12 +236,13 @@ def written_end(data: bytes, start: int, pattern: bytes) -> int:
 
 
 def is_torn(data: bytes, frame: Frame, pattern: bytes) -> bool:
-    """Whether a frame that fails its check is a write that never ended.
+    """Whether a frame that fails its check is an unfinished write.
 
-    It ends behind the file, or one of the sectors that it lies in is still room (fewer than 8 bytes of one
-    prove nothing), or from one of them on there are only zeros: the file's size has reached the disk, and
-    its data has not. Zeros up to the frame's own end must cover more than a payload, which may end with
-    them: a whole topic, or a part of the table of sizes. `data` is the file from its beginning.
+    It is if it ends after the end of the file, or one of its sectors is still preallocated space (fewer than
+    8 bytes of a sector prove nothing), or there are only zeros from one of its sectors on: the file's size
+    has reached the disk, its data has not. Zeros that end with the frame must cover more than a payload,
+    which may end with zeros itself: a complete topic, or a part of the sizes. `data` is the file from its
+    beginning.
     """
     if frame.end > len(data):
         return True
@@ -267,7 +268,7 @@ def _covers_more_than_a_payload(data: bytes, frame: Frame, zeros: int) -> bool:
 
 def messages(data: bytes, frame: Frame) -> list[StreamMessage]:
     """The messages of a sound frame."""
-    if frame.number == 1 and not frame.columns:  # who appends one by one makes many of these
+    if frame.number == 1 and not frame.columns:  # common with clients that append one by one
         start = frame.start + FRAME.size + 2 * 4
         middle = start + int.from_bytes(data[start - 8 : start - 4], "little")
         return [StreamMessage(frame.base, frame.time, data[start:middle], data[middle : frame.end], b"")]
@@ -334,7 +335,7 @@ def scan(data: bytes, pos: int, salt: int) -> Iterator[Frame]:
 def resync(data: bytes, pos: int, salt: int) -> int | None:
     """Where the next sound frame after a bad one at `pos` begins; None if there is none.
 
-    Takes time in proportion to the data, whatever it holds: see `sums`.
+    Takes time linear in the data, whatever it holds: see `sums`.
     """
     origin, sums = pos, Sums(memoryview(data)[pos:])
     while (pos := data.find(_FRAME_MAGIC_BYTES, pos + 1)) >= 0:
@@ -348,7 +349,7 @@ def resync(data: bytes, pos: int, salt: int) -> int | None:
 
 
 def encode_index(summary: SegmentSummary) -> bytes:
-    """The whole content of an index file."""
+    """The content of an index file."""
     entries = b"".join(ENTRY.pack(*entry) for entry in summary.entries)
     head = INDEX.pack(INDEX_MAGIC, *summary[:5], len(summary.entries), 0)[:-4]
     return head + crc32(entries, crc32(head)).to_bytes(4, "little") + entries
@@ -370,7 +371,7 @@ def decode_index(data: bytes) -> SegmentSummary | None:
 
 
 class Indexer:
-    """Builds the summary of a segment while its frames pass by in order."""
+    """Builds the summary of a segment from its frames, in order."""
 
     def __init__(self, base: int) -> None:
         self.base = self.next = base
@@ -379,7 +380,7 @@ class Indexer:
         self._last_entry = -INDEX_STEP
 
     def add(self, frame: Frame, offset: int) -> None:
-        """Take note of one frame, which begins at `offset` of its file."""
+        """Add a frame, which begins at `offset` of its file."""
         if offset - self._last_entry >= INDEX_STEP:
             self.entries.append((frame.base, offset))
             self._last_entry = offset

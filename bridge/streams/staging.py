@@ -1,8 +1,8 @@
 """How a commit group becomes frames, and where they go: planned before any file is touched.
 
-A group that is synced and small brings `ROOM` bytes of room with it when that is used up (see
-`segment`): a sync of bytes that the file has already changes none of the file system's metadata, and
-costs about half. What is left of it is cut off when the segment is sealed or closed.
+A small group that is synced also preallocates `ROOM` bytes when none are left (see `segment`): a sync that
+only overwrites existing bytes changes no metadata of the file system, and costs about half. The rest is
+truncated when the segment is sealed or closed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from bridge.streams.queue import Group
 from bridge.streams.segment import FRAME, HEADER, Frame, Indexer
 
 ROOM = 128 * 1024
-SMALL = 8 * 1024  # a larger group would write more room than it saves journal
+SMALL = 8 * 1024  # for a larger group, preallocation costs more than it saves in the journal
 
 
 @dataclass(slots=True, eq=False)
 class OpenSegment:
-    """A segment that is open, or, with `fd` below 0, still to be made.
+    """A segment that is open or, with `fd` below 0, has no file yet.
 
-    It holds committed frames up to `size`, up to `synced` they are on the disk, and up to `room`
-    the file has room, if that is more.
+    It holds committed frames up to `size`; up to `synced` they are on the disk. If `room` is larger, the file
+    is preallocated up to there.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class Staged:
 
     group: Group
     first: int
-    writes: list[tuple[OpenSegment, list[bytes], bytes, Frame]]  # buffers, and room to go behind them
+    writes: list[tuple[OpenSegment, list[bytes], bytes, Frame]]  # buffers, and the preallocation after them
     opened: list[OpenSegment]
     next: int
     took: float = 0.0  # seconds of its sync
@@ -61,7 +61,7 @@ class Stager:
         self._pattern = segment.filling(salt)
 
     def new(self, base: int) -> OpenSegment:
-        """A segment that is still to be made."""
+        """A segment without a file."""
         return OpenSegment(layout.segment_path(self._directory, base), -1, Indexer(base))
 
     def stage(
@@ -74,7 +74,7 @@ class Stager:
         *,
         sync: bool,
     ) -> Staged:
-        """Encode a group at the numbers from `base` on, behind what the active segment holds.
+        """Encode a group with the numbers from `base` on, to be appended to the active segment.
 
         `at`: Unix time and age, both in ms. `sync`: the write will be synced.
         """

@@ -1,13 +1,13 @@
 """All streams of one data directory, and the only process that writes them.
 
-Opening takes the lock, recovers each stream, and says what was damaged. A stream whose definition
-is lost is left as it is, reported, and not opened; the others run. Creating and deleting are atomic:
-a stream is made under a name that begins with a dot and renamed when it is whole, and renamed away
-before it is removed; leftovers of both are removed at the next start.
+Opening takes the lock, recovers each stream, and reports damage. A stream whose definition is lost is left
+unchanged, reported, and not opened; the others run. Creating and deleting are atomic: a directory's name
+begins with a dot until the stream is complete, and again before its files are deleted. The next start deletes
+such directories.
 
-Memory streams: the definition is kept in the data directory, the segments in `memory_dir`, which
-`<data_dir>/memory` links to. They are emptied at every start, but their numbers go on: `reserved`
-in the definition is kept above every number given out.
+Memory streams: the definition is in the data directory, the segments are in `memory_dir`, to which
+`<data_dir>/memory` links. They are emptied at every start, but their numbers continue: `reserved` in the
+definition is kept above every number that was given.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Event = Callable[[str, str], None]
 
 
 def is_running(data_dir: Path) -> bool:
-    """Whether a process holds the lock on a data directory. Asks the kernel, and takes no lock itself."""
+    """Whether a process holds the lock on a data directory. Reads /proc/locks; takes no lock itself."""
     try:
         inode = (data_dir / LOCK).stat().st_ino
         locks = Path("/proc/locks").read_text()
@@ -65,14 +65,14 @@ def user_name(user: int) -> str:
 
 
 class Unopened(NamedTuple):
-    """A stream that is there and could not be opened. `definition` is None if it is lost."""
+    """A stream that could not be opened. `definition` is None if it is lost."""
 
     why: str
     definition: bytes | None
 
 
 class StreamStore:
-    """The streams of a data directory by name. `on_event` is told (stream, what happened)."""
+    """The streams of a data directory by name. `on_event` is called with (stream, what happened)."""
 
     def __init__(
         self,
@@ -85,16 +85,16 @@ class StreamStore:
         system: System | None = None,
         link: bool = True,
     ) -> None:
-        """Open the directory, making it if need be; raises DataDirectoryBusy or OSError.
+        """Open the directory, or make it; raises DataDirectoryBusy or OSError.
 
-        `floor` gives for a stream (name, epoch) the lowest number that its next message may have. `link`:
-        whether `<data_dir>/memory` is made to lead to `memory_dir`.
+        `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `link`:
+        whether to link `<data_dir>/memory` to `memory_dir`.
         """
         self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.streams: dict[str, Stream] = {}
         self.committer = Committer(on_event, self.streams)
         self.unopened: dict[str, Unopened] = {}
-        self._epoch = 0  # the highest of the streams that were made or deleted here: none is given twice
+        self._epoch = 0  # the highest one of the streams created or deleted here: each is used once
         self._root = data_dir / layout.STREAMS
         self._files.make_directory(self._root)
         self._lock = self._take_lock()
@@ -125,22 +125,22 @@ class StreamStore:
         return lock
 
     def _prepare_memory(self, memory_dir: Path, linked: bool) -> Path:
-        """Make the place of memory streams, and a link to it."""
+        """Make the directory of memory streams, and a link to it."""
         link = self.data_dir / MEMORY
         memory_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = memory_dir.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            # On a directory for everybody, such as /dev/shm, somebody else may have been here first.
+            # In a shared directory such as /dev/shm another user may have made it.
             raise PermissionError(
                 errno.EPERM,
                 "belongs to somebody else or is open to others; set gateway.memory_dir",
                 str(memory_dir),
             )
         if not linked or memory_dir.absolute() == link.absolute():
-            return memory_dir  # it was put where the link would be
+            return memory_dir  # it is where the link would be
         if not link.is_symlink() or link.readlink() != memory_dir:
             if link.is_dir() and not link.is_symlink():
-                shutil.rmtree(link)  # a copy of a data directory may have made the link a directory
+                shutil.rmtree(link)  # in a copy of a data directory the link may be a directory
             link.unlink(missing_ok=True)
             link.symlink_to(memory_dir)
         return memory_dir
@@ -168,12 +168,12 @@ class StreamStore:
         try:
             if bad:
                 self._on_event(
-                    known.name, f"{', '.join(map(str, bad))}: damaged; written again from the other copy"
+                    known.name, f"{', '.join(map(str, bad))}: damaged; rewritten from the other copy"
                 )
                 meta.save(self._files, directory, known)
             self.streams[known.name] = self._start(directory, known)
         except (OSError, StreamError) as error:
-            why = f"{directory}: {error}; mend that and restart the service"
+            why = f"{directory}: {error}; repair that and restart the service"
             self._cannot_open(known.name, Unopened(why, known.definition))
 
     def _cannot_open(self, name: str, unopened: Unopened) -> None:
@@ -202,19 +202,21 @@ class StreamStore:
         )
 
     def _reserve(self, directory: Path, known: Meta, first: int, ahead: int = RESERVE) -> Meta:
-        """Note durably that a memory stream may use the numbers from `first` up to first + ahead."""
+        """Reserve the numbers from `first` up to first + ahead for a memory stream, durably."""
         fresh = msgspec.structs.replace(known, generation=known.generation + 1, reserved=first + ahead)
         meta.save(self._files, directory, fresh)
         return fresh
 
     # -- streams ---------------------------------------------------------------------------------
     def create(self, name: str, settings: StorageSettings, definition: bytes) -> Stream:
-        """Make a new stream, durably; raises OSError. The name must be free."""
+        """Create a stream, durably; raises OSError. The name must be free."""
         directory = self._root / layout.directory_name(name)
         fresh = self._root / f".new-{directory.name}"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(mode=0o700)
-        self._epoch = max(self._new_epoch(), self._epoch + 1)  # a name may be deleted and made within a ms
+        self._epoch = max(
+            self._new_epoch(), self._epoch + 1
+        )  # a stream may be deleted and created within a ms
         lasting = not settings.memory
         known = Meta(name, self._epoch, secrets.randbits(32), settings, definition, drops=lasting)
         if lasting:
@@ -231,9 +233,9 @@ class StreamStore:
         return stream
 
     def _new_epoch(self) -> int:
-        """Unix time in ms; where nothing vouches for the wall clock, a random time of the 35 years from then.
+        """Unix time in ms; if the wall clock is not synchronised, a random time in the 35 years from then.
 
-        A gateway that is wiped boots into the same second of 1970 again. No two lives may share an epoch.
+        A gateway that is wiped boots into the same second of 1970 again, and an epoch must not be reused.
         """
         return self.clock.wall() + (0 if self.clock.synchronised else secrets.randbits(RANDOM_BITS))
 
@@ -245,10 +247,10 @@ class StreamStore:
         stream.abandon(gone)
         try:
             self._files.sync_directory(self._root)
-        except OSError as error:  # gone from here on; a power cut now might bring it back
+        except OSError as error:  # it is deleted; a power cut now might bring it back
             self._on_event(name, f"{self._root}: cannot be synced after the stream was deleted: {error}")
         del self.streams[name]
-        self._epoch = max(self._epoch, stream.epoch)  # the clock may have been set back since it was made
+        self._epoch = max(self._epoch, stream.epoch)  # the clock may have been set back since it was created
         stream.close()
         self.committer.update_pressure(stream)
         if stream.directory != stream.home:
@@ -275,19 +277,19 @@ class StreamStore:
                 await asyncio.to_thread(self.clock.try_save)
 
     async def close(self) -> None:
-        """Commit what is pending, sync everything, close the files and give the lock back."""
+        """Commit what is pending, sync everything, close the files and release the lock."""
         await self.committer.drain()
         await self.committer.sync(list(self.streams.values()))
         for stream in self.streams.values():
             stream.drops.save()
             if stream.settings.memory:  # a clean stop: the next number is known exactly
-                with contextlib.suppress(OSError):  # else the reserved ones are skipped
+                with contextlib.suppress(OSError):  # otherwise the reserved ones are skipped
                     self._reserve(stream.home, stream.meta, stream.next_sequence, 0)
             stream.close()
         if self.clock.watch(active=True):
             self.clock.try_save()
         self.committer.close()
-        with contextlib.suppress(OSError):  # not ours alone, or not empty
+        with contextlib.suppress(OSError):  # shared, or not empty
             self._memory.rmdir()
         os.close(self._lock)
 
@@ -298,13 +300,14 @@ async def open_stopped(
 ) -> AsyncIterator[StreamStore]:
     """The streams of a service that is stopped, for a command; raises as `StreamStore`.
 
-    Memory streams are where the service had them, if that is still there: systemd removes its part of /run
-    at a stop. Otherwise they are in a directory that goes away again, and the link stays as it is.
+    Memory streams are where the service had them, if that still exists: systemd deletes its part of /run at a
+    stop. Otherwise they are in a temporary directory, and the link is not changed.
     """
     link = data_dir / MEMORY
-    with tempfile.TemporaryDirectory(prefix="streambridge-") as passing:
+    with tempfile.TemporaryDirectory(prefix="streambridge-") as temporary:
         there = link.readlink() if link.is_symlink() else link
-        memory = there if os.path.isdir(link) else Path(passing)  # noqa: PTH112 - Path's raises where it may not look
+        exists = os.path.isdir(link)  # noqa: PTH112 - Path.is_dir raises where it may not look
+        memory = there if exists else Path(temporary)
         store = StreamStore(data_dir, memory, on_event=on_event, floor=floor, link=False)
         try:
             yield store

@@ -1,11 +1,11 @@
-"""CRC-32 of parts of a long text: each takes about the same time, however long the part is.
+"""CRC-32 of parts of a long buffer: each takes about the same time, however long the part is.
 
-Who looks for frames behind damage meets whatever a payload holds: thousands of forged headers that all
-claim to reach to the end of the file. To read each to its end would take time with the square of that.
+A search for frames after damage may meet hostile payloads: thousands of forged headers, each for a frame that
+ends with the file. Reading each of these frames would take quadratic time.
 
-CRC-32 is linear: the values that one text gives for two seeds differ by the difference of the seeds, led
-past as many zeros as the text is long, whatever it says. So the value of a part follows from those of the
-text up to its first and to its last whole block, which are computed once.
+CRC-32 is linear: for two seeds, the values of one buffer differ by the difference of the seeds, moved past as
+many zeros as the buffer is long, whatever it contains. So the value of a part follows from the values of the
+buffer up to the part's first and last complete block, which are computed once.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from functools import cache
 from bridge.deflate import crc32
 
 BLOCK = 1024
-FEW = 4  # blocks that are sooner read than reckoned
-_Map = list[list[int]]  # what becomes of each byte of a value
+FEW = 4  # blocks: it is faster to read fewer than to compute
+_Map = list[list[int]]  # the image of each byte of a value
 
 
 class Sums:
-    """The parts of one text; what was learnt of it is kept."""
+    """CRC-32 of the parts of one buffer; intermediate values are kept."""
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._data = memoryview(data)
-        self._sums = [0]  # of the first 0, 1, 2, ... blocks
+        self._sums = [0]  # CRC-32 of the first 0, 1, 2, ... blocks
 
     def crc32(self, start: int, end: int, seed: int) -> int:
-        """What `crc32(data[start:end], seed)` is; the part lies within the data."""
+        """The same as `crc32(data[start:end], seed)`; the part must lie within the data."""
         first, last = -(-start // BLOCK), end // BLOCK
         if last - first <= FEW:
             return crc32(self._data[start:end], seed)
@@ -36,11 +36,11 @@ class Sums:
         for block in range(len(sums) - 1, last):
             sums.append(crc32(self._data[block * BLOCK : (block + 1) * BLOCK], sums[block]))
         other = crc32(self._data[start : first * BLOCK], seed) ^ sums[first]
-        return crc32(self._data[last * BLOCK : end], sums[last] ^ _led_past(last - first, other))
+        return crc32(self._data[last * BLOCK : end], sums[last] ^ _moved_past(last - first, other))
 
 
-def _led_past(blocks: int, value: int) -> int:
-    """What a difference of seeds has become behind so many blocks."""
+def _moved_past(blocks: int, value: int) -> int:
+    """A difference of seeds, moved past so many blocks of zeros."""
     power = 0
     while blocks:
         if blocks & 1:
@@ -57,7 +57,7 @@ def _applied(table: _Map, value: int) -> int:
 
 @cache
 def _doubled(power: int) -> _Map:
-    """Past 2 ** power blocks."""
+    """The map that moves a value past 2 ** power blocks."""
     if not power:
         zeros = bytes(BLOCK)
         return _map(lambda value: crc32(zeros, value) ^ crc32(zeros))

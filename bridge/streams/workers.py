@@ -1,7 +1,7 @@
-"""A few threads that do what may block, and tell the event loop when it is done.
+"""A few threads for work that may block; the event loop is notified when it is done.
 
-`concurrent.futures` does the same at twice the price: a future with a condition variable for every
-call, where a commit needs one message each way.
+`concurrent.futures` costs twice as much: it makes a future with a condition variable for every call, and a
+commit needs only one message each way.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _Job = tuple[Callable[[], object], Done]
 
 
 class Workers:
-    """One thread, and up to `number` when they are needed. For the running event loop's thread."""
+    """One thread, and up to `number` when needed. For the running event loop's thread."""
 
     def __init__(self, number: int, name: str) -> None:
-        """Raises RuntimeError if the system has no thread to give; later it does with those it has."""
+        """Raises RuntimeError if no thread can be started; later, it uses those that it has."""
         self._number, self._name = number, name
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -48,13 +48,13 @@ class Workers:
             error: BaseException | None = None
             try:
                 work()
-            except BaseException as caught:  # handed to the one who asked
+            except BaseException as caught:  # given to `done`
                 error = caught
             try:
                 self._loop.call_soon_threadsafe(self._finished, done, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed
                 return
-            del job, work, done, error  # not kept alive until the next one comes
+            del job, work, done, error  # do not keep them alive until the next job
 
     def _finished(self, done: Done, error: BaseException | None) -> None:
         self._unfinished -= 1

@@ -1,4 +1,4 @@
-"""Damage to the record of drops, `drops.log`: told by `verify`, set aside by a start and by `repair`."""
+"""Damage to the record of drops, `drops.log`: `verify` reports it, a start and `repair` quarantine it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_verify_names_a_damaged_record_of_drops_and_repair_sets_it_aside(house: 
     assert (problem["path"], problem["what"]) == (
         str(log),
         "it is damaged, and 2 of its records are sound; messages that were dropped may be back; "
-        "set aside, and written anew with its sound records",
+        "quarantined, and rewritten with its sound records",
     )
     (kept,) = stream["quarantined"]
     assert Path(kept).read_bytes() == before[log]
@@ -117,7 +117,9 @@ def test_a_record_of_drops_that_is_missing_or_cut_is_damage_also_where_nothing_e
         async with house.stream() as stream:
             assert len(house.events) == 1
             assert house.events[0].startswith(f"s: {log.parent}/{told}; ")
-            assert house.events[0].endswith("anew with its sound records" if aside(house) else "made anew")
+            assert house.events[0].endswith(
+                "rewritten with its sound records" if aside(house) else "recreated"
+            )
             await put(stream, b"on")
 
     run(work())

@@ -257,7 +257,7 @@ def test_definitions_survive_and_either_copy_alone_is_enough(house: House) -> No
             async with house.stream() as stream:
                 assert stream.settings == StorageSettings(max_size=54321, segment_size=2048)
                 assert stream.meta.definition == b'{"definition": 1}'
-            assert "damaged; written again from the other copy" in house.events.pop()
+            assert "damaged; rewritten from the other copy" in house.events.pop()
 
     run(work())
 
@@ -308,12 +308,12 @@ def test_an_update_that_fails_half_way_does_not_come_into_force_at_the_next_star
     run(work())
 
 
-def test_an_update_that_fails_and_cannot_be_taken_back_says_so(house: House) -> None:
+def test_an_update_that_fails_and_cannot_be_reverted_says_so(house: House) -> None:
     async def work() -> None:
         house.files = files = Stubborn()
         async with house.stream(max_size=12345) as stream:
             files.refused["sync_directory meta.1"] = 2
-            with pytest.raises(OSError, match="may come into force at the next start"):
+            with pytest.raises(OSError, match="may take effect at the next start"):
                 stream.configure(StorageSettings(max_size=54321), b"new")
             assert stream.settings.max_size == 12345
 
