@@ -30,7 +30,7 @@ from bridge.ingest.job import Summary, run
 from bridge.ingest.session import open_session
 from bridge.ingest.store import Place
 from bridge.ingest.table import TableOptions, open_sink
-from bridge.objectkeys import head_key
+from bridge.objectkeys import report_key
 
 ROWS = 100  # in an object
 
@@ -108,7 +108,7 @@ def upload(place: Place, gateways: int, objects: range) -> int:
         newest = objects.stop * ROWS - 1
         stream = {"stream": "readings", "epoch": EPOCH, "oldest": 0, "newest": newest, "exported": newest}
         head = {"gateway": f"gw-{g:05d}", "updated": EPOCH, "streams": [stream]}
-        store.put(head_key(head["gateway"]), json.dumps(head).encode())  # type: ignore[arg-type]
+        store.put(report_key(head["gateway"]), json.dumps(head).encode())  # type: ignore[arg-type]
 
     def all_of_them() -> Iterator[Object]:
         for g in range(gateways):

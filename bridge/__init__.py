@@ -1,8 +1,8 @@
 """streambridge: durable streams on an MQTT gateway, exported by plugins, proven complete in the table.
 
-What every plugin imports stands here, and what some need besides in the modules of `FOR_PLUGINS`; see
-docs/plugins.md. It is imported at its first use: the workers of a Spark cluster need `bridge.ingest`, and not
-what a gateway's plugins are made with.
+This package exports what every plugin imports; the modules of `FOR_PLUGINS` have what some plugins also need
+(see docs/plugins.md). Names are imported at their first use: the workers of a Spark cluster need
+`bridge.ingest` only.
 """
 
 from __future__ import annotations

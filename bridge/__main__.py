@@ -1,4 +1,4 @@
-"""`python -m bridge`: the command line, from a checkout that is not installed."""
+"""`python -m bridge`: the command line, without an installation."""
 
 from bridge.cli import main
 

@@ -1,14 +1,14 @@
-"""The part of CBOR (RFC 8949) that requests and replies consist of, and nothing more.
+"""The part of CBOR (RFC 8949) that requests and replies use.
 
     decode   maps with text keys, arrays, text, byte strings, integers, floats, booleans, null;
              definite and indefinite lengths (the Java SDK sends indefinite maps)
     encode   dict, list, str, bytes, int, float, bool
     messages stored messages, many at a time
 
-Any bytes either decode or raise `Malformed`, in time linear in their length. That is why this is not
-a general library: tags would let a small body ask for a lot of arithmetic (rationals, big numbers) or
-for a structure that contains itself, and no client sends one. Speed is the other reason: a reply to a read
-costs 0.38 us a message here, 0.93 us with cbor2.
+Any bytes either decode or raise `Malformed`, in time linear in their length. A general library accepts tags,
+with which a small body can demand much arithmetic (rationals, big numbers) or a structure that contains
+itself; no client sends tags. Speed is the other reason: a reply to a read costs 0.38 us a message here, 0.93
+us with cbor2.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAX_DEPTH = 16
 _BREAK = object()
 _FLOATS = {25: struct.Struct(">e"), 26: struct.Struct(">f"), 27: struct.Struct(">d")}
 _SIMPLE = {20: False, 21: True, 22: None, 23: None}
-_SHORT = range(24)  # lengths that stand in an item's first byte
+_SHORT = range(24)  # lengths that fit in an item's first byte
 _KEYS = {key.encode(): key for key in ("requestId", "name", "payload", "streamName", "readMessagesOptions")}
 
 
-class Malformed(ValueError):  # noqa: N818  (named for what it says of the bytes)
-    """Raised for bytes that are not what this module decodes."""
+class Malformed(ValueError):  # noqa: N818  (named for what happened)
+    """Raised for bytes that this module does not decode."""
 
 
 def decode_map(data: bytes) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def decode_map(data: bytes) -> dict[str, Any]:
 
 
 def _entries(d: bytes) -> tuple[dict[str, Any], int]:
-    """A map of definite length, at the start. What every append has (short keys, text, bytes) stands here."""
+    """A map of definite length, at the start, with a fast path for appends (short keys, text, bytes)."""
     entries: dict[str, Any] = {}
     pos = 1
     for _ in range(d[0] - 0xA0):
@@ -78,7 +78,7 @@ def _whole_text(d: bytes, start: int, end: int) -> str:
 
 
 def first_entries(data: bytes) -> dict[str, Any]:
-    """The entries of a map of which only the beginning is there, as far as they are whole."""
+    """The complete entries of a truncated map."""
     found: dict[str, Any] = {}
     try:
         if not data or data[0] >> 5 != 5:
@@ -110,7 +110,7 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
             return form.unpack_from(d, pos)[0], pos + form.size
         if info == 31:
             return _BREAK, pos
-        raise Malformed(f"the byte {head:#04x} begins nothing that is used here")
+        raise Malformed(f"the byte {head:#04x} does not begin a supported item")
     if info < 24:
         number = info
     elif info == 31:
@@ -140,7 +140,7 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
         items = []
         for _ in range(number):
             first = d[pos]
-            if first == 0x58:  # a byte string of 24 to 255 bytes: many payloads are
+            if first == 0x58:  # a byte string of 24 to 255 bytes, as many payloads
                 start, pos = pos + 2, pos + 2 + d[pos + 1]
                 items.append(d[start:pos])
             else:
@@ -149,13 +149,13 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
         if pos > len(d):
             raise Malformed("it ends too early")
         return items, pos
-    raise Malformed("tags are not used here")
+    raise Malformed("tags are not supported")
 
 
 def _value(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
     value, pos = _item(d, pos, depth)
     if value is _BREAK:
-        raise Malformed("a break where a value should be")
+        raise Malformed("a break instead of a value")
     return value, pos
 
 
@@ -179,14 +179,14 @@ def _indefinite(d: bytes, pos: int, major: int, depth: int) -> tuple[Any, int]:
         return b"".join(items), pos
     if major == 3 and all(isinstance(item, str) for item in items):
         return "".join(items), pos
-    raise Malformed("a string in pieces of another kind")
+    raise Malformed("a string with chunks of another type")
 
 
 def _argument(d: bytes, info: int, pos: int) -> tuple[int, int]:
     if info < 24:
         return info, pos
     if info > 27:
-        raise Malformed("a length of no known form")
+        raise Malformed("a length of an unknown form")
     end = pos + (1 << info - 24)
     if end > len(d):
         raise Malformed("it ends too early")
@@ -204,7 +204,7 @@ def _text(data: bytes) -> str:
 
 
 def head(major: int, number: int) -> bytes:
-    """The first bytes of an item: its kind and its length or value."""
+    """The first bytes of an item: its major type, and its length or value."""
     if number < 24:
         return bytes((major << 5 | number,))
     if number < 0x100:
@@ -217,7 +217,7 @@ def head(major: int, number: int) -> bytes:
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value; raises TypeError for what this part of CBOR has not (None among it)."""
+    """Encode a value; raises TypeError for unsupported types (None is one)."""
     out = bytearray()
     _encode(value, out.extend)
     return bytes(out)
@@ -255,7 +255,7 @@ _FIXED = struct.Struct(f">{len(_NUMBER) + 1}sQ{len(_TIME) + 1}sQ{len(_PAYLOAD) +
 
 
 class Row(Protocol):
-    """What is encoded of a stored message."""
+    """The fields of a stored message that are encoded."""
 
     @property
     def sequence_number(self) -> int: ...
@@ -268,10 +268,10 @@ class Row(Protocol):
 
 
 def messages(begins: Iterable[bytes], rows: Sequence[Row]) -> list[bytes]:
-    """The pieces of an array of messages. `begins` has the head and the first entries of each one's map.
+    """An array of messages, in pieces. `begins` has the head and the first entries of each message's map.
 
-    Number, time and payload follow as the last three entries. Their lengths have one form, whatever
-    their value, so that no Python runs per message: a batch is encoded in a fifth of the time.
+    Number, time and payload follow as the last three entries. Their lengths always have the same form, so no
+    Python code runs per message: this takes a fifth of the time.
     """
     if not rows:
         return [head(4, 0)]

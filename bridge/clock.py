@@ -1,31 +1,32 @@
-"""The clock of a data directory: what counts ages, and what tells the time of day.
+"""The clock of a data directory: the wall clock, and the age timeline that all time limits use.
 
 Two readings, both in ms:
-    wall    Unix time. It stamps messages, and it may be wrong: 1970 at boot, then stepped by NTP
-    now     the age timeline. It only moves forward, at the speed of CLOCK_BOOTTIME (suspend counts), whatever
-            the wall clock does. Every time limit is counted on it: time to live, maximum age, deduplication
+    wall    Unix time. It stamps messages. It may be wrong: 1970 at boot, then stepped by NTP
+    now     the age timeline. It only moves forward, at the speed of CLOCK_BOOTTIME (which counts suspend),
+            whatever the wall clock does. All time limits use it: time to live, maximum age, deduplication
             window, expiry of sessions and messages, will delay
 
-The timeline survives restarts by an anchor in the file `clock`: a moment on all clocks, written at each
-boot's first start, when the clock is stepped or becomes synchronised, and at most every 10 minutes while
-messages come and at a clean stop. An idle gateway does not write it. Opening a data directory finds one of
-these states:
+The timeline survives restarts by an anchor in the file `clock`: one moment on all clocks. It is written at
+the first start of each boot, when the clock is stepped or becomes synchronised, every 10 minutes while
+messages arrive, and at a clean stop. An idle gateway does not write it. When a data directory is opened,
+there are three cases:
 
-    same boot      the anchor's boot id is this one. CLOCK_BOOTTIME has counted all of the time between
-    other boot     the wall clock's difference counts, if it is positive, and the wall clock was synchronised
-                   then and is now. Otherwise nothing counts: messages are kept too long rather than too short
-    no anchor      new, or the file is damaged. The timeline begins with the wall clock where nothing is
-                   stored yet, else with the newest age that is stored
+    same boot      the anchor has the current boot id. CLOCK_BOOTTIME has counted all of the time between
+    other boot     the difference of the wall clock counts if it is positive and the wall clock was
+                   synchronised then and is now. Otherwise nothing counts: messages are kept too long rather
+                   than too short
+    no anchor      new, or the file is damaged. The timeline begins with the wall clock if nothing is stored
+                   yet, else with the newest stored age
 
-After a power cut the newest anchor may be older than the newest message. The timeline then goes on at
-the age of that message (`observe`), if the two are at most `TRUST` apart; streams copied from elsewhere do
+After a power cut the newest anchor may be older than the newest message. The timeline then continues at the
+age of that message (`observe`) if the two are at most `TRUST` apart; streams copied from another gateway do
 not move it.
 
     file = magic "SBCLK\\0\\0\\1" | crc u32 | msgpack of `Anchor`
 
-Where a sandbox hides the boot id, two starts belong to the same boot if the wall clock puts the boot at the
-same time. The kernel says whether the wall clock is synchronised (adjtimex, which is only read). Where a
-sandbox forbids that call, systemd-timesyncd's file does. If neither is known, it counts as not synchronised.
+If a sandbox hides the boot id, two starts belong to the same boot if the wall clock gives the same time of
+boot. The kernel knows whether the wall clock is synchronised (adjtimex, which is only read). If a sandbox
+forbids that call, the file of systemd-timesyncd is used; without it, the clock counts as not synchronised.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from bridge.deflate import crc32
 NAME = "clock"
 STEP = 1000  # ms that the wall clock must jump by to be reported
 TRUST = 3_600_000  # ms that the newest message may be ahead of the newest anchor
-SAVE_EVERY = 600_000  # ms between two anchors while messages come
-RETRY = 10_000  # ms after the disk has refused one
+SAVE_EVERY = 600_000  # ms between two anchors while messages arrive
+RETRY = 10_000  # ms after an anchor could not be written
 _HEAD: Final = struct.Struct("<8sI")
 _MAGIC: Final = b"SBCLK\0\0\1"
 _MS: Final = 1_000_000
@@ -59,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class System:
-    """The machine's clocks. Tests replace it by one that they drive."""
+    """The machine's clocks; tests replace them."""
 
     def __init__(self) -> None:
         try:
@@ -78,7 +79,7 @@ class System:
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
     def synchronised(self) -> bool:
-        """Whether something keeps the wall clock right; False if that cannot be known."""
+        """Whether the wall clock is synchronised; False if unknown."""
         if self._adjtimex is not None:
             state = self._adjtimex(ctypes.create_string_buffer(512))  # all zero: it changes nothing
             if state >= 0:
@@ -109,7 +110,7 @@ class Deadline:
         return self.at - self._clock.now() / 1000
 
     def passed(self) -> bool:
-        """Whether it is over."""
+        """Whether it has passed."""
         return self.left() <= 0
 
 
@@ -124,14 +125,14 @@ class Clock:
         *,
         empty: bool = True,
     ) -> None:
-        """Continue the timeline of a data directory; raises OSError if the anchor is unreadable.
+        """Continue the timeline of a data directory; raises OSError if the anchor cannot be read.
 
-        `write` replaces a file durably. `empty`: nothing is stored yet. An anchor that cannot be written now
-        (a full disk) is written later.
+        `write` replaces a file durably. `empty`: nothing is stored yet. An anchor that cannot be written (a
+        full disk) is written later.
         """
         self._path, self._write, self._system = path, write, system or System()
         self._boottime = self._system.boottime
-        self.steps = 0  # of the wall clock, seen since the start
+        self.steps = 0  # of the wall clock since the start
         self.last_step = 0  # ms, positive if it was set forward
         self.synchronised = self._system.synchronised()
         boottime, wall = self._boottime() // _MS, self.wall()
@@ -162,24 +163,24 @@ class Clock:
 
     @property
     def boot(self) -> str:
-        """What names this boot of the machine; empty if that cannot be read."""
+        """The id of this boot; empty if unknown."""
         return self._system.boot
 
     def deadline(self, seconds: float) -> Deadline:
-        """The moment in so many seconds."""
+        """The moment so many seconds from now."""
         return Deadline(self, self.now() / 1000 + seconds)
 
     def observe(self, age: int) -> None:
-        """Something that is stored has this age: the timeline does not continue before it."""
+        """Something stored has this age: move the timeline to it, if it is behind."""
         ahead = age - self.now()
         if ahead > 0 and (self._new or ahead <= TRUST):
             self._offset += ahead
 
     # -- the wall clock --------------------------------------------------------------------------
     def watch(self, *, active: bool = False) -> bool:
-        """Look at the wall clock, log what has changed; returns whether `save` is due.
+        """Check the wall clock and log changes; returns whether `save` is due.
 
-        `active`: something was stored since the last anchor, or this is the last chance.
+        `active`: something was stored since the last anchor, or the service stops.
         """
         boottime, wall = self._boottime() // _MS, self.wall()
         jumped = wall - boottime - self._shift
@@ -187,7 +188,7 @@ class Clock:
             self.steps, self.last_step, self._shift = self.steps + 1, jumped, wall - boottime
             self._must_save = True
             log.warning(
-                "the wall clock was set %s by %s, to %s; limits of age do not count that",
+                "the wall clock was set %s by %s, to %s; age limits are not affected",
                 "forward" if jumped > 0 else "back",
                 timedelta(seconds=abs(jumped) // 1000),
                 _text(wall),
@@ -196,7 +197,7 @@ class Clock:
         if synchronised is not self.synchronised:
             self.synchronised = synchronised
             self._must_save |= synchronised
-            log.info("the wall clock is %s", "synchronised" if synchronised else "not synchronised any more")
+            log.info("the wall clock is %s", "synchronised" if synchronised else "no longer synchronised")
         due = self._must_save or (active and boottime - self._saved >= SAVE_EVERY)
         return due and boottime - self._tried >= RETRY
 
@@ -210,7 +211,7 @@ class Clock:
         self._saved, self._must_save = boottime, False
 
     def try_save(self) -> None:
-        """As `save`, but what the disk refuses is only logged: the next anchor makes up for it."""
+        """As `save`, but an error is only logged: the next anchor replaces this one."""
         try:
             self.save()
         except OSError as error:
@@ -228,7 +229,7 @@ class Clock:
                 return msgspec.msgpack.decode(body, type=Anchor)
             except msgspec.MsgspecError:
                 pass
-        log.warning("%s is damaged and begun anew; messages may be kept longer", self._path)
+        log.warning("%s is damaged and is recreated; messages may be kept longer", self._path)
         return None
 
     def _is_same_boot(self, anchor: Anchor, boottime: int) -> bool:
@@ -237,13 +238,13 @@ class Clock:
         return boottime >= anchor.boottime and abs(anchor.wall - anchor.boottime - self._shift) < STEP
 
     def _away(self, anchor: Anchor, wall: int) -> int:
-        """How much of the time between two boots counts."""
+        """How much of the time between two boots counts, in ms."""
         passed = wall - anchor.wall
         if self.synchronised and anchor.synchronised:
             return max(0, passed)
         log.info(
-            "the wall clock says %s and is not known to be right now and at the last stop; the time "
-            "between counts for no limit of age",
+            "the wall clock is at %s and was not synchronised both now and at the last stop; the time "
+            "between does not count for age limits",
             _text(wall),
         )
         return 0

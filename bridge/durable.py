@@ -1,4 +1,4 @@
-"""Names that survive a power cut: a file or directory is there for good once its own directory is synced."""
+"""Names that survive a power cut: a new name is durable once its directory is synced."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(path: Path, sync: Callable[[Path], None] = sync_directory) -> None:
-    """Have a directory, of mode 0700 if it is made, and its parents; raises OSError.
+    """Make a directory of mode 0700, and its parents, if they do not exist; raises OSError.
 
-    Each that is made is synced into its parent, and `path` in any case: who made it may have been killed
-    before that.
+    Each new directory is synced into its parent. `path` always is: the process that made it may have been
+    killed before its sync.
     """
     missing = []
     for one in (path, *path.parents):

@@ -1,8 +1,7 @@
-"""Every exception of streambridge, on one screen.
+"""The exceptions of streambridge.
 
-`status` is the response status of the Stream Manager protocol that a front end answers with
-(AWS IoT Greengrass Stream Manager SDK, class ResponseStatusCode). A message says what happened,
-where, and what to do.
+`status` is the response status of the Stream Manager protocol (AWS IoT Greengrass Stream Manager SDK, class
+ResponseStatusCode). A message says what happened, where, and what to do.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ class StreamBridgeError(Exception):
 
     status: ClassVar[int] = 1  # UnknownFailure
     status_name: ClassVar[str] = "UnknownFailure"
-    result: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # what was done all the same; entries of the reply beside the error
+    result: Mapping[str, Any] = MappingProxyType({})  # further entries of the reply
 
 
 class ConfigError(StreamBridgeError):
-    """Raised when the configuration is wrong; the message names path, value and remedy."""
+    """Raised when the configuration is wrong; the message has the path, the value and a remedy."""
 
 
 class InvalidRequest(StreamBridgeError):
@@ -34,10 +31,10 @@ class InvalidRequest(StreamBridgeError):
 
 
 class InvalidDefinition(InvalidRequest):
-    """Raised for a mistake in a stream's definition; the reply of a request has its fields too.
+    """Raised for a mistake in a stream's definition; replies have these fields too.
 
-    `path` leads to the value, in the names of the wire: ("topics", 0). `what` is wrong with it, in words that
-    `other`, another key, may end; `remedy` is what to do, empty if that is plain.
+    `path` leads to the value, by the names on the wire: ("topics", 0). `what` is wrong, a text that the name
+    of another key (`other`) may complete. `remedy` is what to do, empty if obvious.
     """
 
     def __init__(self, path: tuple[str | int, ...], what: str, remedy: str = "", *, other: str = "") -> None:
@@ -49,26 +46,26 @@ class InvalidDefinition(InvalidRequest):
         self.result = {"path": list(path), "what": what, "remedy": remedy, "other": other}
 
     def sentence(self, other: str) -> str:
-        """What is wrong and what to do, with a name for the other key."""
+        """What is wrong and what to do; `other` names the other key."""
         return self.what + (f" {other}" if other else "") + (f"; {self.remedy}" if self.remedy else "")
 
 
 class UpdateNotAllowed(InvalidDefinition):
-    """Raised when an update changes what may not change, such as the persistence."""
+    """Raised when an update changes a fixed property, such as the persistence."""
 
     status = 17
     status_name = "UpdateNotAllowed"
 
 
 class UpdateFailed(StreamBridgeError):
-    """Raised when a definition is no longer what an update was made for."""
+    """Raised when a definition has changed since the update was prepared."""
 
     status = 16
     status_name = "UpdateFailed"
 
 
 class UnknownOperation(StreamBridgeError):
-    """Raised for an operation that there is not."""
+    """Raised for an operation that does not exist."""
 
     status = 18
     status_name = "UnknownOperation"
@@ -82,21 +79,21 @@ class StreamNotFound(StreamBridgeError):
 
 
 class ResponseTooLarge(StreamBridgeError):
-    """Raised when what is asked for is more than one reply may hold."""
+    """Raised when a reply would be too large."""
 
     status = 7
     status_name = "ResponsePayloadTooLarge"
 
 
 class NotEnoughMessages(StreamBridgeError):
-    """Raised when a read cannot be given its minimum of messages in time."""
+    """Raised when a read does not get its minimum of messages in time."""
 
     status = 13
     status_name = "NotEnoughMessages"
 
 
 class Unauthorized(StreamBridgeError):
-    """Raised when a client may not do what it asks for."""
+    """Raised when a client has no right to an operation."""
 
     status = 2
     status_name = "Unauthorized"
@@ -107,7 +104,7 @@ class RetainedFull(StreamBridgeError):
 
 
 class StreamError(StreamBridgeError):
-    """The base of what can go wrong with one stream's storage."""
+    """The base of the errors of one stream's storage."""
 
 
 class NoStream(StreamError):
@@ -122,14 +119,14 @@ class StreamFull(StreamError):
 
 
 class MessageTooLarge(StreamError):
-    """Raised when one message is larger than a stream or a segment can ever hold."""
+    """Raised when a message is larger than its stream or a limit allows."""
 
     status = 4
     status_name = "RequestPayloadTooLarge"
 
 
 class StorageFailed(StreamError):
-    """Raised when the disk refused a write or a sync; nothing of that group was acknowledged."""
+    """Raised when a write or a sync failed; nothing of that group was acknowledged."""
 
 
 class CorruptData(StreamError):

@@ -2,15 +2,16 @@
 
     2026-01-31T12:00:00.123Z info bridge.streams msg="stream created" stream=sensors
 
-* What `extra=` carries becomes keys of the line; `client` and `stream` are the usual ones.
-* A line that repeats within `WINDOW` seconds is counted instead: the line comes once more at the
-  end of the window with `repeated=<count>`, so that a fault in a loop cannot fill the disk.
-  What answers somebody who waits for it (`extra=ANSWER`: the result of a reload) comes each time, at once.
-* Of lines that differ in their values only (another client each, say) `MOST_ALIKE` come in a window; the
-  last of the others comes at its end, with `alike=<count>`. Not at level debug.
-* Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has
-  no time stamp, since the journal keeps both.
-* What is not printable is escaped as in JSON, in both formats (`printable`).
+* The entries of `extra=` become keys of the line, usually `client` and `stream`.
+* A line that repeats within `WINDOW` seconds is counted instead, and written once more at the end of the
+  window with `repeated=<count>`: a fault in a loop cannot fill the disk. Lines that answer an operator
+  (`extra=ANSWER`: the result of a reload) are always written at once.
+* Of lines that differ only in their values (in the client, for example), `MOST_ALIKE` are written in a
+  window; the last of the others is written at its end, with `alike=<count>`. This does not apply at level
+  debug.
+* Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has no time
+  stamp, since the journal has both.
+* Characters that are not printable are escaped as in JSON, in both formats (`printable`).
 * Tracebacks are for level debug; otherwise an exception is one `error=` key.
 """
 
@@ -27,12 +28,12 @@ from typing import Any, Literal, TextIO
 from bridge.printable import printable_json
 
 WINDOW = 10.0
-MOST_KEPT = 1000  # different lines remembered; beyond that, lines pass uncounted
+MOST_KEPT = 1000  # different lines remembered; others are written uncounted
 MOST_ALIKE = 20
-TEMPLATE = "template"  # in `extra=`, no key of the line: what lines that differ in values only have in common
+TEMPLATE = "template"  # in `extra=`, no key of the line: the common text of lines that differ in values
 ANSWER = {"answer": True}  # `extra=` of lines that are never counted instead
 
-# Third parties that would tell each AWS call.
+# Libraries that would log each AWS call.
 _QUIET = ("boto", "boto3", "botocore", "s3transfer", "urllib3", "asyncio")
 
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
@@ -95,7 +96,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             fields = self.lines.fields(record)
             key = f"{record.levelno} {record.name} {fields}"
         except Exception:
-            self.handleError(record)  # a bad format string is the caller's mistake, not a reason to die
+            self.handleError(record)  # a bad format string must not end the process
             return
         if hasattr(record, "answer"):
             super().emit(record)
@@ -106,7 +107,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self._seen[key] = (started, count + 1, record)
             self._start_timer()
             return
-        self._tell(now)
+        self._flush(now)
         if record.levelno > logging.DEBUG:
             kind = (record.levelno, record.name, str(getattr(record, TEMPLATE, record.msg)))
             started, count, _ = self._alike.get(kind, (now, 0, record))
@@ -127,13 +128,13 @@ class CountingHandler(logging.StreamHandler[TextIO]):
     def _end_window(self) -> None:
         with self.lock or threading.Lock():
             self.timer = None
-            self._tell(time.monotonic())
-            waiting = any(count for _, count, _ in self._seen.values())
-            if waiting or any(count > MOST_ALIKE for _, count, _ in self._alike.values()):
+            self._flush(time.monotonic())
+            pending = any(count for _, count, _ in self._seen.values())
+            if pending or any(count > MOST_ALIKE for _, count, _ in self._alike.values()):
                 self._start_timer()
 
-    def _tell(self, now: float) -> None:
-        """Close the windows that are over; say how often their lines were repeated."""
+    def _flush(self, now: float) -> None:
+        """Close the windows that are over, and write the counts of their lines."""
         for key, (started, count, record) in list(self._seen.items()):
             if now >= started + self.window:
                 del self._seen[key]
@@ -146,17 +147,17 @@ class CountingHandler(logging.StreamHandler[TextIO]):
                     super().emit(logging.makeLogRecord(vars(record) | {"alike": count - MOST_ALIKE}))
 
     def close(self) -> None:
-        """Tell the counts that are still open; logging calls this at the end of the process."""
+        """Write the counts that are still open; logging calls this at the end of the process."""
         with self.lock or threading.Lock():
             if self.timer is not None:
                 self.timer.cancel()
                 self.timer = None
-            self._tell(float("inf"))
+            self._flush(float("inf"))
         super().close()
 
 
 def setup(level: str = "info", style: Literal["text", "json"] = "text") -> None:
-    """Send this process's log to stderr. Each process calls it once, before anything is logged."""
+    """Send this process's log to stderr. Call it once per process, before anything is logged."""
     handler = CountingHandler(sys.stderr, LineFormatter(style, journal=_stderr_is_journal()))
     root = logging.getLogger()
     for old in root.handlers[:]:
@@ -175,7 +176,7 @@ def set_level(level: str) -> None:
 
 
 def _stderr_is_journal() -> bool:
-    """Whether stderr is the very stream that systemd connected to the journal."""
+    """Whether stderr is the stream that systemd connected to the journal."""
     try:
         stat = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError):

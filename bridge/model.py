@@ -1,11 +1,11 @@
 """The data model of AWS IoT Greengrass Stream Manager, and our extensions to it.
 
-Names on the wire are the SDK's (camelCase), with its defaults and ranges (package `stream-manager`
-1.1.2, module `stream_manager.data`). Enumerations travel as numbers. The extensions (`topics`,
-`limits`, `retention`, `deduplicationWindowMillis`) are not known to the SDK and never sent to it.
+Names on the wire are the SDK's (camelCase), with its defaults and ranges (package `stream-manager` 1.1.2,
+module `stream_manager.data`). Enumerations are sent as numbers. The SDK does not know the extensions
+(`topics`, `limits`, `retention`, `deduplicationWindowMillis`), which are never sent to it.
 
-`exportDefinition` is open: its keys are the kinds of the loaded exporter plugins, and each kind
-checks its own list of configurations.
+The keys of `exportDefinition` are the kinds of the loaded exporter plugins; each kind checks its own list of
+configurations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Persistence(IntEnum):
 
 
 class Limits(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """Exact limits per message, in the manner of NATS JetStream; None is no limit.
+    """Message limits, as in NATS JetStream; None is no limit.
 
     max_bytes counts topic and payload; max_age_millis is counted from the ingest time.
     """
@@ -59,7 +59,7 @@ class Limits(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, f
 
 
 class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What a stream is: storage, limits, exports, and (our extensions) topics and exact limits.
+    """What a stream is: storage, limits, exports, and (our extensions) topics and message limits.
 
     Sizes are bytes, times are milliseconds.
     """
@@ -79,7 +79,7 @@ class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True,
 
 
 class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
-    """What a stream holds now. An empty stream has oldest = newest + 1 (0 and -1 when it is new)."""
+    """What a stream holds now. If it is empty, oldest = newest + 1 (0 and -1 for a new one)."""
 
     oldest_sequence_number: int
     newest_sequence_number: int
@@ -89,8 +89,7 @@ class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
 class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     """How far one export of a stream is. Times are Unix time in ms.
 
-    The messages that it is done with were accepted or rejected; skipped ones were gone from the
-    stream before they could be exported.
+    Exported messages were accepted or rejected. Skipped ones were dropped from the stream before that.
     """
 
     export_config_identifier: str
@@ -106,7 +105,7 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
 
 
 class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
-    """The answer to describeMessageStream; `version` is for an update that must not undo another one."""
+    """The reply to describeMessageStream; `version` protects an update against a concurrent one."""
 
     definition: MessageStreamDefinition
     storage_status: StorageStatus
@@ -115,7 +114,7 @@ class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
 
 
 def known_keys(raw: dict[str, Any]) -> dict[str, Any]:
-    """A definition (camelCase) with only the keys that it may have."""
+    """A definition (camelCase) without unknown keys."""
     known = {key: value for key, value in raw.items() if key in _DEFINITION}
     if isinstance(known.get("limits"), dict):
         known["limits"] = {key: value for key, value in known["limits"].items() if key in _LIMITS}
@@ -127,19 +126,18 @@ _LIMITS = frozenset(Limits.__struct_encode_fields__)
 
 
 def plain_definition(name: str) -> MessageStreamDefinition:
-    """The definition of a stream of which no more than its name is known."""
+    """The definition of a stream of which only the name is known."""
     return MessageStreamDefinition(name=name, strategy_on_full=StrategyOnFull.RejectNewData)
 
 
 def mistake(error: msgspec.ValidationError) -> tuple[tuple[str | int, ...], str]:
-    """The path to what msgspec's error is about, and what is wrong with it."""
+    """The path in msgspec's error, and what is wrong there."""
     what, _, path = str(error).partition(" - at `$")
     steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
     return tuple(key or int(number) for key, number in steps), what
 
 
 def problem(error: msgspec.ValidationError, subject: str) -> str:
-    """Say in one line what is wrong with `subject` according to msgspec's error."""
-    text = str(error)
-    what, _, path = text.partition(" - at `$")
-    return f"{subject}{path.rstrip('`')}: {what}" if path else f"{subject}: {what}"
+    """What is wrong with `subject` according to msgspec's error, in one line."""
+    what, _, path = str(error).partition(" - at `$")
+    return f"{subject}{path.rstrip('`')}: {what}"

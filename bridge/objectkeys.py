@@ -1,23 +1,23 @@
 """The names of exported objects: the contract between gateways and the ingest job.
 
-One data object holds exactly the messages first..last of one stream, contiguous, and is never
-rewritten with other content:
+One data object holds exactly the contiguous messages first..last of one stream, and is never rewritten with
+other content:
 
     <prefix>/gateway=<id>/stream=<escaped name>/epoch=<ms>/date=YYYY-MM-DD/hour=HH/<first>-<last>.<ext>
 
-* `epoch` is when the stream was created (Unix time in ms): a stream that is deleted and made
-  again under its old name is another one, although its numbers start at 0 again.
+* `epoch` is when the stream was created (Unix time in ms): a stream that is deleted and created again under
+  its name is another one, and its numbers start at 0 again.
 * `first` and `last` are sequence numbers, zero-padded to 20 digits, so that keys sort by number.
-* `date` and `hour` are those of the first message's ingest time in UTC, so that a retry of the
-  same batch has the same key.
+* `date` and `hour` are those of the first message's ingest time in UTC: a retry of the same batch has the
+  same key.
 * `ext` is `ndjson.gz` or `parquet`.
 
-The object's user metadata has `rows-sha256`, the SHA-256 of its rows as unpacked `ndjson`, in hex.
+The object's user metadata has `rows-sha256`, the SHA-256 of its rows as uncompressed `ndjson`, in hex.
 
-Beside the data each gateway keeps one head object, `<prefix>/_gateway/<escaped id>.json`, which says
-how far its streams go and which numbers were legally dropped before they could be exported.
+Each gateway also has one gateway report, `<prefix>/_gateway/<escaped id>.json`: how far its streams go, and
+which numbers were dropped on purpose before they could be exported.
 
-This module is pure Python without dependencies: the Spark executors import it too.
+This module has no dependencies: the Spark executors import it too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import quote, unquote
 
-HEADS = "_gateway/"
+REPORTS = "_gateway/"
 MAX_SEQUENCE = 2**63 - 1
-# Of the reasons in a head object (see `bridge.plugin.heads`): those that are losses, never joined with
-# others; and how the reason of a range begins that was joined from several, before their count.
+# Reasons in a gateway report (see `bridge.plugin.heads`): those that are losses, never joined with others;
+# and the prefix of the reason of a joined range, before the number of its ranges.
 LOSSES = ("damaged", "unknown")
 JOINED = "joined:"
 
@@ -39,13 +39,13 @@ _KEY = re.compile(
     r"/(\d{20})-(\d{20})\.(ndjson\.gz|parquet)\Z",
     re.ASCII,
 )
-# A gateway may write below its own folder only: what it names there like another's data is not that one's.
+# A gateway may write only below its own folder: a key there that looks like another's data is not.
 _OTHER = re.compile(r"(?:^|/)(?:gateway=|_gateway/)")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """What the name of a data object says about its content."""
+    """The content of a data object according to its key."""
 
     gateway: str
     stream: str
@@ -58,10 +58,10 @@ class ObjectKey:
 
 
 def escape(name: str) -> str:
-    """Percent-escape a gateway's or a stream's name for use as one level of a key or a path.
+    """Percent-escape the name of a gateway or a stream, for use as one level of a key or a path.
 
-    ASCII letters and digits, `_`, `-` and all dots but a leading one stay; the result is never `.`
-    or `..`, holds no `/` and no `=`, and `unquote` gives the name back.
+    ASCII letters, digits, `_`, `-` and all dots but a leading one are kept. The result is never `.` or `..`,
+    and has no `/` and no `=`. `unquote` reverts it.
     """
     escaped = quote(name, safe="")
     return "%2E" + escaped[1:] if escaped.startswith(".") else escaped
@@ -81,13 +81,13 @@ def data_key(
     )
 
 
-def head_key(gateway: str) -> str:
-    """The key, relative to the prefix, of the gateway's head object."""
-    return f"{HEADS}{escape(gateway)}.json"
+def report_key(gateway: str) -> str:
+    """The key, relative to the prefix, of the gateway report."""
+    return f"{REPORTS}{escape(gateway)}.json"
 
 
 def parse_key(key: str) -> ObjectKey | None:
-    """Read a data object's key; None for a key that is not one of ours."""
+    """Parse a data object's key; None for any other key."""
     match = _KEY.search(key)
     if match is None or _OTHER.search(key, 0, match.start(1) - len("gateway=")):
         return None

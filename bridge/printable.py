@@ -1,9 +1,9 @@
-"""Text of strangers for a terminal or a log: what could steer either is shown, not sent.
+"""Escapes untrusted text for a terminal or a log.
 
-Names, topics, payloads and what a server answered may hold anything. Control characters of C0 and C1 move the
-cursor or set colours, marks of direction make text read as another, and line ends forge lines. All of them,
-and half a surrogate pair, are what `str.isprintable` says no to. Each output escapes in one place: the
-formatter of the log, and the helpers that the commands print with.
+Names, topics, payloads and replies of servers may contain anything. Control characters (C0 and C1) move the
+cursor or set colours, direction marks change how a text reads, and line ends forge lines. `str.isprintable`
+is false for all of them, and for half a surrogate pair. The log escapes in its formatter, the commands in
+their print helpers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 def printable_json(document: str) -> str:
     r"""The same JSON, on one line, with escapes such as \u001b in its strings for what is not printable.
 
-    `document` has no white space between its values but spaces, so that the rest stands in strings.
+    Between the values of `document` there may be only spaces; other white space is in strings.
     """
     return document if document.isprintable() else "".join(map(_escaped_json, document))
 

@@ -1,22 +1,22 @@
-"""How this process shares the machine: its time on the CPU, and the memory that it has freed.
+"""How this process shares the machine: CPU time, and the memory that it has freed.
 
 CPU
 ---
-The service is woken for every packet, and done in microseconds; the worker compresses for seconds. From
-Linux 6.12 on a process may say how long it wants to run at a time, and who wants less goes first
-(sched_setattr(2), `sched_runtime` of an ordinary process, 0.1 to 100 ms). On two cores that are both busy
-exporting, a message in a hundred waits for 2.5 ms without that, and for 0.6 ms with it, as it does
-without exports (`benchmarks.export`). Where the kernel does not know it or forbids it, nothing happens.
+The service wakes for every packet and runs for microseconds; the worker compresses for seconds. From
+Linux 6.12 on, a process may set how long it wants to run at a time, and the shorter time goes first
+(sched_setattr(2), `sched_runtime` of an ordinary process, 0.1 to 100 ms). With two cores busy exporting, the
+p99 latency of a message is 2.5 ms without this and 0.6 ms with it, as without exports (`benchmarks.export`).
+If the kernel does not support or allow it, nothing happens.
 
-A thread that has written a group asks for the interpreter to begin the sync, and again to tell of its
-end. The loop, which holds it while it goes through what a socket brought, hears of that after the
-interpreter's switch interval: 5 ms if nothing is said, and a good disk has synced in 0.1.
+A thread that has written a group needs the GIL to begin the sync, and again to report its end. The loop holds
+the GIL while it handles what a socket has received, and yields after the interpreter's switch interval: 5 ms
+by default, while a good disk syncs in 0.1.
 
 Memory
 ------
-Freed memory is given back to the system; only glibc keeps it, elsewhere nothing happens.
-What a storm of reconnects or a large batch has used stays with the process, in holes between what is still in
-use: 180 devices that came back four times by TLS made 47 MiB into 94, of which 50 were in use.
+Freed memory is returned to the system (with glibc; other libraries do not keep it). Otherwise
+the process keeps what a reconnect storm or a large batch has used, in holes between what is still in use: 180
+devices that reconnected four times by TLS turned 47 MiB into 94, of which 50 were in use.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ import platform
 import struct
 import sys
 
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # the call's number, in 64 bits
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # the system call's number, 64 bits
 _ATTR = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 TRIM_INTERVAL = 60.0  # seconds
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def use_short_slices() -> None:
-    """Have this thread, and those that it starts, run soon after they are woken or ask for the GIL."""
+    """Run this thread, and those that it starts, soon after they wake or request the GIL."""
     sys.setswitchinterval(50e-6)
     _run_for(100_000)
 
 
 def lower_priority() -> None:
-    """Have this process come after others, and run for as long at a time as the kernel likes."""
+    """Run this process after others, for as long at a time as the kernel's default."""
     os.nice(5)
     _run_for(0)
 
@@ -55,22 +55,22 @@ def _run_for(nanoseconds: int) -> None:
 
 
 def trim_memory() -> None:
-    """Give back what is free now (malloc_trim(3)): some milliseconds, in which other threads may wait."""
+    """Return free memory now (malloc_trim(3)): takes some milliseconds; other threads may wait."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def return_freed_memory(*, few_heaps: bool) -> None:
-    """Have large buffers mapped each for itself, and with `few_heaps` threads share heaps (mallopt(3)).
+    """Map large buffers individually; with `few_heaps`, threads share heaps (mallopt(3)).
 
-    Left alone, the C library raises its threshold to the largest buffer that was freed, and has a heap for
-    each thread. A connection by TLS has a buffer of 256 KiB, of which it uses little: mapped anew that takes
-    little memory, in a heap it keeps all that others have used there before. What comes and goes with each
-    commit is in smaller pieces, see `segment.PIECE`.
+    By default glibc raises its threshold to the largest buffer that was freed, and has a heap per thread. A
+    TLS connection has a buffer of 256 KiB and uses little of it: mapped individually, it takes little memory;
+    in a heap it keeps the pages that others have used before. The buffers of a commit are smaller, see
+    `segment.PIECE`.
     """
     library = ctypes.CDLL(None)
     with contextlib.suppress(AttributeError):
         library.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
-        library.mallopt(_M_TRIM_THRESHOLD, 1024 * 1024)  # left alone it follows the other one
+        library.mallopt(_M_TRIM_THRESHOLD, 1024 * 1024)  # by default it follows the other one
         if few_heaps:
             library.mallopt(_M_ARENA_MAX, 2)

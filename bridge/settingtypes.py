@@ -1,8 +1,8 @@
-"""What a setting is, said by its type.
+"""Types of settings: bytes, durations, endpoints, buckets, secret files.
 
-It decides how the configuration reads a text ("256MiB", "1.5s"), what the documentation says of it, and what
-a client's definition may hold ([export.allow]). A path needs no type of ours: it is a `Path`, and relative
-to the directory of the configuration.
+The type decides how the configuration parses a text ("256MiB", "1.5s"), what the documentation says, and
+what a client's definition may contain ([export.allow]). A path is a plain `Path`, relative to the
+configuration's directory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from msgspec import Meta
 
 
 class Means(Enum):
-    """What a value is, beside its Python type."""
+    """What a value is, in addition to its Python type."""
 
     BYTES = "bytes"
     MILLIS = "ms"
     ENDPOINT = "endpoint"
     BUCKET = "bucket"
-    SECRET_FILE = "secret file"  # noqa: S105 - a name for it
+    SECRET_FILE = "secret file"  # noqa: S105 - no secret
 
 
 Bytes = Annotated[int, Means.BYTES]
@@ -32,7 +32,7 @@ SecretFile = Annotated[str, Meta(min_length=1), Means.SECRET_FILE]
 
 
 def meanings(kind: Any) -> set[Means]:
-    """What a type says of its values, or of those inside: `Annotated[Bytes, Meta(ge=1)] | None` is bytes."""
+    """What the values in a type are: `Annotated[Bytes, Meta(ge=1)] | None` is bytes."""
     if isinstance(kind, Means):
         return {kind}
     return {found for part in typing.get_args(kind) for found in meanings(part)}

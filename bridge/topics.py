@@ -1,7 +1,7 @@
 """Topic names and topic filters: checks, matching, and a tree of subscriptions (MQTT 4.7).
 
-Matching is linear in the number of levels, without regular expressions: a filter is input of a stranger
-(GHSA-2hjf-7455-w946 was a filter turned into a regular expression that stopped a whole broker).
+Matching is linear in the number of levels, without regular expressions: filters are untrusted input
+(GHSA-2hjf-7455-w946 was a filter turned into a regular expression that stopped a broker).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 def is_topic_name(name: str) -> bool:
-    """Tell whether a PUBLISH may carry the name (MQTT-4.7.1-1, MQTT-4.7.3-1).
+    """Return whether a PUBLISH may have this topic (MQTT-4.7.1-1, MQTT-4.7.3-1).
 
-    Names below `$` belong to the server (4.7.2), and no client publishes there.
+    Names that begin with `$` belong to the server (4.7.2).
     """
     return bool(
         name
@@ -34,7 +34,7 @@ def is_topic_name(name: str) -> bool:
 
 
 def is_topic_filter(name: str) -> bool:
-    """Tell whether a SUBSCRIBE may carry the filter (MQTT-4.7.1-2 and -3)."""
+    """Return whether a SUBSCRIBE may have this filter (MQTT-4.7.1-2 and -3)."""
     if not name or len(name) > MAX_LENGTH or "\0" in name or name.count("/") >= MAX_LEVELS:
         return False
     if "#" not in name and "+" not in name:
@@ -48,7 +48,7 @@ def is_topic_filter(name: str) -> bool:
 
 
 def matches(topic_filter: str, topic: str) -> bool:
-    """Tell whether a valid filter matches a topic name (4.7.1; wildcards never match a leading `$`)."""
+    """Return whether a valid filter matches a topic name (4.7.1; wildcards never match a leading `$`)."""
     if topic_filter == topic:
         return True
     wanted, levels = topic_filter.split("/"), topic.split("/")
@@ -64,7 +64,7 @@ def matches(topic_filter: str, topic: str) -> bool:
 
 
 def covers(outer: str, inner: str) -> bool:
-    """Tell whether every topic that the filter `inner` matches is matched by the filter `outer` too."""
+    """Return whether the filter `outer` matches every topic that the filter `inner` matches."""
     out, inn = outer.split("/"), inner.split("/")
     if inn[0][:1] != "$" or out[0] not in ("+", "#"):
         for index, level in enumerate(out):
@@ -79,43 +79,42 @@ def covers(outer: str, inner: str) -> bool:
 
 
 class _Node(Generic[T]):
-    """A node, and the levels that lead to it from the one above; `#` is always one by itself."""
+    """A node, and the levels on the edge from its parent; `#` always has a node of its own."""
 
     __slots__ = ("children", "edge", "literals", "pick", "values")
 
     def __init__(self, edge: Sequence[str] = ()) -> None:
-        self.children: dict[str, _Node[T]] = {}  # by the first level on the way to them
+        self.children: dict[str, _Node[T]] = {}  # by the first level of their edges
         self.values: list[T] = []
-        self.lead(edge)
+        self.set_edge(edge)
 
-    def lead(self, edge: Sequence[str]) -> None:
-        """Change the levels on the way here."""
+    def set_edge(self, edge: Sequence[str]) -> None:
+        """Change the levels of its edge."""
         self.edge = tuple(edge)
-        places = [at for at, level in enumerate(edge) if at and level != "+"]
-        # One call in C compares all levels but the first, by which the node was found.
-        self.pick = itemgetter(*places) if places else None
+        positions = [at for at, level in enumerate(edge) if at and level != "+"]
+        # One call in C compares all levels except the first, by which the node was found.
+        self.pick = itemgetter(*positions) if positions else None
         self.literals = self.pick(self.edge) if self.pick is not None else None
 
     @property
     def mergeable(self) -> bool:
-        """Whether it is only on the way to another node, whose way may begin here."""
+        """Whether it can be merged with its only child."""
         return len(self.children) == 1 and not self.values and "#" not in self.children
 
 
 class FilterTree(Generic[T]):
-    """Values by topic filter; finds all that match a name in a time that does not grow with their number.
+    """Values by topic filter; usually the time of a match does not depend on their number.
 
-    A radix tree: a node for each place where filters part or end, so that a filter needs two nodes at most,
-    however many levels it has. Hostile filters make a match visit every node: the time is then some
-    microseconds for each filter. Empty branches are pruned, so that subscribing and unsubscribing without
-    end needs no memory.
+    A radix tree with a node where filters branch or end: a filter needs two nodes at most, however many
+    levels it has. Hostile filters make a match visit every node, which takes some microseconds per filter.
+    Empty branches are pruned: endless subscribing and unsubscribing does not use up memory.
     """
 
     def __init__(self) -> None:
         self._root: _Node[T] = _Node()
 
     def add(self, topic_filter: str, value: T) -> None:
-        """Put a value under a filter."""
+        """Add a value to a filter."""
         levels = topic_filter.split("/")
         size, node, at = len(levels), self._root, 0
         while at < size:
@@ -128,13 +127,13 @@ class FilterTree(Generic[T]):
             if shared < len(child.edge):
                 upper: _Node[T] = _Node(child.edge[:shared])
                 upper.children[child.edge[shared]] = child
-                child.lead(child.edge[shared:])
+                child.set_edge(child.edge[shared:])
                 child = node.children[first] = upper
             node, at = child, at + shared
         node.values.append(value)
 
     def remove(self, topic_filter: str, value: T) -> None:
-        """Take a value from under a filter; it is no error if it is not there."""
+        """Remove a value from a filter, if it is there."""
         levels = topic_filter.split("/")
         path = [self._root]
         at = 0
@@ -153,13 +152,13 @@ class FilterTree(Generic[T]):
                 del path[-1].children[first]
             elif node.mergeable:
                 (below,) = node.children.values()
-                below.lead(node.edge + below.edge)
+                below.set_edge(node.edge + below.edge)
                 path[-1].children[first] = below
             else:
                 return
 
     def match(self, topic: str) -> list[T]:
-        """All values whose filter matches the topic name."""
+        """All values whose filters match the topic name."""
         found: list[T] = []
         levels = topic.split("/")
         size = len(levels)
@@ -184,7 +183,7 @@ class FilterTree(Generic[T]):
         return found
 
     def __len__(self) -> int:
-        """How many nodes there are below the root."""
+        """The number of nodes below the root."""
         count, todo = 0, [self._root]
         while todo:
             children = todo.pop().children.values()
@@ -194,7 +193,7 @@ class FilterTree(Generic[T]):
 
 
 def _shared(edge: tuple[str, ...], levels: list[str], at: int) -> int:
-    """How many levels of an edge are those at this position."""
+    """How many levels an edge has in common with the levels at this position."""
     if edge == tuple(levels[at : at + len(edge)]):
         return len(edge)
     pairs = enumerate(zip(edge, levels[at:], strict=False))

@@ -1,7 +1,7 @@
-"""Sizes and durations as people write them: "256MiB", "1.5s", "7d".
+"""Sizes and durations in text form: "256MiB", "1.5s", "7d".
 
-Sizes are bytes; kB, MB, GB, TB count in thousands, KiB, MiB, GiB, TiB in 1024. Durations are
-milliseconds: ms, s, m, h, d. Times are ISO 8601, or a duration ago.
+Sizes are in bytes; the units are powers of 1000 (kB, MB, GB, TB) or 1024 (KiB, MiB, GiB, TiB). Durations are
+in milliseconds: ms, s, m, h, d. Times are ISO 8601, or a duration ago.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)")
 
 
 def parse_size(text: str) -> int:
-    """Read "256MiB" as bytes."""
+    """Parse "256MiB" as bytes; raises ValueError."""
     return _parse(text, _SIZES, 'a size such as 512, "64KiB" or "1.5GB"')
 
 
 def parse_duration(text: str) -> int:
-    """Read "1.5s" as milliseconds."""
+    """Parse "1.5s" as milliseconds; raises ValueError."""
     return _parse(text, _DURATIONS, 'a duration such as 1500, "1.5s", "10m" or "7d"')
 
 
 def parse_time(text: str) -> int:
-    """Read a time as Unix ms: ISO 8601 (local without a zone), or how long ago ("10m", "10m ago")."""
+    """Parse a time as Unix ms: ISO 8601 (local without a zone), or a duration ago ("10m", "10m ago")."""
     with suppress(ValueError):
         return int(time.time() * 1000) - parse_duration(text.strip().removesuffix("ago"))
     try:
         return int(datetime.fromisoformat(text.strip()).timestamp() * 1000)
     except (ValueError, OverflowError, OSError):
-        raise ValueError("is neither like 2026-01-31T12:00:00Z nor like 90s, 10m ago, 2h or 7d") from None
+        raise ValueError("is not a time such as 2026-01-31T12:00:00Z, 90s, 10m ago, 2h or 7d") from None
 
 
 def _parse(text: str, units: dict[str, int], wanted: str) -> int:
@@ -50,7 +50,7 @@ def _parse(text: str, units: dict[str, int], wanted: str) -> int:
 
 
 def format_size(size: int) -> str:
-    """Write bytes with the largest binary unit: 1536 as "1.5 KiB"."""
+    """Format bytes with the largest binary unit: 1536 as "1.5 KiB"."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -60,7 +60,7 @@ def format_size(size: int) -> str:
 
 
 def format_duration(millis: int) -> str:
-    """Write milliseconds with the largest unit that fits: 90000 as "1.5m"."""
+    """Format milliseconds with the largest unit that fits: 90000 as "1.5m"."""
     unit, length = next(
         ((unit, length) for unit, length in reversed(_DURATIONS.items()) if abs(millis) >= length), ("ms", 1)
     )

@@ -56,7 +56,7 @@ from bridge import (
 )
 from bridge.deflate import gzip
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
-from bridge.objectkeys import data_key, head_key
+from bridge.objectkeys import data_key, report_key
 from bridge.plugin.aws import Body, error_code, failure
 from bridge.plugin.heads import head_document
 
@@ -249,7 +249,7 @@ class S3Exporter(Exporter):
         now = time.monotonic()
         here = [_with_start(export) for export in exports if self._shares(export.config)]
         document = head_document(self.context.gateway, time.time_ns() // 1_000_000, here)
-        key = self._under(head_key(self.context.gateway))
+        key = self._under(report_key(self.context.gateway))
         try:
             self._put(key, document, "application/json")
         except Exception as error:

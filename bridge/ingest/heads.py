@@ -21,7 +21,7 @@ from typing import Any
 from bridge.ingest.errors import BadObject, Unreadable, Vanished, line
 from bridge.ingest.planner import StreamId
 from bridge.ingest.store import Entry, Store, read
-from bridge.objectkeys import HEADS, MAX_SEQUENCE, head_key
+from bridge.objectkeys import MAX_SEQUENCE, REPORTS, report_key
 
 YEAR_10000 = 253_402_300_800_000  # in ms
 
@@ -80,7 +80,7 @@ def read_heads(store: Store) -> Heads:
     """Read the head objects; call it before the listing, so that a head never knows more than that."""
     found = Heads()
     with ThreadPoolExecutor(READERS) as pool:
-        for one in pool.map(partial(_read, store, Lock()), list(store.under(HEADS))):
+        for one in pool.map(partial(_read, store, Lock()), list(store.under(REPORTS))):
             found.streams |= one.streams
             found.gateways |= one.gateways
             found.problems += one.problems
@@ -104,7 +104,7 @@ def _parsed(key: str, content: bytes) -> Heads:
     try:
         document = json.loads(content)
         gateway, updated = str(document["gateway"]), int(document["updated"])
-        if key != head_key(gateway):  # a copy, perhaps of an older one
+        if key != report_key(gateway):  # a copy, perhaps of an older one
             raise ValueError(f"it is of {gateway}, whose head has another name")
         for stream in document["streams"]:
             name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))

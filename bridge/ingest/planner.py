@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.store import Entry
-from bridge.objectkeys import HEADS, parse_key
+from bridge.objectkeys import REPORTS, parse_key
 
 MAX_ROWS = 5_000_000  # of an object: 100 bytes of memory for each, of the 512 MiB that one may take
 
@@ -100,7 +100,7 @@ class Inventory:
             if stream is None or not _is_plain(name):
                 parsed = parse_key(key) if _is_text(key) else None
                 if parsed is None:
-                    if not key.startswith(HEADS):
+                    if not key.startswith(REPORTS):
                         self.foreign.append(key)
                     continue
                 stream = names[folder] = StreamId(parsed.gateway, parsed.stream, parsed.epoch)

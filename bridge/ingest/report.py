@@ -37,7 +37,7 @@ from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.state import Quarantined, State, StreamState, load_state
 from bridge.ingest.store import Store
-from bridge.objectkeys import HEADS, JOINED, LOSSES, parse_key
+from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
 
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
@@ -229,7 +229,7 @@ def _gone(streams: list[StreamReport]) -> Iterator[str]:
 
 def _unseen(streams: list[StreamReport], inventory: Inventory, heads: Heads) -> Iterator[str]:
     """Where the heads are missing that would show a lost tail."""
-    below = {key.partition(f"/{HEADS}")[0] for key in inventory.foreign if f"/{HEADS}" in key}
+    below = {key.partition(f"/{REPORTS}")[0] for key in inventory.foreign if f"/{REPORTS}" in key}
     for prefix in sorted(below):
         yield f"the heads of gateways are in {prefix}/: end --source with it, or lost tails are not seen"
     now = {name.gateway for name in heads.streams} | set(heads.gateways)

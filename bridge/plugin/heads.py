@@ -1,6 +1,6 @@
 """The head object: what a gateway says of its streams, beside the data in S3.
 
-Contract with the ingest job. Key: `objectkeys.head_key(gateway)` under the prefix. JSON:
+Contract with the ingest job. Key: `objectkeys.report_key(gateway)` under the prefix. JSON:
 
     {"gateway": "gw-1",
      "updated": 1767225600000,                         Unix time in ms

@@ -201,7 +201,7 @@ def test_a_stream_whose_definition_is_lost_is_not_denied(fill: Fill) -> None:
     ("arguments", "told"),
     [
         (["--topic", "a/#/b"], "--topic 'a/#/b' is not a topic filter"),
-        (["--from-time", "yesterday"], "--from-time 'yesterday' is neither like"),
+        (["--from-time", "yesterday"], "--from-time 'yesterday' is not a time such as"),
         (["--from-time", "1d", "--start", "1"], "give either --start or --from-time"),
     ],
 )

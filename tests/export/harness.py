@@ -284,11 +284,11 @@ class Bucket:
 
     def head_exported(self) -> list[int]:
         """What the head object says was exported, per stream; empty before it is there."""
-        there = "raw/" + objectkeys.head_key("gw-1") in self.names()
+        there = "raw/" + objectkeys.report_key("gw-1") in self.names()
         return [stream["exported"] for stream in self.head()["streams"]] if there else []
 
     def head(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads(self.body("raw/" + objectkeys.head_key("gw-1")))
+        document: dict[str, Any] = json.loads(self.body("raw/" + objectkeys.report_key("gw-1")))
         return document
 
 

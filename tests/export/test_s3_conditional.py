@@ -242,4 +242,4 @@ def test_the_head_object_is_rewritten(tmp_path: Path, bucket: Bucket) -> None:
                 await until(lambda n=n: bucket.head_exported() == [n])  # type: ignore[misc]
 
     asyncio.run(scenario())
-    assert "raw/" + objectkeys.head_key("gw-1") in bucket.names()
+    assert "raw/" + objectkeys.report_key("gw-1") in bucket.names()

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridge.ingest.store import Place
-from bridge.objectkeys import data_key, head_key
+from bridge.objectkeys import data_key, report_key
 
 EPOCH = 1_795_000_000_000
 START = 1_795_000_000_000  # ingest time of message 0; one message a second
@@ -90,7 +90,7 @@ class Gateway:
 
     def head(self, *streams: dict[str, Any], updated: int = START) -> None:
         document = {"gateway": self.name, "updated": updated, "streams": list(streams)}
-        self.store.put(head_key(self.name), json.dumps(document).encode())
+        self.store.put(report_key(self.name), json.dumps(document).encode())
 
 
 def head_of(

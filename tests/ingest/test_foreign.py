@@ -20,7 +20,7 @@ from bridge.ingest.render import show
 from bridge.ingest.report import survey
 from bridge.ingest.state import State, StateStore
 from bridge.ingest.store import Entry, LocalStore, Place, read
-from bridge.objectkeys import data_key, head_key, parse_key
+from bridge.objectkeys import data_key, parse_key, report_key
 from bridge.printable import printable
 from tests.ingest.gateway import EPOCH, Gateway, head_of
 
@@ -53,7 +53,7 @@ def test_a_head_counts_as_a_whole_or_not_at_all(landing: Place, stream: dict[str
 
 
 def test_a_head_of_many_bytes_is_a_problem_and_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / head_key("gw-a")
+    path = tmp_path / report_key("gw-a")
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
         file.truncate(module.MAX_HEAD + 1)  # sparse
