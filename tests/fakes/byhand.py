@@ -20,7 +20,7 @@ from bridge.mqtt.server.connections import Listener
 from bridge.mqtt.server.server import Server
 from bridge.mqtt.settings import Limits, MqttConfig, parse_address
 from bridge.operations.reading import ReadMessagesOptions
-from bridge.streams.segment import Message
+from bridge.streams.segment import StreamMessage
 from bridge.topics import matches
 
 from .clock import Machine
@@ -81,8 +81,8 @@ class Stream:
 
     def __init__(self, name: str, topic: str) -> None:
         self.name, self.topic, self.full, self.by_itself = name, topic, False, False
-        self.stored: list[Message] = []
-        self.pending: list[Message] = []
+        self.stored: list[StreamMessage] = []
+        self.pending: list[StreamMessage] = []
         self.waiting: list[Callable[[StreamError | None], None]] = []
 
     @property
@@ -96,7 +96,7 @@ class Stream:
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
         self.ensure_admits(topic, payload, headers)
         number = len(self.stored) + len(self.pending)
-        self.pending.append(Message(number, 0, topic, payload, headers))
+        self.pending.append(StreamMessage(number, 0, topic, payload, headers))
         return number
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
@@ -137,7 +137,7 @@ class Streams:
     def wants_client(self, name: str) -> bool:
         return False
 
-    async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[Message]:
+    async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[StreamMessage]:
         found = self.definitions[name].stored[options.desired_start_sequence_number :]
         if not found:
             raise NotEnoughMessages(f"nothing in {name!r}")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from bridge.errors import StreamError
     from bridge.operations.reading import ReadMessagesOptions
-    from bridge.streams.segment import Message
+    from bridge.streams.segment import StreamMessage
 
 
 class Committer(Protocol):
@@ -50,7 +50,7 @@ class Store(Protocol):
     def stream(self, name: str) -> Stream:
         """A stream that exists."""
 
-    async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[Message]:
+    async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[StreamMessage]:
         """Messages of a stream; raises NotEnoughMessages, CorruptData or OSError."""
 
     @property
