@@ -1,7 +1,8 @@
 """Time and threads, as code that does no I/O of its own asks for them.
 
-The service has an event loop (`LoopRuntime`). A test or a simulation brings a clock of its own, and decides
-what runs when. Nothing here blocks, and nothing is called from another thread.
+The service has an event loop and threads (`LoopRuntime`). A test or a simulation brings a clock of its own,
+and decides what runs when. Nothing of a runtime is called from another thread, and what it calls runs in its
+own.
 
 The time of day and the age of messages are `bridge.clock`'s.
 """
@@ -9,11 +10,14 @@ The time of day and the age of messages are `bridge.clock`'s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Protocol
 
-T = TypeVar("T")
+Done = Callable[[BaseException | None], object]
 
 
 class Timer(Protocol):
@@ -35,30 +39,67 @@ class Runtime(Protocol):
     def later(self, seconds: float, do: Callable[..., object], *args: Any) -> Timer:
         """Call `do` after so many seconds."""
 
-    def work(self, do: Callable[[], T], done: Callable[[T | None, Exception | None], object]) -> None:
-        """Run what blocks elsewhere, and then call `done` with its result, or with what it raised."""
+    def work(self, do: Callable[[], object], done: Done) -> None:
+        """Run `do`, which may block, in a thread; then call `done` with what it raised, or None."""
+
+    def close(self) -> None:
+        """End the threads once all work is done; its `done` may not be called any more."""
 
 
 class LoopRuntime:
-    """The running event loop and its threads."""
+    """The running event loop, and one thread, or up to `threads` when needed.
 
-    def __init__(self) -> None:
-        """Raises RuntimeError if no event loop runs."""
-        loop = asyncio.get_running_loop()
+    `concurrent.futures` costs twice as much: it makes a future with a condition variable for every call, and
+    a commit needs only one message each way.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        """`name` is that of the threads. Raises RuntimeError if no event loop runs, or no thread starts."""
+        self._loop = loop = asyncio.get_running_loop()
         self.now = time.monotonic  # not the loop's time, which stands still during one of its turns
         self.soon, self.later = loop.call_soon, loop.call_later
-        self._loop = loop
+        self._most, self._name = threads, name
+        self._jobs: SimpleQueue[tuple[Callable[[], object], Done] | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._unfinished = 0
+        self._grow()
 
-    def work(self, do: Callable[[], T], done: Callable[[T | None, Exception | None], object]) -> None:
-        """Run `do` in one of the loop's threads."""
+    def work(self, do: Callable[[], object], done: Done) -> None:
+        """Call `do` in a thread, then `done` in the event loop."""
+        self._unfinished += 1
+        if len(self._threads) < min(self._unfinished, self._most):
+            with contextlib.suppress(RuntimeError):
+                self._grow()
+        self._jobs.put((do, done))
 
-        def ended(future: asyncio.Future[T]) -> None:
-            if future.cancelled():
-                return  # the loop is closing
-            error = future.exception()
-            if error is None:
-                done(future.result(), None)
-            elif isinstance(error, Exception):
-                done(None, error)
+    def close(self) -> None:
+        """End the threads, when what was given to them is done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
 
-        self._loop.run_in_executor(None, do).add_done_callback(ended)
+    def _grow(self) -> None:
+        # Daemons: a process that ends without `close` must not hang on a disk that does.
+        thread = Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            do, done = job
+            error: BaseException | None = None
+            try:
+                do()
+            except BaseException as caught:  # given to `done`
+                error = caught
+            try:
+                self._loop.call_soon_threadsafe(self._finished, done, error)
+            except RuntimeError:  # the loop is closed
+                return
+            del job, do, done, error  # do not keep them alive until the next job
+
+    def _finished(self, done: Done, error: BaseException | None) -> None:
+        self._unfinished -= 1
+        done(error)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from bridge.runtime import Runtime
 
 
+THREADS = 2  # the journal is synced, and a snapshot of it written
+
+
 class MqttFrontEnd:
     """The embedded broker, or the subscriber at an external one."""
 
@@ -27,9 +30,9 @@ class MqttFrontEnd:
         access: Access,
         runtime: Runtime | None = None,
     ) -> None:
-        """`runtime` is the running event loop's, unless another one is given."""
+        """`runtime` is the running event loop's, unless another one is given; `stop` closes it."""
         self._config, self._operations, self._access = config, operations, access
-        self._runtime = runtime or LoopRuntime()
+        self._runtime = runtime or LoopRuntime(THREADS, "mqtt")
         self._server: Server | None = None
         self._external: ExternalBroker | None = None
 
@@ -52,6 +55,7 @@ class MqttFrontEnd:
         for part in (self._server, self._external):
             if part is not None:
                 await part.stop()
+        self._runtime.close()
 
     def reload(self, config: MqttConfig) -> None:
         """Apply users, rules and certificates, all or nothing. Raises ConfigError."""

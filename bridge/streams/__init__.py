@@ -29,6 +29,6 @@ Modules, from the bottom up (`make lint` enforces the order):
 * `contents` (what a stream has stored), and the policies that read it: `segment_limits`, `message_limits`
   and `dedup` (recent message ids)
 * `stream` (appends, commits and drops; nobody else changes the log)
-* `workers`, `pace` and `committer`: group commit, the threads that wait for the disk, and when a group begins
+* `pace` and `committer`: group commit in threads of a `Runtime`, and when a group begins
 * `store` (all streams of a data directory), `verify` (checks and repairs a stopped one)
 """

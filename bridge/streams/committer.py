@@ -17,37 +17,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+from bridge.runtime import Runtime, Timer
 from bridge.streams.pace import SLOW, Pace
 from bridge.streams.staging import OpenSegment, Staged
 from bridge.streams.stream import DISK_ROOM, Stream
-from bridge.streams.workers import Workers
 
 HIGH = 8 * 1024 * 1024
 LOW = 1024 * 1024
-THREADS = 8
 FULL_DISK = "the file system is full"
 
 
 class Committer:
-    """Commits the groups of many streams. For one event loop's thread."""
+    """Commits the groups of many streams."""
 
-    def __init__(self, on_event: Callable[[str, str], None], streams: Mapping[str, Stream]) -> None:
+    def __init__(
+        self, on_event: Callable[[str, str], None], streams: Mapping[str, Stream], runtime: Runtime
+    ) -> None:
         """`streams` are all streams of the store."""
-        self._on_event, self._streams = on_event, streams
+        self._on_event, self._streams, self._runtime = on_event, streams, runtime
         self._dirty: list[Stream] = []
         self._flights = 0  # groups in worker threads
-        self._loop = asyncio.get_running_loop()  # to look it up at each commit costs a system call
-        self._workers = Workers(THREADS, "commit")
         self._pending_bytes: dict[Stream, int] = {}
         self._total = 0
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
         self._freeing = False
         self._paces: dict[Stream, Pace] = {}  # of streams on a slow disk
-        self._held: dict[Stream, asyncio.TimerHandle] = {}  # streams whose next group waits for more messages
+        self._held: dict[Stream, Timer] = {}  # streams whose next group waits for more messages
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
 
@@ -55,7 +53,7 @@ class Committer:
     def schedule(self, stream: Stream) -> None:
         """Commit a stream's pending group in this turn of the event loop."""
         if not self._dirty:
-            self._loop.call_soon(self._run)
+            self._runtime.soon(self._run)
         self._dirty.append(stream)
 
     def _run(self) -> None:
@@ -75,11 +73,11 @@ class Committer:
 
     def _hold(self, stream: Stream) -> bool:
         """Whether the stream's next group waits for more; the next message or a timer schedules it."""
-        pace, now = self._paces[stream], time.monotonic()
+        pace, now = self._paces[stream], self._runtime.now()
         if not self.under_pressure and pace.wants_more(now, stream.queue.pending):
             stream.queue.postpone()
             if stream not in self._held:
-                self._held[stream] = self._loop.call_later(pace.until - now, self._release, stream)
+                self._held[stream] = self._runtime.later(pace.until - now, self._release, stream)
             return True
         if stream in self._held:
             self._held.pop(stream).cancel()
@@ -88,7 +86,7 @@ class Committer:
     def _release(self, stream: Stream) -> None:
         del self._held[stream]
         if stream in self._paces:
-            self._paces[stream].end_wait(time.monotonic())  # timers may be early
+            self._paces[stream].end_wait(self._runtime.now())  # timers may be early
         self.schedule(stream)
 
     def _start(self, stream: Stream) -> None:
@@ -140,7 +138,7 @@ class Committer:
 
     def _submit(self, stream: Stream, staged: Staged, *, first: bool) -> None:
         """Write and sync in a worker thread, with a callback: a task would cost more."""
-        self._workers.submit(
+        self._runtime.work(
             partial(stream.write, staged, sync=True), partial(self._written, stream, staged, first)
         )
 
@@ -160,7 +158,7 @@ class Committer:
                 self._paces.pop(stream, None)
             else:
                 under_way = len(staged.group.parts) // 2 + stream.queue.pending
-                self._paces.setdefault(stream, Pace()).synced(time.monotonic(), staged.took, under_way)
+                self._paces.setdefault(stream, Pace()).synced(self._runtime.now(), staged.took, under_way)
             stream.finish(staged, error)
         stream.unpin()
         self.update_pressure(stream)
@@ -189,7 +187,7 @@ class Committer:
         """Sync everything that is committed in these streams, in parallel."""
         for stream in streams:
             if stream not in self._syncing:
-                self._syncing[stream] = self._loop.create_future()
+                self._syncing[stream] = asyncio.get_running_loop().create_future()
                 if not stream.busy:  # else the end of its group begins the sync
                     self._sync(stream)
         # If this is cancelled, the threads still finish.
@@ -201,7 +199,7 @@ class Committer:
             self._sync_over(stream)
             return
         stream.pin()
-        self._workers.submit(partial(stream.sync, work), partial(self._synced, stream, work))
+        self._runtime.work(partial(stream.sync, work), partial(self._synced, stream, work))
 
     def _synced(
         self, stream: Stream, work: list[tuple[OpenSegment, int]], error: BaseException | None
@@ -223,7 +221,7 @@ class Committer:
         """A background sync failed: rewrite the files that are not on the disk."""
         stream.begin_rewrite()
         lost: list[tuple[int, int]] = []
-        self._workers.submit(
+        self._runtime.work(
             lambda: lost.extend(stream.rewrite_unsynced()), partial(self._rewritten, stream, error, lost)
         )
 
@@ -247,7 +245,7 @@ class Committer:
     def delete(self, stream: Stream) -> None:
         """Delete obsolete files in a worker thread, if there are any."""
         if not self._freeing and (paths := stream.obsolete.begin(stream.oldest)):
-            self._workers.submit(partial(stream.obsolete.delete, paths), partial(self._deleted, stream))
+            self._runtime.work(partial(stream.obsolete.delete, paths), partial(self._deleted, stream))
 
     def _deleted(self, stream: Stream, error: BaseException | None) -> None:
         stream.obsolete.end(failed=error is not None)
@@ -325,7 +323,3 @@ class Committer:
             for stream in list(self._pending_bytes):
                 await stream.idle()
             await asyncio.sleep(0.001)
-
-    def close(self) -> None:
-        """End the worker threads."""
-        self._workers.close()

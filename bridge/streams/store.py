@@ -32,6 +32,7 @@ import msgspec
 from bridge.clock import NAME as CLOCK
 from bridge.clock import Clock, System
 from bridge.errors import DataDirectoryBusy, StreamError
+from bridge.runtime import LoopRuntime, Runtime
 from bridge.streams import drops, layout, meta
 from bridge.streams.committer import Committer
 from bridge.streams.layout import Files
@@ -64,6 +65,9 @@ def user_name(user: int) -> str:
         return str(user)
 
 
+THREADS = 8  # that write and sync groups
+
+
 class Unopened(NamedTuple):
     """A stream that could not be opened. `definition` is None if it is lost."""
 
@@ -83,16 +87,19 @@ class StreamStore:
         floor: Callable[[str, int], int] = lambda name, epoch: 0,
         files: Files | None = None,
         system: System | None = None,
+        runtime: Runtime | None = None,
         link: bool = True,
     ) -> None:
         """Open the directory, or make it; raises DataDirectoryBusy or OSError.
 
-        `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `link`:
-        whether to link `<data_dir>/memory` to `memory_dir`.
+        `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `runtime`
+        is the running event loop's, unless another one is given; `close` closes it. `link`: whether to link
+        `<data_dir>/memory` to `memory_dir`.
         """
         self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.streams: dict[str, Stream] = {}
-        self.committer = Committer(on_event, self.streams)
+        self._runtime = runtime or LoopRuntime(THREADS, "commit")
+        self.committer = Committer(on_event, self.streams, self._runtime)
         self.unopened: dict[str, Unopened] = {}
         self._epoch = 0  # the highest one of the streams created or deleted here: each is used once
         self._root = data_dir / layout.STREAMS
@@ -196,6 +203,7 @@ class StreamStore:
             update_pressure=self.committer.update_pressure,
             delete=self.committer.delete,
             free_space=self.committer.free_space,
+            soon=self._runtime.soon,
             on_event=self._on_event,
             clock=self.clock,
             floor=floor,
@@ -288,7 +296,7 @@ class StreamStore:
             stream.close()
         if self.clock.watch(active=True):
             self.clock.try_save()
-        self.committer.close()
+        self._runtime.close()
         with contextlib.suppress(OSError):  # shared, or not empty
             self._memory.rmdir()
         os.close(self._lock)

@@ -9,7 +9,6 @@ worker thread while `busy` is set; no other group of the stream is staged in tha
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable
@@ -54,11 +53,13 @@ class Stream(Contents):
         update_pressure: Callable[[Stream], None],
         delete: Callable[[Stream], None],
         free_space: Callable[[Stream, int], bool],
+        soon: Callable[..., object],
         on_event: Callable[[str, str], None],
         clock: Clock,
         floor: int = 0,
     ) -> None:
-        """As `Contents`; the callables are a `Committer`'s."""
+        """As `Contents`; `soon` is a `Runtime`'s, the other callables are a `Committer`'s."""
+        self._soon = soon
         self.limits: MessageLimitPolicy | None = None  # opening the files may report damage
         super().__init__(
             files,
@@ -445,7 +446,7 @@ class Stream(Contents):
         self._drop_ranges(dropping)
         if limits.unfinished and not self._continuing:
             self._continuing = True
-            asyncio.get_running_loop().call_soon(self._continue, now)
+            self._soon(self._continue, now)
 
     def _continue(self, now: int) -> None:
         self._continuing = False

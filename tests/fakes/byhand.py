@@ -55,16 +55,19 @@ class ByHand:
         heapq.heappush(self._calls, (self.time + max(seconds, 0), next(self._number), call))
         return call
 
-    def work(self, do: Callable[[], Any], done: Callable[[Any, Exception | None], object]) -> None:
+    def work(self, do: Callable[[], object], done: Callable[[BaseException | None], object]) -> None:
         def work() -> None:
+            error: BaseException | None = None
             try:
-                result = do()
-            except Exception as error:
-                done(None, error)
-            else:
-                done(result, None)
+                do()
+            except Exception as caught:
+                error = caught
+            done(error)
 
         self.soon(work)
+
+    def close(self) -> None:
+        """There are no threads."""
 
     def run(self, until: float) -> None:
         """Make all calls that are due up to a time, and those that they lead to."""

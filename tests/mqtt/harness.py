@@ -71,7 +71,7 @@ class Hurried(LoopRuntime):
     """The event loop, on which whatever waits for a time waits less."""
 
     def __init__(self, factor: float) -> None:
-        super().__init__()
+        super().__init__(2, "mqtt")
         later = self.later
         self.later = lambda seconds, do, *args: later(seconds / factor, do, *args)
 

@@ -66,7 +66,7 @@ def _quarantine(house: House) -> None:
 
 def _journal(house: House) -> None:
     async def work() -> None:
-        journal = Journal(house.data_dir / "mqtt" / "sessions.journal", "boot", LoopRuntime())
+        journal = Journal(house.data_dir / "mqtt" / "sessions.journal", "boot", LoopRuntime(1, "test"))
         journal.open()
         journal.close()
 

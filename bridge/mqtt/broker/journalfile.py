@@ -187,7 +187,7 @@ class JournalFile:
             )
         self.failed = True
 
-    def _write_again(self, error: Exception) -> None:
+    def _write_again(self, error: BaseException) -> None:
         log.error("%s: %s; it will be written again", self.path, error)
         self.failed = True
         if self._write_timer is None and self._open:
@@ -205,7 +205,7 @@ class JournalFile:
         fd = os.dup(self._fd)  # a snapshot may replace the file meanwhile
         self._runtime.work(partial(_sync_and_close, fd), self._synced)
 
-    def _synced(self, _result: None, error: Exception | None) -> None:
+    def _synced(self, error: BaseException | None) -> None:
         self._syncing = False
         if error is not None:
             self._write_again(error)
@@ -232,18 +232,18 @@ class JournalFile:
             raise
         sync_directory(self.path.parent)
 
-    def _fill(self, copy: _Copy, data: bytes, done: Callable[[_Copy, Exception | None], None]) -> None:
+    def _fill(self, copy: _Copy, data: bytes, done: Callable[[_Copy, BaseException | None], None]) -> None:
         work = partial(_write_and_sync, os.dup(copy.fd), data)
-        self._runtime.work(work, lambda _result, error: done(copy, error))
+        self._runtime.work(work, partial(done, copy))
 
-    def _filled(self, copy: _Copy, error: Exception | None) -> None:
+    def _filled(self, copy: _Copy, error: BaseException | None) -> None:
         """The snapshot is on the disk; sync what has come meanwhile."""
         if error is None and self._copy is copy:
             self._fill(copy, b"", self._complete)
         else:
             self._copied(copy, error)
 
-    def _complete(self, copy: _Copy, error: Exception | None) -> None:
+    def _complete(self, copy: _Copy, error: BaseException | None) -> None:
         """The snapshot and what came meanwhile are on the disk; put it in the file's place."""
         if error is None and self._copy is copy:
             try:
@@ -254,11 +254,11 @@ class JournalFile:
                 self._copy = None
                 self._must_sync()
                 work = partial(sync_directory, self.path.parent)
-                self._runtime.work(work, lambda _result, problem: self._copied(copy, problem))
+                self._runtime.work(work, partial(self._copied, copy))
                 return
         self._copied(copy, error)
 
-    def _copied(self, copy: _Copy, error: Exception | None) -> None:
+    def _copied(self, copy: _Copy, error: BaseException | None) -> None:
         self._copying = False
         if self._copy is copy:
             self._drop_copy()
