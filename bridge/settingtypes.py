@@ -24,6 +24,7 @@ class Means(Enum):
     SECRET_FILE = "secret file"  # noqa: S105 - no secret
 
 
+Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Bytes = Annotated[int, Means.BYTES]
 Millis = Annotated[int, Means.MILLIS]
 Endpoint = Annotated[str, Meta(pattern="^https?://"), Means.ENDPOINT]

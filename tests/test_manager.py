@@ -96,7 +96,7 @@ def test_defaults_are_those_of_the_sdk(tmp_path: Path) -> None:
         ({"persistence": "File"}, "definition.persistence"),
         ({"topics": ["a/#/b"]}, r"definition.topics\[0\]"),
         ({"topics": ["ok", "$SYS/#"]}, r"definition.topics\[1\]"),
-        ({"topics": ["streambridge/x"]}, "nor 'streambridge/' at the beginning"),
+        ({"topics": ["streambridge/x"]}, "not begin with '\\$' or 'streambridge/'"),
         ({"limits": {"maxMessages": 0}}, "definition.limits.maxMessages"),
         ({"limits": {"maxMesages": 1}}, "maxMesages"),
         ({"retention": "forever"}, "definition.retention"),
@@ -104,7 +104,7 @@ def test_defaults_are_those_of_the_sdk(tmp_path: Path) -> None:
         ({"exportDefinition": {"s3": [{"identifier": "x"}]}}, "bucket"),
         (
             {"exportDefinition": {"s3TaskExecutor": [{"identifier": "x", "deadLetterStream": "s"}]}},
-            r"exportDefinition\.s3TaskExecutor\[0\]\.deadLetterStream: 's' is the stream itself",
+            r"exportDefinition\.s3TaskExecutor\[0\]\.deadLetterStream: 's' is the exported stream itself",
         ),
         (
             {
@@ -146,7 +146,7 @@ def test_a_mistake_in_a_definition_has_its_path_what_is_wrong_and_the_remedy(tmp
                 manager.create(definition(exportDefinition={"s3TaskExecutor": [{"identifier": "x"}] * 2}))
             assert caught.value.result == {
                 "path": ["exportDefinition", "s3TaskExecutor", 1, "identifier"],
-                "what": "'x' is another export's too",
+                "what": "another export has the identifier 'x' too",
                 "remedy": "choose another",
                 "other": "",
             }
@@ -305,7 +305,7 @@ def test_a_purge_by_topic_lets_others_have_their_turn_and_spares_what_comes_mean
             stream.append(b"t/1", b"x")
             await asyncio.sleep(0)
             manager.delete("s")
-            with pytest.raises(StreamNotFound, match="deleted while it was purged"):
+            with pytest.raises(StreamNotFound, match="deleted during the purge"):
                 await again
 
     run(work())
@@ -352,19 +352,21 @@ def test_a_purge_by_topic_from_a_stream_with_limits_spares_what_the_limits_allow
     run(work())
 
 
-def test_a_stream_that_cannot_be_opened_is_refused_by_every_door_and_never_denied(tmp_path: Path) -> None:
+def test_a_stream_that_cannot_be_opened_is_refused_by_every_front_end_and_never_denied(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         async with opened(tmp_path) as manager:
             manager.create(definition())
         for path in (tmp_path / "data/streams/s").glob("meta.*"):
             path.write_bytes(b"?")
         async with opened(tmp_path) as manager:
-            told = "is there, but could not be opened: .*`streambridge repair`"
+            reason = "exists, but could not be opened: .*`streambridge repair`"
             for attempt in (manager.create, manager.update):
-                with pytest.raises(StorageFailed, match=told):
+                with pytest.raises(StorageFailed, match=reason):
                     attempt(definition())
             for ask in (manager.describe, manager.delete):
-                with pytest.raises(StorageFailed, match=told):
+                with pytest.raises(StorageFailed, match=reason):
                     ask("s")
             assert list(manager.refused) == ["s"]
             manager.refuse(manager.check(definition(topics=["t/#"])), "declared")
@@ -426,7 +428,7 @@ def test_a_refused_stream_takes_its_messages_as_soon_as_somebody_creates_it(tmp_
         async with opened(tmp_path) as manager:
             manager.refuse(manager.check(definition(topics=["a/#"])), "the disk said no")
             (refusal,) = manager.bound("a/b")
-            with pytest.raises(StorageFailed, match="cannot be had: the disk said no"):
+            with pytest.raises(StorageFailed, match="is unavailable: the disk said no"):
                 refusal.append(b"a/b", b"x")
             stream = manager.create(definition(topics=["a/#"]))
             assert manager.bound("a/b") == (stream,)

@@ -19,7 +19,7 @@ from bridge import cbor, errors
 from bridge.access.rules import TRUSTED
 from bridge.cli.common import act_as_owner, data_directory, known_config, note
 from bridge.cli.lookup import find
-from bridge.control import LARGEST, SOCKET
+from bridge.control import MAX_FRAME, SOCKET
 from bridge.control.client import Control
 from bridge.errors import InvalidDefinition, StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream, highest_exported
@@ -86,7 +86,7 @@ async def _here(where: Place, operation: str, body: bytes) -> bytes:
         floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
     ) as store:
         manager = StreamManager(store, discovery.load(where.plugin_dirs), _Stopped(data_dir))
-        return await answer(Operations(manager), operation, body, LARGEST, TRUSTED)
+        return await answer(Operations(manager), operation, body, MAX_FRAME, TRUSTED)
 
 
 class _Stopped:

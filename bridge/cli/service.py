@@ -48,10 +48,10 @@ def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service until SIGTERM or Ctrl-C."""
     settings = load_config(config)
     # The broker and its dependencies; the other commands need none of them.
-    from bridge.config.checks import hindrances
+    from bridge.config.checks import blockers
     from bridge.service import service
 
-    if problems := hindrances(config, settings):  # before anything is made
+    if problems := blockers(config, settings):  # before anything is made
         raise ConfigError("\n".join(problems))
     service.run(settings)
 

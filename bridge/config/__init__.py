@@ -1,6 +1,6 @@
 """The configuration: TOML with positions, the settings of all rooms put together, and its checks.
 
-tomlfile     a file and its fragments, with the place of every value
+tomlfile     a file and its fragments, with the position of every key
 tomlstruct   values into structs; every mistake with file, line, key and remedy
 settings     the whole configuration
 checks       what `streambridge check` finds beyond mistakes in the file

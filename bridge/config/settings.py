@@ -1,15 +1,14 @@
 """The configuration: one TOML file and its fragments, read into frozen structs.
 
-`load` either returns a whole configuration or raises a ConfigError whose message has one line for
-every mistake found: file, line, key, value and what to do.
+`load` either returns a configuration or raises a ConfigError whose message has one line for every mistake:
+file, line, key, value and what to do.
 
-* Keys are those of config/streambridge.toml, which also shows every default.
+* config/streambridge.toml shows every key with its default.
 * Sizes and durations are integers (bytes, milliseconds) or texts such as "256MiB" and "1.5s".
-* A relative path is relative to the directory of the main file, so that it means the same thing
-  for every command in every working directory.
-* `${STREAMBRIDGE_NAME}` in a text stands for that environment variable, `${CREDENTIALS_DIRECTORY}`
-  for the directory in which systemd puts a service's credentials. Not in [streams]: definitions
-  are stored on disk and shown by `describe`, which is no place for a secret.
+* A relative path is relative to the directory of the main file, whatever the working directory is.
+* `${STREAMBRIDGE_NAME}` in a text is replaced by that environment variable, `${CREDENTIALS_DIRECTORY}` by
+  the directory in which systemd puts a service's credentials. Not in [streams]: definitions are stored on
+  the disk and shown by `describe`, so they must not contain secrets.
 * `[streams.NAME]` becomes the same MessageStreamDefinition that a client would send.
 """
 
@@ -21,19 +20,20 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
 from bridge.config.tomlstruct import Reader, dotted, keys_of, snake, struct_in, unit_of
 from bridge.errors import ConfigError, InvalidDefinition
 from bridge.export.settings import ExportSettings
+from bridge.greengrass.settings import GreengrassConfig
+from bridge.http.settings import HttpConfig
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
-from bridge.mqtt.settings import Count, MqttConfig
-from bridge.net.addresses import host_and_port
+from bridge.mqtt.settings import MqttConfig
 from bridge.operations.validate import segment_size
 from bridge.plugin import discovery
 from bridge.plugin.api import Exporter
@@ -42,9 +42,9 @@ from bridge.settingtypes import Millis
 
 Exporters = Callable[[], Mapping[str, type[Exporter]]]  # by kind; called when they are needed
 
-# The keys of a stream that are not named as the SDK's field is.
+# The keys of a stream that differ from the SDK's field names.
 RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
-# What a running service takes over on SIGHUP, besides [streams]; the rest needs a restart.
+# The settings that are applied on reload (SIGHUP), besides [streams]; the others need a restart.
 RELOADED = {
     "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.client_ids",
     "mqtt.refused_stream", "log.level",
@@ -52,7 +52,7 @@ RELOADED = {
 
 
 class Gateway(Struct, frozen=True, kw_only=True):
-    """[gateway]: who this is and where it keeps its data."""
+    """[gateway]: the gateway's name and its data directories."""
 
     id: str = msgspec.field(default_factory=socket.gethostname)
     data_dir: Path = Path("/var/lib/streambridge")
@@ -61,7 +61,7 @@ class Gateway(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.id:
-            raise ValueError("`id` is empty; name this gateway, or leave the key out for the host name")
+            raise ValueError("`id` is empty; name this gateway, or remove the key to use the host name")
         if self.sync_interval < 1:
             raise ValueError("`sync_interval` must be at least 1 ms")
         if self.memory_dir == Path():
@@ -69,56 +69,17 @@ class Gateway(Struct, frozen=True, kw_only=True):
 
 
 def _memory_dir(data_dir: Path) -> Path:
-    """A place on a tmpfs for this data directory's memory streams.
+    """The default directory, on a tmpfs, for the memory streams of a data directory.
 
-    One per data directory: memory streams are emptied at start, and those of another instance must
-    not be. The first choices belong to this user alone; /dev/shm is everybody's, so the store
-    refuses a directory there that is not its own.
+    Each data directory has its own: memory streams are emptied at start, those of another instance must stay.
+    The first choices belong to this user. /dev/shm is shared by all users, so the store refuses a directory
+    there that it does not own.
     """
-    mark = f"streambridge-{zlib.crc32(os.fsencode(data_dir.absolute())):08x}"
+    name = f"streambridge-{zlib.crc32(os.fsencode(data_dir.absolute())):08x}"
     for variable in ("RUNTIME_DIRECTORY", "XDG_RUNTIME_DIR"):
         if os.environ.get(variable):
-            return Path(os.environ[variable]) / mark
-    return Path("/dev/shm") / f"{mark}-{os.getuid()}"  # noqa: S108 - see above
-
-
-class Greengrass(Struct, frozen=True, kw_only=True):
-    """[greengrass]: the listener for AWS Stream Manager SDK clients.
-
-    Clients show the token in `token_file`; processes of root and of the service's own user on this machine
-    need none. What they may do is what the rules of [[mqtt.acl]] say for `user`.
-
-    A client that asks for nothing during `idle_timeout` is disconnected; the SDKs connect again.
-    """
-
-    listen: str = "127.0.0.1:8088"
-    token_file: Path | None = None
-    user: str = "greengrass"
-    connections: Count = 1_000
-    connections_per_address: Count = 1_000
-    idle_timeout: Annotated[Millis, Meta(ge=1000)] = 24 * 3_600_000
-
-    def __post_init__(self) -> None:
-        _check_listen(self.listen, "127.0.0.1:8088")
-
-
-class Http(Struct, frozen=True, kw_only=True):
-    """[http]: the status page, metrics and health checks."""
-
-    listen: str = "127.0.0.1:9464"
-    connections: Count = 64
-    connections_per_address: Count = 32
-
-    def __post_init__(self) -> None:
-        _check_listen(self.listen, "127.0.0.1:9464")
-
-
-def _check_listen(listen: str, example: str) -> None:
-    if listen:
-        try:
-            host_and_port(listen)
-        except ValueError as error:
-            raise ValueError(f"`listen`: {error}; write it like {example}") from None
+            return Path(os.environ[variable]) / name
+    return Path("/dev/shm") / f"{name}-{os.getuid()}"  # noqa: S108 - see above
 
 
 class Log(Struct, frozen=True, kw_only=True):
@@ -129,13 +90,13 @@ class Log(Struct, frozen=True, kw_only=True):
 
 
 class Config(Struct, frozen=True, kw_only=True):
-    """A whole configuration; `path` is the file that it came from."""
+    """The configuration; `path` is the file that it was read from."""
 
     path: Path | None = None
     gateway: Gateway = msgspec.field(default_factory=Gateway)
     mqtt: MqttConfig = msgspec.field(default_factory=MqttConfig)
-    greengrass: Greengrass = Greengrass()
-    http: Http = Http()
+    greengrass: GreengrassConfig = GreengrassConfig()
+    http: HttpConfig = HttpConfig()
     export: ExportSettings = msgspec.field(default_factory=ExportSettings)
     aws: AwsSettings = msgspec.field(default_factory=AwsSettings)
     log: Log = Log()
@@ -151,12 +112,13 @@ def load(path: Path, exporters: Exporters | None = None) -> Config:
 
 
 def understand(document: Document, exporters: Exporters | None = None) -> tuple[Config, Reader]:
-    """What a document says as far as it can be understood; the reader has the mistakes.
+    """Read a document as far as possible; the reader has the mistakes.
 
-    The options of exports are read by the types of their `exporters`, or else of those that the document's
-    plugins bring; without any they stay as they are written.
+    The types of the options of exports come from `exporters`, or else from the plugins in the document's
+    plugin_dirs. Options of unknown kinds stay as they are.
     """
     reader = Reader(document)
+    reader.problems += document.problems
     exporters = exporters or cache(partial(_exporters, document))
     values: dict[str, Any] = {}
     for key, section in document.data.items():
@@ -174,7 +136,7 @@ def understand(document: Document, exporters: Exporters | None = None) -> tuple[
 def stream_definition(
     name: str, table: dict[str, Any], plugin_dirs: Sequence[Path]
 ) -> MessageStreamDefinition:
-    """The definition that a table [streams.NAME] stands for, given on a command line; raises ConfigError."""
+    """The definition for a table [streams.NAME] from the command line; raises ConfigError."""
     document = Document(Path("command line"))
     document.data["streams"] = {name: table}
     reader = Reader(document)
@@ -199,18 +161,18 @@ _SECTIONS = {
 
 
 def keys_to(error: InvalidDefinition) -> Keys:
-    """Where a stream's table has what a mistake in its definition is about."""
-    kind = 1 if error.path[:1] == ("exportDefinition",) else None  # the name of an exporter stays as it is
+    """The keys, in a stream's table, of the value that is wrong in its definition."""
+    kind = 1 if error.path[:1] == ("exportDefinition",) else None  # the name of an exporter is not converted
     return tuple(key if isinstance(key, int) or n == kind else _key(key) for n, key in enumerate(error.path))
 
 
 def sentence(error: InvalidDefinition) -> str:
-    """What is wrong there and what to do, in the words of the file."""
+    """What is wrong and what to do, with the keys of the file."""
     return error.sentence(_key(error.other))
 
 
 def explained(error: Exception, name: str) -> str:
-    """Say of a declared stream, or one of the command line, why it is not as it should be."""
+    """The message for an error with a stream of the configuration or of the command line."""
     if not isinstance(error, InvalidDefinition):
         return str(error)
     return f"{dotted(('streams', name, *keys_to(error)))}: {sentence(error)}"
@@ -228,7 +190,7 @@ _KEYS = {
 
 
 def needs_restart(started: Config, new: Config) -> list[str]:
-    """The keys that differ from those of the start and that a reload cannot take over."""
+    """The keys that differ from those of the start and that a reload cannot apply."""
     return [
         key
         for section, struct in _SECTIONS.items()
@@ -262,8 +224,8 @@ def _stream(
         "name": name,
         "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export"), exporters),
     }
-    # Two defaults that a client's request has not: a full stream refuses rather than forgets, and
-    # a small stream gets small segments.
+    # Two defaults that a client's request does not have: a full stream rejects new data, and a small stream
+    # gets small segments.
     table.setdefault("strategy_on_full", StrategyOnFull.RejectNewData.name)
     definition = reader.struct(MessageStreamDefinition, table, keys, renamed=RENAMED, fixed=fixed)
     if definition is not None and (mistake := segment_size(definition)) is not None:
@@ -276,7 +238,7 @@ def _stream(
 def _exports(
     reader: Reader, table: object, keys: Keys, exporters: Exporters
 ) -> dict[str, list[dict[str, Any]]]:
-    """The exports by kind, with the keys in the camelCase of the wire; each kind checks its own."""
+    """The exports by kind, with their keys in the camelCase of the wire. Each exporter checks its own."""
     if not reader.is_table(table, keys):
         return {}
     exports = {}
@@ -297,7 +259,7 @@ def _config(exporters: Exporters, kind: str) -> type[Struct] | None:
 def _export(
     reader: Reader, table: dict[str, Any], keys: Keys, struct: Callable[[], type[Struct] | None]
 ) -> dict[str, Any]:
-    """One export's options; `struct`, called for texts only, has their types, if somebody knows them."""
+    """One export's options. `struct` returns their types, if they are known; it is called for texts only."""
     wire = {}
     for key, raw in table.items():
         here = (*keys, key)
@@ -307,7 +269,7 @@ def _export(
         if isinstance(raw, dict):
             value = _export(reader, raw, here, partial(_inner, struct, name))
         elif isinstance(raw, str) and "${STREAMBRIDGE_" in raw:
-            reader.problem(here, "a stream's definition is stored and shown; keep the secret in a file")
+            reader.problem(here, "a stream's definition is stored and shown; put the secret in a file")
         elif isinstance(raw, str) and (unit := unit_of(_type(struct(), name))) is not None:
             value = reader.value(unit, raw, here)
         if here not in reader.broken:

@@ -1,11 +1,10 @@
-"""TOML files whose every key knows the file and line it stands in.
+"""TOML files, with the file and line of every key.
 
-`read` takes one file and the fragments `conf.d/*.toml` beside it, in the order of their names.
-Tables are merged; any other value, a list included, replaces what an earlier file said.
+`read` reads one file and the fragments `conf.d/*.toml` beside it, in the order of their names. Tables are
+merged; any other value, a list included, replaces the value of an earlier file.
 
-The standard library's parser keeps no positions, so a second, small pass over a text that it has
-already accepted finds them. Keys inside an inline table or an array have the line of the key that
-holds them.
+The standard library's parser keeps no positions. A second, small pass over a text that it has accepted finds
+them. Keys inside an inline table or an array have the line of the key that contains them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _TOKEN = re.compile(
 _SYNTAX_ERROR = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 
 
-class Place(NamedTuple):
-    """Where something stands."""
+class Position(NamedTuple):
+    """A line of a file."""
 
     file: Path
     line: int
@@ -46,18 +45,18 @@ class Document:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: list[Path] = []
-        self.problems: list[str] = []  # with the files that could not be read
+        self.problems: list[str] = []  # of files that could not be read
         self.data: dict[str, Any] = {}
-        self._places: dict[Keys, Place] = {(): Place(path, 1)}
+        self._positions: dict[Keys, Position] = {(): Position(path, 1)}
 
-    def place(self, keys: Keys) -> Place:
-        """Where the value under `keys` stands, or the innermost table around it."""
-        while keys not in self._places:
+    def position(self, keys: Keys) -> Position:
+        """The position of the value at `keys`, or of the innermost table around it."""
+        while keys not in self._positions:
             keys = keys[:-1]
-        return self._places[keys]
+        return self._positions[keys]
 
     def add(self, path: Path) -> None:
-        """Merge one file into the document; one that cannot be read is a problem, and the others count."""
+        """Merge one file into the document; if it cannot be read, `problems` says so."""
         try:
             data, lines = _parse(path)
         except ConfigError as error:
@@ -66,15 +65,15 @@ class Document:
         self.files.append(path)
         _merge(self.data, data, (), self._forget)
         for keys, line in lines.items():
-            self._places[keys] = Place(path, line)
+            self._positions[keys] = Position(path, line)
 
     def _forget(self, keys: Keys) -> None:
-        for known in [known for known in self._places if known[: len(keys)] == keys]:
-            del self._places[known]
+        for known in [known for known in self._positions if known[: len(keys)] == keys]:
+            del self._positions[known]
 
 
 def read(path: Path) -> Document:
-    """Read the file at `path` and the fragments in `conf.d` beside it; `problems` has what went wrong."""
+    """Read the file at `path` and the fragments in `conf.d` beside it."""
     document = Document(path)
     document.add(path)
     for fragment in sorted((path.parent / "conf.d").glob("*.toml")):
@@ -86,7 +85,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[Keys, int]]:
     try:
         text = path.read_bytes().decode()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; name another one with --config") from None
+        raise ConfigError(f"{path}: there is no such file; give another one with --config") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its owner and mode") from error
     except UnicodeDecodeError as error:
@@ -114,7 +113,7 @@ def _merge(into: dict[str, Any], data: dict[str, Any], keys: Keys, forget: Calla
 
 
 def _lines(text: str) -> dict[Keys, int]:
-    """The line of every table and key of a text that is known to be valid TOML."""
+    """The line of every table and key of a valid TOML text."""
     lines: dict[Keys, int] = {}
     tables: dict[Keys, int] = {}  # arrays of tables and their last index
     table: Keys = ()
@@ -154,7 +153,7 @@ def _unquote(dotted: str) -> list[str]:
 
 
 def _inside(tables: dict[Keys, int], parts: list[str], *, last: bool) -> Keys:
-    """The path that a header names: below an array of tables it means its last element."""
+    """The keys of a header: below an array of tables it means the last element."""
     keys: Keys = ()
     for number, part in enumerate(parts, 1):
         keys = (*keys, part)

@@ -1,11 +1,11 @@
-"""Tables of a TOML document into msgspec structs, with every mistake collected as one line.
+"""Reads tables of a TOML document into msgspec structs, and collects every mistake as one line.
 
 * The key of a field is its name without `_millis`: a duration's unit is part of its value.
-* Types say how a value is read: `Bytes` and `Millis` may be texts with a unit, enums are given by name, and a
-  relative `Path` is relative to the document's directory.
-* A struct may check itself in `__post_init__`; each line of its error is a mistake, and the first key
-  that it names in backticks gives the line that is reported.
-* Reading goes on behind a mistake, without the key in question, so that what else is wrong is found too.
+* The type says how a value is read: `Bytes` and `Millis` may be texts with a unit, enums are given by name,
+  and a relative `Path` is relative to the document's directory.
+* A struct may check itself in `__post_init__`. Each line of its error is a mistake, and the first key in
+  backticks gives the position that is reported.
+* Reading continues after a mistake, without the key in question, so one run finds all mistakes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -27,9 +27,10 @@ from msgspec import Struct
 from bridge import units
 from bridge.config.tomlfile import Document, Keys
 from bridge.errors import StreamBridgeError
+from bridge.model import mistake
 from bridge.settingtypes import Bytes, Means, Millis, meanings
 
-# No setting is a secret: files hold them. This is for keys that nobody knows, and that have no type.
+# No setting is a secret: secrets are in files. This is for unknown keys, which have no type.
 _SECRET = re.compile(r"(^|_)(password|secret|token)(_key)?$")
 _VARIABLE = re.compile(r"\$\{(STREAMBRIDGE_[A-Z0-9_]+|CREDENTIALS_DIRECTORY)\}")
 
@@ -37,7 +38,7 @@ S = TypeVar("S", bound=Struct)
 
 
 def keys_of(cls: type[Struct], renamed: Mapping[str, str] = {}) -> dict[str, msgspec.structs.FieldInfo]:
-    """The fields of a struct by the key that stands for each in TOML; `renamed`: those with another one."""
+    """The fields of a struct by their keys in TOML; `renamed` gives the keys that do not follow the rule."""
     return {
         renamed.get(field.name, field.name.removesuffix("_millis")): field
         for field in msgspec.structs.fields(cls)
@@ -45,35 +46,38 @@ def keys_of(cls: type[Struct], renamed: Mapping[str, str] = {}) -> dict[str, msg
 
 
 class Reader:
-    """Builds structs from one document and collects what is wrong with it in `problems`.
+    """Builds structs from one document and collects its mistakes in `problems`.
 
-    `broken` are the keys whose values are not known for it.
+    `broken` are the keys whose values are unknown because of a mistake. A mistake that was `reported` before
+    is not reported again. With `full_names` a key is the whole name of its field, as in an export's options.
     """
 
-    def __init__(self, document: Document) -> None:
-        self.document = document
+    def __init__(
+        self, document: Document, reported: Collection[Keys] = (), *, full_names: bool = False
+    ) -> None:
+        self.document, self._reported, self._full_names = document, reported, full_names
+        self.broken = set(reported)
         self.base = document.path.absolute().parent
-        self.problems: list[str] = [*document.problems]
-        self.broken: set[Keys] = set()
+        self.problems: list[str] = []
 
     def problem(self, keys: Keys, what: str) -> None:
         """Report a mistake in the value at `keys`."""
         value = self._shown(keys)
         self.broken.add(keys)
-        self.problems.append(f"{self.document.place(keys)}: {dotted(keys)}{value}: {what}")
+        self.problems.append(f"{self.document.position(keys)}: {dotted(keys)}{value}: {what}")
 
     def unknown(self, keys: Keys, known: Iterable[str]) -> None:
-        """Report a key that nobody knows, with the known one that is most like it."""
+        """Report an unknown key, with the most similar known one."""
         *_, key = keys
         known = sorted(known)
         near = difflib.get_close_matches(str(key).lower().replace("-", "_"), known, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known here: {', '.join(known)}"
-        if near and not self._shown((*keys[:-1], near[0])):  # that is what was meant
+        hint = f"did you mean `{near[0]}`?" if near else f"valid keys: {', '.join(known)}"
+        if near and not self._shown((*keys[:-1], near[0])):  # that one was meant
             self.broken.add((*keys[:-1], near[0]))
         self.problem(keys, f"unknown key; {hint}")
 
     def is_table(self, value: object, keys: Keys) -> TypeGuard[dict[str, Any]]:
-        """Whether `value` is a table; reported if not."""
+        """Return whether `value` is a table; report it if not."""
         if not isinstance(value, dict):
             self.problem(keys, f"must be a table, [{dotted(keys)}]")
         return isinstance(value, dict)
@@ -87,17 +91,20 @@ class Reader:
         renamed: Mapping[str, str] = {},
         fixed: Mapping[str, Any] = {},
     ) -> S | None:
-        """Build a struct from a table; without what is wrong in it, and None if nothing is left.
+        """Build a struct from a table, without the wrong values; None if that is impossible.
 
-        `renamed` gives the fields whose key is not their name; `fixed` the fields that the table
-        has no say in.
+        `renamed` is as in `keys_of`; `fixed` has the values of fields that cannot be in the table.
         """
         if not self.is_table(table, keys):
             return None
+        if self._full_names:
+            renamed = {name: name for name in cls.__struct_fields__}
         fields = {key: field for key, field in keys_of(cls, renamed).items() if field.name not in fixed}
         values = dict(fixed)
         for key, raw in table.items():
             field = fields.get(key)
+            if (*keys, key) in self._reported:
+                continue
             if field is None:
                 self.unknown((*keys, key), fields)
             else:
@@ -106,7 +113,7 @@ class Reader:
                 if len(self.problems) == before or isinstance(value, Struct):
                     values[field.name] = value
         for key, field in fields.items():
-            if field.required and key not in table:
+            if field.required and key not in table and (*keys, key) not in self.broken:
                 self.problem(keys, f"`{key}` is missing; add {key} = ...")
         try:
             return cls(**values)
@@ -116,16 +123,16 @@ class Reader:
             return self._without_mistakes(cls, values, str(error), table, keys, fields)
 
     def _without_mistakes(
-        self, cls: type[S], values: dict[str, Any], told: str, table: dict[str, Any], keys: Keys,
+        self, cls: type[S], values: dict[str, Any], found: str, table: dict[str, Any], keys: Keys,
         fields: Mapping[str, Any],
     ) -> S | None:  # fmt: skip
-        """Report what a struct has found in itself, and build it without the keys that it names."""
+        """Report the mistakes that a struct has found in itself, and build it without the keys in them."""
         unknown = {
             str(at[len(keys)]) for at in self.broken if len(at) > len(keys) and at[: len(keys)] == keys
         }
-        for line in told.splitlines():
+        for line in found.splitlines():
             if unknown & set(re.findall(r"\w+", line)):
-                continue  # it may be right, but for the mistake that is reported already
+                continue  # it may follow from a mistake that is reported already
             named = [key for key in re.findall(r"`(\w+)`", line) if key in table]
             self.problem((*keys, *named[:1]), line.removeprefix(f"`{named[0]}`: ") if named else line)
             if named:
@@ -137,7 +144,7 @@ class Reader:
             return None
 
     def value(self, kind: Any, raw: Any, keys: Keys) -> Any:
-        """Read one value as type `kind`; what it returns after a reported mistake means nothing."""
+        """Read one value as type `kind`; after a reported mistake the result has no meaning."""
         inner = struct_in(kind)
         if inner is not None:
             struct, container = inner
@@ -150,25 +157,21 @@ class Reader:
         try:
             return msgspec.convert(self._prepared(kind, raw), kind, dec_hook=self._path)
         except msgspec.ValidationError as error:
-            what, _, where = str(error).partition(" - at `$")
-            where = where.rstrip("`")
-            choices = _choices(kind)
-            if choices and "enum value" in what:
-                what = _one_of(choices, raw)
-            self.problem(keys, f"{where}{': ' if where else ''}{plainly(what, kind)}")
+            path, what = mistake(error)
+            self.problem(keys, f"{dotted(path)}{': ' if path else ''}{_plainly(what, kind, raw)}")
         except ValueError as error:
             self.problem(keys, str(error))
         return None
 
     def expand(self, text: str) -> str:
-        """Put the environment's values in place of `${STREAMBRIDGE_...}`."""
+        """Replace `${STREAMBRIDGE_...}` with values from the environment."""
 
         def replacement(found: re.Match[str]) -> str:
             value = os.environ.get(found[1])
             if value is None:
                 raise ValueError(
                     f"the environment variable {found[1]} is not set; set it for this process (systemd sets "
-                    "it for the service alone)"
+                    "it only for the service)"
                 )
             return value
 
@@ -191,7 +194,7 @@ class Reader:
         raise ValueError("must be a path in quotes")
 
     def _shown(self, keys: Keys) -> str:
-        """The value as it stands in the file, unless it is long or secret."""
+        """The value as the file has it, cut if it is long; empty if it is a table or may be secret."""
         value: Any = self.document.data
         try:
             for key in keys:
@@ -215,11 +218,15 @@ _KINDS = {
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 
 
-def plainly(what: str, kind: Any = None) -> str:
-    """Say what msgspec says of a value of type `kind` in the words of TOML's users."""
-    found = re.match(
-        r"(?:expected|Expected) `([\w |]+)`(?:, got `(\w+)`)?(?: of length)?(?: ([<>]=?) (\S+))?$", what
-    )
+def _plainly(what: str, kind: Any, raw: object) -> str:
+    """What is wrong with the value `raw` of type `kind`, in the terms of TOML.
+
+    msgspec reports a mistake as a sentence and has no fields. This is the one place that takes it apart.
+    """
+    choices = _choices(kind)
+    if choices and "enum value" in what:
+        return _one_of(choices, raw)
+    found = re.match(r"Expected `([\w |]+)`(?:, got `(\w+)`)?(?: of length)?(?: ([<>]=?) (\S+))?$", what)
     if found is None:
         return what[0].lower() + what[1:]
     wanted, given, bound, limit = found.groups()
@@ -232,7 +239,7 @@ def plainly(what: str, kind: Any = None) -> str:
 
 
 def _unit(kind: Any, value: str) -> str:
-    """The unit of a type's bare numbers, and what the value is in a larger one."""
+    """The unit of a type's plain numbers, and the value in a larger unit."""
     unit = unit_of(kind)
     if unit is Millis:
         return f" ms ({units.format_duration(int(value))})"
@@ -240,18 +247,18 @@ def _unit(kind: Any, value: str) -> str:
 
 
 def unit_of(kind: Any) -> Any:
-    """`Bytes` or `Millis`, if that is what values of a type are, else None."""
+    """`Bytes` or `Millis` if the values of a type are that, else None."""
     means = meanings(kind)
     return Bytes if Means.BYTES in means else Millis if Means.MILLIS in means else None
 
 
 def snake(key: str) -> str:
-    """A key of the wire as TOML has it: `timeHintMillis` is `time_hint_millis`."""
+    """The TOML key of a key on the wire: `timeHintMillis` is `time_hint_millis`."""
     return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda found: f"_{found[1].lower()}", key)
 
 
 def dotted(keys: Keys) -> str:
-    """Write a path as TOML and people do: `streams.sensors.export.s3[0].bucket`."""
+    """Write keys as TOML and people do: `streams.sensors.export.s3[0].bucket`."""
     text = ""
     for key in keys:
         if isinstance(key, int):
@@ -273,7 +280,7 @@ def _one_of(choices: Iterable[object], raw: object) -> str:
 
 
 def _deep(change: Callable[[str], str], value: Any) -> Any:
-    """Apply `change` to every text inside a value."""
+    """Apply `change` to every text in a value."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -284,7 +291,7 @@ def _deep(change: Callable[[str], str], value: Any) -> Any:
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
-    """The types that a union or an Annotated stands for."""
+    """The member types of a union or an Annotated."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return tuple(member for part in typing.get_args(kind) for member in _members(part))
     if typing.get_origin(kind) is typing.Annotated:
@@ -306,7 +313,7 @@ def _is_struct(kind: Any) -> TypeGuard[type[Struct]]:
 
 
 def struct_in(kind: Any) -> tuple[type[Struct], Any] | None:
-    """The struct that a field holds, and the container around it if there is one."""
+    """The struct type in a field's type, and the container around it if there is one."""
     for member in _members(kind):
         if _is_struct(member):
             return member, None

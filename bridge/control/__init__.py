@@ -1,7 +1,7 @@
-"""The control socket: how the command line asks the running service.
+"""The control socket: how the command line reaches the running service.
 
-`<data_dir>/streambridge.sock` is open to this user alone (mode 0600), so that whoever reaches it is root or
-the service's own user. It asks for no token, and its callers are trusted (`bridge.access.rules`).
+Only root and the service's own user can open `<data_dir>/streambridge.sock` (mode 0600). It needs no token,
+and its callers are trusted (`bridge.access.rules`).
 
     connection  = requests from the client, one reply to each from the service, in order
     request     = length u32 big-endian | operation: length u8, ASCII | body
@@ -13,4 +13,4 @@ ends the connection.
 
 SOCKET = "streambridge.sock"
 HEADER = 4
-LARGEST = 64 * 1024 * 1024
+MAX_FRAME = 64 * 1024 * 1024

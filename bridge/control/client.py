@@ -7,10 +7,10 @@ import socket
 from pathlib import Path
 from typing import Self
 
-from bridge.control import HEADER, LARGEST, SOCKET
+from bridge.control import HEADER, MAX_FRAME, SOCKET
 from bridge.errors import StreamBridgeError
 
-ANSWER_WITHIN = 120.0  # seconds; to purge by topic, a whole stream is read
+TIMEOUT = 120.0  # seconds; a purge by topic reads the whole stream
 
 
 class Control:
@@ -23,8 +23,8 @@ class Control:
     def connect(cls, data_dir: Path) -> Self | None:
         """Connect to the service that uses a data directory; None if none runs. Raises OSError."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(ANSWER_WITHIN)
-        # A unix address has room for 107 bytes, a path may be longer: name the directory by descriptor.
+        connection.settimeout(TIMEOUT)
+        # A unix address is limited to 107 bytes, a path may be longer: open the directory by descriptor.
         directory = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
         try:
             connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
@@ -44,20 +44,22 @@ class Control:
         self._socket.close()
 
     def ask(self, operation: str, body: bytes) -> bytes:
-        """Have an operation carried out; returns the encoded reply.
+        """Request an operation; returns the encoded reply.
 
-        Raises StreamBridgeError if no whole reply comes: nobody knows whether it was carried out.
+        Raises StreamBridgeError without a whole reply: it is then unknown whether it was carried out.
         """
         name = operation.encode("ascii")
         request = bytes((len(name),)) + name + body
-        if len(request) > LARGEST:
-            raise StreamBridgeError(f"{operation}: a request may have {LARGEST} bytes; send smaller messages")
+        if len(request) > MAX_FRAME:
+            raise StreamBridgeError(
+                f"{operation}: a request may have at most {MAX_FRAME} bytes; send smaller messages"
+            )
         try:
             self._socket.sendall(len(request).to_bytes(HEADER, "big") + request)
             return self._receive(int.from_bytes(self._receive(HEADER), "big"))
         except (ConnectionError, TimeoutError):
             raise StreamBridgeError(
-                "the service did not answer to the end; look whether the operation was carried out"
+                "the connection ended without a reply; check whether the operation was carried out"
             ) from None
 
     def _receive(self, size: int) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.access.rules import TRUSTED
-from bridge.control import HEADER, LARGEST, SOCKET
+from bridge.control import HEADER, MAX_FRAME, SOCKET
 from bridge.errors import ConfigError
 from bridge.operations.codec import answer
 
@@ -25,8 +25,8 @@ BACKLOG = 64
 Command = Callable[[str, bytes], Awaitable[bytes]]  # operation and request
 
 
-def _make_way(path: Path) -> None:
-    """Remove what a run that died has left under the socket's name; raises ConfigError if it may be data.
+def _remove_stale(path: Path) -> None:
+    """Remove the socket that a killed service has left behind; raises ConfigError if it may be data.
 
     After a power cut, a file system that does not order its writes (ext2, ext4 without a journal) may show
     the socket as an empty file or as an empty directory.
@@ -38,7 +38,7 @@ def _make_way(path: Path) -> None:
         elif stat.S_ISSOCK(found.st_mode) or (stat.S_ISREG(found.st_mode) and not found.st_size):
             path.unlink()
         else:
-            raise ConfigError(f"{path} is in the way, since it is no socket; move it away")
+            raise ConfigError(f"{path} is not a socket; move it away")
 
 
 class ControlFrontEnd:
@@ -47,7 +47,7 @@ class ControlFrontEnd:
     def __init__(
         self, operations: Operations, data_dir: Path, others: Mapping[str, Command] | None = None
     ) -> None:
-        """`others` carry out, by their names, what is not asked of streams; request and reply are in CBOR."""
+        """`others` has the commands, by name, that are no operations on streams; they use CBOR."""
         self._operations, self._data_dir, self._others = operations, data_dir, others or {}
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -60,7 +60,7 @@ class ControlFrontEnd:
         return [f"unix://{self._data_dir / SOCKET}"]
 
     async def stop(self) -> None:
-        """Accept nobody any more; what was asked is answered, unless it waits for messages."""
+        """Stop accepting connections and requests."""
         if self._server is None:
             return
         self._server.close()
@@ -73,7 +73,7 @@ class ControlFrontEnd:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if self._server is None:  # it was accepted, and the stop came before its turn
+        if self._server is None:  # accepted just before the stop
             writer.close()
             return
         self._tasks.add(task)
@@ -81,14 +81,14 @@ class ControlFrontEnd:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, UnicodeDecodeError):
                 while True:
                     size = int.from_bytes(await reader.readexactly(HEADER), "big")
-                    if not 1 <= size <= LARGEST:
+                    if not 1 <= size <= MAX_FRAME:
                         return
                     request = await reader.readexactly(size)
                     end = 1 + request[0]
                     name, body = request[1:end].decode("ascii"), request[end:]
                     other = self._others.get(name)
                     if other is None:
-                        reply = await answer(self._operations, name, body, LARGEST, TRUSTED)
+                        reply = await answer(self._operations, name, body, MAX_FRAME, TRUSTED)
                     else:
                         reply = await other(name, body)
                     writer.write(len(reply).to_bytes(HEADER, "big") + reply)
@@ -98,13 +98,13 @@ class ControlFrontEnd:
             writer.close()
 
     def _unix_socket(self) -> socket.socket:
-        """Bound to our name in the data directory, which is ours: what is there is from a run that died."""
-        _make_way(self._data_dir / SOCKET)
+        """A socket bound to its name in the data directory. We hold the directory's lock."""
+        _remove_stale(self._data_dir / SOCKET)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        # A unix address has room for 107 bytes, a path may be longer: name the directory by descriptor.
+        # A unix address is limited to 107 bytes, a path may be longer: open the directory by descriptor.
         directory = os.open(self._data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            os.fchmod(listener.fileno(), 0o600)  # before the bind, so that the name never has another mode
+            os.fchmod(listener.fileno(), 0o600)  # before the bind: the name never has another mode
             listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
         except BaseException:
             listener.close()

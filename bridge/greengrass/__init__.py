@@ -1,9 +1,8 @@
 """The protocol of AWS IoT Greengrass Stream Manager, for unmodified clients of the AWS SDKs.
 
-frontend.py    the listeners (TCP, unix socket), the token, the stop
-connection.py  one client: framing, handshake, requests and replies, the end with FIN
-operations.py  requests and results in the SDK's terms; extensions stay out of sight
-wire.py        frames and replies as bytes
+settings     the section [greengrass] of the configuration
+frontend     the listener, the token, the stop
+connection   one client: framing, handshake, requests and replies, the end with FIN
+operations   requests and results in the SDK's terms; our extensions are hidden
+wire         frames and replies as bytes
 """
-
-from bridge.greengrass.frontend import GreengrassFrontEnd as GreengrassFrontEnd

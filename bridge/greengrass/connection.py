@@ -1,19 +1,19 @@
 """One client of the Stream Manager protocol: framing, handshake, requests and their replies.
 
-    NEW --version byte, Connect, token--> OPEN --end of input, breach, silence, stop--> ENDING --> closed
-     |                                                                                    ^
-     +--- anything else, time-out, refusal: an answer if the SDK can read one ------------+
+    NEW --version byte, Connect, token--> OPEN --end of input, violation, silence, stop--> ENDING --> closed
+     |                                                                                       ^
+     +--- anything else, time-out, refusal: an answer if the SDK can read one ---------------+
 
 What it promises, because the SDKs depend on it:
-* A frame is written in one piece. A request is answered once, or not at all if the answer would come
-  after the client has given up on it (`LATE`): an answer that nobody waits for kills the Python SDK.
-* Appends are stored in the order of arrival. All that came in one read from the socket form one commit
-  group and are answered together after the commit. A read that waits holds nothing up.
-* A frame that comes in pieces is acknowledged to TCP at once: the Node.js SDK writes header and body one
-  after the other, and its kernel holds the body back until then, for 40 ms at every call.
-* The connection ends with FIN (`net.flow`); a RST would leave the Python SDK broken for ever.
-* Memory is bounded: nothing is allocated by an announced length, a read begins only when what was
-  written before is nearly gone, and who does not read its replies is not read from.
+* A frame is written in one piece. A request is answered once, or not at all if the client has stopped waiting
+  for the answer (`LATE`): an unexpected answer breaks the Python SDK.
+* Appends are stored in the order of arrival. Those from one read of the socket form one commit group and are
+  answered together after the commit. A waiting read delays nothing else.
+* A frame that arrives in pieces is acknowledged to TCP at once: the Node.js SDK writes header and body
+  separately, and its kernel sends the body only after that, otherwise 40 ms later at every call.
+* The connection ends with FIN (`net.flow`): after a RST the Python SDK never works again.
+* Memory is bounded: no announced length is allocated, a read begins only when earlier replies are nearly
+  sent, and a client that does not read its replies is not read from.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import asyncio
 import enum
 import logging
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from bridge import cbor
 from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
-from bridge.greengrass.wire import HEADER, Op, Status
+from bridge.greengrass.wire import HEADER, Op, ResponseStatus
 from bridge.net.addresses import network_of
 from bridge.net.flow import Flow
 from bridge.net.limits import keep_alive
@@ -37,32 +39,29 @@ from bridge.operations.catalog import READ, Found
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
     from bridge.greengrass.frontend import GreengrassFrontEnd
-    from bridge.operations.catalog import Read
     from bridge.streams.stream import Stream
 
 log = logging.getLogger(__name__)
 
 LATE = 58.0  # seconds; the SDKs wait 60 by default
-HANDSHAKE = 10.0  # seconds until a client must have said who it is
-STALLED = 60.0  # seconds without a byte of a frame that has begun
-LINGER = 5.0  # seconds after our FIN until it is closed in any case
-MAX_CONNECT = 64 * 1024  # bytes of a frame, until the client is known
+LINGER = 5.0  # seconds from our FIN until the connection is closed
+MAX_CONNECT = 64 * 1024  # bytes of the first frame
 MAX_FRAME = 64 * 1024 * 1024
-PEEK = 4 * 1024  # bytes of a frame that is too large in which to look for its requestId
-AT_A_TIME = 10_000  # reads of one client that wait or are being answered
-UNSENT = 256 * 1024  # bytes written and not yet sent, above which no further read begins
+PEEK = 4 * 1024  # bytes of a too large frame that are searched for its requestId
+MAX_READS = 10_000  # reads of one client that wait or are being answered
+UNSENT = 256 * 1024  # bytes written but not sent, above which no further read begins
 
 
-class State(enum.Enum):
-    """Where a connection is in its life."""
+class Phase(enum.Enum):
+    """The phases of a connection."""
 
     NEW = enum.auto()
     OPEN = enum.auto()
     ENDING = enum.auto()
 
 
-class Breach(Exception):  # noqa: N818  (named for what happened)
-    """Raised when a client breaks the protocol so that no answer makes sense; the connection ends."""
+class Violation(Exception):  # noqa: N818  (named for what happened)
+    """Raised when a client breaks the protocol and no answer makes sense; the connection ends."""
 
 
 class Connection(Flow):
@@ -72,12 +71,12 @@ class Connection(Flow):
         super().__init__()
         self._front = front
         self._operations, self._manager = front.operations, front.operations.manager
-        self.caller: Identity  # since the client has said who it is; before it can ask for nothing
+        self.caller: Identity  # set by Connect, the first request
         self._loop = asyncio.get_running_loop()
-        self._state, self._version = State.NEW, wire.VERSIONS[0]
+        self._phase, self._version = Phase.NEW, wire.VERSIONS[0]
         self._buffer = bytearray()
         self._need = 1  # bytes that make the next step possible
-        self._skip = 0  # bytes of a frame that is too large, still to be thrown away
+        self._skip = 0  # bytes of a too large frame that are still to be discarded
         self._skipped: tuple[int, bytes] = (0, b"")  # its operation and its first bytes
         self._reads: set[asyncio.Task[None]] = set()
         self._appends = 0  # not yet answered
@@ -88,14 +87,16 @@ class Connection(Flow):
         self._silence: asyncio.TimerHandle | None = None
         self.closed: asyncio.Future[None] = self._loop.create_future()
 
-    # -- the transport calls ------------------------------------------------------------
+    # -- called by the transport ------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.host, self.address = str(peer[0]), f"{peer[0]}:{peer[1]}"
         self.socket = transport.get_extra_info("socket")
         self.transport.set_write_buffer_limits(high=UNSENT)
-        self._timer = self._loop.call_later(HANDSHAKE, self.end, "no whole Connect in time")
+        self._timer = self._loop.call_later(
+            self._front.bounds.handshake, self.end, "no whole Connect in time"
+        )
         self._front.connections.add(self)
         if refused := self._front.limits.enter(self.host, keep_alive(transport)):
             self._front.counts["refused_limit"] += 1
@@ -104,30 +105,33 @@ class Connection(Flow):
             self._front.guests.keep(self, self.host, 0)
 
     def data_received(self, data: bytes) -> None:
-        if self._state is State.ENDING:
+        if self._phase is Phase.ENDING:
             self.discard()
             return
         self._buffer += data
         self._heard = self._loop.time()
-        if self._state is State.NEW:
+        if self._phase is Phase.NEW:
             self._front.guests.keep(self, self.host, len(self._buffer))
         if len(self._buffer) >= self._need or self._skip:
             self.proceed()
-        if self._state is State.OPEN:
+        if self._phase is Phase.OPEN:
             self._timer.cancel()
             if self._front.too_much(self, len(self._buffer)):
-                self.end("too much is waiting in frames that are not whole")
+                self.end("too many bytes of unfinished frames")
             elif (self._buffer or self._skip) and not self._holds:
-                self._timer = self._loop.call_later(STALLED, self.end, "a frame that does not go on")
+                stalled = self._front.bounds.stalled
+                self._timer = self._loop.call_later(
+                    stalled, self.end, "no byte of an unfinished frame in time"
+                )
                 self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def eof_received(self) -> bool:
-        """The client has left (no SDK shuts one side alone): see its appends stored, then close too."""
+        """The client has closed (no SDK closes only one direction): wait for its appends, then close too."""
         self._front.spawn(self.stop())
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._state = State.ENDING
+        self._phase = Phase.ENDING
         self._timer.cancel()
         if self._silence is not None:
             self._silence.cancel()
@@ -153,7 +157,7 @@ class Connection(Flow):
     def proceed(self) -> None:
         try:
             self._frames()
-        except Breach as error:
+        except Violation as error:
             self.end(str(error))
 
     def _frames(self) -> None:
@@ -162,20 +166,20 @@ class Connection(Flow):
         group: dict[Stream, list[tuple[str, int]]] = {}
         self._need = HEADER
         try:
-            if self._state is State.NEW and buffer and buffer[0] != wire.CONNECT_VERSION:
-                self._refuse("", Status.UNSUPPORTED_CONNECT_VERSION, f"connect version {buffer[0]}")
+            if self._phase is Phase.NEW and buffer and buffer[0] != wire.CONNECT_VERSION:
+                self._refuse("", ResponseStatus.UNSUPPORTED_CONNECT_VERSION, f"connect version {buffer[0]}")
                 return
-            while self._state is not State.ENDING and not self._holds:
-                if self._skip and (pos := self._throw_away(pos)) == len(buffer):
+            while self._phase is not Phase.ENDING and not self._holds:
+                if self._skip and (pos := self._discard_frame(pos)) == len(buffer):
                     return
-                at = pos + (self._state is State.NEW)
+                at = pos + (self._phase is Phase.NEW)
                 if len(buffer) - at < HEADER:
                     self._need = at - pos + HEADER
                     return
                 length, op = int.from_bytes(buffer[at : at + 4], "big", signed=True), buffer[at + 4]
-                limit = MAX_CONNECT if self._state is State.NEW else MAX_FRAME
-                if not 1 <= length <= (limit if self._state is State.NEW else wire.LARGEST_LEGAL):
-                    raise Breach(f"a frame of {length} bytes")
+                limit = MAX_CONNECT if self._phase is Phase.NEW else MAX_FRAME
+                if not 1 <= length <= (limit if self._phase is Phase.NEW else wire.LARGEST_LEGAL):
+                    raise Violation(f"a frame of {length} bytes")
                 end = at + HEADER - 1 + length
                 if length > limit:
                     if len(buffer) - at < PEEK:
@@ -193,7 +197,7 @@ class Connection(Flow):
                     return
                 body = bytes(buffer[at + HEADER : end])
                 pos = end
-                if self._state is State.NEW:
+                if self._phase is Phase.NEW:
                     self._connect(op, body)
                 elif op == Op.APPEND:
                     self._append(body, group)
@@ -204,65 +208,67 @@ class Connection(Flow):
             del buffer[:pos]
             self._await_commit(group)
 
-    def _throw_away(self, pos: int) -> int:
-        """Pass over the rest of a frame that is too large, and say so at its end."""
+    def _discard_frame(self, pos: int) -> int:
+        """Skip the rest of a too large frame, and answer it at its end."""
         step = min(self._skip, len(self._buffer) - pos)
         self._skip -= step
         if not self._skip:
             op, beginning = self._skipped
             request_id = cbor.first_entries(beginning).get("requestId")
             if not isinstance(request_id, str) or not request_id:
-                raise Breach("a frame that is too large, and does not begin with its requestId")
-            text = f"a request may have {MAX_FRAME} bytes; send smaller messages"
-            self._send(wire.failure(op, request_id, Status.REQUEST_TOO_LARGE, text, self._version))
+                raise Violation("a too large frame that does not begin with its requestId")
+            text = f"a request may have at most {MAX_FRAME} bytes; send smaller messages"
+            self._send(wire.failure(op, request_id, ResponseStatus.REQUEST_TOO_LARGE, text, self._version))
         return pos + step
 
     # -- the handshake ------------------------------------------------------------
     def _connect(self, op: int, body: bytes) -> None:
         request_id, request = "", {}
         if op != Op.CONNECT:
-            self._refuse("", Status.UNEXPECTED_OPERATION, f"the first operation is {op}, not Connect")
+            self._refuse("", ResponseStatus.UNEXPECTED_OPERATION, f"the first operation is {op}, not Connect")
             return
         try:
             request = cbor.decode_map(body)
         except cbor.Malformed as error:
-            raise Breach(f"a Connect that is no CBOR map: {error}") from None
+            raise Violation(f"a Connect that is not a CBOR map: {error}") from None
         given = request.get("requestId")
         request_id = given if isinstance(given, str) else ""
         offered = [request.get("protocolVersion")]
         others = request.get("otherSupportedProtocolVersions")
         offered += others if isinstance(others, list) else []
         if not isinstance(offered[0], str) or not offered[0]:
-            self._refuse(request_id, Status.INVALID_PROTOCOL_VERSION, "`protocolVersion` is missing")
+            self._refuse(request_id, ResponseStatus.INVALID_PROTOCOL_VERSION, "`protocolVersion` is missing")
             return
         version = next((text for text in offered if text in wire.VERSIONS), None)
         if version is None:
             known = " and ".join(wire.VERSIONS)
-            self._refuse(request_id, Status.UNSUPPORTED_PROTOCOL_VERSION, f"this server speaks {known}")
+            self._refuse(
+                request_id, ResponseStatus.UNSUPPORTED_PROTOCOL_VERSION, f"this server speaks {known}"
+            )
             return
         token = request.get("authToken")
         if not self._admitted(request_id, token if isinstance(token, str) else ""):
             return
         self.identify()
         self._version = cast("str", version)
-        self._state = State.OPEN
+        self._phase = Phase.OPEN
         self._front.guests.leave(self, self.host)
         self._watch()
         answer = {"protocolVersion": self._version, "clientIdentifier": self.address}
         self._connected(request_id, {"status": 0, **answer})
 
     def _admitted(self, request_id: str, token: str) -> bool:
-        """Whether it may come in; the answer to a wrong token comes late, and later each time."""
+        """Return whether the client is admitted; each wrong token from its network delays the answer more."""
         guesses, network = self._front.guesses, network_of(self.host)
         if token and not guesses.begin(network):
             self._refuse(
-                request_id, Status.UNAUTHORIZED, "too many wrong tokens from this address; try later"
+                request_id, ResponseStatus.UNAUTHORIZED, "too many wrong tokens from this address; try later"
             )
             return False
         why = self._front.refused(self, token)
         if not token:  # nothing was guessed
             if why:
-                self._refuse(request_id, Status.UNAUTHORIZED, why)
+                self._refuse(request_id, ResponseStatus.UNAUTHORIZED, why)
             return not why
         if not why:
             guesses.end(network)
@@ -271,11 +277,11 @@ class Connection(Flow):
         delay = guesses.wrong(network)
         guesses.end(network, delay)
         self.hold("token")
-        self._loop.call_later(delay, self._refuse, request_id, Status.UNAUTHORIZED, why)
+        self._loop.call_later(delay, self._refuse, request_id, ResponseStatus.UNAUTHORIZED, why)
         return False
 
     def _watch(self) -> None:
-        """Disconnect a client that is silent for too long, with nothing of it under way."""
+        """Disconnect a client that is silent for too long and has no request under way."""
         busy = self._reads or self._appends or self._holds
         left = self._front.idle_timeout - (0.0 if busy else self._loop.time() - self._heard)
         if left > 0:
@@ -285,11 +291,11 @@ class Connection(Flow):
             self.end("")
 
     def dismiss(self) -> None:
-        """Too much is waiting of clients that have not said who they are, and this one has most of it."""
-        self.end("too much is waiting of clients that have not connected")
+        """End the connection: clients that have not sent their Connect use too much memory, this one most."""
+        self.end("too many bytes from clients that have not sent their Connect")
         self.transport.abort()
 
-    def _refuse(self, request_id: str, status: Status, why: str) -> None:
+    def _refuse(self, request_id: str, status: ResponseStatus, why: str) -> None:
         self._connected(request_id, {"status": int(status), "errorMessage": why})
         self.end(f"refused: {why}")
 
@@ -303,7 +309,7 @@ class Connection(Flow):
         self._send(bytes((wire.CONNECT_VERSION,)) + wire.frame(wire.CONNECT_RESPONSE, cbor.encode(body)))
 
     def identify(self) -> None:
-        """Look up what the client may do, at its Connect and again when the rules have changed."""
+        """Look up the client's rights, at its Connect and again when the rules have changed."""
         self.caller = self._front.identify(self.host, self.address)
 
     # -- requests ------------------------------------------------------------
@@ -311,10 +317,10 @@ class Connection(Flow):
         try:
             request = cbor.decode_map(body)
         except cbor.Malformed as error:
-            raise Breach(f"a request that is no CBOR map: {error}") from None
+            raise Violation(f"a request that is not a CBOR map: {error}") from None
         request_id = request.get("requestId")
         if not isinstance(request_id, str) or not request_id:
-            raise Breach("a request without a requestId")
+            raise Violation("a request without a requestId")
         return request_id, request
 
     def _append(self, body: bytes, group: dict[Stream, list[tuple[str, int]]]) -> None:
@@ -322,7 +328,7 @@ class Connection(Flow):
         name, payload = request.get("name"), request.get("payload")
         if not isinstance(name, str) or not isinstance(payload, bytes):
             text = "the request: `name` (text) and `payload` (bytes) are needed"
-            self._send(wire.failure(Op.APPEND, request_id, Status.INVALID_REQUEST, text))
+            self._send(wire.failure(Op.APPEND, request_id, ResponseStatus.INVALID_REQUEST, text))
             return
         try:
             stream, number = self._operations.submit(name, payload, self.caller)
@@ -342,7 +348,7 @@ class Connection(Flow):
         group.clear()
 
     def _committed(self, numbers: list[tuple[str, int]], since: float, error: StreamError | None) -> None:
-        """The group with these appends is stored, or failed."""
+        """The commit of these appends has succeeded or failed."""
         self._appends -= len(numbers)
         if self._loop.time() - since < LATE:
             if error is None:
@@ -354,17 +360,17 @@ class Connection(Flow):
 
     def _request(self, op: int, body: bytes) -> None:
         if op == Op.CONNECT:
-            raise Breach("a second Connect")
+            raise Violation("a second Connect")
         request_id, request = self._decode(body)
         if op not in wire.REPLY_TO:
-            text = f"there is no operation {op} in protocol {self._version}"
-            self._send(wire.failure(op, request_id, Status.UNKNOWN_OPERATION, text, self._version))
+            text = f"protocol {self._version} has no operation {op}"
+            self._send(wire.failure(op, request_id, ResponseStatus.UNKNOWN_OPERATION, text, self._version))
             return
         if op == Op.READ:
             task = self._loop.create_task(self._read(request_id, request))
             self._reads.add(task)
             task.add_done_callback(self._read_ended)
-            if len(self._reads) >= AT_A_TIME:
+            if len(self._reads) >= MAX_READS:
                 self.hold("reads")
             return
         try:
@@ -379,34 +385,36 @@ class Connection(Flow):
         try:
             asked, options = operations.read(request)
             late = max(LATE, options.read_timeout_millis / 1000)
-            if options.read_timeout_millis:
-                await self._operations.wait(asked, self.caller)
-                asked = operations.without_wait(asked, options)
-            answer = await self._answer(request_id, asked)
+            found = await self._operations.call(READ, asked, self.caller, turn=self._turn)
+            assert isinstance(found, Found)
+            answer = wire.read(request_id, found.stream, found.messages)
         except (StreamBridgeError, OSError) as error:
             answer = self._failure(Op.READ, request_id, error)
         except asyncio.CancelledError:
             text = "the connection is closing"
-            answer = wire.failure(Op.READ, request_id, Status.NOT_ENOUGH_MESSAGES, text)
+            answer = wire.failure(Op.READ, request_id, ResponseStatus.NOT_ENOUGH_MESSAGES, text)
         if self._loop.time() - began < late:
             self._send(answer)
 
-    async def _answer(self, request_id: str, asked: Read) -> bytes:
-        """Read once the last replies are on their way; all clients together hold one new reply at a time."""
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Entered when earlier replies have been sent, by one read of all clients at a time.
+
+        So at most one reply that is not yet written is in memory.
+        """
         while True:
             await self._writable.wait()
             async with self._front.reading:
                 if self._writable.is_set():
-                    found = await self._operations.call(READ, asked, self.caller)
-                    assert isinstance(found, Found)
-                    return wire.read(request_id, found.stream, found.messages)
+                    yield
+                    return
 
     def _read_ended(self, task: asyncio.Task[None]) -> None:
         self._reads.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("internal error in a read of %s: %r", self.address, error, exc_info=error)
             self.end("an internal error")
-        if len(self._reads) <= AT_A_TIME // 2:
+        if len(self._reads) <= MAX_READS // 2:
             self.release("reads")
         self._settle()
 
@@ -414,21 +422,21 @@ class Connection(Flow):
         self._send(self._failure(op, request_id, error))
 
     def _failure(self, op: int, request_id: str, error: StreamBridgeError | OSError) -> bytes:
-        status = error.status if isinstance(error, StreamBridgeError) else int(Status.UNKNOWN_FAILURE)
+        status = error.status if isinstance(error, StreamBridgeError) else int(ResponseStatus.UNKNOWN_FAILURE)
         return wire.failure(op, request_id, status, str(error), self._version)
 
     def _send(self, data: bytes) -> None:
-        if self._state is not State.ENDING and not self.transport.is_closing():
+        if self._phase is not Phase.ENDING and not self.transport.is_closing():
             self.transport.write(data)
 
     # -- the end ------------------------------------------------------------
     def end(self, why: str) -> None:
-        """End the connection; `why` goes to the log."""
-        if self._state is State.ENDING:
+        """End the connection; `why`, unless empty, goes to the log."""
+        if self._phase is Phase.ENDING:
             return
         if why:
             self._front.log_ended(self, why)
-        self._state = State.ENDING
+        self._phase = Phase.ENDING
         self._timer.cancel()
         self._buffer.clear()
         self._front.too_much(self, 0)
@@ -436,16 +444,16 @@ class Connection(Flow):
         self.finish(LINGER)
 
     async def stop(self) -> None:
-        """Read no further; what was read is stored and answered, reads that wait are told, then FIN."""
+        """Stop reading, wait until all requests are answered (waiting reads at once), then send FIN."""
         self.hold("stop")
         for task in self._reads:
             task.cancel()
-        while (self._appends or self._reads) and self._state is not State.ENDING:
+        while (self._appends or self._reads) and self._phase is not Phase.ENDING:
             self._settled = self._settled or self._loop.create_future()
             await asyncio.shield(self._settled)
         self.end("")
 
     def _settle(self) -> None:
-        if self._settled is not None and (self._state is State.ENDING or not (self._appends or self._reads)):
+        if self._settled is not None and (self._phase is Phase.ENDING or not (self._appends or self._reads)):
             self._settled.set_result(None)
             self._settled = None

@@ -1,9 +1,8 @@
 """`GreengrassFrontEnd`: the Stream Manager protocol on TCP.
 
-A client must show the token that stands in `token_file`, unless its process belongs to root or to the
-service's own user on this machine. The file is read at each connect, so that a token can be changed while
-running; if it cannot be read or is empty, no token is right. What these clients may do is what the rules say
-for `greengrass.user`.
+A client must show the token in `token_file`, unless its process belongs to root or to the service's own user
+on this machine. The file is read at each connect, so the token can be changed at any time. If the file cannot
+be read or is empty, no token is right. The rules for `greengrass.user` say what these clients may do.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import logging
 import os
 from collections import Counter
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.access.guesses import Guesses
 from bridge.greengrass.connection import Connection
@@ -31,52 +29,35 @@ if TYPE_CHECKING:
 
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
+    from bridge.greengrass.settings import GreengrassConfig
     from bridge.net.listening import Listening
     from bridge.operations.catalog import Operations
 
 log = logging.getLogger(__name__)
 
-MANY = 64 * 1024  # bytes of an unfinished frame from which on they are counted
-PARTIAL_BYTES = 256 * 1024 * 1024  # that may wait in unfinished frames of all clients together
-GUEST_BYTES = 8 * 1024 * 1024
+MANY = 64 * 1024  # bytes; an unfinished frame counts towards `Bounds.partial_bytes` above that
 
 
-class Settings(Protocol):
-    """The section [greengrass] of the configuration."""
+class Bounds(NamedTuple):
+    """What clients may take, in bytes of memory and in seconds."""
 
-    @property
-    def listen(self) -> str:
-        """host:port; empty: no TCP."""
-
-    @property
-    def token_file(self) -> Path | None:
-        """The file with the token that clients must show."""
-
-    @property
-    def user(self) -> str:
-        """The user whose rules hold for clients on TCP."""
-
-    @property
-    def connections(self) -> int:
-        """How many connections on TCP may be open."""
-
-    @property
-    def connections_per_address(self) -> int:
-        """How many of them one address may have."""
-
-    @property
-    def idle_timeout(self) -> int:
-        """Milliseconds until a client that asks for nothing is disconnected."""
+    guest_bytes: int = 8 * 1024 * 1024  # of all clients that have not connected yet
+    partial_bytes: int = 256 * 1024 * 1024  # in unfinished frames of all clients together
+    handshake: float = 10.0  # until a client has sent its whole Connect
+    stalled: float = 60.0  # without a byte of a frame that has begun
 
 
 class GreengrassFrontEnd:
-    """The listeners, and what their connections share."""
+    """The listener, and what its connections share."""
 
     def __init__(
-        self, config: Settings, operations: Operations, access: Access, guest_bytes: int = GUEST_BYTES
+        self,
+        config: GreengrassConfig,
+        operations: Operations,
+        access: Access,
+        bounds: Bounds = Bounds(),  # noqa: B008 - immutable
     ) -> None:
-        """`guest_bytes` is the memory for all clients that have not said who they are."""
-        self._config, self.operations, self._access = config, operations, access
+        self._config, self.operations, self._access, self.bounds = config, operations, access, bounds
         self.manager = operations.manager
         self.connections: set[Connection] = set()
         self.counts: Counter[str] = Counter()
@@ -87,7 +68,7 @@ class GreengrassFrontEnd:
         self._waiting: list[Connection] = []
         self.limits = ConnectionLimits(config.connections, config.connections_per_address)
         self.idle_timeout = config.idle_timeout / 1000
-        self.guests: Guests[Connection] = Guests(guest_bytes, Connection.dismiss)
+        self.guests: Guests[Connection] = Guests(bounds.guest_bytes, Connection.dismiss)
         self.guesses = Guesses()
 
     async def start(self) -> list[str]:
@@ -101,7 +82,7 @@ class GreengrassFrontEnd:
         return []
 
     async def stop(self) -> None:
-        """Accept nobody any more; what was read is committed and answered, then every connection ends."""
+        """Stop accepting clients, commit and answer what was received, then end every connection."""
         if self._listening is not None:
             self._listening.close()
         connections = list(self.connections)
@@ -111,14 +92,14 @@ class GreengrassFrontEnd:
             self.manager.on_pressure.remove(self._pressure)
 
     def stats(self) -> dict[str, int]:
-        """Connections now, and counters since the start."""
+        """The number of connections, and counters since the start."""
         return {"connections": len(self.connections), **self.counts}
 
     # -- for the connections ------------------------------------------------------------
     def refused(self, connection: Connection, token: str) -> str:
-        """Why a client on TCP is not let in with this token; empty if it is.
+        """Return why a client is refused with this token, or an empty text if it is admitted.
 
-        Root and the service's own user need none: they could read the streams' files as well.
+        Root and the service's own user need none: they can read the streams' files anyway.
         """
         path = self._config.token_file
         wanted = b""
@@ -137,13 +118,13 @@ class GreengrassFrontEnd:
             return ""
         if ignored:
             return (
-                "a token is needed here: `streambridge install-service` makes one, greengrass.token_file "
-                "names its file, and the client needs it as AWS_CONTAINER_AUTHORIZATION_TOKEN"
+                "a token is needed: `streambridge install-service` creates one in greengrass.token_file; set "
+                "it for the client as AWS_CONTAINER_AUTHORIZATION_TOKEN"
             )
-        return "the token is not the one in greengrass.token_file"
+        return "the token differs from the one in greengrass.token_file"
 
     def identify(self, host: str, address: str) -> Identity:
-        """What a client at an address may do: what the rules say for `greengrass.user`."""
+        """The rights of a client at an address: those of `greengrass.user`."""
         user = self._config.user
         label = f"{address} (user {user!r})"
         return self._access.identify("", user, local=is_loopback(host), label=label)
@@ -159,25 +140,25 @@ class GreengrassFrontEnd:
         self._partial.pop(connection, None)
 
     def too_much(self, connection: Connection, waiting: int) -> bool:
-        """Take note of what waits in an unfinished frame; whether it is too much in all."""
+        """Note the size of an unfinished frame; returns whether those of all clients are too much."""
         if waiting <= MANY:
             self._partial.pop(connection, None)
             return False
         self._partial[connection] = waiting
-        return sum(self._partial.values()) > PARTIAL_BYTES
+        return sum(self._partial.values()) > self.bounds.partial_bytes
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something that `stop` waits for."""
+        """Run a task that `stop` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def wait_for_room(self, connection: Connection) -> None:
-        """Tell a connection when the streams take messages again."""
+        """Release a connection when the streams accept messages again."""
         self._waiting.append(connection)
 
     def log_ended(self, connection: Connection, why: str) -> None:
-        """Count and log why we end a connection."""
+        """Count and log the end of a connection by us."""
         self.counts["ended"] += 1
         log.warning("connection ended: %s", why, extra={"client": connection.address})
 

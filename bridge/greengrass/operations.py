@@ -1,9 +1,9 @@
-"""What the Stream Manager protocol makes of requests and results of the operations.
+"""Requests and results of the operations in the terms of the Stream Manager protocol.
 
-Extensions stay out of sight: a description holds the keys and the export kinds of the SDK, no others.
-What a client cannot see it cannot mean to delete, so an update keeps the extensions as they are (the
-SDK's recipe is: describe, change something, send all of it back): topics, limits, retention,
-deduplication window, exports of kinds that the SDK has not, and the further keys of its own kinds.
+Our extensions are hidden: a description has only the keys and the export kinds of the SDK. A client cannot
+intend to delete what it does not see, so an update keeps the extensions (the SDK's way of updating is to
+describe, change something, and send all of it back): topics, limits, retention, the deduplication window,
+exports of other kinds, and our keys of the SDK's kinds.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _OPTIONS = frozenset(
 def control(
     operations: Operations, op: Op, request: dict[str, Any], version: str, caller: Identity
 ) -> dict[str, Any]:
-    """Carry out an operation that is neither append nor read; returns the result's entries.
+    """Carry out an operation other than an append or a read; returns the entries of the reply.
 
-    Keys that are not the SDK's are ignored, as AWS does. Raises StreamBridgeError or OSError.
+    Keys that the SDK does not have are ignored, as AWS does. Raises StreamBridgeError or OSError.
     """
     if op is Op.LIST:
         listed = operations.call_now("listStreams", Request(), caller)
@@ -83,14 +83,14 @@ def control(
 
 
 def _sdk_keys(configs: Any, known: frozenset[str]) -> Any:
-    """The exports of one kind with only the keys that the SDK has; whatever is no such list as it is."""
+    """The exports of one kind with only the SDK's keys; anything but a list of maps is returned as it is."""
     if not isinstance(configs, list) or not all(isinstance(raw, dict) for raw in configs):
         return configs
     return [{key: value for key, value in raw.items() if key in known} for raw in configs]
 
 
 def text(request: dict[str, Any], key: str) -> str:
-    """The text at a key of a request; raises InvalidRequest if there is none."""
+    """The text at a key of a request; raises InvalidRequest if it is missing."""
     value = request.get(key)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"the request: `{key}` is missing; give the name of a stream")
@@ -102,7 +102,7 @@ def read(request: dict[str, Any]) -> tuple[Read, ReadMessagesOptions]:
     name = text(request, "streamName")
     raw = request.get("readMessagesOptions") or {}
     if not isinstance(raw, dict):
-        raise InvalidRequest("readMessagesOptions is not a map")
+        raise InvalidRequest("the request: `readMessagesOptions` is not a map")
     known = {key: value for key, value in raw.items() if key in _OPTIONS and value is not None}
     try:
         options = msgspec.convert(known, ReadMessagesOptions)
@@ -111,14 +111,8 @@ def read(request: dict[str, Any]) -> tuple[Read, ReadMessagesOptions]:
     return Read(name=name, read_messages_options=options), options
 
 
-def without_wait(asked: Read, options: ReadMessagesOptions) -> Read:
-    """The same read, of what is there now."""
-    now = msgspec.structs.replace(options, read_timeout_millis=0)
-    return msgspec.structs.replace(asked, read_messages_options=now)
-
-
 def shown(info: MessageStreamInfo, version: str) -> dict[str, Any]:
-    """The SDK's MessageStreamInfo: whole (its users assign into parts of it), without extensions."""
+    """The SDK's MessageStreamInfo, with every part (clients assign to parts of it), without extensions."""
     definition = info.definition
     kinds = _OLD_EXPORTS if version == "1.0.0" else EXPORTS
     exports = {
@@ -164,7 +158,7 @@ def shown(info: MessageStreamInfo, version: str) -> dict[str, Any]:
 
 
 def with_extensions(definition: dict[str, Any], stored: MessageStreamDefinition) -> dict[str, Any]:
-    """An update as it came, with the extensions that the stream has."""
+    """A client's update, with the extensions that the stream has."""
     whole = msgspec.to_builtins(stored)
     kept = {key: value for key, value in whole.items() if key not in _DEFINITION}
     old: dict[str, list[dict[str, Any]]] = whole["exportDefinition"]
@@ -184,7 +178,7 @@ def with_extensions(definition: dict[str, Any], stored: MessageStreamDefinition)
 
 
 def without_nulls(value: Any) -> Any:
-    """The same without entries that are null: on this protocol null and absent are one."""
+    """The same without null entries: in this protocol null means absent."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -3,10 +3,10 @@
     connection  = version byte 0x01, then frames, in either direction
     frame       = length i32 big-endian (of what follows) | operation i8 | body: one CBOR map
 
-The first frame of a client is Connect. Every request carries a `requestId`, and its reply repeats it
-with a `status`. Enumerations travel as numbers. A reply never carries null, and only keys and numbers
-that the SDK of the negotiated protocol version knows: one that it does not know ends the reader inside
-the SDK, and every later call of that client hangs.
+The first frame of a client is Connect. Every request has a `requestId`, and its reply repeats it with a
+`status`. Enumerations are sent as numbers. A reply never contains null, and only keys and numbers that the
+SDK of the negotiated protocol version knows: an unknown one stops the reader in the SDK, and every later call
+of that client hangs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST_LEGAL = 1 << 30  # what the SDKs allow a frame to announce
 
 
 class Op(IntEnum):
-    """The operations that a client may ask for."""
+    """The operations that a client may request."""
 
     CONNECT = 1
     CREATE = 2
@@ -49,8 +49,8 @@ REPLY_TO = {
 }  # fmt: skip
 
 
-class Status(IntEnum):
-    """Response statuses that the protocol itself needs; the others come with the errors."""
+class ResponseStatus(IntEnum):
+    """The statuses that the protocol itself needs; errors have their own."""
 
     SUCCESS = 0
     UNKNOWN_FAILURE = 1
@@ -66,7 +66,7 @@ class Status(IntEnum):
     UNKNOWN_OPERATION = 18
 
 
-# Statuses that came with protocol 1.1.0, and what a 1.0.0 client is told instead.
+# Statuses that protocol 1.1.0 has introduced, and those that a client of 1.0.0 gets instead.
 _FOR_OLD = {15: 1, 16: 1, 17: 3, 18: 1}
 
 
@@ -81,7 +81,7 @@ def reply(op: Op, request_id: str, result: dict[str, Any]) -> bytes:
 
 
 def failure(op: int, request_id: str, status: int, text: str, version: str = VERSIONS[0]) -> bytes:
-    """The frame of an error reply; an operation that there is not gets the reply made for that."""
+    """The frame of an error reply; an unknown operation has a reply of its own."""
     if version == "1.0.0":
         status = _FOR_OLD.get(status, status)
     to = REPLY_TO[Op(op)] if op in REPLY_TO else UNKNOWN_OPERATION_ERROR
@@ -93,7 +93,7 @@ _REQUEST_ID = cbor.encode("requestId")
 
 
 def appended(request_id: str, number: int) -> bytes:
-    """The reply to an append; as `reply`, but it is made for each message."""
+    """The reply to an append; like `reply`, but faster, since each message has one."""
     text = request_id.encode()
     body = b"".join((b"\xa3", _REQUEST_ID, cbor.head(3, len(text)), text, _APPENDED, cbor.head(0, number)))
     return (len(body) + 1).to_bytes(4, "big") + b"\x09" + body

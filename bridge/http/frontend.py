@@ -1,4 +1,4 @@
-"""`HttpFrontEnd`: what the application starts and stops, and the routes."""
+"""`HttpFrontEnd`: the listener and the routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import logging
 import time
 from http import HTTPStatus
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import msgspec
@@ -21,33 +21,20 @@ from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.httpserver import HttpRequest, HttpResponse, HttpServer
 from bridge.net.limits import ConnectionLimits
 
+if TYPE_CHECKING:
+    from bridge.http.settings import HttpConfig
+
 log = logging.getLogger("bridge.http")
 PAGE = Path(__file__).parent
 JSON = "application/json"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Settings(Protocol):
-    """The section [http] of the configuration."""
-
-    @property
-    def listen(self) -> str:
-        """host:port."""
-
-    @property
-    def connections(self) -> int:
-        """How many connections may be open."""
-
-    @property
-    def connections_per_address(self) -> int:
-        """How many of them one address may have."""
-
-
 class HttpFrontEnd:
-    """The status page and what stands beside it."""
+    """The status page, metrics and health checks."""
 
-    def __init__(self, config: Settings, observer: Observer) -> None:
-        """Raises ValueError if `listen` is no address."""
+    def __init__(self, config: HttpConfig, observer: Observer) -> None:
+        """Raises ValueError if `listen` is not an address."""
         listen = config.listen
         self._observer = observer
         self._page = _page()
@@ -73,12 +60,12 @@ class HttpFrontEnd:
         """Listen; returns the url. Raises ConfigError."""
         url = await self._server.start()
         if not self._loopback:
-            log.warning("%s shows streams and clients to everybody who can reach it", url)
+            log.warning("every machine that can reach %s sees the streams and clients", url)
         self._watch = asyncio.create_task(self._observer.run(), name="observer")
         return [url]
 
     async def stop(self) -> None:
-        """Close."""
+        """Close the listener and its connections."""
         if self._watch is not None:
             self._watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -94,7 +81,7 @@ class HttpFrontEnd:
         return _json(HTTPStatus.OK, self._observer.state())
 
     async def _history(self, request: HttpRequest) -> HttpResponse:
-        """The points after `since` (Unix ms), by column; a lag is null where an export was not there."""
+        """The points after `since` (Unix ms), by column; a lag is null where the export did not exist."""
         try:
             since = int(parse_qs(request.query).get("since", ["0"])[0])
         except ValueError:
@@ -126,15 +113,15 @@ class HttpFrontEnd:
         return text
 
     async def _health(self, request: HttpRequest) -> HttpResponse:
-        """Alive: this answer comes from the event loop. Able to store: the data directory was tried."""
+        """Alive: the event loop answers. Able to store: the data directory was writable."""
         error = await self._observer.storage_error()
         status = HTTPStatus.OK if error is None else HTTPStatus.SERVICE_UNAVAILABLE
         return _json(status, {"ok": error is None, "storage": error or "writable"})
 
     async def _readiness(self, request: HttpRequest) -> HttpResponse:
-        """Ready: all streams can store what comes, and it comes.
+        """Ready: messages are received, and all streams can store them.
 
-        The listeners are open or an external broker is connected, and nobody has told the service to stop.
+        The listeners are open or the external broker is connected, and the service is not stopping.
         """
         await self._observer.storage_error()
         found = self._observer.readiness()
@@ -146,7 +133,7 @@ def _json(status: HTTPStatus, value: object) -> HttpResponse:
 
 
 def _page() -> HttpResponse:
-    """The page, put together from its three files; only this script and this style may run in it."""
+    """The page, made of its three files; its policy allows only this script and this style."""
     style = (PAGE / "page.css").read_text()
     script = (PAGE / "page.js").read_text()
     page = (PAGE / "page.html").read_text().replace("/*style*/", style).replace("/*script*/", script)

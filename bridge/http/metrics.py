@@ -1,8 +1,8 @@
 """The state of a service in the text format of Prometheus.
 
-`METRICS` is the whole list; docs/reference/metrics.md is made from it, and a test holds a running
-service against it. Names follow https://prometheus.io/docs/practices/naming/: base units, `_total` for
-what only grows. Counters begin at zero with the process, unless their text says otherwise.
+`METRICS` is the whole list. docs/reference/metrics.md is made from it, and a test compares a running service
+with it. Names follow https://prometheus.io/docs/practices/naming/: base units, `_total` for counters.
+Counters begin at zero with the process, unless their text says otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from bridge.http.state import State
+from bridge.http.state import ServiceState
 
 _STARTED = time.time()
 
@@ -33,25 +33,25 @@ class Described(NamedTuple):
 
 _TABLE = """
 info gauge gateway version
-    Always 1; the labels say which service this is.
+    Always 1; the labels identify the service.
 ready gauge
-    1 while messages for every stream are taken in and can be stored, as `/readyz` says.
+    1 while messages for every stream are accepted and can be stored, as `/readyz` reports.
 event_loop_delay_seconds gauge
-    How late the event loop was at most, in the last 5 s.
+    The longest delay of the event loop in the last 5 s.
 storage_writable gauge
     1 if the data directory could be written when last tried.
 storage_free_bytes gauge
-    Room that is left in the file system of the data directory.
+    Free space in the file system of the data directory.
 storage_size_bytes gauge
     Size of the file system of the data directory.
 clock_synchronised gauge
-    1 if something is known to keep the wall clock right (NTP).
+    1 if the wall clock is known to be synchronised (NTP).
 clock_steps_total counter
-    How often the wall clock was stepped by a second or more; nothing expires by that.
+    How often the wall clock was stepped by a second or more; messages do not expire because of that.
 streams_refused gauge
     Streams that cannot be opened or created, or whose topics an external broker refuses to send.
 stream_appended_messages_total counter stream
-    Sequence numbers given out; goes on over restarts.
+    Sequence numbers assigned; continues over restarts.
 stream_messages gauge stream
     Messages that can be read.
 stream_size_bytes gauge stream
@@ -59,73 +59,73 @@ stream_size_bytes gauge stream
 stream_max_size_bytes gauge stream
     The limit `max_size`.
 stream_pending_bytes gauge stream
-    Bytes in memory that wait to be committed.
+    Bytes in memory that are not committed yet.
 stream_oldest_message_timestamp_seconds gauge stream
-    When the oldest message came; absent for an empty stream.
+    When the oldest message was received; absent for an empty stream.
 stream_dropped_messages_total counter stream reason
     Messages dropped by limits, purges or damage.
 stream_rejected_messages_total counter stream reason
-    Appends that were refused: full, too_large, failed (the disk).
+    Appends that were refused: full, too_large, failed (a disk error).
 stream_deduplicated_messages_total counter stream
-    Messages not stored again, since their id was seen before.
+    Messages not stored again, because their id was seen before.
 stream_file_failures_total counter stream reason
-    What else went wrong with its files: corrupt_reads (damage found), delete_failed (tried again).
+    Other failures with the stream's files: corrupt_reads (damage found), delete_failed (retried).
 stream_failing gauge stream
     1 if the last write to the stream failed.
 export_lag_messages gauge stream export kind
-    Messages that the export has before it.
+    Messages that are pending for the export.
 export_lag_seconds gauge stream export kind
-    Age of the oldest message that waits for the export; 0 if none waits.
+    Age of the oldest pending message; 0 if none is pending.
 export_messages_total counter stream export kind
-    Messages that the export is done with, accepted or rejected; goes on over restarts.
+    Messages that were accepted or rejected; continues over restarts.
 export_bytes_total counter stream export kind
-    Bytes of the accepted ones; goes on over restarts.
+    Bytes of accepted messages; continues over restarts.
 export_rejected_messages_total counter stream export kind
-    Messages that the destination can never take; goes on over restarts.
+    Messages that the destination can never accept; continues over restarts.
 export_skipped_messages_total counter stream export kind
-    Messages that were gone from the stream before they were exported; goes on over restarts.
+    Messages that were dropped from the stream before they were exported; continues over restarts.
 export_last_attempt_timestamp_seconds gauge stream export kind
-    When it last tried to export; 0 if never.
+    When the export last made an attempt; 0 if never.
 export_failing gauge stream export kind
     1 while the export reports an error.
 export_stopped gauge stream export kind
-    1 while the export makes no attempt until its configuration changes; export_failing is 1 too.
+    1 while the export has stopped until its configuration changes; export_failing is 1 too.
 export_disabled gauge stream export kind
     1 if the export is paused by its definition.
 export_worker_up gauge
     1 while the export worker process runs.
 export_worker_restarts_total counter
-    How often the export worker was started again.
+    How often the export worker was restarted.
 export_worker_resident_memory_bytes gauge
     Memory of the export worker.
 connections gauge front_end
     Open connections of clients.
 external_broker_connected gauge front_end
-    1 while the connection to the external broker stands, 0 while it does not; absent without such a broker.
+    1 while the external broker is connected, 0 while it is not; absent without such a broker.
 sessions gauge front_end
-    Sessions, of connected clients and of those away.
+    Sessions of connected and disconnected clients.
 retained_messages gauge front_end
-    Retained messages kept.
+    Retained messages that are stored.
 waiting_messages gauge front_end
-    Messages from an external broker that are not yet taken over.
+    Messages from an external broker that are not stored yet.
 accepted_connections_total counter front_end
     Connections that were accepted.
 received_messages_total counter front_end
-    Messages that clients sent.
+    Messages received from clients.
 received_messages_without_stream_total counter front_end
-    Messages on topics that no stream is bound to: delivered to subscribers, and not stored.
+    Messages on topics that no stream is bound to: delivered to subscribers, but not stored.
 delivered_messages_total counter front_end
-    Messages that subscribers were sent.
+    Messages sent to subscribers.
 requests_total counter front_end
     Requests for operations on streams.
 dropped_messages_total counter front_end reason
-    Messages dropped: of QoS 0 that could not be stored, and of subscribers that are too slow.
+    Messages dropped: at QoS 0 because they could not be stored, and for subscribers that are too slow.
 rejected_messages_total counter front_end reason
-    Messages of QoS 1 and 2 that were refused: not stored and not acknowledged.
+    Messages at QoS 1 and 2 that were refused: not stored and not acknowledged.
 refused_total counter front_end reason
     Connections (tls: their handshakes), subscriptions and requests that were refused.
 events_total counter front_end event
-    What else a front end counts.
+    Other events that a front end counts.
 """
 
 _HEADS = re.findall(r"^(\w+) (gauge|counter) ?(.*)\n    (.*)$", _TABLE, re.MULTILINE)
@@ -154,8 +154,8 @@ _BY_REASON = {
 Value = tuple[str, tuple[str, ...], float]  # metric, labels, value
 
 
-def render(state: State) -> bytes:
-    """The whole page for Prometheus. Takes no locks of ours: may run in a thread."""
+def render(state: ServiceState) -> bytes:
+    """The page for Prometheus. It takes no locks of ours, so it may run in a thread."""
     families: dict[str, Metric] = {}
     for name, described in METRICS.items():
         family = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
@@ -168,20 +168,20 @@ def render(state: State) -> bytes:
 
 
 def _process() -> Iterator[Metric]:
-    """The usual metrics of a process.
+    """The standard metrics of a process.
 
-    Not prometheus_client's ProcessCollector: it wants /proc/stat, which ProcSubset=pid in a drop-in hides.
+    Not prometheus_client's ProcessCollector: it needs /proc/stat, which systemd's ProcSubset=pid hides.
     """
     virtual, resident = Path("/proc/self/statm").read_text().split()[:2]
     page = resource.getpagesize()
     yield CounterMetricFamily("process_cpu_seconds", "User and system CPU time.", time.process_time())
     yield GaugeMetricFamily("process_resident_memory_bytes", "Resident memory.", int(resident) * page)
     yield GaugeMetricFamily("process_virtual_memory_bytes", "Virtual memory.", int(virtual) * page)
-    yield GaugeMetricFamily("process_start_time_seconds", "When the process was started.", _STARTED)
+    yield GaugeMetricFamily("process_start_time_seconds", "When the process started.", _STARTED)
     descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
     yield GaugeMetricFamily("process_open_fds", "Open file descriptors.", descriptors)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    yield GaugeMetricFamily("process_max_fds", "The most that may be open.", most)
+    yield GaugeMetricFamily("process_max_fds", "Maximum number of open file descriptors.", most)
 
 
 class _Fixed:
@@ -192,7 +192,7 @@ class _Fixed:
         return self._families
 
 
-def _values(state: State) -> Iterator[Value]:
+def _values(state: ServiceState) -> Iterator[Value]:
     yield "info", (state.gateway, state.version), 1
     yield "ready", (), state.readiness.ok
     yield "event_loop_delay_seconds", (), state.loop_delay
@@ -207,12 +207,12 @@ def _values(state: State) -> Iterator[Value]:
     yield "export_worker_resident_memory_bytes", (), state.worker_memory
     yield from _streams(state)
     yield from _exports(state)
-    for door, counts in state.counts.items():
+    for front_end, counts in state.counts.items():
         for what, number in counts.items():
-            yield _counted(door, what, number)
+            yield _counted(front_end, what, number)
 
 
-def _streams(state: State) -> Iterator[Value]:
+def _streams(state: ServiceState) -> Iterator[Value]:
     for stream in state.streams:
         name = (stream.name,)
         yield "stream_appended_messages_total", name, stream.newest + 1
@@ -232,7 +232,7 @@ def _streams(state: State) -> Iterator[Value]:
         yield "stream_failing", name, stream.error is not None
 
 
-def _exports(state: State) -> Iterator[Value]:
+def _exports(state: ServiceState) -> Iterator[Value]:
     for export in state.exports:
         labels = (export.stream, export.identifier, export.kind)
         since = export.waiting_since
@@ -248,11 +248,11 @@ def _exports(state: State) -> Iterator[Value]:
         yield "export_disabled", labels, export.disabled
 
 
-def _counted(door: str, what: str, number: int) -> Value:
+def _counted(front_end: str, what: str, number: int) -> Value:
     known = _GAUGES.get(what) or _COUNTERS.get(what)
     if known is not None:
-        return known, (door,), number
+        return known, (front_end,), number
     prefix, _, reason = what.partition("_")
     if reason and prefix in _BY_REASON:
-        return _BY_REASON[prefix], (door, reason), number
-    return "events_total", (door, what), number
+        return _BY_REASON[prefix], (front_end, reason), number
+    return "events_total", (front_end, what), number

@@ -1,14 +1,14 @@
-"""Gathers what is shown: a `State` on request, and every 5 s a point of the last hour.
+"""Collects what is shown: a `ServiceState` on request, and every 5 s a point of the last hour.
 
-* A state is used again for a second, or longer if it was dear to make: at most 5 % of the event loop's
-  time goes into looking, however many streams there are and however often somebody asks. (Measured on
-  a desktop: 12 ms for 1,000 streams with an export each.)
-* Times of messages (the oldest, the first that waits for an export) are read from the files, in a
-  thread of its own, every step and only when the number in question has changed.
-* Whether the data directory can be written is tried by writing there: a failing or hanging disk is told from
-  a good one by nothing less. The file never has a name. It is tried at the start, while messages come, and as
-  long as it fails. An idle gateway writes nothing (flash wears out): then the file system's state alone is
-  looked at, which shows one that is full, read-only or gone.
+* A state is reused for a second, or longer if it took long to make: this takes at most 5 % of the event
+  loop's time, whatever the number of streams and requests. (Measured on a desktop: 12 ms for 1,000 streams
+  with an export each.)
+* A separate thread reads the times of messages (the oldest of a stream, the first pending of an export) from
+  the files, at every step and only when the number in question has changed.
+* To test whether the data directory is writable, a nameless file is written there: only that detects a
+  failing or hanging disk. This is done at the start, while messages arrive, and while it fails. An idle
+  gateway writes nothing, to spare flash memory. It only checks whether the file system is full, read-only or
+  missing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from bridge.errors import CorruptData
 from bridge.http.state import (
@@ -35,7 +35,7 @@ from bridge.http.state import (
     Client,
     ExportState,
     Readiness,
-    State,
+    ServiceState,
     StreamState,
     limits_of,
     readiness,
@@ -44,58 +44,50 @@ from bridge.operations.manager import StreamManager
 from bridge.streams.reader import StreamReader
 from bridge.streams.stream import Stream
 
+if TYPE_CHECKING:
+    from bridge.export.supervisor import ExportSupervisor
+
 STEP = 5.0
 KEPT = 720  # points: one hour
 BEAT = 1.0
-PROBE_AGE = 1.0  # seconds that a try of the disk is believed
+PROBE_AGE = 1.0  # seconds for which the result of a test of the disk is reused
 PROBE_TIMEOUT = 5.0
-SPARE = 1024 * 1024  # bytes; with less an idle gateway's disk is tried as well
-CLIENTS = 200  # devices listed by name
-SHARE = 20  # an answer is used again for so many times what it cost
+SPARE = 1024 * 1024  # bytes free; with less, an idle gateway's disk is tested too
+CLIENTS = 200  # clients that are listed
+SHARE = 20  # an answer is reused for this many times the time that it took
 
 log = logging.getLogger("bridge.http")
 
 
 Key = tuple[str, int, str]  # a stream's name and epoch, and an export's identifier or ""
-Place = tuple[Path, int, int]  # the stream's directory, which number, and the next one
+Number = tuple[Path, int, int]  # a stream's directory, a sequence number in it, and the stream's next one
 
 
 class FrontEnd(Protocol):
-    """What is asked of a front end."""
+    """A front end, as the observer uses it."""
 
     def stats(self) -> dict[str, int]:
-        """Its counters since the start; `connections` and `sessions` are those of now."""
+        """Its counters since the start; `connections` and `sessions` are current numbers."""
 
 
 @runtime_checkable
-class Devices(Protocol):
-    """What is asked of a front end for devices."""
+class DeviceFrontEnd(Protocol):
+    """A front end for devices, as the observer uses it."""
 
     def clients(self, most: int) -> Sequence[tuple[str, str | None, str, str]]:
-        """Connected clients, at most so many: id, user, address, protocol."""
+        """At most `most` connected clients: id, user, address, protocol."""
 
     @property
     def refused(self) -> dict[str, str]:
-        """The streams whose messages it cannot get, and why."""
+        """The streams whose messages it cannot receive, and why."""
 
     @property
     def unreachable(self) -> str | None:
-        """Why it gets no messages at all; None if it does."""
-
-
-class Exports(Protocol):
-    """What is asked of the export side."""
-
-    restarts: int
-    memory: int
-
-    @property
-    def pid(self) -> int | None:
-        """The worker's process id; None while there is none."""
+        """Why it receives no messages at all; None if it does."""
 
 
 class Point(NamedTuple):
-    """One step of the history: when (Unix ms), of each export how many messages wait, and sums."""
+    """One step of the history: the time (Unix ms), the pending messages of each export, and sums."""
 
     time: int
     exports: tuple[tuple[str, str], ...]
@@ -105,28 +97,31 @@ class Point(NamedTuple):
 
 
 class Observer:
-    """Looks at a service. `phase` is "starting", "running" or "stopping"; who runs it says so."""
+    """Observes a service. `phase` is "starting", "running" or "stopping"; the service sets it."""
 
     def __init__(
         self,
         gateway: str,
         data_dir: Path,
         manager: StreamManager,
-        exports: Exports,
+        exports: ExportSupervisor,
         front_ends: Mapping[str, FrontEnd],
+        probe_timeout: float = PROBE_TIMEOUT,
     ) -> None:
+        """`probe_timeout` is how many seconds the disk may take to be written before it counts as hung."""
+        self._probe_timeout = probe_timeout
         self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
         self._front_ends = front_ends
-        self._devices = {name: one for name, one in front_ends.items() if isinstance(one, Devices)}
+        self._devices = {name: one for name, one in front_ends.items() if isinstance(one, DeviceFrontEnd)}
         self.phase = "starting"
         self.points: deque[Point] = deque(maxlen=KEPT)
         self._numbers: deque[tuple[int, dict[str, int]]] = deque(maxlen=3)  # when, each stream's next number
         self._version = _version()
         self._started = _now()
-        self._state: State | None = None
+        self._state: ServiceState | None = None
         self._good_until = 0.0
         self._delay = 0.0
-        self._times: dict[Key, tuple[int, int]] = {}  # which number, and when it came
+        self._times: dict[Key, tuple[int, int]] = {}  # a sequence number, and when that message was received
         self._reading = ThreadPoolExecutor(1, "status")
         self._probing = ThreadPoolExecutor(1, "probe")
         self._lookup: asyncio.Task[None] | None = None
@@ -136,9 +131,9 @@ class Observer:
         self._storage_error: str | None = None
         self._space = (0, 0)
 
-    # -- at work ---------------------------------------------------------------------------------
+    # -- the history -----------------------------------------------------------------------------
     async def run(self) -> None:
-        """Watch the loop and take a point every step, until cancelled."""
+        """Measure the loop's delay and record a point every step, until cancelled."""
         loop = asyncio.get_running_loop()
         beat = due = loop.time()
         delay = 0.0
@@ -151,16 +146,16 @@ class Observer:
                     if self._lookup is None or self._lookup.done():
                         self._lookup = asyncio.create_task(self._read_times())
                     await asyncio.gather(asyncio.wait([self._lookup], timeout=STEP), self.storage_error())
-                    if self._lookup.done():  # else the disk hangs: go on without
+                    if self._lookup.done():  # otherwise the disk hangs: continue without
                         self._lookup.result()
                 except Exception:
-                    log.exception("the status cannot be gathered")
+                    log.exception("the status cannot be collected")
             beat = loop.time() + BEAT
             await asyncio.sleep(BEAT)
             delay = max(delay, loop.time() - beat)
 
     def close(self) -> None:
-        """Give the threads back."""
+        """Stop the threads."""
         if self._lookup is not None:
             self._lookup.cancel()
         self._reading.shutdown(wait=False, cancel_futures=True)
@@ -172,7 +167,7 @@ class Observer:
         rates = [stream.rate for stream in state.streams if stream.rate is not None]
         exports = tuple((export.stream, export.identifier) for export in state.exports)
         if self.points and self.points[-1].exports == exports:
-            exports = self.points[-1].exports  # one object for the whole hour, as a rule
+            exports = self.points[-1].exports  # usually one object for the whole hour
         self.points.append(
             Point(
                 state.time,
@@ -196,7 +191,7 @@ class Observer:
             self._written = written
             self._probe = loop.run_in_executor(self._probing, self._try_disk, idle)
         try:
-            self._storage_error = await asyncio.wait_for(asyncio.shield(self._probe), PROBE_TIMEOUT)
+            self._storage_error = await asyncio.wait_for(asyncio.shield(self._probe), self._probe_timeout)
             self._probe = None
             self._probed = loop.time()
         except TimeoutError:
@@ -219,30 +214,30 @@ class Observer:
 
     @property
     def refused(self) -> dict[str, str]:
-        """The streams that cannot be had or whose messages do not reach us, and why."""
+        """The streams that are unavailable or whose messages do not reach us, and why."""
         found: dict[str, str] = {}
         for front_end in self._devices.values():
             found |= front_end.refused
         return found | self._manager.refused
 
     def readiness(self) -> Readiness:
-        """Whether messages for all streams come in and can be stored, now; of the disk what was last seen."""
+        """Whether messages for all streams are received and can be stored; the disk as last tested."""
         streams = self._manager.store.streams.values()
         return readiness(self.phase, self._storage_error, streams, self.refused, self.unreachable)
 
     @property
     def unreachable(self) -> str | None:
-        """Why there is no connection to an external broker; None if there is one, or need not be."""
+        """Why the external broker is not connected; None if it is, or there is none."""
         return next((one.unreachable for one in self._devices.values() if one.unreachable), None)
 
     # -- times of messages -----------------------------------------------------------------------
     async def _read_times(self) -> None:
-        """Read when the messages in question came, for those not known yet; forget the others."""
+        """Read the unknown times of the messages in question, and forget the others."""
         state = self.state()
         numbers = {(s.name, ""): s.oldest for s in state.streams if s.oldest <= s.newest}
         ends = {s.name: s.newest + 1 for s in state.streams}
         numbers |= {(e.stream, e.identifier): ends[e.stream] - e.lag for e in state.exports if e.lag}
-        wanted: dict[Key, Place] = {}
+        wanted: dict[Key, Number] = {}
         for (name, export), number in numbers.items():
             if (stream := self._manager.store.streams.get(name)) is not None:
                 wanted[name, stream.epoch, export] = (stream.directory, number, ends[name])
@@ -253,24 +248,24 @@ class Observer:
         self._good_until = 0.0
 
     def _time_of(self, stream: Stream, export: str = "") -> int | None:
-        """When the oldest message came, or the first that waits for an export, as last looked up."""
+        """When the oldest message was received, or the first pending one of an export, as last read."""
         return self._times.get((stream.name, stream.epoch, export), (0, None))[1]
 
-    # -- what is now -----------------------------------------------------------------------------
-    def state(self, *, fresh: bool = False) -> State:
-        """What is now, or was a moment ago."""
+    # -- the current state -----------------------------------------------------------------------
+    def state(self, *, fresh: bool = False) -> ServiceState:
+        """The current state, or unless `fresh`, a recent one."""
         began = time.monotonic()
         if self._state is None or fresh or began >= self._good_until:
-            self._state = self._look()
+            self._state = self._collect()
             self._good_until = began + max(1.0, (time.monotonic() - began) * SHARE)
         return self._state
 
-    def _look(self) -> State:
+    def _collect(self) -> ServiceState:
         now = _now()
         before = self._earlier(now)
         counts = {name: front_end.stats() for name, front_end in self._front_ends.items()}
         clock = self._manager.store.clock
-        return State(
+        return ServiceState(
             gateway=self._gateway,
             version=self._version,
             started=self._started,
@@ -294,7 +289,7 @@ class Observer:
         )
 
     def _earlier(self, now: int) -> tuple[int, dict[str, int]]:
-        """The newest numbers that are old enough to tell a rate from."""
+        """The newest numbers that are old enough to compute a rate."""
         return next((kept for kept in reversed(self._numbers) if kept[0] <= now - STEP * 900), (now, {}))
 
     def _stream(self, name: str, now: int, before: tuple[int, dict[str, int]]) -> StreamState:
@@ -364,7 +359,7 @@ class Observer:
         return found
 
 
-def _times_of(wanted: Mapping[Key, Place]) -> dict[Key, tuple[int, int]]:
+def _times_of(wanted: Mapping[Key, Number]) -> dict[Key, tuple[int, int]]:
     found = {}
     for key, (directory, number, end) in wanted.items():
         try:

@@ -2,7 +2,7 @@
 const POLL = 2000, HISTORY = 5000, MINUTE = 60000, HOUR = 60 * MINUTE, LINES = 5, EARLIEST = Date.UTC(2025, 0);
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 3", "2 3", "10 3 2 3", "5 5", "1 5"];
-const KINDS = { dropped: "dropped", rejected: "refused, not acknowledged", refused: "turned away" };
+const KINDS = { dropped: "dropped", rejected: "refused, not acknowledged", refused: "rejected" };
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const brief = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
@@ -197,20 +197,20 @@ class Chart {
     this.mark.setAttribute("x1", x);
     this.mark.setAttribute("x2", x);
     this.mark.setAttribute("visibility", "visible");
-    const told = this.series.map(({ name, values }) => [name, values[best]]).filter(([, value]) => value !== null);
+    const shown = this.series.map(({ name, values }) => [name, values[best]]).filter(([, value]) => value !== null);
     put(this.tip, [moment.format(this.times[best]),
-      ...told.map(([name, value]) => `${name}: ${rate(value)} ${this.unit}`)].join("\n"));
+      ...shown.map(([name, value]) => `${name}: ${rate(value)} ${this.unit}`)].join("\n"));
     this.tip.hidden = false;
     this.tip.style.left = `${Math.min(Math.max(0, x + 10), Math.max(0, this.box.clientWidth - this.tip.offsetWidth))}px`;
   }
 }
 
 const streams = new Rows("streams", [["Stream"], ["State"], ["Rate", "n"], ["Messages", "n"], ["Size", "wide"], ["Oldest", "n"], ["Limits", "wide"]]);
-const exports_ = new Rows("exports", [["Export"], ["State"], ["Waiting", "n"], ["Behind", "n"], ["Exported", "n"], ["Last try", "n"]]);
+const exports_ = new Rows("exports", [["Export"], ["State"], ["Pending", "n"], ["Lag", "n"], ["Exported", "n"], ["Last attempt", "n"]]);
 const drops = new Rows("drops", [["Where"], ["What"], ["Count", "n"]]);
 const clients = new Rows("clients", [["Client id"], ["User"], ["Address"], ["Protocol"]]);
-const backlog = new Chart("backlog", "messages", "Nothing is waiting");
-const speed = new Chart("rate", "a second", "No messages yet");
+const backlog = new Chart("backlog", "messages", "No messages are pending");
+const speed = new Chart("rate", "per second", "No messages yet");
 const tiles = new Map();
 
 function tile(name, value, sub, level = "") {
@@ -226,7 +226,7 @@ function tile(name, value, sub, level = "") {
   second.className = level;
 }
 
-function told(items) {
+function showNotices(items) {
   const list = $("notices"), wanted = JSON.stringify(items);
   if (list.shown === wanted) return;
   list.shown = wanted;
@@ -249,31 +249,31 @@ function show(now) {
   put($("about"), `MQTT gateway, streambridge ${now.version}, running for ${span(now.time - now.started)}`);
   const notices = [], ready = now.readiness;
   if (now.storageError) notices.push(["Nothing can be stored", now.storageError]);
-  if (!now.workerRunning && ready.phase === "running") notices.push(["Exports pause", "their worker process ended and is being started again"]);
-  if (ready.unreachable) notices.push(["No messages come in", ready.unreachable]);
+  if (!now.workerRunning && ready.phase === "running") notices.push(["Exports are interrupted", "the worker process has ended and is being restarted"]);
+  if (ready.unreachable) notices.push(["No messages are received", ready.unreachable]);
   for (const [name, why] of Object.entries(ready.refused)) notices.push([`Messages for ${name} are refused`, why]);
-  if (now.time < EARLIEST) notices.push(["The clock is wrong", `it says ${moment.format(now.time)}; messages are stored with that time`]);
-  if (now.clockSteps) notices.push(["The clock was set", `${now.clockStep > 0 ? "forward" : "back"} by ${span(Math.abs(now.clockStep))}; nothing expires by that`]);
+  if (now.time < EARLIEST) notices.push(["The clock is wrong", `it shows ${moment.format(now.time)}; messages are stored with that time`]);
+  if (now.clockSteps) notices.push(["The clock was set", `${now.clockStep > 0 ? "forward" : "back"} by ${span(Math.abs(now.clockStep))}; no message expires because of that`]);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
   const active = now.exports.filter((e) => !e.disabled);
   const failing = active.filter((e) => e.error).length;
   const stuck = Object.keys(ready.failing).length + Object.keys(ready.refused).length;
   const stopped = active.filter((e) => e.stopped).length;
-  told(notices);
+  showNotices(notices);
   if (now.storageError) showState("bad", "Cannot store");
   else if (ready.phase !== "running") showState("unknown", ready.phase === "stopping" ? "Stopping" : "Starting");
   else if (stuck) showState("bad", `${many(stuck, "stream")} cannot store`);
-  else if (!ready.ok) showState("bad", "No messages come in");
+  else if (!ready.ok) showState("bad", "No messages are received");
   else if (stopped) showState("bad", `Storing; ${many(stopped, "export")} stopped`);
-  else if (failing) showState("warn", `Storing; ${many(failing, "export")} held up`);
+  else if (failing) showState("warn", `Storing; ${many(failing, "export")} retrying`);
   else showState("good", "All is well");
 
   const lost = sum(now.streams.flatMap((s) => Object.entries(s.dropped)).filter(([why]) => why !== "exported" && why !== "purged").map(([, n]) => n));
   const sessions = sum(Object.values(now.counts).map((c) => c.sessions || 0));
   tile("Devices", whole.format(now.connections), `${many(sessions, "session")} kept`);
-  tile("Stored a second", rate(sum(now.streams.map((s) => s.rate || 0))), `${whole.format(sum(now.streams.map((s) => s.newest + 1)))} ever`);
-  tile("Waiting for export", whole.format(sum(active.map((e) => e.lag))), failing ? `${failing} of ${active.length} exports held up` : many(active.length, "export"), failing ? "warn" : "");
-  tile("Kept", size(sum(now.streams.map((s) => s.size))), many(sum(now.streams.map((s) => s.messages)), "message"));
+  tile("Stored per second", rate(sum(now.streams.map((s) => s.rate || 0))), `${whole.format(sum(now.streams.map((s) => s.newest + 1)))} in total`);
+  tile("Pending exports", whole.format(sum(active.map((e) => e.lag))), failing ? `${failing} of ${active.length} exports retrying` : many(active.length, "export"), failing ? "warn" : "");
+  tile("Stored", size(sum(now.streams.map((s) => s.size))), many(sum(now.streams.map((s) => s.messages)), "message"));
   tile("Disk free", now.diskSize ? size(now.diskFree) : "–", now.diskSize ? `of ${size(now.diskSize)}` : "");
   tile("Dropped", whole.format(lost), "by limits or damage", lost ? "warn" : "");
 
@@ -292,7 +292,7 @@ function show(now) {
     { text: e.identifier, sub: `${e.stream} to ${e.kind}` },
     e.disabled ? { text: "", pill: "warn", state: "paused" }
       : e.stopped ? { text: "", pill: "bad", state: "stopped", sub: e.error }
-      : e.error ? { text: "", pill: "warn", state: "held up, tries again", sub: e.error }
+      : e.error ? { text: "", pill: "warn", state: "retrying", sub: e.error }
       : !e.lag ? { text: "", pill: "good", state: "up to date" } : { text: "", pill: "good", state: "exporting" },
     { text: whole.format(e.lag) },
     { text: e.lag === 0 ? "0 s" : e.waitingSince === null ? "–" : span(now.time - e.waitingSince) },
@@ -306,10 +306,10 @@ function show(now) {
     for (const [why, n] of Object.entries(s.failures)) lines.push([`stream ${s.name}`, `files: ${spoken(why)}`, n]);
     if (s.deduplicated) lines.push([`stream ${s.name}`, "not stored twice", s.deduplicated]);
   }
-  for (const [door, counts] of Object.entries(now.counts))
+  for (const [frontEnd, counts] of Object.entries(now.counts))
     for (const [what, n] of Object.entries(counts)) {
       const [, kind, why] = /^(dropped|rejected|refused)_(.*)$/.exec(what) || [];
-      if (kind && n) lines.push([door, `${KINDS[kind]}: ${spoken(why)}`, n]);
+      if (kind && n) lines.push([frontEnd, `${KINDS[kind]}: ${spoken(why)}`, n]);
     }
   drops.show(lines.map(([where, what, n]) => [`${where} ${what}`, [where, what, whole.format(n)]]));
   put($("clients-text"), now.clients.length < now.connections && now.clients.length
@@ -346,7 +346,7 @@ function plot() {
       values: past.times.map((_, at) => rest.reduce((sum, one) => sum + (one.values[at] || 0), 0)) });
   const total = past.times.map((_, at) => all.reduce((sum, one) => sum + (one.values[at] || 0), 0));
   const most = Math.max(0, ...total), last = past.times.length - 1;
-  backlog.nothing = all.length ? "Nothing is waiting" : "No stream is exported";
+  backlog.nothing = all.length ? "No messages are pending" : "No stream is exported";
   backlog.show(past.times, series, !most ? "The last hour, in messages."
     : `The last hour, in messages. Now ${whole.format(total[last])}, at most ${whole.format(most)} at ${clock.format(past.times[total.indexOf(most)])}.`);
   const top = Math.max(0, ...past.rate);

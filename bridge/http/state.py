@@ -1,4 +1,4 @@
-"""What is shown: one snapshot of the service, as plain values. Sent to the page as JSON, camelCase.
+"""What is shown: one snapshot of the service, as plain values. The page gets it as JSON in camelCase.
 
 Sizes are bytes, times are Unix time in ms, rates and ages are in seconds. None means: not known yet.
 """
@@ -22,7 +22,7 @@ FAILURES = {"corrupt_reads", "delete_failed"}
 class StreamState(Struct, rename="camel", kw_only=True):
     """One stream. `dropped` and `rejected` (refused) count messages by reason since the start.
 
-    `failures` counts what else went wrong with its files, by what it was.
+    `failures` counts other failures with its files, by kind.
     """
 
     name: str
@@ -45,7 +45,7 @@ class StreamState(Struct, rename="camel", kw_only=True):
 
 
 class ExportState(Struct, rename="camel", kw_only=True):
-    """One export of a stream: `lag` messages wait for it, the oldest of them since `waiting_since`."""
+    """One export of a stream: `lag` messages are pending, the oldest of them since `waiting_since`."""
 
     stream: str
     identifier: str
@@ -73,13 +73,13 @@ class Client(Struct, rename="camel", kw_only=True):
 
 
 class Readiness(Struct, rename="camel", kw_only=True):
-    """Whether messages for all streams come in and can be stored, and what prevents it.
+    """Whether messages for all streams are received and can be stored, and what prevents it.
 
-    `/readyz`, the metric `streambridge_ready` and the status page show this and nothing of their own.
+    `/readyz`, the metric `streambridge_ready` and the status page all show this.
 
-    `refused` are the streams that cannot be had or whose messages do not reach us, `failing` those that
-    could not store their last message, because of the disk or for lack of room, each with the reason;
-    `unreachable` says why there is no connection to an external broker.
+    `refused` are the streams that are unavailable or whose messages do not reach us, `failing` those that
+    could not store their last message, because of the disk or because they are full, each with the reason.
+    `unreachable` says why the external broker is not connected.
     """
 
     ok: bool
@@ -97,7 +97,7 @@ def readiness(
     refused: dict[str, str],
     unreachable: str | None,
 ) -> Readiness:
-    """Decide whether the service is ready."""
+    """Determine whether the service is ready."""
     failing = {stream.name: why for stream in streams if (why := stream.cannot_store) is not None}
     return Readiness(
         ok=phase == "running" and not (storage_error or refused or failing or unreachable),
@@ -109,10 +109,10 @@ def readiness(
     )
 
 
-class State(Struct, rename="camel", kw_only=True):
-    """Everything at one moment. `counts` are the front ends' own counters; `clients` may be cut short.
+class ServiceState(Struct, rename="camel", kw_only=True):
+    """The service at one moment. `counts` are the front ends' counters; `clients` may be incomplete.
 
-    `clock_steps`: how often the wall clock was stepped since the start, the last time by `clock_step` ms.
+    `clock_steps` is how often the wall clock was stepped since the start, the last time by `clock_step` ms.
     """
 
     gateway: str

@@ -16,9 +16,8 @@ from msgspec import Meta, Struct
 from bridge.access.rules import AccessRule
 from bridge.model import KIB, MIB
 from bridge.net.addresses import is_loopback
-from bridge.settingtypes import Bytes, Millis
+from bridge.settingtypes import Bytes, Count, Millis
 
-Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
 
 

@@ -13,6 +13,15 @@ def host_and_port(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def check_listen(listen: str, example: str) -> None:
+    """Check the setting `listen`, which may be empty; raises ValueError with an example."""
+    try:
+        if listen:
+            host_and_port(listen)
+    except ValueError as error:
+        raise ValueError(f"`listen`: {error}; write it like {example}") from None
+
+
 def network_of(address: str) -> str:
     """The network that counts as one client: an IPv4 address, an IPv6 /64, other text unchanged."""
     try:

@@ -1,12 +1,12 @@
-"""What the exports of a client's definition may reach: the configuration's `[export.allow]`.
+"""What exports in a client's definition may reach: the configuration's `[export.allow]`.
 
-An exporter says by the type of a setting what it reaches: an `Endpoint`, a `Bucket`, or a `SecretFile`, which
-only the configuration may name. An export of a client may be of the allowed kinds, and each of these settings
-must be allowed.
+An exporter declares by the type of a setting what it reaches: an `Endpoint`, a `Bucket`, or a `SecretFile`,
+which only the configuration may name. A client's export must be of an allowed kind, with allowed values in
+each of these settings.
 
-An export that the stream has already may stay: a client that describes a stream, changes something else and
-sends all of it back must not fail. It may stay only with all of these settings as they are, so that a secret
-of the configuration is never sent to another endpoint, allowed or not.
+An export that the stream already has may stay: a client must be able to describe a stream, change something
+else and send all of it back. All of these settings must then be unchanged. Otherwise a secret of the
+configuration could be sent to another endpoint.
 """
 
 from __future__ import annotations
@@ -46,22 +46,24 @@ def _check(allow: Allow, kind: str, identifier: str, reach: Mapping[str, tuple[M
     where = f"exportDefinition.{kind} {identifier!r}"
     if kind not in allow.kinds:
         raise Unauthorized(
-            f"{where}: exports of kind {kind!r} are not a client's to define; declare the stream in the "
+            f"{where}: a client may not define exports of kind {kind!r}; declare the stream in the "
             "configuration, or add the kind to [export.allow] kinds"
         )
     for key, (guard, value) in reach.items():
         if guard is Means.SECRET_FILE:
             raise Unauthorized(
-                f"{where}: `{key}` names a file of this gateway; only the configuration may do so"
+                f"{where}: `{key}` names a file of this gateway; only the configuration may do that"
             )
         if guard is Means.ENDPOINT and not allow.endpoint(value):
-            raise Unauthorized(f"{where}: `{key}` is not among the hosts of [export.allow] endpoints")
+            raise Unauthorized(
+                f"{where}: the host of `{key}` is not in [export.allow] endpoints; add it there"
+            )
         if guard is Means.BUCKET and not allow.bucket(value):
-            raise Unauthorized(f"{where}: `{key}` is not among [export.allow] buckets")
+            raise Unauthorized(f"{where}: `{key}` is not in [export.allow] buckets; add it there")
 
 
 def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict[str, tuple[Means, str]]]:
-    """What each export reaches: by kind and identifier the guard and the value of each guarded key."""
+    """What each export reaches: by kind and identifier, the guard and the value of each guarded key."""
     found = {}
     for kind, configs in exports.items():
         exporter = registry.exporters.get(kind)
@@ -75,7 +77,7 @@ def _reaches(registry: Registry, exports: Exports) -> dict[tuple[str, str], dict
 
 @cache
 def guards_of(config: type[ExportConfig]) -> dict[str, Means]:
-    """The guarded keys of an exporter's Config, as they are on the wire."""
+    """The guarded keys, on the wire, of an exporter's Config."""
     return {
         field.encode_name: guard
         for field in fields(config)

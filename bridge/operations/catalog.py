@@ -14,20 +14,22 @@
 What it promises:
 
 * Rights are those on the stream (`bridge.access.rules`). They are checked before the stream is looked up, so
-  that a refusal does not say whether it exists.
+  a refusal does not reveal whether it exists.
 * A definition also needs `read` on all that its topics cover, since the stream keeps copies, and `publish` on
-  each other stream that its exports append to. Unless the caller is trusted, its exports may reach no more
-  than the configuration allows (`bridge.operations.allow`).
-* listStreams names the streams that the caller may describe.
-* Each change is logged once, with who made it.
-* An unknown key in a request is InvalidRequest: it is misspelt, or of another version.
+  each other stream that its exports append to. Unless the caller is trusted, its exports may reach only what
+  the configuration allows (`bridge.operations.allow`).
+* listStreams returns the streams that the caller may describe.
+* Each change is logged once, with the client that made it.
+* An unknown key in a request is InvalidRequest: it is misspelt, or from another version.
 
-`name` and `streamName` are the same in every request that names a stream.
+`name` and `streamName` mean the same in every request that names a stream.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from inspect import isawaitable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -36,9 +38,9 @@ from msgspec import Struct
 from bridge.errors import InvalidRequest, Unauthorized, UnknownOperation
 from bridge.model import MessageStreamDefinition, MessageStreamInfo
 from bridge.operations.allow import check_allowed
-from bridge.operations.audit import log_change
-from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions
+from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
 from bridge.plugin.allow import Allow
+from bridge.plugin.api import appends_to
 from bridge.streams import headers
 from bridge.streams.segment import StreamMessage
 
@@ -47,23 +49,25 @@ if TYPE_CHECKING:
     from bridge.operations.manager import StreamManager
     from bridge.streams.stream import Stream
 
+log = logging.getLogger(__name__)
+
 
 # -- requests ------------------------------------------------------------
 
 
 class Request(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """What every request has. `request_id` comes back in the reply."""
+    """The base of all requests. `request_id` is repeated in the reply."""
 
     request_id: str = ""
 
     @property
     def stream(self) -> str:
-        """The name of the stream that it is about; empty if it is about none."""
+        """The name of the stream; empty if the request names none."""
         return ""
 
 
 class Named(Request, kw_only=True, frozen=True):
-    """A request about a stream that is named."""
+    """A request that names a stream."""
 
     name: str | None = None
     stream_name: str | None = None
@@ -84,20 +88,20 @@ class Define(Request, kw_only=True, frozen=True):
 
     @property
     def stream(self) -> str:
-        """The name in the definition, which may not be one; raises InvalidRequest without a definition."""
+        """The name in the definition, valid or not; raises InvalidRequest without a definition."""
         if self.definition is None:
             raise InvalidRequest("the request: `definition` is missing")
         return str(self.definition.get("name", ""))
 
 
 class Update(Define, kw_only=True, frozen=True):
-    """updateMessageStream. `if_version` is the version in the description that the change was made from."""
+    """updateMessageStream. `if_version` is the version of the description that the change started from."""
 
     if_version: str | None = None
 
 
 class Append(Named, kw_only=True, frozen=True):
-    """appendMessage. A `message_id` that was seen in the deduplication window is not stored again."""
+    """appendMessage. A message whose id was seen in the deduplication window is not stored again."""
 
     payload: bytes | None = None
     message_id: bytes = b""
@@ -127,7 +131,7 @@ class Purge(Named, kw_only=True, frozen=True):
 
 
 class Done(Struct):
-    """There is nothing to say but that it is done."""
+    """The operation has no result."""
 
 
 class Described(Struct, rename="camel"):
@@ -155,7 +159,7 @@ class AppendedAll(Struct, rename="camel"):
 
 
 class Found(Struct):
-    """The messages of a read: `least` are asked for, further ones are there if the reply has room."""
+    """The messages of a read. The reply must have `least` of them, and the others if there is room."""
 
     messages: list[StreamMessage]
     stream: str
@@ -163,7 +167,7 @@ class Found(Struct):
 
 
 class Purged(Struct, rename="camel"):
-    """How many messages were dropped."""
+    """The number of messages that were dropped."""
 
     purged_messages: int
 
@@ -173,22 +177,23 @@ R = TypeVar("R", bound=Request)
 
 
 class Call(NamedTuple):
-    """A request on its way: who makes it, and how many bytes of messages its reply has room for."""
+    """A request that is carried out; `room` and `turn` are those of `Operations.call`."""
 
     operations: Operations
     caller: Identity
-    room: int
+    room: int = MOST_BYTES
+    turn: Turn = nullcontext
 
     @property
     def manager(self) -> StreamManager:
-        """Who carries it out."""
+        """The manager of all streams."""
         return self.operations.manager
 
 
 class Operation(NamedTuple):
-    """One operation: any of `rights` on the stream of the request is enough, none are needed without any.
+    """One operation. The caller needs one of `rights` on the stream; without any, no right is needed.
 
-    `audit` says what has changed, for the log.
+    `audit` makes the text for the log from the result.
     """
 
     request: type[Request]
@@ -198,44 +203,50 @@ class Operation(NamedTuple):
 
 
 class Operations:
-    """What front ends call. For the event loop's thread."""
+    """Carries out operations for the front ends. Use from the event loop's thread."""
 
-    def __init__(self, manager: StreamManager, allow: Allow | None = None) -> None:
-        """`allow`: what a client's definition may reach."""
-        self.manager, self.allow = manager, allow or Allow()
+    def __init__(
+        self, manager: StreamManager, allow: Allow | None = None, most_bytes: int = MOST_BYTES
+    ) -> None:
+        """`allow` is what a client's definition may reach; `most_bytes` of messages are in one read."""
+        self.manager, self.allow, self._most_bytes = manager, allow or Allow(), most_bytes
 
-    async def call(self, name: str, request: Request, caller: Identity, *, room: int = MOST_BYTES) -> Result:
+    async def call(
+        self,
+        name: str,
+        request: Request,
+        caller: Identity,
+        *,
+        room: int | None = None,
+        turn: Turn = nullcontext,
+    ) -> Result:
         """Carry out one operation; raises StreamBridgeError or OSError.
 
-        A read returns at most `room` bytes of messages.
+        A read returns at most `room` bytes of messages, and enters `turn()` to read them once they are there.
         """
         operation = self._authorized(name, request, caller)
-        result = operation.carry_out(Call(self, caller, room), request)
+        room = self._most_bytes if room is None else room
+        result = operation.carry_out(Call(self, caller, room, turn), request)
         if isawaitable(result):
             result = await result
         self._log(operation, request, result, caller)
         return result
 
     def call_now(self, name: str, request: Request, caller: Identity) -> Result:
-        """The same for an operation that does not wait: all but appends, reads and purges."""
+        """The same for an operation that does not wait: all except appends, reads and purges."""
         operation = self._authorized(name, request, caller)
-        result = operation.carry_out(Call(self, caller, MOST_BYTES), request)
+        result = operation.carry_out(Call(self, caller), request)
         assert not isawaitable(result)
         self._log(operation, request, result, caller)
         return result
 
     def submit(self, name: str, payload: bytes, caller: Identity) -> tuple[Stream, int]:
-        """The first half of appendMessage, as `StreamManager.submit`: stored with the next commit."""
+        """The first half of appendMessage: see `StreamManager.submit`."""
         caller.require(name, "publish")
         return self.manager.submit(name, payload, headers=self.headers(name, caller))
 
-    async def wait(self, request: Read, caller: Identity) -> None:
-        """The first half of readMessages: wait until its minimum is there, or its time is over."""
-        caller.require(request.stream, "read")
-        await self.manager.wait(request.stream, request.read_messages_options or ReadMessagesOptions())
-
     def headers(self, name: str, caller: Identity) -> bytes:
-        """The headers of what a caller appends to a stream."""
+        """The headers of a message that a caller appends to a stream."""
         if not caller.client_id or not self.manager.wants_client(name):
             return b""
         return headers.encode(headers.Headers(client=caller.client_id))
@@ -250,23 +261,25 @@ class Operations:
 
     def _log(self, operation: Operation, request: Request, result: Result, caller: Identity) -> None:
         if operation.audit is not None:
-            log_change(operation.audit(result), request.stream, caller.label)
+            extra = {"stream": request.stream, "by": caller.label}
+            log.info("stream %s", operation.audit(result), extra=extra)
 
 
-# -- how each is carried out ------------------------------------------------------------
+# -- operations ------------------------------------------------------------
 
 
 def _definition(call: Call, request: Define, old: MessageStreamDefinition | None) -> MessageStreamDefinition:
-    """The definition of a request, if the caller may have it."""
+    """The definition of a request; raises Unauthorized if the caller may not define it."""
     caller, manager = call.caller, call.manager
     definition = manager.check(request.definition or {})
     for topic_filter in definition.topics:
         if not caller.may_read_all(topic_filter):
             raise Unauthorized(
-                f"{caller.label} may not read all that {topic_filter!r} covers, and a stream would keep "
-                "a copy of it; add `read` to a rule in [[mqtt.acl]]"
+                f"{caller.label} may not read all topics of {topic_filter!r}, which the stream would "
+                "store; add `read` to a rule in [[mqtt.acl]]"
             )
-    for name in sorted(manager.appended_to(definition)):
+    exports = [raw for configs in definition.export_definition.values() for raw in configs]
+    for name in sorted({name for raw in exports for name in appends_to(raw).values()}):
         caller.require(name, "publish")
     if not caller.trusted:
         check_allowed(call.operations.allow, manager.registry, definition, old)
@@ -319,7 +332,7 @@ async def _append_all(call: Call, request: AppendAll) -> AppendedAll:
 
 async def _read(call: Call, request: Read) -> Found:
     options = request.read_messages_options or ReadMessagesOptions()
-    messages = await call.manager.read(request.stream, options, max_bytes=call.room)
+    messages = await call.manager.read(request.stream, options, max_bytes=call.room, turn=call.turn)
     return Found(messages, request.stream, options.min_message_count)
 
 

@@ -1,13 +1,13 @@
 """Requests and replies as bytes: JSON (bytes in base64) or CBOR, for any transport that carries messages.
 
-A body is the request's map, told apart by its first byte: a CBOR map begins with 0xA0 to 0xBF. It is nested
-16 deep at most. The reply is in the same encoding:
+A body is the request's map. Its first byte tells the encoding: a CBOR map begins with 0xA0 to 0xBF. It is
+nested 16 deep at most. The reply has the same encoding:
 
     {"requestId": ..., "status": 0, "statusName": "Success", <the operation's result>}
     {"requestId": ..., "status": 5, "statusName": "ResourceNotFound", "errorMessage": ...}
 
-A reply never has more bytes than its transport has room for: a read returns fewer messages, and what still
-does not fit is the error ResponsePayloadTooLarge.
+A reply has at most the number of bytes that its transport accepts: a read returns fewer messages, and a reply
+that still does not fit becomes the error ResponsePayloadTooLarge.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from bridge.access.rules import Identity
     from bridge.operations.catalog import Operations
 
-ENVELOPE = 4 * 1024  # bytes of a reply beside the messages
-PER_MESSAGE = 128  # bytes of a message in a reply, beside its payload, names and headers
+ENVELOPE = 4 * 1024  # bytes of a reply besides the messages
+PER_MESSAGE = 128  # bytes of a message in a reply besides its payload, names and headers
 
 
 async def answer(operations: Operations, name: str, body: bytes, limit: int, caller: Identity) -> bytes:
     """Carry out one encoded request; returns the encoded reply, of at most `limit` bytes.
 
-    Never raises because of what is asked.
+    No request makes it raise an error.
     """
     in_cbor = _is_cbor(body)
     room = limit - ENVELOPE if in_cbor else (limit - ENVELOPE) * 3 // 4
@@ -50,7 +50,7 @@ async def answer(operations: Operations, name: str, body: bytes, limit: int, cal
         reply = _encode(request_id, result, room, in_cbor=in_cbor)
         if len(reply) > limit:
             raise ResponseTooLarge(
-                f"the reply has {len(reply)} bytes, and a packet has room for {limit}; ask for less"
+                f"the reply has {len(reply)} bytes, but at most {limit} are possible; request less"
             )
     except StreamBridgeError as error:
         return _failure(request_id or _request_id(body), error, in_cbor=in_cbor)
@@ -98,7 +98,7 @@ class _Envelope(Struct, rename="camel"):
 
 
 def _request_id(body: bytes) -> str:
-    """The requestId of a request that cannot be read otherwise; empty if even that cannot be."""
+    """The requestId of a request that is otherwise invalid; empty if there is none."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError, cbor.Malformed):
         if _is_cbor(body):
             return msgspec.convert(cbor.decode_map(body), _Envelope).request_id
@@ -107,7 +107,7 @@ def _request_id(body: bytes) -> str:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether a definition is nested deeper: what decodes here could be too deep for whoever handles it."""
+    """Return whether a value is nested deeper: it could be decoded, but not handled recursively later."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):
@@ -145,7 +145,7 @@ def _encode(request_id: str, result: Result, room: int, *, in_cbor: bool) -> byt
 
 
 class StoredMessage(Struct, rename="camel", omit_defaults=True):
-    """A message as the SDK knows it, with our topic and headers."""
+    """A message with the SDK's fields, and our topic and headers."""
 
     stream_name: str
     sequence_number: int
@@ -156,7 +156,7 @@ class StoredMessage(Struct, rename="camel", omit_defaults=True):
 
 
 def _for_json(found: Found, room: int) -> list[StoredMessage]:
-    """The messages of a read that fit, as msgspec encodes them."""
+    """The messages of a read that fit into a reply, for msgspec to encode."""
     each = len(found.stream) + PER_MESSAGE
     ends = list(
         accumulate(len(row.payload) + len(row.topic) + 2 * len(row.headers) + each for row in found.messages)
@@ -175,7 +175,7 @@ def _for_json(found: Found, room: int) -> list[StoredMessage]:
 
 
 def _in_cbor(found: Found, room: int, opening: bytes) -> bytes:
-    """Behind `opening` a CBOR array of the same; what is the same in many messages is encoded once."""
+    """`opening`, then a CBOR array of the messages that fit; repeated parts are encoded once."""
     stream = cbor.encode("streamName") + cbor.encode(found.stream) + cbor.encode("topic")
     topics = {row.topic for row in found.messages}
     after = {topic: stream + cbor.encode(topic.decode()) for topic in topics}
@@ -193,7 +193,7 @@ def _in_cbor(found: Found, room: int, opening: bytes) -> bytes:
 
 
 def _fitting(found: Found, ends: list[int], room: int) -> int:
-    """How many messages are returned, if each with those before it takes so many bytes."""
+    """How many messages to return, if the first n+1 take `ends[n]` bytes."""
     return max(bisect_right(ends, room), found.least)
 
 

@@ -1,11 +1,10 @@
-"""StreamManager: the operations on streams, whatever door they come through.
+"""StreamManager: implements the operations on streams once, for all front ends.
 
-Every front end calls these methods, and an operation is implemented once. Rules and errors are those
-of AWS IoT Greengrass Stream Manager (SDK `stream-manager` 1.1.2 and its developer guide); where AWS
-documents nothing, these decisions hold:
+Rules and errors are those of AWS IoT Greengrass Stream Manager (SDK `stream-manager` 1.1.2 and its developer
+guide). Where AWS documents nothing, these rules apply:
 
-* creating a name that exists is InvalidRequest, also with the same definition
-* a full stream that rejects new data is UnknownFailure, and the message says which limit
+* creating a name that exists is InvalidRequest, even with the same definition
+* a full stream that rejects new data is UnknownFailure, and the message names the limit
 * an empty stream has oldest = newest + 1: 0 and -1 when it is new
 * a read's default maximum is its minimum; a start beyond the newest is NotEnoughMessages
 * segment size over max size is InvalidRequest
@@ -16,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,11 +43,9 @@ from bridge.model import (
     mistake,
     plain_definition,
 )
-from bridge.operations.audit import all_or_nothing
-from bridge.operations.reading import MOST_BYTES, STEP, Reads
-from bridge.operations.reading import ReadMessagesOptions as ReadMessagesOptions
+from bridge.operations.reading import MOST_BYTES, STEP, ReadMessagesOptions, Reads, Turn
 from bridge.operations.validate import mistakes
-from bridge.plugin.api import Record, appends_to
+from bridge.plugin.api import Record
 from bridge.plugin.discovery import Registry
 from bridge.streams.drops import DropReason
 from bridge.streams.meta import MessageLimits, StorageSettings
@@ -58,36 +55,36 @@ from bridge.streams.stream import Stream
 from bridge.topics import FilterTree, is_topic_filter, matches
 
 STREAM_TOPICS = "streams/"
-PURGE_STEP = 10_000  # messages that are looked at, or dropped, before others have their turn
-TELL_EVERY = 0.05  # seconds between two messages on commit positions to the export worker
+PURGE_STEP = 10_000  # messages that a purge reads or drops before other clients are served
+REPORT_INTERVAL = 0.05  # seconds between reports of commit positions to the export worker
 
 log = logging.getLogger(__name__)
 
 
 class Exports(Protocol):
-    """What the manager asks of the export side."""
+    """The export side, as the manager uses it."""
 
     def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
-        """A stream is there, or has changed."""
+        """A stream was opened or created, or its definition has changed."""
 
     def waiting(self, name: str) -> dict[str, list[Record]]:
-        """By export, the first records that it has not sent; asked before a stream is deleted."""
+        """By export, the first records that it has not sent; called before a stream is deleted."""
 
     def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
-        """A stream was deleted, and with it what was waiting."""
+        """A stream was deleted, with the records that its exports had not sent."""
 
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:
-        """A stream holds oldest..next_sequence-1."""
+        """A stream contains oldest..next_sequence-1."""
 
     def statuses(self, name: str) -> list[ExportStatus]:
-        """How far a stream's exports are."""
+        """The status of each of a stream's exports."""
 
     def exported_upto(self, name: str) -> int | None:
         """The lowest number not yet passed by all enabled exports, 0 while unknown; None without any."""
 
 
 def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
-    """What of a definition concerns the store."""
+    """The settings in a definition that the store needs."""
     limits = definition.limits
     return StorageSettings(
         max_size=definition.max_size,
@@ -112,7 +109,7 @@ def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
 
 
 class Refusal:
-    """Stands for a stream that cannot be had: whatever is appended to it is refused."""
+    """Takes the place of an unavailable stream, and refuses every message."""
 
     next_sequence = 0
 
@@ -120,8 +117,8 @@ class Refusal:
         self.name, self._error = name, error
 
     def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
-        """Refuse the message, so that its sender hears that it is not stored."""
-        raise self._error.with_traceback(None)  # else each message would lengthen it
+        """Refuse the message: the sender gets an error, not an acknowledgement."""
+        raise self._error.with_traceback(None)  # otherwise each message would lengthen it
 
     ensure_admits = append
 
@@ -131,9 +128,9 @@ class Refusal:
 
 
 def _stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
-    """A stored definition; the default one, under whatever name, if it is lost or cannot be read.
+    """A stored definition, or the default one if it is lost or cannot be read.
 
-    Keys that this version does not know were another one's, and are passed over.
+    Unknown keys were written by another version, and are ignored.
     """
     try:
         raw = msgspec.json.decode(definition or b"", type=dict[str, Any])
@@ -147,7 +144,10 @@ def _stored(name: str, definition: bytes | None) -> MessageStreamDefinition:
 class StreamManager:
     """The operations. Use from the event loop's thread."""
 
-    def __init__(self, store: StreamStore, registry: Registry, exports: Exports) -> None:
+    def __init__(
+        self, store: StreamStore, registry: Registry, exports: Exports, read_step: int = STEP
+    ) -> None:
+        """`read_step` is how many bytes a read takes before other clients have their turn."""
         self.store, self.registry, self._exports = store, registry, exports
         self.definitions: dict[str, MessageStreamDefinition] = {}
         self.on_bindings_changed: list[Callable[[], None]] = []
@@ -155,22 +155,22 @@ class StreamManager:
         self._bindings: FilterTree[Stream | Refusal] = FilterTree()
         self._refusals: dict[str, tuple[MessageStreamDefinition, Refusal, str]] = {}
         self._changed: set[Stream] = set()
-        self._reads = Reads()
+        self._reads = Reads(read_step)
         for stream in store.streams.values():
             self._adopt(stream, _stored(stream.name, stream.meta.definition))
         self._refuse_unopened()
 
     @property
     def under_pressure(self) -> bool:
-        """Whether too much waits for the disk: front ends stop reading from those who publish."""
+        """Whether too much is pending for the disk: front ends stop reading from publishers."""
         return self.store.committer.under_pressure
 
     # -- bindings --------------------------------------------------------------------------------
     def bound(self, topic: str) -> tuple[Stream | Refusal, ...]:
         """The streams that a message on `topic` is appended to. Callers cache it per topic.
 
-        Who publishes below `streams/` means a stream; with a name misspelt, an acknowledgement would
-        be taken for a promise that nobody has given.
+        A client that publishes below `streams/` means a stream. If the name is misspelt, the message is
+        refused: an acknowledgement would promise that it is stored.
         """
         found = tuple(dict.fromkeys(self._bindings.match(topic)))
         if not found and topic.startswith(STREAM_TOPICS):
@@ -180,26 +180,26 @@ class StreamManager:
         return found
 
     def wants_client(self, name: str) -> bool:
-        """Whether an export of the stream asks who published: front ends keep that in its messages then."""
+        """Whether an export of the stream uses the publisher's client id, so that headers must have it."""
         definition = self.definitions.get(name)
         return definition is not None and b"{client}" in msgspec.json.encode(definition.export_definition)
 
     @property
     def refused(self) -> dict[str, str]:
-        """The streams that cannot be had, and why: messages for them are refused."""
+        """The unavailable streams, and why they are: messages for them are refused."""
         return {name: why for name, (_, _, why) in self._refusals.items()}
 
     def refuse(self, definition: MessageStreamDefinition, why: str) -> None:
-        """Have messages for a stream that cannot be had refused."""
+        """Refuse messages for an unavailable stream."""
         self._no_longer_refuse(definition.name)
-        refusal = Refusal(definition.name, StorageFailed(f"stream {definition.name!r} cannot be had: {why}"))
+        refusal = Refusal(definition.name, StorageFailed(f"stream {definition.name!r} is unavailable: {why}"))
         self._refusals[definition.name] = definition, refusal, why
         for topic_filter in filter(is_topic_filter, self._filters(definition)):
             self._bindings.add(topic_filter, refusal)
         self._rebound()
 
     def keep_refusing(self, names: Container[str]) -> None:
-        """Forget the refusals of declared streams that are declared no longer."""
+        """Stop refusing messages for streams that are no longer declared: `names` are those declared."""
         for name in [name for name in self._refusals if name not in names]:
             self._no_longer_refuse(name)
         self._refuse_unopened()
@@ -212,7 +212,7 @@ class StreamManager:
             self._rebound()
 
     def _refuse_unopened(self) -> None:
-        """A stream that is there and not opened is refused too, on the topics that are known."""
+        """Refuse messages for streams that could not be opened, on the topics that are known."""
         for name, unopened in self.store.unopened.items():
             if name not in self._refusals:
                 self.refuse(_stored(name, unopened.definition), unopened.why)
@@ -221,13 +221,13 @@ class StreamManager:
         return [*definition.topics, f"{STREAM_TOPICS}{definition.name}/#"]
 
     def _adopt(self, stream: Stream, definition: MessageStreamDefinition) -> None:
-        self._no_longer_refuse(stream.name)  # whoever made it: the stream is there now
+        self._no_longer_refuse(stream.name)  # it is available now
         self.definitions[stream.name] = definition
         for topic_filter in self._filters(definition):
             self._bindings.add(topic_filter, stream)
         stream.on_commit = [lambda: self._note(stream), lambda: self._reads.waiting.wake(stream)]
         self._exports.define(stream.name, stream.directory, stream.epoch, definition)
-        self._tell(stream)
+        self._report(stream)
         self._rebound()
 
     def _unbind(self, stream: Stream) -> None:
@@ -240,31 +240,31 @@ class StreamManager:
         for changed in self.on_bindings_changed:
             changed()
 
-    # -- telling the export side -----------------------------------------------------------------
+    # -- positions, to and from the export side --------------------------------------------------
     def _note(self, stream: Stream) -> None:
         if not self._changed:
-            asyncio.get_running_loop().call_later(TELL_EVERY, self._tell_changed)
+            asyncio.get_running_loop().call_later(REPORT_INTERVAL, self._report_changed)
         self._changed.add(stream)
 
-    def _tell_changed(self) -> None:
+    def _report_changed(self) -> None:
         changed, self._changed = self._changed, set()
         for stream in changed:
-            self._tell(stream)
+            self._report(stream)
 
-    def _tell(self, stream: Stream) -> None:
+    def _report(self, stream: Stream) -> None:
         self._exports.committed(stream.name, stream.oldest, stream.next_sequence)
         stream.exported_upto = self._exports.exported_upto(stream.name)
 
     def refresh(self) -> None:
-        """Exchange positions with the export side; called now and then, since limits drop by time too."""
+        """Exchange positions with the export side; called periodically, since limits also drop by age."""
         for stream in self.store.streams.values():
-            self._tell(stream)
+            self._report(stream)
         self.store.committer.reclaim_exported()
         self._reads.tidy()
 
     # -- the operations --------------------------------------------------------------------------
     def check(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> MessageStreamDefinition:
-        """Read a definition as it comes over the wire; raises InvalidDefinition."""
+        """Read and validate a definition from the wire; raises InvalidDefinition."""
         if isinstance(raw, MessageStreamDefinition):
             definition = raw
         else:
@@ -278,14 +278,9 @@ class StreamManager:
         return definition
 
     def version(self, name: str) -> str:
-        """What a definition is now, for `update`: another text after each change. Raises StreamNotFound."""
+        """The version of a definition, for `update`; it differs after each change. Raises StreamNotFound."""
         meta = self.stream(name).meta
         return hashlib.sha256(b"%d %b" % (meta.epoch, meta.definition or b"")).hexdigest()[:16]
-
-    def appended_to(self, definition: MessageStreamDefinition) -> set[str]:
-        """The streams that the exports of a definition append to."""
-        exports = (raw for configs in definition.export_definition.values() for raw in configs)
-        return {name for raw in exports for name in appends_to(raw).values()}
 
     def create(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> Stream:
         """createMessageStream. Raises InvalidRequest, also if the name exists, or StorageFailed."""
@@ -294,7 +289,7 @@ class StreamManager:
             raise InvalidRequest(f"a stream named {definition.name!r} exists already")
         self._check_opened(definition.name)
         encoded = msgspec.json.encode(definition)
-        with all_or_nothing("created", definition.name, self.store.data_dir):
+        with _all_or_nothing("created", definition.name, self.store.data_dir):
             stream = self.store.create(definition.name, settings_of(definition), encoded)
         self._adopt(stream, definition)
         return stream
@@ -302,34 +297,35 @@ class StreamManager:
     def update(self, raw: Mapping[str, Any] | MessageStreamDefinition, if_version: str | None = None) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
 
-        A `maxSize` below what is stored takes effect at once: what the new definition lets go is dropped
-        (exported segments, or the oldest), and nothing else: the stream is full until there is room.
+        A `maxSize` below the stored size takes effect at once: the messages that the new definition allows to
+        drop (exported segments, or the oldest) are dropped, no others. The stream is then full until there is
+        room.
 
-        With `if_version` only if that is still its `version`: two who change one definition do not undo
-        each other's changes.
+        With `if_version`, only if that is still its `version`: then two clients that change one definition do
+        not undo each other's changes.
 
         Raises StreamNotFound, InvalidRequest, UpdateNotAllowed, UpdateFailed or StorageFailed; then nothing
-        changed.
+        has changed.
         """
         definition = self.check(raw)
         stream = self.stream(definition.name)
         if if_version is not None and if_version != self.version(definition.name):
             raise UpdateFailed(
                 f"stream {definition.name!r} was changed since version {if_version!r}; describe it again, "
-                "and apply the change to what it is now"
+                "and apply the change to its current definition"
             )
         old = self.definitions[definition.name]
         if definition.persistence is not old.persistence:
             raise UpdateNotAllowed(
                 ("persistence",),
-                f"stream {stream.name!r} is {old.persistence.name} and stays so",
-                "delete it and create it again to change that",
+                f"stream {stream.name!r} has persistence {old.persistence.name}, which cannot be changed",
+                "delete the stream and create it again",
             )
         self._check_starts(stream, old, definition)
-        stream.exported_upto = None  # of the exports so far; `_tell` says how far those to come are
-        with all_or_nothing("updated", stream.name, self.store.data_dir):
+        stream.exported_upto = None  # of the old exports; `_report` sets that of the new ones
+        with _all_or_nothing("updated", stream.name, self.store.data_dir):
             stream.configure(settings_of(definition), msgspec.json.encode(definition))
-        # Nobody is told in between: a front end would take the stream for gone, with its topics.
+        # Without a notification in between: front ends would take the stream and its topics for deleted.
         self._unbind(stream)
         self._adopt(stream, definition)
 
@@ -353,10 +349,10 @@ class StreamManager:
                     )
 
     def delete(self, name: str) -> None:
-        """deleteMessageStream: messages and export positions go too. Raises StreamNotFound, StorageFailed."""
+        """deleteMessageStream, with messages and export positions. Raises StreamNotFound or StorageFailed."""
         stream = self.stream(name)
         waiting = self._exports.waiting(name)
-        with all_or_nothing("deleted", name, self.store.data_dir):
+        with _all_or_nothing("deleted", name, self.store.data_dir):
             self.store.delete(name)
         self._unbind(stream)
         del self.definitions[name]
@@ -378,7 +374,7 @@ class StreamManager:
     def _check_opened(self, name: str) -> None:
         if name in self.store.unopened:
             why = self.store.unopened[name].why
-            raise StorageFailed(f"stream {name!r} is there, but could not be opened: {why}")
+            raise StorageFailed(f"stream {name!r} exists, but could not be opened: {why}")
 
     def describe(self, name: str) -> MessageStreamInfo:
         """describeMessageStream. Raises StreamNotFound."""
@@ -410,12 +406,10 @@ class StreamManager:
         message_ids: Iterable[bytes] = (),
         headers: bytes = b"",
     ) -> list[int]:
-        """appendMessages: all in one go, in order; returns their numbers once all are committed.
+        """appendMessages: all in order, each with `headers`; returns their numbers once all are committed.
 
-        Each is stored with `headers`, which are the front end's.
-
-        If one cannot be appended, those before it are stored, and those behind it are not. The error is
-        raised once that is so; its `result` has the numbers of those that are stored.
+        If one cannot be appended, those before it are stored, and those after it are not. The error is
+        raised once they are stored, and its `result` has their numbers.
         """
         stream = self.stream(name)
         if not payloads or not all(payloads):
@@ -438,11 +432,11 @@ class StreamManager:
     ) -> tuple[Stream, int]:
         """The first half of an append: the message is in the next commit, but not yet stored.
 
-        A message with an id that was seen in the stream's deduplication window (without one, in the
-        last two minutes) is not stored again, and has the number of the first.
+        A message whose id was seen in the stream's deduplication window (by default, in the last two
+        minutes) is not stored again, and gets the number of the first.
 
-        Returns the stream, whose `after_commit` tells the rest, and the number that the message has
-        if the commit succeeds. Raises as `append`.
+        Returns the stream, whose `after_commit` reports the result, and the number that the message has if
+        the commit succeeds. Raises the errors of `append`.
         """
         stream = self.stream(name)
         if not payload:
@@ -452,27 +446,28 @@ class StreamManager:
         return stream, stream.append(f"{STREAM_TOPICS}{name}".encode(), payload, headers, message_id)
 
     async def read(
-        self, name: str, options: ReadMessagesOptions | None = None, *, max_bytes: int = MOST_BYTES
+        self,
+        name: str,
+        options: ReadMessagesOptions | None = None,
+        *,
+        max_bytes: int = MOST_BYTES,
+        turn: Turn = nullcontext,
     ) -> list[StreamMessage]:
-        """readMessages: at least the minimum, at most the maximum; waits for the minimum if asked to.
+        """readMessages: at least the minimum, at most the maximum; with a time-out, waits for the minimum.
 
-        Begins at the oldest message if the desired start is gone. Raises StreamNotFound,
-        InvalidRequest, NotEnoughMessages, CorruptData, or ResponseTooLarge if the minimum has more
-        than `max_bytes`.
+        Begins at the oldest message if the desired start was dropped. Raises StreamNotFound, InvalidRequest,
+        NotEnoughMessages, CorruptData, or ResponseTooLarge if the minimum has more than `max_bytes`.
         """
-        return await self._reads.read(self.stream(name), options or ReadMessagesOptions(), max_bytes)
-
-    async def wait(self, name: str, options: ReadMessagesOptions) -> None:
-        """Wait as `read` does, but leave the reading for later. Raises StreamNotFound."""
-        await self._reads.wait(self.stream(name), options)
+        return await self._reads.read(self.stream(name), options or ReadMessagesOptions(), max_bytes, turn)
 
     async def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
         """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
 
-        Returns how many were dropped; numbers go on. To find topics the stream is read, and others
-        have their turn meanwhile; what is found goes by and by, but from a stream with a limit of bytes or
-        per topic at once: it is counted anew after each drop. Raises StreamNotFound, InvalidRequest,
-        CorruptData or OSError; then a part may be gone.
+        Returns how many were dropped; numbering continues. For a topic filter the stream is read, while other
+        clients are served, and matching messages are dropped in steps. In a stream with a limit of bytes or
+        per topic, which counts its messages again after each drop, they are dropped all together at the end.
+
+        Raises StreamNotFound, InvalidRequest, CorruptData or OSError; then some may have been dropped.
         """
         stream = self.stream(name)
         end = stream.next_sequence if upto is None else min(upto, stream.next_sequence)
@@ -488,7 +483,7 @@ class StreamManager:
                 ranges += [(row.sequence_number,) * 2 for row in rows if matches(topic, row.topic.decode())]
                 await asyncio.sleep(0)
                 if stream.closed:
-                    raise StreamNotFound(f"stream {name!r} was deleted while it was purged")
+                    raise StreamNotFound(f"stream {name!r} was deleted during the purge")
                 if len(ranges) >= PURGE_STEP and not (
                     stream.limits is not None and stream.limits.tracks_messages
                 ):
@@ -497,8 +492,20 @@ class StreamManager:
         return dropped + stream.drop(ranges, DropReason.PURGED)
 
 
+@contextmanager
+def _all_or_nothing(what: str, name: str, place: Path) -> Iterator[None]:
+    """Raise StorageFailed if the disk refuses a change, which then changes nothing."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(
+            f"stream {name!r} cannot be {what} in {error.filename or place}: {error.strerror or error}; "
+            "nothing was changed. Free space there, or check the disk and its permissions, and try again"
+        ) from error
+
+
 async def committed(stream: Stream) -> None:
-    """Wait until all that was appended to a stream so far is committed; raises a StreamError."""
+    """Wait until all messages appended to a stream so far are committed; raises a StreamError."""
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def settle(error: StreamError | None) -> None:

@@ -1,17 +1,19 @@
-"""readMessages: finding what is asked for, waiting for what is not there yet.
+"""readMessages: finds the requested messages, and waits for those that are not stored yet.
 
-* A read returns at least its minimum, or fails. Beyond the minimum it returns what one step gives
-  (`STEP` bytes or `MANY` messages), so that a large maximum costs neither much memory nor other
-  clients' time; between steps the event loop has its turn.
-* A read that waits is woken by the commit that completes its minimum (see waiting.py), and answered
-  strictly inside its time.
-* Per stream one reader is kept open, since to open one costs more than a small read. One that was not
-  used lately is closed: an open file that retention has deleted still takes its room on the disk.
+* A read returns at least its minimum, or fails. Beyond the minimum it returns what one step finds (`STEP`
+  bytes or `MANY` messages), so a large maximum costs little memory. Between steps the event loop serves other
+  clients.
+* A waiting read is woken by the commit that completes its minimum (see `waiting`), and is answered before its
+  time-out.
+* One reader per stream stays open, since opening one costs more than a small read. A reader that was not used
+  recently is closed: an open file takes disk space even after retention has deleted it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -26,11 +28,13 @@ from bridge.topics import matches
 
 MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
 STEP = 16 * 1024 * 1024
-MANY = 10_000  # some ten milliseconds in which nobody else has a turn
+MANY = 10_000  # messages; reading them takes some ten milliseconds, in which no other client is served
+
+Turn = Callable[[], AbstractAsyncContextManager[None]]  # entered once the messages are there, to read them
 
 
 class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How to read; the SDK's class of this name, with our `topic` filter."""
+    """The options of a read: those of the SDK's class of this name, and our `topic` filter."""
 
     desired_start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
     min_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] = 1
@@ -42,20 +46,19 @@ class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True, for
 class Reads:
     """Carries out reads of all streams. For the event loop's thread."""
 
-    def __init__(self) -> None:
-        self.waiting = Waiting()
+    def __init__(self, step: int = STEP) -> None:
+        """`step` is how many bytes are read before other clients have their turn."""
+        self.waiting, self._step = Waiting(), step
         self._readers: dict[Stream, StreamReader] = {}
         self._used: set[Stream] = set()
 
-    async def wait(self, stream: Stream, options: ReadMessagesOptions) -> None:
-        """Wait until the minimum is there or the time is over; for a front end that reads later."""
-        deadline = _deadline(options)
-        if deadline is not None:
-            start = max(options.desired_start_sequence_number, stream.oldest)
-            await self.waiting.until(stream, start + options.min_message_count, deadline)
+    async def read(
+        self, stream: Stream, options: ReadMessagesOptions, max_bytes: int, turn: Turn = nullcontext
+    ) -> list[StreamMessage]:
+        """Read messages; raises InvalidRequest, NotEnoughMessages, ResponseTooLarge or CorruptData.
 
-    async def read(self, stream: Stream, options: ReadMessagesOptions, max_bytes: int) -> list[StreamMessage]:
-        """Raises InvalidRequest, NotEnoughMessages, ResponseTooLarge, StreamNotFound or CorruptData."""
+        Raises StreamNotFound if the stream is deleted meanwhile.
+        """
         least = options.min_message_count
         if (options.max_message_count or least) < least:
             raise InvalidRequest(
@@ -70,7 +73,8 @@ class Reads:
                 await self.waiting.until(stream, position + least - len(found), deadline)
                 if stream.closed:
                     raise StreamNotFound(f"stream {stream.name!r} was deleted while a read waited")
-            position = await self._read_on(stream, options, found, position, max_bytes)
+            async with turn():
+                position = await self._read_on(stream, options, found, position, max_bytes)
             if len(found) >= least:
                 return found
             if deadline is None or asyncio.get_running_loop().time() >= deadline:
@@ -89,7 +93,7 @@ class Reads:
         most = options.max_message_count or least
         size = sum(len(row.payload) + len(row.topic) for row in found)
         while len(found) < most and position < stream.next_sequence:
-            rows = self._rows(stream, position, min(most - len(found), MANY), min(STEP, max_bytes))
+            rows = self._rows(stream, position, min(most - len(found), MANY), min(self._step, max_bytes))
             if not rows:
                 return stream.next_sequence
             after = rows[-1].sequence_number + 1
@@ -102,14 +106,14 @@ class Reads:
             if found and size + fresh > max_bytes:
                 if len(found) < least:
                     raise ResponseTooLarge(
-                        f"stream {stream.name!r}: the {least} messages asked for are more than the "
-                        f"{max_bytes} bytes that a reply may hold; ask for fewer"
+                        f"stream {stream.name!r}: the {least} requested messages are larger than the "
+                        f"{max_bytes} bytes of a reply; request fewer"
                     )
                 break
             position = after
             found += rows
             size += fresh
-            if len(found) >= least and (options.topic is None or size >= STEP):
+            if len(found) >= least and (options.topic is None or size >= self._step):
                 break
             await asyncio.sleep(0)
         return position
@@ -128,10 +132,10 @@ class Reads:
             except CorruptData as error:
                 if error.segment in healed or not stream.repair(error.segment):
                     raise
-                healed.add(error.segment)  # there may be damage in the next one too
+                healed.add(error.segment)  # the next segment may be damaged too
 
     def gone(self, stream: Stream) -> None:
-        """A stream is deleted, or its settings have changed: whoever waits for it looks again."""
+        """A stream was deleted, or its settings have changed: waiting reads check again."""
         self.waiting.wake_all(stream)
         self._close(stream)
 
@@ -148,7 +152,7 @@ class Reads:
 
 
 def _deadline(options: ReadMessagesOptions) -> float | None:
-    """The loop's time at which a wait must end: a reply that comes late ends the SDK's client."""
+    """The loop's time at which a wait must end: a late reply breaks the SDK's client."""
     if not options.read_timeout_millis:
         return None
     return asyncio.get_running_loop().time() + max(0.0, options.read_timeout_millis * 0.95 - 20) / 1000
@@ -159,5 +163,5 @@ def _not_enough(stream: Stream, options: ReadMessagesOptions, number: int) -> No
     if start > newest:
         why = f"the desired start {start} is greater than the last sequence number {newest}"
     else:
-        why = f"{number} of the {options.min_message_count} messages asked for are there"
+        why = f"only {number} of the {options.min_message_count} requested messages are stored"
     return NotEnoughMessages(f"stream {stream.name!r}: {why}")

@@ -1,7 +1,7 @@
-"""The rules of a stream's definition that its types cannot say: each stands here once.
+"""The rules of a stream's definition that its types cannot express.
 
-The StreamManager raises the first mistake; `streambridge check` reports all of them in the words of the file.
-What an export's options may be, its plugin says (`Registry.config`).
+The StreamManager raises the first mistake. `streambridge check` reports all of them, with the keys of the
+file. The plugin of an export checks its options (`Registry.config`).
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ from bridge.topics import REQUEST_LEVEL, is_topic_filter
 
 
 def mistakes(definition: MessageStreamDefinition) -> Iterator[InvalidDefinition]:
-    """What is wrong with a definition, all of it."""
+    """All mistakes in a definition."""
     if (mistake := segment_size(definition)) is not None:
         yield mistake
     for number, topic in enumerate(definition.topics):
         if not _is_bindable(topic):
             yield InvalidDefinition(
                 ("topics", number),
-                f"{topic!r} cannot be bound to a stream: `#` may be the last level only, and neither '$' nor "
-                f"'{REQUEST_LEVEL}/' at the beginning",
+                f"{topic!r} cannot be bound to a stream: `#` may only be the last level, and a topic may "
+                f"not begin with '$' or '{REQUEST_LEVEL}/'",
             )
     identifiers = set()
     for kind, exports in definition.export_definition.items():
         for number, raw in enumerate(exports):
             path = ("exportDefinition", kind, number)
-            # A description reports an export by its identifier alone.
+            # In a description, only the identifier distinguishes exports.
             identifier = repr(raw.get("identifier"))
             if identifier in identifiers:
                 yield InvalidDefinition(
-                    (*path, "identifier"), f"{identifier} is another export's too", "choose another"
+                    (*path, "identifier"),
+                    f"another export has the identifier {identifier} too",
+                    "choose another",
                 )
             if "identifier" in raw:
                 identifiers.add(identifier)
-            # What an export makes of a message must not be exported again by it: one message that is refused
-            # would fill the disk.
+            # An export must not append to its own stream: one rejected message would fill the disk.
             for key, name in appends_to(raw).items():
                 if name == definition.name:
                     yield InvalidDefinition(
                         (*path, *key),
-                        f"{name!r} is the stream itself: each message there would make another",
+                        f"{name!r} is the exported stream itself: each message in it would append another",
                         "name another stream",
                     )
 
 
 def segment_size(definition: MessageStreamDefinition) -> InvalidDefinition | None:
-    """A stream must hold at least one segment."""
+    """Check that a stream has room for at least one segment."""
     if definition.stream_segment_size <= definition.max_size:
         return None
     return InvalidDefinition(

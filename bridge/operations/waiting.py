@@ -1,8 +1,8 @@
-"""Reads that wait for messages to come: woken by the commit that completes what they wait for.
+"""Reads that wait for new messages, and are woken by the commit that completes their minimum.
 
-Per stream there is a heap of those who wait, by the sequence number that they need. A commit looks at
-the top of it and wakes whom it satisfies, nobody else: thousands who wait cost a commit one comparison,
-and there is no polling.
+Each stream has a heap of waiting reads, ordered by the sequence number that they need. A commit compares the
+top of the heap and wakes only the reads that it completes: thousands of waiting reads cost a commit one
+comparison. There is no polling.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bridge.streams.stream import Stream
 
-_Entry = tuple[int, int, asyncio.Future[None]]  # number needed, order of arrival, told when it is there
+_Entry = tuple[int, int, asyncio.Future[None]]  # the number needed, the order of arrival, and what to wake
 
 
 class Waiting:
-    """Who waits for which message, by stream. For the event loop's thread."""
+    """The waiting reads of all streams. Use from the event loop's thread."""
 
     def __init__(self) -> None:
         self._heaps: dict[Stream, list[_Entry]] = {}
         self._order = count()
-        self._given_up = 0
+        self._stale = 0
 
     def __len__(self) -> int:
-        """How many wait, or have given up and are not yet forgotten."""
+        """How many reads wait, or have timed out and are not yet removed."""
         return sum(map(len, self._heaps.values()))
 
     async def until(self, stream: Stream, next_sequence: int, deadline: float) -> None:
-        """Wait until a stream has grown to this next number, is gone, or the loop says `deadline`."""
+        """Wait until the stream's next number is this, it is deleted, or the loop's time is `deadline`."""
         loop = asyncio.get_running_loop()
         if stream.next_sequence >= next_sequence or loop.time() >= deadline:
             return
-        told: asyncio.Future[None] = loop.create_future()
-        heappush(self._heaps.setdefault(stream, []), (next_sequence, next(self._order), told))
-        timer = loop.call_at(deadline, _tell, told)
+        woken: asyncio.Future[None] = loop.create_future()
+        heappush(self._heaps.setdefault(stream, []), (next_sequence, next(self._order), woken))
+        timer = loop.call_at(deadline, _wake, woken)
         try:
-            await told
+            await woken
         finally:
             timer.cancel()
             if stream.next_sequence < next_sequence:
-                self._gave_up()
+                self._timed_out()
 
     def wake(self, stream: Stream) -> None:
         """A stream has grown."""
@@ -51,21 +51,21 @@ class Waiting:
         if heap is None:
             return
         while heap and heap[0][0] <= stream.next_sequence:
-            _tell(heappop(heap)[2])
+            _wake(heappop(heap)[2])
         if not heap:
             del self._heaps[stream]
 
     def wake_all(self, stream: Stream) -> None:
-        """A stream has changed or is gone: everybody looks again."""
-        for _, _, told in self._heaps.pop(stream, ()):
-            _tell(told)
+        """A stream has changed or was deleted: all waiting reads check again."""
+        for _, _, woken in self._heaps.pop(stream, ()):
+            _wake(woken)
 
-    def _gave_up(self) -> None:
-        """Forget those who gave up, before they are many."""
-        self._given_up += 1
-        if self._given_up < 64 + len(self) // 2:
+    def _timed_out(self) -> None:
+        """Remove the reads that have timed out, once they are many."""
+        self._stale += 1
+        if self._stale < 64 + len(self) // 2:
             return
-        self._given_up = 0
+        self._stale = 0
         for stream, heap in list(self._heaps.items()):
             heap[:] = [entry for entry in heap if not entry[2].done()]
             if heap:
@@ -74,6 +74,6 @@ class Waiting:
                 del self._heaps[stream]
 
 
-def _tell(told: asyncio.Future[None]) -> None:
-    if not told.done():
-        told.set_result(None)
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

@@ -1,15 +1,15 @@
-"""The running service: wires the store, the front ends and the export worker together.
+"""The running service: connects the store, the front ends and the export worker.
 
-Start: open the store (recovery), reconcile the declared streams, start the export worker, open the
-listeners, and only then say that it is ready. A stream that is declared is created or updated, never
-deleted; one that cannot be, is reported, and the others run.
+Start: open the store (recovery), reconcile the declared streams, start the export worker, open the listeners,
+and only then report ready. Declared streams are created or updated, never deleted. If that fails for one
+stream, the failure is logged and the others run.
 
-Stop (SIGTERM, SIGINT): stop reading from sockets, commit and acknowledge what was read, let batches
-in flight finish, sync everything, give the lock back. A second signal ends at once; what was
-acknowledged is stored in either case.
+Stop (SIGTERM, SIGINT): stop reading from sockets, commit and acknowledge what was read, let batches in flight
+finish, sync everything, release the lock. A second signal ends the process at once; what was acknowledged is
+stored in either case.
 
-Reload (SIGHUP): read the configuration again; a mistake is reported and changes nothing. What differs from
-the start and needs a restart is named at each reload.
+Reload (SIGHUP): read the configuration again. A mistake is logged and changes nothing. Each reload logs the
+settings that differ from the start and need a restart.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import socket
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import uvloop
 
@@ -37,8 +37,8 @@ from bridge.control.server import ControlFrontEnd
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.export.cursor import highest_exported
 from bridge.export.supervisor import ExportSupervisor
-from bridge.greengrass import GreengrassFrontEnd
-from bridge.http import HttpFrontEnd
+from bridge.greengrass.frontend import GreengrassFrontEnd
+from bridge.http.frontend import HttpFrontEnd
 from bridge.http.observer import Observer
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.server import clients
@@ -52,22 +52,12 @@ log = logging.getLogger("bridge")
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
 DESCRIPTORS = 65_536  # as in the systemd unit
-YOUNG = 10_000  # objects made between two looks for cyclic garbage; a read of 1,000 messages is no reason
-TWICE = 1.0  # a second signal sooner than this is the same one, sent to the process and to its group
-
-
-class FrontEnd(Protocol):
-    """A door to the streams."""
-
-    async def start(self) -> list[str]:
-        """Open the listeners; returns the addresses they really listen on. Raises OSError."""
-
-    async def stop(self) -> None:
-        """Stop reading, see what was read committed and answered, close."""
+YOUNG = 10_000  # new objects until a garbage collection; a read of 1,000 messages must not cause one
+TWICE = 1.0  # seconds; an earlier second signal is the same one, sent to the process and to its group
 
 
 def notify(state: str) -> None:
-    """Tell systemd our state (sd_notify); nothing happens where there is no NOTIFY_SOCKET."""
+    """Send systemd our state (sd_notify); without NOTIFY_SOCKET nothing happens."""
     address = os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
@@ -81,7 +71,7 @@ async def _trim() -> None:
 
 
 def run(config: Config) -> None:
-    """Run the service until it is told to stop; raises StreamBridgeError or OSError if it cannot start."""
+    """Run the service until a signal stops it; raises StreamBridgeError or OSError if it cannot start."""
     logs.setup(config.log.level, config.log.format)
     _raise_descriptors()
     process.use_short_slices()
@@ -90,7 +80,7 @@ def run(config: Config) -> None:
 
 
 def _raise_descriptors() -> None:
-    """A device takes a descriptor; a shell allows 1,024, and more to who asks for it."""
+    """Raise the limit of open files: each device takes one, and a shell's soft limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -101,14 +91,14 @@ class Service:
     """One running service."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config  # of the start, after a reload too: what needs a restart is as it says
+        self._config = config  # of the start, also after a reload: settings that need a restart are those
         self._stop = asyncio.Event()
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Start, say so, and stop when told."""
+        """Start, report ready, and stop on a signal."""
         loop = asyncio.get_running_loop()
         config = self._config
         registry = discovery.load(config.export.plugin_dirs)
@@ -156,11 +146,11 @@ class Service:
                 exports,
                 {"mqtt": front_end, "greengrass": greengrass},
             )
-            for number in (signal.SIGTERM, signal.SIGINT):  # before anybody can see that we are there
-                loop.add_signal_handler(number, self._told_to_stop)
+            for number in (signal.SIGTERM, signal.SIGINT):  # before the first listener
+                loop.add_signal_handler(number, self._on_stop_signal)
             addresses: list[str] = []
-            if config.http.listen:  # opened first and closed last, to show a start and a stop that take time
-                page: FrontEnd = HttpFrontEnd(config.http, observer)
+            if config.http.listen:  # opened first and closed last, to show a slow start or stop
+                page = HttpFrontEnd(config.http, observer)
                 addresses += await page.start()
                 stack.push_async_callback(page.stop)
             await exports.start()
@@ -175,7 +165,7 @@ class Service:
             self._spawn(store.keep(gateway.sync_interval / 1000))
             self._spawn(self._refresh())
             self._spawn(_trim())
-            gc.freeze()  # what is there now stays: to walk through it again and again finds nothing
+            gc.freeze()  # objects of the start live as long as the process: no collection need visit them
             gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"
             streams = "1 stream" if len(store.streams) == 1 else f"{len(store.streams)} streams"
@@ -184,7 +174,7 @@ class Service:
             log.info("ready", extra={"listen": ",".join(addresses), **broker, "streams": len(store.streams)})
             await self._stop.wait()
             observer.phase = "stopping"
-            notify("STOPPING=1\nSTATUS=committing what was read")
+            notify("STOPPING=1\nSTATUS=committing received messages")
             log.info("stopping")
             for task in self._pending:
                 task.cancel()
@@ -196,35 +186,34 @@ class Service:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
-        """A background duty that ends by an error ends the service: systemd starts it afresh."""
+        """End the service after an error in a background task: systemd starts it again."""
         self._pending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("internal error, stopping: %r", error, exc_info=error)
             self._stop.set()
 
-    def _told_to_stop(self) -> None:
+    def _on_stop_signal(self) -> None:
         if not self._stop.is_set():
-            self._told = time.monotonic()
+            self._stopping_since = time.monotonic()
             self._stop.set()
-        elif time.monotonic() - self._told > TWICE:
-            log.warning("told to stop twice: ending at once")
+        elif time.monotonic() - self._stopping_since > TWICE:
+            log.warning("second stop signal: ending at once")
             os._exit(1)
 
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH)
             self._manager.refresh()
-            self._tell_of_full_streams()
-            notify("WATCHDOG=1")  # from the loop itself: a loop that is stuck sends none
+            self._report_full_streams()
+            notify("WATCHDOG=1")  # from the event loop itself: if it is stuck, it sends none
 
     # -- streams from the configuration ----------------------------------------------------------
     def _reconcile(self, config: Config) -> list[str]:
-        """Create and update the declared streams; returns the names of those that are not as declared.
+        """Create and update the declared streams; returns the names of those for which that failed.
 
-        One that cannot be had keeps its topics all the same: a message that belongs to it is refused,
-        not acknowledged into nowhere.
+        An unavailable stream keeps its topics: messages for it are refused, not acknowledged and lost.
         """
-        lacking = []
+        failed = []
         self._manager.keep_refusing(config.streams)
         for name, definition in config.streams.items():
             try:
@@ -235,15 +224,15 @@ class Service:
                     self._manager.update(definition)
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
-                lacking.append(name)
+                failed.append(name)
                 why = configuration.explained(error, name)
                 extra = {"stream": name, **logs.ANSWER}
                 if name in self._manager.store.streams:
-                    log.error("stream stays as it was, not as declared: %s", why, extra=extra)
+                    log.error("stream not updated, its stored definition stays: %s", why, extra=extra)
                 else:
-                    log.error("stream as declared cannot be had: %s", why, extra=extra)
+                    log.error("stream not created, its messages are refused: %s", why, extra=extra)
                     self._manager.refuse(definition, why)
-        return lacking
+        return failed
 
     def _reload(self) -> None:
         path = self._config.path
@@ -253,33 +242,33 @@ class Service:
         try:
             config = configuration.load(Path(path), lambda: self._manager.registry.exporters)
         except (ConfigError, OSError) as error:
-            log.error("reload refused, the old configuration stays: %s", error, extra=logs.ANSWER)
+            log.error("reload failed, the old configuration stays: %s", error, extra=logs.ANSWER)
         else:
-            self._take_over(config)
+            self._apply(config)
         notify("READY=1")
 
-    def _take_over(self, config: Config) -> None:
-        """Take over what can be, and say what is not."""
-        lacking = list(configuration.needs_restart(self._config, config))
-        for key in lacking:
+    def _apply(self, config: Config) -> None:
+        """Apply the settings that a reload can change, and log those that it cannot."""
+        failed = configuration.needs_restart(self._config, config)
+        for key in failed:
             log.warning("changed, but needs a restart: %s", key, extra=logs.ANSWER)
         try:
             self._front_end.reload(config.mqtt)
             self._greengrass.reload()
         except (ConfigError, OSError) as error:
-            text = "reload of [mqtt] refused, the old users, rules and certificates stay: %s"
+            text = "reload of [mqtt] failed, the old users, rules and certificates stay: %s"
             log.error(text, error, extra=logs.ANSWER)
-            lacking.append("users, rules and certificates of [mqtt]")
+            failed.append("users, rules and certificates of [mqtt]")
         logs.set_level(config.log.level)
-        lacking += [f"streams.{name}" for name in self._reconcile(config)]
-        if lacking:
-            names = ", ".join(lacking)
-            log.warning("reloaded, but not: %s; see the lines before", names, extra=logs.ANSWER)
+        failed += [f"streams.{name}" for name in self._reconcile(config)]
+        if failed:
+            names = ", ".join(failed)
+            log.warning("reloaded, except: %s; see the lines above", names, extra=logs.ANSWER)
         else:
             log.info("reloaded", extra=logs.ANSWER)
 
     def _damaged(self, name: str, what: str) -> None:
-        """The export worker has met damage: set it aside, so that exports go on behind it."""
+        """Quarantine damage that the export worker has found, so that exports continue after it."""
         stream = self._manager.store.streams.get(name)
         if stream is not None and name not in self._healing:
             log.error("damaged data: %s", what, extra={"stream": name})
@@ -292,19 +281,19 @@ class Service:
                 await stream.idle()
                 if not stream.closed:
                     stream.repair(base)
-                await asyncio.sleep(0)  # a segment at a time: others are served in between
+                await asyncio.sleep(0)  # one segment at a time: clients are served in between
         except OSError as error:
-            log.error("damaged data cannot be set aside: %s", error, extra={"stream": stream.name})
+            log.error("damaged data cannot be quarantined: %s", error, extra={"stream": stream.name})
         finally:
             self._healing.discard(stream.name)
             self._manager.refresh()
 
     async def _append_status(self, stream: str, payload: bytes) -> None:
-        """Exporters append to status and dead-letter streams through us, the only writer."""
+        """Append to a status or dead-letter stream for an exporter: this process is the only writer."""
         await self._manager.append(stream, payload)
 
-    def _tell_of_full_streams(self) -> None:
-        """Plugins hear of a stream that has refused messages since the last look."""
+    def _report_full_streams(self) -> None:
+        """Report streams that have refused messages since the last call to the plugins."""
         for name, stream in self._manager.store.streams.items():
             refused = stream.counters.get("full", 0)
             if refused > self._refused.get(name, 0):

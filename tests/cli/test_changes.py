@@ -282,7 +282,7 @@ def test_what_a_full_disk_refuses_names_the_place_and_the_remedy(
         done = streambridge("streams", *arguments, "-c", config)
         assert done.returncode == 1
         assert f"{what} {mounted}/data" in done.stderr
-        assert ": No space left on device; nothing was changed. Make room there" in done.stderr
+        assert ": No space left on device; nothing was changed. Free space there" in done.stderr
         assert "Errno" not in done.stderr
     if running:
         assert service.stop() == 0

@@ -150,11 +150,11 @@ def test_a_read_only_file_system_is_named_as_that_with_the_remedy(
     for command in ("check", "run"):
         done = streambridge(command, "-c", path)
         assert done.returncode == 78
-        told = done.stdout + done.stderr
-        assert f"gateway.data_dir: the file system at {mounted} is read-only" in told
-        assert f"mount -o remount,rw {mounted}" in told
-        assert "may not" not in told, "it is not about rights"
-        assert "chown" not in told
+        printed = done.stdout + done.stderr
+        assert f"gateway.data_dir: the file system at {mounted} is read-only" in printed
+        assert f"mount -o remount,rw {mounted}" in printed
+        assert "may not" not in printed, "permissions are not the cause"
+        assert "chown" not in printed
 
 
 def test_a_stream_that_may_not_be_read_is_an_error_and_the_others_are_looked_at(
@@ -176,7 +176,7 @@ def test_a_data_directory_below_a_file_is_an_error(path: Path) -> None:
     (line,) = check(path, QUIET)
     assert (
         line
-        == "error: x.toml:3: gateway.data_dir: data is not a directory; move it away, or choose another place"
+        == "error: x.toml:3: gateway.data_dir: data is not a directory; move it away, or choose another path"
     )
 
 
@@ -190,7 +190,7 @@ def test_what_the_streams_hold_already_counts_as_room(path: Path, fill: Fill) ->
     assert check(path, QUIET + "[streams.sensors]\n") == []
 
 
-def test_exports_are_checked_by_their_plugins_in_the_words_of_the_file(path: Path) -> None:
+def test_exports_are_checked_by_their_plugins_and_reported_with_the_keys_of_the_file(path: Path) -> None:
     text = """
 [[streams.a.export.s3]]
 identifier = "one"
@@ -203,13 +203,31 @@ bucket = 5
 identifier = "three"
 """
     found = [line for line in check(path, QUIET + text) if line.startswith("error")]
-    assert found[0].startswith("error: x.toml:15: streams.a.export.s3[0].size_hint_byte: ")
-    assert "unknown key; did you mean `size_hint_bytes`?" in found[0]
-    assert (
-        found[1]
-        == "error: x.toml:18: streams.a.export.s3[1].bucket: must be a text in quotes, not a whole number"
+    assert found[0] == (
+        'error: x.toml:15: streams.a.export.s3[0].size_hint_byte = "5MiB": unknown key; did you mean '
+        "`size_hint_bytes`?"
+    )
+    assert found[1] == (
+        "error: x.toml:18: streams.a.export.s3[1].bucket = 5: must be a text in quotes, not a whole number"
     )
     assert "there is no exporter of kind 's4'" in found[2]
+
+
+def test_what_a_plugin_says_of_an_export_has_the_keys_of_the_file(path: Path) -> None:
+    export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\nregion = "eu-west-1"\n'
+    (line,) = check(path, QUIET + export + 'kms_key_id = "key"\n', **KEYS)
+    assert line == (
+        "error: x.toml:11: streams.a.export.s3[0]: kms_key_id needs server_side_encryption `aws:kms` or "
+        "`aws:kms:dsse`"
+    )
+
+
+def test_a_mistake_in_an_export_is_reported_once_and_makes_no_others(path: Path) -> None:
+    export = '[[streams.a.export.s3]]\nidentifier = "x"\nregion = "eu-west-1"\nbukcet = "my-bucket"\n'
+    (line,) = check(path, QUIET + export, **KEYS)
+    assert "bukcet" in line
+    (line,) = check(path, QUIET + export.replace("bukcet", "bucket") + 'time_hint_millis = "soon"\n', **KEYS)
+    assert line.startswith("error: x.toml:15: streams.a.export.s3[0].time_hint_millis")
 
 
 def test_one_run_finds_every_mistake_wherever_it_is(path: Path) -> None:
@@ -254,7 +272,7 @@ identifier = "two"
         ("x.toml:14", 'log.level = "loud": must'),
         ("x.toml:16", 'streams.a.topic = "x": u'),
         ("x.toml:7", "mqtt.listen: cannot list"),
-        ("x.toml:10", "http.listen: whoever can"),
+        ("x.toml:10", "http.listen: every machi"),
         ("x.toml:3", "gateway.data_dir: data i"),
         ("x.toml:17", "streams.a.topics: 'a/#/b"),
         ("x.toml:17", "streams.a.topics: '$SYS/"),
@@ -273,7 +291,7 @@ def test_what_is_stored_already_is_looked_at(path: Path, fill: Fill) -> None:
         copy.write_bytes(b"?")
     text = '[streams.sensors]\nmax_size = 2048\npersistence = "Memory"\n[streams.lost]\n'
     found = check(path, QUIET + text)
-    assert found[0].startswith("error: x.toml:13: streams.sensors.persistence: the stream exists as File")
+    assert found[0].startswith("error: x.toml:13: streams.sensors.persistence: the stream exists with")
     assert found[1].startswith("warning: x.toml:12: streams.sensors.max_size: the stream holds ")
     assert found[2].startswith("error: x.toml:14: streams.lost: both stored copies of its definition")
     assert "`streambridge repair`" in found[2]
@@ -286,12 +304,12 @@ def test_a_disabled_export_that_holds_no_data_back_is_a_warning(path: Path) -> N
     assert check(path, QUIET + "[streams.a]\n" + export) == []
 
 
-def test_doors_without_a_password_for_the_network_are_warnings(path: Path) -> None:
+def test_listeners_without_a_password_on_the_network_are_warnings(path: Path) -> None:
     text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
     found = check(path, text.replace('[http]\nlisten = ""', '[http]\nlisten = "[::]:0"'))
-    assert [line[: line.index(" gets at")] for line in found] == [
-        "warning: x.toml:10: http.listen: whoever can reach [::]:0",
-        "warning: x.toml:8: greengrass.listen: whoever can reach 0.0.0.0:0",
+    assert [line[: line.index(" has access to")] for line in found] == [
+        "warning: x.toml:10: http.listen: every machine that reaches [::]:0",
+        "warning: x.toml:8: greengrass.listen: every machine that reaches 0.0.0.0:0",
     ]
 
 
@@ -299,7 +317,8 @@ def test_one_identifier_for_two_exports_is_an_error(path: Path) -> None:
     export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\n'
     found = [line for line in check(path, QUIET + export * 2) if line.startswith("error")]
     assert found == [
-        "error: x.toml:15: streams.a.export.s3[1].identifier: 'x' is another export's too; choose another"
+        "error: x.toml:15: streams.a.export.s3[1].identifier: another export has the identifier 'x' too; "
+        "choose another"
     ]
 
 
@@ -313,7 +332,7 @@ identifier = "two"
 status_config = { status_stream_name = "a" }
 """
     found = [line for line in check(path, QUIET + text) if line.startswith("error")]
-    why = "'a' is the stream itself: each message there would make another; name another stream"
+    why = "'a' is the exported stream itself: each message in it would append another; name another stream"
     assert found == [
         f"error: x.toml:14: streams.a.export.s3TaskExecutor[0].dead_letter_stream: {why}",
         f"error: x.toml:17: streams.a.export.s3TaskExecutor[1].status_config.status_stream_name: {why}",
@@ -323,7 +342,7 @@ status_config = { status_stream_name = "a" }
 def test_exports_without_credentials_are_a_warning(path: Path) -> None:
     export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\n'
     lines = check(path, QUIET + export)
-    assert any("no AWS credentials are found" in line for line in lines)
+    assert any("no AWS credentials were found" in line for line in lines)
     assert any("no region is set" in line for line in lines)
     known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "eu-central-1"}
     assert check(path, QUIET + export, **known) == []
@@ -357,7 +376,7 @@ def test_a_unit_for_an_option_that_is_a_plain_number_is_an_error(path: Path) -> 
     text = QUIET + '[export]\nplugin_dirs = ["plugins"]\n[[streams.a.export.mine]]\nidentifier = "x"\n'
     assert check(path, text + "flush_millis = 2000\n") == []
     (line,) = check(path, text + 'flush_millis = "2s"\n')
-    assert "streams.a.export.mine[0].flush_millis: must be a whole number, not a text" in line
+    assert 'streams.a.export.mine[0].flush_millis = "2s": must be a whole number, not a text' in line
 
 
 def test_a_plugin_without_hooks_is_an_error(path: Path) -> None:
@@ -399,7 +418,7 @@ def test_a_bucket_that_cannot_be_is_an_error(path: Path, bucket: str) -> None:
     export = f'[[streams.a.export.s3]]\nidentifier = "x"\nregion = "eu-west-1"\nbucket = "{bucket}"\n'
     (line,) = check(path, QUIET + export, **KEYS)
     assert line.startswith(
-        f"error: x.toml:14: streams.a.export.s3[0].bucket: no bucket can be named '{bucket}'"
+        f"error: x.toml:14: streams.a.export.s3[0].bucket: '{bucket}' is not a valid bucket name"
     )
 
 
@@ -447,7 +466,7 @@ def test_rules_for_users_that_are_not_there_are_a_warning(path: Path) -> None:
 
 def test_a_data_directory_that_cannot_be_made_is_an_error(path: Path) -> None:
     for place, why in (
-        ("/proc/data", "no directory can be made in /proc"),
+        ("/proc/data", "no directory can be created in /proc"),
         ("x" * 300, "File name too long"),
     ):
         (line,) = check(path, QUIET.replace('data_dir = "data"', f'data_dir = "{place}"'))
@@ -455,7 +474,7 @@ def test_a_data_directory_that_cannot_be_made_is_an_error(path: Path) -> None:
         assert why in line
     (path.parent / "data").symlink_to("gone")
     (line,) = check(path, QUIET)
-    assert line.startswith("error: x.toml:3: gateway.data_dir: data is a link to gone, which is not there")
+    assert line.startswith("error: x.toml:3: gateway.data_dir: data is a link to gone, which does not exist")
 
 
 def test_two_listeners_of_ours_are_found_beside_the_running_service_and_at_all_addresses(path: Path) -> None:
@@ -481,7 +500,7 @@ def test_certificates_are_checked_for_their_dates(path: Path) -> None:
     for ends, expected in ((long, None), (soon, "warning"), (past, "error")):
         lines = check(path, tls(*certificate(path.parent, now - timedelta(days=20), now + ends)))
         assert [line.split(":")[0] for line in lines] == ([expected] if expected else [])
-    assert "mqtt.tls.cert: server.pem is valid from" in lines[0]
+    assert "mqtt.tls.cert: server.pem is only valid from" in lines[0]
 
 
 def test_a_certificate_beyond_2049_is_read_too(path: Path) -> None:
@@ -489,12 +508,12 @@ def test_a_certificate_beyond_2049_is_read_too(path: Path) -> None:
     assert check(path, tls(*certificate(path.parent, begins, datetime(2090, 1, 1, tzinfo=UTC)))) == []
 
 
-def test_a_key_that_does_not_go_with_its_certificate_is_an_error(path: Path) -> None:
+def test_a_key_that_does_not_match_its_certificate_is_an_error(path: Path) -> None:
     begins, ends = datetime(2020, 1, 1, tzinfo=UTC), datetime(2090, 1, 1, tzinfo=UTC)
     cert, _ = certificate(path.parent, begins, ends)
     _, key = certificate(path.parent, begins, ends, name="other")
     (line,) = check(path, tls(cert, key))
-    assert "mqtt.tls.key: other.key does not go with server.pem" in line
+    assert "mqtt.tls.key: other.key does not match server.pem" in line
 
 
 def test_a_secret_that_everybody_can_read_is_a_warning(path: Path) -> None:
@@ -525,22 +544,22 @@ def test_a_configuration_that_everybody_can_change_is_a_warning(path: Path) -> N
     path.write_text("")
     path.chmod(0o666)
     (line,) = check(path, QUIET)
-    assert line == "warning: x.toml: every user of this machine can change it; chmod o-w x.toml"
+    assert line == "warning: x.toml: every user of this machine can write it; chmod o-w x.toml"
 
 
 def test_a_listener_that_mode_external_does_not_open_is_a_warning(path: Path) -> None:
     text = QUIET.replace("[mqtt]", '[mqtt]\nmode = "external"')
     (line,) = check(path, text)
-    assert line.startswith('warning: x.toml:7: mqtt.listen: not used, since mode = "external"')
-    assert "remove it" in line
+    assert line.startswith('warning: x.toml:7: mqtt.listen: not used: mode = "external" opens no listener')
+    assert "remove this line" in line
     assert check(path, text.replace('listen = ["tcp://127.0.0.1:0"]', "")) == []
 
 
 def test_open_streams_on_the_network_are_a_warning_with_both_remedies(path: Path) -> None:
     text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
     (line,) = check(path, text)
-    assert line.startswith("warning: x.toml:8: greengrass.listen: whoever can reach 0.0.0.0:0 gets at")
-    assert line.endswith("listen at 127.0.0.1, or set greengrass.token_file")
+    assert line.startswith("warning: x.toml:8: greengrass.listen: every machine that reaches 0.0.0.0:0 has")
+    assert line.endswith("listen on 127.0.0.1, or set greengrass.token_file")
     (path.parent / "token").write_text("secret")
     (path.parent / "token").chmod(0o600)
     assert check(path, text.replace('0.0.0.0:0"', '0.0.0.0:0"\ntoken_file = "token"')) == []
@@ -592,12 +611,12 @@ uri = "http{{s}}://127.0.0.1:{{web}}/in"
     ):
         assert check(path, text.format(s=right, broker=broker, web=web)) == []
         found = check(path, text.format(s=wrong, broker=broker, web=web))
-    speaks = f"speaks {'TLS only' if secure else 'no TLS'}; write"
+    speaks = "speaks only TLS; write" if secure else "does not speak TLS; write"
+    rest = "or use the other port"
     assert found == [
-        f"error: x.toml:16: mqtt.external.url: 127.0.0.1:{broker} {speaks} mqtt{right}://, or the other port",
-        f"error: x.toml:14: aws.endpoint_url: 127.0.0.1:{web} {speaks} http{right}://, or the other port",
-        f"error: x.toml:19: streams.a.export.http[0].uri: 127.0.0.1:{web} {speaks} http{right}://, "
-        "or the other port",
+        f"error: x.toml:16: mqtt.external.url: 127.0.0.1:{broker} {speaks} mqtt{right}://, {rest}",
+        f"error: x.toml:14: aws.endpoint_url: 127.0.0.1:{web} {speaks} http{right}://, {rest}",
+        f"error: x.toml:19: streams.a.export.http[0].uri: 127.0.0.1:{web} {speaks} http{right}://, {rest}",
     ]
     assert check(path, text.format(s=wrong, broker=broker, web=web)) == []  # nobody is there now
 

@@ -26,7 +26,7 @@ class Broker(Server):
         super().__init__(root)
         self.mqtt = MqttConfig(listen=[f"tcp://127.0.0.1:{mqtt_port}"], **mqtt)
 
-    def door(self) -> MqttFrontEnd:
+    def front_end(self) -> MqttFrontEnd:
         return MqttFrontEnd(self.mqtt, self.operations, Access(self.mqtt))
 
 

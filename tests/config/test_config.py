@@ -198,7 +198,7 @@ def test_two_data_directories_never_share_a_memory_directory(path: Path) -> None
     assert load(path, 'gateway.memory_dir = "m"').gateway.memory_dir == path.parent / "m"
 
 
-def test_every_mistake_is_told_at_once_with_file_line_value_and_remedy(path: Path) -> None:
+def test_every_mistake_is_reported_at_once_with_file_line_value_and_remedy(path: Path) -> None:
     assert mistakes(
         path,
         """\
@@ -243,9 +243,9 @@ threads = 3
     ]
 
 
-def test_a_key_like_no_other_is_answered_with_the_known_ones(path: Path) -> None:
+def test_a_key_like_no_other_is_reported_with_the_valid_ones(path: Path) -> None:
     assert mistakes(path, "[greengrass]\nxyz = 1") == [
-        "streambridge.toml:2: greengrass.xyz = 1: unknown key; known here: connections, "
+        "streambridge.toml:2: greengrass.xyz = 1: unknown key; valid keys: connections, "
         "connections_per_address, idle_timeout, listen, token_file, user"
     ]
 
@@ -281,7 +281,7 @@ def test_a_segment_larger_than_its_stream_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("[gateway]\nid = \n", "streambridge.toml:2: not valid TOML: Invalid value"),
         ('[gateway]\nid = "a"\nid = "b"\n', "streambridge.toml:3: not valid TOML: Cannot overwrite a value"),
@@ -293,12 +293,14 @@ def test_a_segment_larger_than_its_stream_is_refused(path: Path) -> None:
         ),
     ],
 )
-def test_text_that_is_no_configuration_is_told_in_one_line(path: Path, text: str, told: str) -> None:
-    assert mistakes(path, text) == [told]
+def test_a_text_that_is_not_a_configuration_is_reported_in_one_line(
+    path: Path, text: str, reported: str
+) -> None:
+    assert mistakes(path, text) == [reported]
 
 
-def test_a_file_that_is_missing_or_no_text_is_told_in_one_line(path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no such file; name another one with --config"):
+def test_a_file_that_is_missing_or_not_a_text_is_reported_in_one_line(path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no such file; give another one with --config"):
         settings.load(path)
     path.write_bytes(b"# \n# \xff")
     with pytest.raises(ConfigError, match=r":2: not valid UTF-8"):
@@ -329,10 +331,10 @@ def test_credentials_of_systemd_are_named_by_their_directory(
 def test_a_secret_in_a_stream_is_refused_because_definitions_are_shown(path: Path) -> None:
     (line,) = mistakes(path, '[[streams.a.export.http]]\nuri = "https://x/${STREAMBRIDGE_TOKEN}"')
     assert line.startswith("streambridge.toml:2: streams.a.export.http[0].uri")
-    assert "keep the secret in a file" in line
+    assert "put the secret in a file" in line
 
 
-def test_what_the_manager_says_of_a_declared_stream_is_said_in_the_words_of_the_file() -> None:
+def test_an_error_of_the_manager_about_a_declared_stream_uses_the_keys_of_the_file() -> None:
     error = InvalidDefinition(("streamSegmentSize",), "is larger than", "lower it", other="maxSize")
     assert str(error) == "definition.streamSegmentSize: is larger than maxSize; lower it"
     assert settings.explained(error, "a b") == 'streams."a b".segment_size: is larger than max_size; lower it'
@@ -342,7 +344,7 @@ def test_what_the_manager_says_of_a_declared_stream_is_said_in_the_words_of_the_
     assert settings.explained(error, "a") == "streams.a.export.s3Mine[1].status_config.status_stream_name: no"
 
 
-def test_what_a_reload_cannot_take_over_is_named(path: Path) -> None:
+def test_the_keys_that_a_reload_cannot_apply_are_named(path: Path) -> None:
     running = load(path, "")
     new = load(
         path,

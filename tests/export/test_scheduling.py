@@ -382,7 +382,7 @@ def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorde
                 ({"recoder": [{}]}, ["recoder", "did you mean 'recorder'"]),
                 (
                     {"recorder": [to(recorder), to(recorder)]},
-                    ["recorder[1].identifier", "is another export's too"],
+                    ["recorder[1].identifier", "another export has the identifier"],
                 ),
                 ({"recorder": [to(recorder, batchSize=0)]}, ["recorder[0].batchSize", ">= 1"]),
                 ({"recorder": [to(recorder, batchsize=1)]}, ["batchsize", "did you mean `batchSize`"]),

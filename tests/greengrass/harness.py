@@ -16,12 +16,13 @@ import cbor2
 import uvloop
 
 from bridge.access.logins import Access
-from bridge.config.settings import Greengrass
-from bridge.greengrass import GreengrassFrontEnd
+from bridge.greengrass.frontend import Bounds, GreengrassFrontEnd
+from bridge.greengrass.settings import GreengrassConfig
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt.settings import MqttConfig
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
+from bridge.operations.reading import MOST_BYTES, STEP
 from bridge.plugin import discovery
 from bridge.plugin.allow import SDK_KINDS, Allow
 from bridge.streams.store import StreamStore
@@ -70,11 +71,15 @@ class Server:
         port: int = 0,
         allow: Allow | None = None,
         access: MqttConfig | None = None,
+        bounds: Bounds = Bounds(),  # noqa: B008 - immutable
+        read_step: int = STEP,
+        read_bytes: int = MOST_BYTES,
     ) -> None:
+        self.bounds, self.read_step, self.read_bytes = bounds, read_step, read_bytes
         self.allow = allow or Allow(kinds=[*SDK_KINDS, "s3"], endpoints=["http://127.0.0.1:1"])
         self.access = access or MqttConfig()
         self.data_dir, self._root = root / "data", root
-        self.config = Greengrass(listen=f"127.0.0.1:{port}", token_file=token_file)
+        self.config = GreengrassConfig(listen=f"127.0.0.1:{port}", token_file=token_file)
         self.store: StreamStore
         self.manager: StreamManager
         self.front: Any
@@ -105,18 +110,18 @@ class Server:
 
     async def _start(self) -> None:
         self.store = StreamStore(self.data_dir, self._root / "memory", on_event=lambda stream, what: None)
-        self.manager = StreamManager(self.store, discovery.load([]), self.exports)
-        self.operations = Operations(self.manager, self.allow)
-        self.front = self.door()
+        self.manager = StreamManager(self.store, discovery.load([]), self.exports, self.read_step)
+        self.operations = Operations(self.manager, self.allow, self.read_bytes)
+        self.front = self.front_end()
         try:
             self.urls = await self.front.start()
         except BaseException:
             await self.store.close()
             raise
 
-    def door(self) -> Any:
+    def front_end(self) -> Any:
         """The front end under test."""
-        return GreengrassFrontEnd(self.config, self.operations, Access(self.access))
+        return GreengrassFrontEnd(self.config, self.operations, Access(self.access), self.bounds)
 
     async def _stop(self) -> None:
         await self.front.stop()

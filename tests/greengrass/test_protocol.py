@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge import cbor
-from bridge.greengrass import connection
+from bridge.greengrass.connection import MAX_FRAME
+from bridge.greengrass.frontend import Bounds
 from tests.greengrass.harness import CONNECT, Raw, Server, frame, many
 
 
@@ -135,7 +136,7 @@ def test_frames_may_arrive_byte_by_byte_and_many_at_once(server: Server) -> None
 def test_a_request_that_is_too_large_is_passed_over_and_answered(server: Server) -> None:
     server.stream()
     with Raw(server) as raw:
-        length = connection.MAX_FRAME + 1000
+        length = MAX_FRAME + 1000
         beginning = cbor2.dumps({"requestId": "big", "name": "s"})
         raw.socket.sendall(struct.pack(">ib", length, 4) + beginning)
         left = length - 1 - len(beginning)
@@ -146,14 +147,10 @@ def test_a_request_that_is_too_large_is_passed_over_and_answered(server: Server)
         assert raw.ask(4, name="s", payload=b"x")["sequenceNumber"] == 0
 
 
-def test_a_minimum_that_no_reply_can_hold_is_an_error_and_a_large_maximum_is_cut(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bridge.operations.reading.STEP", 100_000)
-    monkeypatch.setattr("bridge.operations.catalog.Operations.call.__kwdefaults__", {"room": 1_000_000})
-    server.stream()
-    server.append(*[b"x" * 10_000] * 150)
-    with Raw(server) as raw:
+def test_a_minimum_that_no_reply_can_hold_is_an_error_and_a_large_maximum_is_cut(tmp_path: Path) -> None:
+    with Server(tmp_path, read_step=100_000, read_bytes=1_000_000) as server, Raw(server) as raw:
+        server.stream()
+        server.append(*[b"x" * 10_000] * 150)
         for options, number in (
             ({"maxMessageCount": 150}, 9),
             ({"minMessageCount": 90, "maxMessageCount": 150}, 90),
@@ -296,26 +293,26 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(server: Server
     assert not server.front._tasks
 
 
-def test_slow_writers_are_ended(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HANDSHAKE", 0.1)
-    monkeypatch.setattr(connection, "STALLED", 0.1)
-    with Raw(server, connect=None) as silent:
-        assert silent.ended()
-    with Raw(server) as stalled:
-        stalled.socket.sendall(frame(11, {"requestId": "x"})[:-1])
-        assert stalled.ended()
-    with Raw(server) as idle:  # nothing begun: may be silent for as long as it likes
-        threading.Event().wait(0.3)
-        assert idle.ask(11)["status"] == 0
+def test_slow_writers_are_ended(tmp_path: Path) -> None:
+    with Server(tmp_path, bounds=Bounds(handshake=0.1, stalled=0.1)) as server:
+        with Raw(server, connect=None) as silent:
+            assert silent.ended()
+        with Raw(server) as stalled:
+            stalled.socket.sendall(frame(11, {"requestId": "x"})[:-1])
+            assert stalled.ended()
+        with Raw(server) as idle:  # without a frame begun it may be silent longer
+            threading.Event().wait(0.3)
+            assert idle.ask(11)["status"] == 0
 
 
-def test_unfinished_frames_are_bounded_over_all_clients(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bridge.greengrass.frontend.PARTIAL_BYTES", 1_000_000)
-    server.stream()
+def test_unfinished_frames_are_bounded_over_all_clients(tmp_path: Path) -> None:
     whole = frame(4, {"requestId": "a", "name": "s", "payload": bytes(600_000)})
-    with Raw(server) as first, Raw(server) as second:
+    with (
+        Server(tmp_path, bounds=Bounds(partial_bytes=1_000_000)) as server,
+        Raw(server) as first,
+        Raw(server) as second,
+    ):
+        server.stream()
         first.socket.sendall(whole[:-1])
         server.wait_until(lambda: server.front._partial, "half a frame is there")
         second.socket.sendall(whole[:-1])

@@ -22,7 +22,7 @@ from tests.greengrass.harness import DEADLINE, Server
 class Service(Server):
     """A bridge with the control socket alone."""
 
-    def door(self) -> ControlFrontEnd:
+    def front_end(self) -> ControlFrontEnd:
         return ControlFrontEnd(self.operations, self.data_dir)
 
 
@@ -61,10 +61,10 @@ def test_nonsense_on_the_control_socket_ends_its_connection_alone(tmp_path: Path
         assert cbor2.loads(control.ask("listStreams", cbor2.dumps({})))["streams"] == ["s"]
 
 
-def test_a_service_that_stops_says_that_nobody_knows(tmp_path: Path) -> None:
+def test_a_service_that_stops_before_it_replies_is_reported_as_an_unknown_result(tmp_path: Path) -> None:
     with Service(tmp_path) as server, asking(server) as control:
         server.run(server.front.stop())
-        with pytest.raises(StreamBridgeError, match="look whether the operation was carried out"):
+        with pytest.raises(StreamBridgeError, match="check whether the operation was carried out"):
             control.ask("listStreams", b"{}")
         assert Control.connect(server.data_dir) is None
 
@@ -81,7 +81,7 @@ def test_a_data_directory_may_have_a_long_path_and_the_socket_of_a_dead_run(tmp_
         (tmp_path / "kept").rename(server.data_dir / SOCKET)
     (server.data_dir / SOCKET).unlink()
     (server.data_dir / SOCKET).write_text("not a socket")
-    with pytest.raises(ConfigError, match="in the way"), Service(deep):
+    with pytest.raises(ConfigError, match="is not a socket; move it away"), Service(deep):
         pass
 
 
@@ -104,5 +104,5 @@ def test_what_may_be_somebodys_data_is_left_under_the_sockets_name(tmp_path: Pat
     else:
         (tmp_path / "empty").touch()
         path.symlink_to(tmp_path / "empty")
-    with pytest.raises(ConfigError, match="in the way"), Service(tmp_path):
+    with pytest.raises(ConfigError, match="is not a socket; move it away"), Service(tmp_path):
         pass

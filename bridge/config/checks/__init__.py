@@ -1,12 +1,14 @@
-"""What `streambridge check` looks at beyond the text of the configuration.
+"""What `streambridge check` examines beyond the text of the configuration.
 
-`examine` reads the configuration and looks at this machine: ports, directories, disk room, streams,
-plugins, certificates, secrets, credentials. An *error* keeps the service, or a part of it, from working; a
-*warning* will sooner or later. Nothing is changed. Of other machines only the destinations that the
-configuration names are connected to, to see whether they speak TLS, and the instance's metadata service, if
-AWS is told to ask there for credentials. One that cannot be reached is no finding.
+`examine` reads the configuration and examines this machine: ports, directories, disk space, streams, plugins,
+certificates, secrets, credentials. An *error* keeps the service, or a part of it, from working. A *warning*
+will sooner or later cause trouble. Nothing is changed.
 
-All is found in one run: a mistake hides nothing but what depends on that very key.
+The only connections to other machines are those to the configured destinations, to see whether they speak
+TLS, and to the instance's metadata service, if AWS credentials come from there. An unreachable machine is no
+finding.
+
+One run finds everything: a mistake hides only what depends on its own key.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from pathlib import Path
 
 from bridge.config import tomlfile
 from bridge.config.checks import files, network, streams
-from bridge.config.checks.look import Finding, Look
+from bridge.config.checks.context import CheckContext, Finding
 from bridge.config.settings import Config, understand
 
-PARTS = (
+CHECKS = (
     network.listeners,
     network.unused,
     network.exposure,
@@ -43,14 +45,14 @@ def examine(path: Path) -> tuple[Config, list[Finding]]:
     """Examine a configuration and the machine that it is for."""
     document = tomlfile.read(path)
     settings, reader = understand(document)
-    look = Look(settings, document, reader.broken)
+    context = CheckContext(settings, document, reader.broken)
     found = [Finding("error", line) for problem in reader.problems for line in problem.splitlines()]
-    for part in PARTS:
-        found += part(look)
+    for check in CHECKS:
+        found += check(context)
     return settings, found
 
 
-def hindrances(path: Path, settings: Config) -> list[str]:
-    """What a sound configuration cannot have on this machine and not run without: addresses, directories."""
-    look = Look(settings, tomlfile.read(path))
-    return [finding.what for part in (network.listeners, files.directories) for finding in part(look)]
+def blockers(path: Path, settings: Config) -> list[str]:
+    """What keeps the service from starting on this machine: addresses and directories that it cannot use."""
+    context = CheckContext(settings, tomlfile.read(path))
+    return [finding.what for check in (network.listeners, files.directories) for finding in check(context)]

@@ -1,4 +1,4 @@
-"""Whether every address can be listened at, who could reach it, and whether destinations speak TLS."""
+"""The listeners, who could reach them, and whether destinations speak TLS."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bridge.config.checks.look import Finding, Look
+from bridge.config.checks.context import CheckContext, Finding
 from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted
 from bridge.mqtt.settings import parse_address
@@ -21,71 +21,72 @@ from bridge.streams.store import is_running
 Wanted = tuple[Keys, str, int]
 
 
-def listeners(look: Look) -> Iterator[Finding]:
-    """Addresses that are wanted twice, are taken, or are not ours.
+def listeners(context: CheckContext) -> Iterator[Finding]:
+    """Report addresses that are configured twice, in use, or not of this machine.
 
-    A running service of ours rightly holds its own; then only those wanted twice are found.
+    Our running service uses its own addresses; beside it only duplicates are reported.
     """
-    running = is_running(look.config.gateway.data_dir)
+    running = is_running(context.config.gateway.data_dir)
     held: list[socket.socket] = []
     ours: list[Wanted] = []
     try:
-        for keys, host, port in _wanted(look):
+        for keys, host, port in _wanted(context):
             owner = next((other for other, *place in ours if port and _overlap((host, port), place)), None)
             ours.append((keys, host, port))
             if owner is not None:
                 why = f"{dotted(owner)} of this configuration listens there too; choose another port"
-                yield look.error(keys, f"cannot listen at {place(host, port)}: {why}")
+                yield context.error(keys, f"cannot listen at {place(host, port)}: {why}")
             elif not running:
                 try:
                     held.append(socket.create_server((host, port), family=_family(host)))
                 except OSError as error:
-                    yield look.error(keys, refusal(host, port, error))
+                    yield context.error(keys, refusal(host, port, error))
     finally:
         for listener in held:
             listener.close()
 
 
 def _overlap(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether two addresses with ports cannot both be listened at."""
+    """Return whether two addresses with ports cannot both have a listener."""
     hosts = {"127.0.0.1" if host == "localhost" else str(host) for host in (one[0], other[0])}
-    every = "::" if any(":" in host for host in hosts) else "0.0.0.0"  # noqa: S104 - compared with only
+    every = "::" if any(":" in host for host in hosts) else "0.0.0.0"  # noqa: S104 - for comparison only
     same_family = len({":" in host for host in hosts}) == 1
     return one[1] == other[1] and same_family and (len(hosts) == 1 or every in hosts)
 
 
-def unused(look: Look) -> Iterator[Finding]:
-    """Listeners that the mode does not open."""
-    section = look.document.data.get("mqtt")
-    if look.config.mqtt.mode == "external" and isinstance(section, dict) and "listen" in section:
-        yield look.warning(
+def unused(context: CheckContext) -> Iterator[Finding]:
+    """Report listeners that the mode does not open."""
+    section = context.document.data.get("mqtt")
+    if context.config.mqtt.mode == "external" and isinstance(section, dict) and "listen" in section:
+        yield context.warning(
             ("mqtt", "listen"),
-            'not used, since mode = "external" opens no listener; remove it, or set mode = "embedded"',
+            'not used: mode = "external" opens no listener; remove this line, or set mode = "embedded"',
         )
 
 
-def exposure(look: Look) -> Iterator[Finding]:
-    """Listeners without a password that others than this machine can reach."""
+def exposure(context: CheckContext) -> Iterator[Finding]:
+    """Report listeners without a password that other machines can reach."""
     for section, what in (("http", "the status page"), ("greengrass", "every stream")):
-        listen = getattr(look.config, section).listen
-        if section == "greengrass" and look.config.greengrass.token_file is not None:
+        listen = getattr(context.config, section).listen
+        if section == "greengrass" and context.config.greengrass.token_file is not None:
             continue
-        if listen and look.knows(section, "listen") and not is_loopback(host_and_port(listen)[0]):
+        if listen and context.knows(section, "listen") and not is_loopback(host_and_port(listen)[0]):
             other = ", or set greengrass.token_file" if section == "greengrass" else ""
-            yield look.warning(
+            yield context.warning(
                 (section, "listen"),
-                f"whoever can reach {listen} gets at {what} without a password; listen at 127.0.0.1{other}",
+                f"every machine that reaches {listen} has access to {what} without a password; listen on "
+                f"127.0.0.1{other}",
             )
 
 
-def destinations(look: Look) -> Iterator[Finding]:
-    """Destinations whose port speaks TLS where the URL does not, or the other way round."""
+def destinations(context: CheckContext) -> Iterator[Finding]:
+    """Report destinations whose port speaks TLS although the URL does not say so, or the other way round."""
     seen: dict[tuple[str, int, bool], str] = {}
-    for keys, url in _urls(look):
+    for keys, url in _urls(context):
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port or _PORTS[parts.scheme]
-        except (ValueError, KeyError):  # reported with the configuration
+        except (ValueError, KeyError):  # reported when the configuration is read
             continue
         if host:
             secure = parts.scheme in ("mqtts", "https")
@@ -94,20 +95,20 @@ def destinations(look: Look) -> Iterator[Finding]:
                 seen[host, port, secure] = _wrong_port(host, port, hello, secure=secure)
             if why := seen[host, port, secure]:
                 scheme = parts.scheme.removesuffix("s") if secure else f"{parts.scheme}s"
-                yield look.error(keys, f"{host}:{port} {why}; write {scheme}://, or the other port")
+                yield context.error(keys, f"{host}:{port} {why}; write {scheme}://, or use the other port")
 
 
 _PORTS = {"mqtt": 1883, "mqtts": 8883, "http": 80, "https": 443}
-_CONNECT = b"\x10\x0c\x00\x04MQTT\x04\x02\x00\x3c\x00\x00"  # 3.1.1, a clean session without a name
+_CONNECT = b"\x10\x0c\x00\x04MQTT\x04\x02\x00\x3c\x00\x00"  # MQTT 3.1.1, a clean session, no client id
 _HEAD = b"HEAD / HTTP/1.0\r\n\r\n"
 _PATIENCE = 3.0  # seconds
 
 
-def _urls(look: Look) -> Iterator[tuple[Keys, str]]:
-    config = look.config
-    if config.mqtt.mode == "external" and look.knows("mqtt", "external"):
+def _urls(context: CheckContext) -> Iterator[tuple[Keys, str]]:
+    config = context.config
+    if config.mqtt.mode == "external" and context.knows("mqtt", "external"):
         yield ("mqtt", "external", "url"), config.mqtt.external.url
-    if config.aws.endpoint_url and look.knows("aws", "endpoint_url"):
+    if config.aws.endpoint_url and context.knows("aws", "endpoint_url"):
         yield ("aws", "endpoint_url"), config.aws.endpoint_url
     for stream in config.streams.values():
         for kind, items in stream.export_definition.items():
@@ -118,25 +119,24 @@ def _urls(look: Look) -> Iterator[tuple[Keys, str]]:
 
 
 def _wrong_port(host: str, port: int, hello: bytes, *, secure: bool) -> str:
-    """What is wrong with the port; empty if nothing is, or nobody answers."""
+    """Return what is wrong with the port, or an empty text if nothing is, or nothing answers."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname=host).do_handshake()
     answer = _answer(host, port, outgoing.read())
     if answer is None:
         return ""
-    speaks_tls = (
-        answer[:1] in (b"\x15", b"\x16") and answer[1:2] == b"\x03"
-    )  # an alert or a handshake, RFC 8446 5.1
+    # An alert or a handshake, RFC 8446 5.1.
+    speaks_tls = answer[:1] in (b"\x15", b"\x16") and answer[1:2] == b"\x03"
     if speaks_tls and not secure:
-        return "speaks TLS only"
+        return "speaks only TLS"
     if secure and not speaks_tls and _answer(host, port, hello):
-        return "speaks no TLS"
+        return "does not speak TLS"
     return ""
 
 
 def _answer(host: str, port: int, hello: bytes) -> bytes | None:
-    """The first bytes that come back, none if it hangs up; None if nobody is there or answers in time."""
+    """Return the first bytes of the answer, none if it closes the connection; None without any answer."""
     try:
         with socket.create_connection((host, port), _PATIENCE) as connection:
             connection.sendall(hello)
@@ -148,30 +148,30 @@ def _answer(host: str, port: int, hello: bytes) -> bytes | None:
         return None
 
 
-def client_ids(look: Look) -> Iterator[Finding]:
-    """Rules that give rights to a client id, which anybody chooses."""
-    config = look.config.mqtt
+def client_ids(context: CheckContext) -> Iterator[Finding]:
+    """Report rules that give rights to a client id, since any client may choose any id."""
+    config = context.config.mqtt
     if config.client_ids != "any" or config.mode != "embedded":
         return
     for number, rule in enumerate(config.acl):
         for right, filters in msgspec.structs.asdict(rule).items():
-            # Its own level below streambridge/ is each client's by the protocol of requests, not by a rule.
-            asked = filters if isinstance(filters, list) else []
-            wide = [name for name in asked if "%c" in name and not name.startswith("streambridge/")]
+            # Each client has its own level below streambridge/ for requests, whatever the rules are.
+            names = filters if isinstance(filters, list) else []
+            wide = [name for name in names if "%c" in name and not name.startswith("streambridge/")]
             if wide:
-                yield look.warning(
+                yield context.warning(
                     ("mqtt", "acl", number, right),
-                    f"{wide[0]!r} gives rights to whoever chooses that client id; write %u for the user "
-                    'name, or bind the ids to users: mqtt.client_ids = "user" or "prefix"',
+                    f"{wide[0]!r} gives rights to any client that chooses this client id; write %u for the "
+                    'user name, or bind the ids to users: mqtt.client_ids = "user" or "prefix"',
                 )
 
 
-def _wanted(look: Look) -> Iterator[Wanted]:
-    config = look.config
-    if config.mqtt.mode == "embedded" and look.knows("mqtt", "mode"):
+def _wanted(context: CheckContext) -> Iterator[Wanted]:
+    config = context.config
+    if config.mqtt.mode == "embedded" and context.knows("mqtt", "mode"):
         urls = config.mqtt.listen
-        if not look.knows("mqtt", "listen"):  # one of them is wrong: the others are looked at all the same
-            section = look.document.data.get("mqtt")
+        if not context.knows("mqtt", "listen"):  # one of them is wrong; the others are still checked
+            section = context.document.data.get("mqtt")
             stated = section.get("listen") if isinstance(section, dict) else None
             urls = [url for url in stated if isinstance(url, str)] if isinstance(stated, list) else []
         for url in urls:
@@ -182,7 +182,7 @@ def _wanted(look: Look) -> Iterator[Wanted]:
             yield ("mqtt", "listen"), address.host, address.port
     for section in ("greengrass", "http"):
         listen = getattr(config, section).listen
-        if listen and look.knows(section, "listen"):
+        if listen and context.knows(section, "listen"):
             yield (section, "listen"), *host_and_port(listen)
 
 

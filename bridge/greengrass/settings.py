@@ -1,0 +1,31 @@
+"""The section [greengrass] of the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from bridge.net.addresses import check_listen
+from bridge.settingtypes import Count, Millis
+
+
+class GreengrassConfig(Struct, frozen=True, kw_only=True):
+    """[greengrass]: the listener for clients of the AWS Stream Manager SDKs.
+
+    Clients show the token in `token_file`; processes of root and of the service's own user on this machine
+    need none. The rules of [[mqtt.acl]] for `user` say what they may do. An empty `listen` opens no listener.
+
+    A client that makes no request for `idle_timeout` is disconnected; the SDKs connect again.
+    """
+
+    listen: str = "127.0.0.1:8088"
+    token_file: Path | None = None
+    user: str = "greengrass"
+    connections: Count = 1_000
+    connections_per_address: Count = 1_000
+    idle_timeout: Annotated[Millis, Meta(ge=1000)] = 24 * 3_600_000
+
+    def __post_init__(self) -> None:
+        check_listen(self.listen, "127.0.0.1:8088")
