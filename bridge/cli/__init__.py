@@ -1,7 +1,7 @@
-"""The command `streambridge`: nothing but parsing and printing.
+"""The command `streambridge`: parsing and printing.
 
-Exit codes are those of sysexits.h where it has one; see `common.ExitCode`. An expected error is one line on
-stderr, without a traceback.
+Exit codes follow sysexits.h where it has one; see `common.ExitCode`. An expected error is one line on stderr,
+without a traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import clients, exports, integrity, service, streams, trial, users
+from bridge.cli import clients, demo, exports, integrity, service, streams
 from bridge.cli.common import ExitCode, denied, echo, note
 from bridge.errors import (
     ConfigError,
@@ -41,26 +41,25 @@ Examples:
 
 \b
 Exit codes:
-  0 done; 1 failed; 2 wrong usage; 65 stored data is damaged; 66 no such stream;
+  0 success; 1 failure; 2 wrong usage; 65 stored data is damaged; 66 no such stream;
   75 the data directory is in use; 78 the configuration is wrong; 130 Ctrl-C
 """
 
 app = typer.Typer(
     name="streambridge",
-    help="Durable streams on an MQTT gateway, exported by plugins, proven complete in the table.",
+    help="An MQTT broker for gateways that stores messages before it acknowledges them.",
     epilog=_EPILOG,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-service.add_to(app)
-integrity.add_to(app)
+app.add_typer(service.app)
+app.add_typer(integrity.app)
 app.add_typer(streams.app, name="streams")
-exports.add_to(app)
+app.add_typer(exports.app)
 app.add_typer(clients.app, name="clients")
-users.add_to(app)
-trial.add_to(app)
+app.add_typer(demo.app)
 app.add_typer(ingest, name="ingest")
 
 
@@ -89,19 +88,19 @@ def main() -> None:
     try:
         app(prog_name="streambridge")
     except StreamBridgeError as error:
-        _complain(str(error))
+        _print_error(str(error))
         sys.exit(next((code for kind, code in _CODES.items() if isinstance(error, kind)), ExitCode.FAILED))
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except OSError as error:
         if error.errno is None:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        whom = denied(Path(error.filename)) if place and error.errno == errno.EACCES else ""
-        _complain(f"{place}{error.strerror}{whom}")
+        path = f"{error.filename}: " if error.filename else ""
+        user = denied(Path(error.filename)) if path and error.errno == errno.EACCES else ""
+        _print_error(f"{path}{error.strerror}{user}")
         sys.exit(ExitCode.FAILED)
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     for line in message.split("\n"):  # a configuration has a line for each mistake
         note(f"streambridge: {line}")

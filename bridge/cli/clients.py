@@ -21,12 +21,12 @@ from bridge.cli.common import (
     print_json,
     print_table,
 )
-from bridge.cli.operate import operate, place
+from bridge.cli.operate import operate, target_of
 from bridge.errors import StreamBridgeError
 from bridge.streams.store import is_running
 
 app = typer.Typer(
-    help="List the MQTT clients of the running service, disconnect them, forget their sessions.",
+    help="List, disconnect and forget MQTT clients of the running service.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -44,9 +44,10 @@ Examples:
 def list_clients(
     config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None, as_json: JsonOption = False
 ) -> None:
-    """List the clients that are connected, and the sessions of those that are away.
+    """List connected clients, and the sessions of disconnected ones.
 
-    QUEUED counts messages that wait for the client. A session that is away ends at EXPIRES.
+    QUEUED counts the messages that are queued for the client. A disconnected client's session ends at
+    EXPIRES.
     """
     behave_in_pipes()
     clients = _ask(config, data_dir, "listClients")["clients"]
@@ -57,7 +58,7 @@ def list_clients(
         echo("no clients")
         return
     print_table(
-        ["CLIENT", "USER", "ADDRESS", "PROTOCOL", "SUBSCRIPTIONS", "QUEUED", "AWAY SINCE", "EXPIRES"],
+        ["CLIENT", "USER", "ADDRESS", "PROTOCOL", "SUBSCRIPTIONS", "QUEUED", "DISCONNECTED", "EXPIRES"],
         [
             [
                 _shown(client["client"]),
@@ -81,7 +82,10 @@ Examples:
 """
 )
 def disconnect(client: Client, config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None) -> None:
-    """Close a client's connection. It may come back; its session stays, its will is published."""
+    """Close a client's connection.
+
+    Its session stays, and its will is published. It may connect again.
+    """
     connected = _ask(config, data_dir, "disconnectClient", client=client)["connected"]
     note(f"{_shown(client)}: {'disconnected' if connected else 'was not connected'}")
 
@@ -95,24 +99,26 @@ Examples:
 def forget(
     client: Client, config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None, sure: Sure = False
 ) -> None:
-    """Close a client's connection and drop its session: subscriptions, waiting messages, will.
+    """Delete a client's session, and close its connection.
 
-    The client id is free then, for its user as for any other.
+    Subscriptions, queued messages and the will are deleted. Then any user may use the client id.
     """
-    confirm(sure, f"Forget {_shown(client)} with its subscriptions and waiting messages?")
+    confirm(sure, f"Forget {_shown(client)} with its subscriptions and queued messages?")
     _ask(config, data_dir, "forgetClient", client=client)
     note(f"{_shown(client)}: forgotten")
 
 
 def _ask(config: Path, data_dir: Path | None, operation: str, **fields: Any) -> dict[str, Any]:
-    where = place(config, data_dir)
-    if not is_running(where.data_dir):
-        raise StreamBridgeError(f"{where.data_dir}: the service does not run; only it knows its clients")
-    return operate(where, operation, **fields)
+    target = target_of(config, data_dir)
+    if not is_running(target.data_dir):
+        raise StreamBridgeError(
+            f"{target.data_dir}: the service is not running; start it to list or change its clients"
+        )
+    return operate(target, operation, **fields)
 
 
 def _shown(name: str | None) -> str:
-    """A name that somebody else has chosen, safe for a terminal."""
+    """A name that a client has chosen, safe for a terminal."""
     if name is None:
         return "-"
     return escaped(name) or ascii(name)

@@ -1,4 +1,4 @@
-"""What the commands share: options, and printing for people and for programs."""
+"""Shared by the commands: options, and printing for people and for programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DataDirOption = Annotated[
     Path | None,
     typer.Option(
         "--data-dir",
-        help="Read this data directory, whatever a configuration says.",
+        help="Use this data directory instead of the configured one.",
         metavar="DIRECTORY",
         show_default="gateway.data_dir of the configuration",
     ),
@@ -44,10 +44,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for progra
 
 
 class ExitCode(IntEnum):
-    """What the command ends with."""
+    """The exit codes of the command."""
 
     OK = 0
-    FAILED = 1  # anything without a code of its own
+    FAILED = 1  # any other error
     USAGE = 2  # unknown command or option
     DAMAGED = 65  # stored data fails its check
     NOT_FOUND = 66  # no such stream
@@ -57,19 +57,19 @@ class ExitCode(IntEnum):
 
 
 def load_config(path: Path) -> Config:
-    """The configuration; raises ConfigError, with a way to begin if nobody has made one yet."""
+    """Load the configuration; raises ConfigError, which says how to begin if there is none yet."""
     if path == DEFAULT_CONFIG and not path.exists():
         begin = f"cp {shipped('config') / 'streambridge.toml'} ."
         raise ConfigError(
-            f"{path}: there is no such file; begin with the sample: `{begin}`, then name it with --config"
+            f"{path}: there is no such file; begin with the sample: `{begin}`, then use it with --config"
         )
     return load(path)
 
 
 def known_config(path: Path, *needed: Keys) -> Config:
-    """A configuration of which only some keys must be right.
+    """Load a configuration of which only some keys must be right.
 
-    To look into the streams, nobody needs the service's secrets, nor to have mended the rest.
+    Reading the streams needs neither the service's secrets nor a configuration without mistakes.
     """
     if path == DEFAULT_CONFIG and not path.exists():
         return load_config(path)  # says how to begin
@@ -80,33 +80,31 @@ def known_config(path: Path, *needed: Keys) -> Config:
     return settings
 
 
-def data_directory(config: Path, data_dir: Path | None, way: str = "--data-dir") -> Path:
-    """The data directory that a command works on; `way` is how it is named beside by --config."""
+def data_directory(config: Path, data_dir: Path | None, option: str = "--data-dir") -> Path:
+    """The data directory of a command; errors mention `option`, which sets it directly."""
     directory = (
         known_config(config, ("gateway", "data_dir")).gateway.data_dir if data_dir is None else data_dir
     )
     if directory.exists() and not directory.is_dir():
-        raise ConfigError(
-            f"{directory}: this is not a directory; name the one that gateway.data_dir stands for"
-        )
+        raise ConfigError(f"{directory}: this is not a directory; use the one in gateway.data_dir")
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory}: there is no such data directory; start the service once, or name another one "
-            f"with --config or {way}"
+            f"{directory}: there is no such data directory; start the service once, or give another one "
+            f"with --config or {option}"
         )
     if not (directory / STREAMS).is_dir() and any(directory.iterdir()):
         raise ConfigError(
-            f"{directory}: this is no data directory of streambridge: {STREAMS}/ is not in it; name the "
-            "directory that gateway.data_dir stands for"
+            f"{directory}: this is not a data directory of streambridge, since it has no {STREAMS}/; use the "
+            "one in gateway.data_dir"
         )
     return directory
 
 
 def act_as_owner(data_dir: Path) -> None:
-    """Go on with the rights of the service's user, if root has started this; there is no way back.
+    """If root runs this command, continue as the service's user, who cannot read files that root creates.
 
-    What root makes in a data directory is closed to that user. Whoever made the lock runs the service; a
-    directory in which it never ran has none. Raises StreamBridgeError where root has not the right to.
+    The owner of the lock file is that user; before the first start, the owner of the directory. Raises
+    StreamBridgeError if root may not change its user.
     """
     if os.geteuid() != 0:
         return
@@ -119,35 +117,35 @@ def act_as_owner(data_dir: Path) -> None:
         os.initgroups(name, owner.st_gid)
         os.setgid(owner.st_gid)
         os.setuid(owner.st_uid)
-    except OSError as error:  # in a container without the right to
+    except OSError as error:  # in a container without that capability
         raise StreamBridgeError(
-            f"{data_dir}: belongs to user {name}, and root cannot act as that user here: {error.strerror}; "
-            f"run this as {name}"
+            f"{data_dir}: it belongs to user {name}, and root cannot become that user here: "
+            f"{error.strerror}; run this as {name}"
         ) from None
 
 
 def denied(path: Path) -> str:
-    """To whom a path is closed, and who gets there: the owner of what is in the way."""
-    way = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
-    user, owner = user_name(os.geteuid()), user_name(way.lstat().st_uid)
-    return f" to user {user}" + (f"; run this as user {owner}" if owner != user else "")
+    """For an error about a path: which user has no access, and which user has."""
+    found = next(parent for parent in (path.absolute(), *path.absolute().parents) if os.path.lexists(parent))
+    user, owner = user_name(os.geteuid()), user_name(found.lstat().st_uid)
+    return f" for user {user}" + (f"; run this as user {owner}" if owner != user else "")
 
 
 def behave_in_pipes() -> None:
-    """Let `| head` end a query quietly, as it ends cat."""
+    """Let `| head` end a query silently, as with cat."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def echo(line: str, *, title: str = "") -> None:
-    """Print one line, with a title in bold before it; what is not printable is escaped.
+    """Print one line after a bold title; unprintable characters are escaped.
 
-    Without the flush of print and typer.echo: a query may have a million lines.
+    It does not flush, as print and typer.echo do: a query may print a million lines.
     """
     sys.stdout.write(_strong(printable(title)) + printable(line) + "\n")
 
 
 def escaped(text: str) -> str | None:
-    """Text that is safe for a terminal and stays on its line; None if it is not meant as text."""
+    """Text that is safe for a terminal and takes one line; None if it has other control characters."""
     line = text.replace("\\", "\\\\") if set(text) & set("\n\r\t") else text
     line = line.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
     return line if line.isprintable() else None
@@ -159,7 +157,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print columns as wide as their content; numbers to the right."""
+    """Print columns as wide as their content; numbers are right-aligned."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
     rights = [
         bool(cells) and all(row[n][:1].isdigit() or row[n] == "-" for row in cells)
@@ -184,19 +182,19 @@ def print_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 
 def _strong(text: str) -> str:
-    """Bold on a terminal that wants it."""
+    """Bold text on a terminal, unless NO_COLOR is set."""
     if not text:
         return text
     return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
 
 
 def note(text: str) -> None:
-    """Tell people something beside the result; what is not printable is escaped."""
+    """Print a note for people on stderr; unprintable characters are escaped."""
     typer.echo(printable(text), err=True)
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things, as `1 stream` or `2 streams`."""
+    """A number with a noun, as `1 stream` or `2 streams`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -206,7 +204,7 @@ def show_ranges(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def lost_to_damage(ranges: Sequence[tuple[int, int]]) -> str:
-    """Say which messages damage has cost, as `1 message lost to damage: number 0`."""
+    """Describe messages lost to damage, as `1 message lost to damage: number 0`."""
     number = sum(last - first + 1 for first, last in ranges)
     numbers = "number" if number == 1 else "numbers"
     return f"{count(number, 'message')} lost to damage: {numbers} {show_ranges(ranges)}"

@@ -1,6 +1,6 @@
-"""`streambridge exports`: how far the exports of all streams are.
+"""`streambridge exports`: the progress of all exports.
 
-The running service knows it, with the last error; of a stopped one it stands in the exports' cursors.
+It comes from the running service, or from the exports' cursors if the service is stopped.
 """
 
 from __future__ import annotations
@@ -25,18 +25,27 @@ from bridge.cli.lookup import describe_stream, find
 from bridge.cli.operate import statuses
 from bridge.streams.reader import list_streams
 
+app = typer.Typer()
 
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge exports
+  streambridge exports sensors --json
+"""
+)
 def exports(
     name: Annotated[
-        str | None, typer.Argument(metavar="[STREAM]", help="Only the exports of this stream.")
+        str | None, typer.Argument(metavar="STREAM", help="Only the exports of this stream.")
     ] = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how far each export is, and what stopped it last.
+    """Show the progress of each export, and its last error.
 
-    EXPORTED is the number of the last message that the destination has; TO GO counts those behind it.
+    EXPORTED is the number of the last message that the destination has. PENDING counts the messages after it.
     """
     behave_in_pipes()
     directory = data_directory(config, data_dir)
@@ -53,14 +62,14 @@ def exports(
         echo("no exports")
         return
     print_table(
-        ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO GO", "REJECTED", "LAST", "STATE"],
+        ["STREAM", "EXPORT", "KIND", "EXPORTED", "PENDING", "REJECTED", "LAST ATTEMPT", "STATE"],
         [
             [
                 row["stream"],
                 row["identifier"],
                 row["kind"],
                 row["lastExportedSequenceNumber"] if row["lastExportedSequenceNumber"] >= 0 else "-",
-                row["toGo"],
+                row["pendingMessages"],
                 row["rejectedMessages"],
                 format_time(row["lastExportTime"]) if row["lastExportTime"] else "-",
                 "paused" if row["disabled"] else row["errorMessage"] or "ok",
@@ -71,7 +80,7 @@ def exports(
 
 
 def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each export of a described stream, what is shown of it."""
+    """A row for each export of a described stream, as --json prints it."""
     definition, storage = described["definition"], described["storageStatus"]
     configs = {
         item["identifier"]: (kind, bool(item.get("disabled")))
@@ -89,7 +98,7 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
                 "kind": kind,
                 "disabled": disabled,
                 "lastExportedSequenceNumber": status.last_exported_sequence_number,
-                "toGo": storage["newestSequenceNumber"] - done,
+                "pendingMessages": storage["newestSequenceNumber"] - done,
                 "lastExportTime": status.last_export_time,
                 "exportedMessages": status.exported_messages_count,
                 "exportedBytes": status.exported_bytes_from_stream,
@@ -100,14 +109,3 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the command."""
-    app.command(
-        epilog="""\b
-Examples:
-  streambridge exports
-  streambridge exports sensors --json
-"""
-    )(exports)

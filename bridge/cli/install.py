@@ -1,6 +1,6 @@
-"""`streambridge install-service`: put the unit, its user and a first configuration in place.
+"""`streambridge install-service`: install the systemd unit, its user and a first configuration.
 
-Running it again updates the units and leaves the configuration alone.
+Running it again updates the units and keeps the configuration.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _LOCAL_DATA = 'data_dir = "data"\n#data_dir = "/var/lib/streambridge"\n'
 
 def install_service(
     root: Annotated[
-        Path, typer.Option("--root", metavar="DIRECTORY", help="Only write the files, below this directory.")
+        Path, typer.Option("--root", metavar="DIRECTORY", help="Only write the files below this directory.")
     ] = Path("/"),
 ) -> None:
     """Install and start the systemd service.
 
-    Brings its user, a first configuration and a token for the clients of port 8088. Needs root. Running it
-    again updates the units and leaves the configuration and the token alone.
+    Creates its user, a first configuration and a token for clients of port 8088. Needs root. Running it again
+    updates the units and keeps the configuration and the token.
     """
     command = Path(sys.prefix).absolute() / "bin" / "streambridge"
     alone = root != Path("/")
@@ -59,38 +59,37 @@ def install_service(
     if files.has(TOKEN):
         echo(f"kept {root / TOKEN}")
     else:
-        files.write(
-            TOKEN, secrets.token_urlsafe(32) + "\n", 0o600
-        )  # systemd-tmpfiles lets the service read it
+        # systemd-tmpfiles lets the service read it.
+        files.write(TOKEN, secrets.token_urlsafe(32) + "\n", 0o600)
     files.link("usr/local/bin/streambridge", command)
     if alone:
         return
     _run("systemd-sysusers", "/etc/sysusers.d/streambridge.conf")
     _run("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/streambridge.conf")
     if not Path("/run/systemd/system").is_dir():
-        echo("systemd does not run here: start it by `streambridge run`, as user streambridge")
+        echo("systemd is not running here; start the service with `streambridge run` as user streambridge")
         return
     _run("systemctl", "daemon-reload")
     _run("systemctl", "enable", "streambridge.service")
     _run("systemctl", "restart", "streambridge.service")
-    echo("`systemctl status streambridge` and `journalctl -u streambridge` show how it is")
+    echo("`systemctl status streambridge` and `journalctl -u streambridge` show its state")
 
 
 def service_config() -> str:
-    """The sample configuration with its data where the unit allows it, and with the token's file."""
+    """The sample configuration, with the data directory of the unit and the token file."""
     text = (shipped("config") / "streambridge.toml").read_text()
     text = text.replace(_EXAMPLE_TOKEN, _EXAMPLE_TOKEN.removeprefix("# Example: "))
     return text.replace(_LOCAL_DATA, 'data_dir = "/var/lib/streambridge"\n')
 
 
 def _check(command: Path) -> None:
-    """Whether the service's user will be able to run the command, and we may install it."""
+    """Check that we may install, and that the service's user can run the command."""
     if not command.is_file():
-        raise ConfigError(f"{command} is not there; install with pip first: pip install streambridge")
+        raise ConfigError(f"{command} does not exist; install it first: pip install streambridge")
     closed = [place for place in (sys.prefix, sys.base_prefix) if f"{place}/".startswith(_CLOSED)]
     if closed:
         raise ConfigError(
-            f"the service may not look into {closed[0]}; install for the whole machine: "
+            f"the service may not read {closed[0]}; install for the whole machine: "
             "`python3 -m venv /opt/streambridge && /opt/streambridge/bin/pip install streambridge`, then "
             "`/opt/streambridge/bin/streambridge install-service`"
         )
@@ -99,10 +98,10 @@ def _check(command: Path) -> None:
 
 
 class _Root:
-    """Where the files are written. Below a directory that was named nothing is reached by a symbolic link.
+    """The root directory of the files. Below a directory given by --root, no symbolic link is followed.
 
-    Such a directory may be another's: an image, or a system that is mounted. A link in it must not lead what
-    root writes to another place. The system's own `/` may have its directories where it likes.
+    Such a directory may belong to another user, as an image or a mounted system. A link in it must not
+    redirect files that root writes. Links below the system's own `/` are followed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -112,15 +111,15 @@ class _Root:
             self._flags |= os.O_NOFOLLOW
 
     def write(self, place: str, text: str, mode: int = 0o644) -> None:
-        """Write a file as a whole, or leave the one before."""
+        """Write a file atomically."""
         path = self.path / place
         with self._directory(path) as directory:
             found = _kind(path.name, directory)
             if found not in (None, stat.S_IFREG):
-                raise ConfigError(f"{path}: this is no ordinary file, but a link, say; remove it")
+                raise ConfigError(f"{path}: this is a link or another special file; remove it")
             new = f".{path.name}.new"
             with suppress(FileNotFoundError):
-                os.unlink(new, dir_fd=directory)  # of an attempt that was cut off
+                os.unlink(new, dir_fd=directory)  # of an interrupted attempt
             fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory)
             with open(fd, "w", encoding="utf-8") as file:
                 file.write(text)
@@ -129,19 +128,19 @@ class _Root:
         echo(f"wrote {path}")
 
     def has(self, place: str) -> bool:
-        """Whether there is something, a link that leads nowhere included."""
+        """Return whether a path exists, also as a dangling link."""
         path = self.path / place
         with self._directory(path) as directory:
             return _kind(path.name, directory) is not None
 
     def link(self, place: str, command: Path) -> None:
-        """Have the command found without its whole path, also by sudo."""
+        """Link the command into a directory of $PATH, also that of sudo."""
         path = self.path / place
         if path == command:
             return
         with self._directory(path) as directory:
             if _kind(path.name, directory) not in (None, stat.S_IFLNK):
-                echo(f"kept {path}, which is another one; the service's is {command}")
+                echo(f"kept {path}, which is another command; the service uses {command}")
                 return
             with suppress(FileNotFoundError):
                 os.unlink(path.name, dir_fd=directory)
@@ -150,9 +149,9 @@ class _Root:
 
     @contextmanager
     def _directory(self, path: Path) -> Iterator[int]:
-        """The directory that a file is in, made where it is missing."""
+        """Open the directory of a file, and create it if it is missing."""
         self.path.mkdir(parents=True, exist_ok=True)
-        # The directory itself was named: it may be a link.
+        # The directory itself was given: it may be a link.
         here = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in path.parent.relative_to(self.path).parts:
@@ -164,7 +163,7 @@ class _Root:
                     if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                         raise
                     raise ConfigError(
-                        f"{path}: {name} in it is a symbolic link or a file, not a directory; remove it"
+                        f"{path}: its part {name} is a symbolic link or a file, not a directory; remove it"
                     ) from None
                 os.close(here)
                 here = below
@@ -185,4 +184,4 @@ def _run(*command: str) -> None:
     try:
         subprocess.run(command, check=True)
     except subprocess.CalledProcessError as error:
-        raise ConfigError(f"{command[0]} failed ({error.returncode}); its message is above") from None
+        raise ConfigError(f"{command[0]} failed ({error.returncode}); see its message above") from None

@@ -31,21 +31,38 @@ from bridge.streams.verify import Checked
 Directory = Annotated[
     Path | None,
     typer.Argument(
-        help="The data directory.", metavar="[DIR]", show_default="gateway.data_dir of the configuration"
+        help="The data directory.", metavar="DIR", show_default="gateway.data_dir of the configuration"
     ),
 ]
 
-_VERIFY = """\b
+app = typer.Typer()
+
+
+@app.command(
+    epilog="""\b
 Examples:
   streambridge verify /var/lib/streambridge
   streambridge verify --json -c config/streambridge.toml
 
 \b
 Exit codes:
-  0 everything that is there is sound; 65 something is damaged; `repair` sets it aside
+  0 no damage; 65 something is damaged, and `repair` quarantines it
 """
+)
+def verify(
+    directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
+) -> None:
+    """Check all stored messages and drop records.
 
-_REPAIR = """\b
+    Changes nothing; the service may be running.
+    """
+    with _bar("bytes") as progress:
+        found = integrity.verify(data_directory(config, directory, "as `verify DIR`"), progress)
+    _print(found, as_json, "damaged")
+
+
+@app.command(
+    epilog="""\b
 Examples:
   sudo systemctl stop streambridge
   sudo -u streambridge streambridge repair /var/lib/streambridge
@@ -53,29 +70,16 @@ Examples:
 
 \b
 Exit codes:
-  0 nothing was wrong; 65 something was, and is mended now; 75 the service is running
+  0 no damage; 65 something was damaged, and is repaired; 75 the service is running
 """
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    app.command(epilog=_VERIFY)(verify)
-    app.command(epilog=_REPAIR)(repair)
-
-
-def verify(
-    directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
-) -> None:
-    """Check every message and every record of a drop; changes nothing, also beside the running service."""
-    with _bar("bytes") as progress:
-        found = integrity.verify(data_directory(config, directory, "as `verify DIR`"), progress)
-    _print(found, as_json, "damaged")
-
-
+)
 def repair(
     directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
 ) -> None:
-    """Set damage aside in quarantine/ and rebuild indexes, with the service stopped; says what was lost."""
+    """Quarantine damaged data and rebuild indexes.
+
+    Reports the messages that were lost. The service must be stopped.
+    """
     data_dir = data_directory(config, directory, "as `repair DIR`")
     act_as_owner(data_dir)
     with _bar("segments") as progress:
@@ -84,7 +88,7 @@ def repair(
             lambda name: msgspec.json.encode(plain_definition(name)),
             progress,
         )
-    _print(found, as_json, "damaged, and mended now")
+    _print(found, as_json, "damaged, now repaired")
 
 
 @contextmanager
@@ -101,12 +105,12 @@ def _bar(unit: str) -> Iterator[integrity.Progress]:
     ) as bars:
         tasks = {}
 
-        def tell(stream: str, done: int, total: int) -> None:
+        def update(stream: str, done: int, total: int) -> None:
             if stream not in tasks:
                 tasks[stream] = bars.add_task(stream, total=total)
             bars.update(tasks[stream], completed=done, total=total)
 
-        yield tell
+        yield update
 
 
 def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
@@ -117,7 +121,7 @@ def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
         for checked in found:
             _print_stream(checked)
         total = sum(checked.messages for checked in found)
-        state = f"{count(len(bad), 'stream')} {verdict}" if bad else "all sound"
+        state = f"{count(len(bad), 'stream')} {verdict}" if bad else "no damage"
         echo(f"{count(len(found), 'stream')}, {count(total, 'message')}: {state}")
     if bad:
         raise typer.Exit(ExitCode.DAMAGED)
@@ -137,4 +141,4 @@ def _print_stream(checked: Checked) -> None:
     if checked.lost:
         echo(f"  {lost_to_damage(checked.lost)}")
     for name in checked.quarantined:
-        echo(f"  set aside: {name}")
+        echo(f"  quarantined: {name}")

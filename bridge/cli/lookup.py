@@ -1,4 +1,4 @@
-"""What the files of a data directory say about its streams: the reading behind `streams ...`."""
+"""Reads the streams of a data directory from its files, for `streams ...`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -22,22 +22,22 @@ _MOST = 1 << 20  # bytes per read
 
 
 def find(data_dir: Path, name: str) -> StreamMeta:
-    """The stream of this name; raises StreamNotFound with one that is like it, or CorruptData."""
+    """The stream of this name; raises StreamNotFound with a similar name, or CorruptData."""
     known = {meta.name: meta for meta in list_streams(data_dir)}
     if name not in known:
         if name in list_damaged(data_dir):
             raise CorruptData(damaged(name))
         near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known) or 'none'}"
+        hint = f"did you mean {near[0]}?" if near else f"the streams are: {', '.join(known) or 'none'}"
         raise StreamNotFound(f"{data_dir}: there is no stream {name}; {hint}")
     return known[name]
 
 
 def damaged(name: str) -> str:
-    """What is said of a stream whose definition is lost."""
+    """The message for a stream whose definition is damaged."""
     return (
-        f"{name}: the stream is there, but both copies of its definition are damaged; stop the service and "
-        "run `streambridge repair`"
+        f"{name}: the stream exists, but both copies of its definition are damaged; stop the service and run "
+        "`streambridge repair`"
     )
 
 
@@ -46,7 +46,7 @@ def messages_of(data_dir: Path, name: str) -> Path:
     meta = find(data_dir, name)
     directory = _files(data_dir, meta)
     if not directory.is_dir():
-        raise StreamNotFound(f"{directory}: the messages of {name} were in memory, and are gone")
+        raise StreamNotFound(f"{directory}: the messages of {name} were in memory and are lost")
     return directory
 
 
@@ -55,9 +55,9 @@ def _files(data_dir: Path, meta: StreamMeta) -> Path:
 
 
 def unreadable_end(data_dir: Path, name: str) -> list[str]:
-    """What a stopped service has left behind the last readable message."""
+    """Problems after the last readable message, while the service is stopped."""
     if is_running(data_dir):
-        return []  # it may be in the middle of a write
+        return []  # the last message may be half written
     return [
         f"{problem.path}: {problem.what}" for problem in check_end(data_dir, find(data_dir, name).directory)
     ]
@@ -66,71 +66,59 @@ def unreadable_end(data_dir: Path, name: str) -> list[str]:
 def describe_stream(
     data_dir: Path, meta: StreamMeta, statuses: list[ExportStatus] | None = None
 ) -> dict[str, Any]:
-    """What --json prints; enums by name, everything else as on the wire.
+    """Describe a stream as --json prints it: enums by name, everything else as on the wire.
 
-    How far the exports are stands in their cursors, unless the service has said it (`statuses`).
+    `statuses` are those of the exports from the running service; without them, the cursors are read.
     """
     directory = _files(data_dir, meta)
     definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
     wire = msgspec.to_builtins(definition)
     wire["strategyOnFull"] = definition.strategy_on_full.name
     wire["persistence"] = definition.persistence.name
-    held = _holding(directory) if directory.is_dir() else _Holding()
     return {
         "name": meta.name,
         "epoch": meta.epoch,
         "directory": str(directory),
-        "messages": held.messages,
-        "oldestIngestTime": held.first,
-        "newestIngestTime": held.last,
-        "lost": held.lost,
-        "storageStatus": {
-            "oldestSequenceNumber": held.oldest,
-            "newestSequenceNumber": held.end - 1,
-            "totalBytes": held.size,
-        },
+        **_contents(directory),
         "exportStatuses": [*_exports(data_dir, meta, definition)] if statuses is None else statuses,
         "definition": wire,
     }
 
 
 def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefinition) -> Iterator[ExportStatus]:
-    """How far each export is, from its cursor; one that never ran has none."""
+    """The status of each export, from its cursor if it has one."""
     for kind, items in definition.export_definition.items():
         for item in items:
             yield stored_status(data_dir, meta.name, meta.epoch, kind, str(item.get("identifier", "")))
 
 
-class _Holding(NamedTuple):
-    """What a stream holds; times in ms."""
-
-    oldest: int = 0
-    end: int = 0
-    messages: int = 0
-    size: int = 0
+def _contents(directory: Path) -> dict[str, Any]:
+    """The contents of a stream; times in ms."""
+    oldest = end = messages = size = 0
     lost: Sequence[tuple[int, int]] = ()
-    first: int | None = None
-    last: int | None = None
-
-
-def _holding(directory: Path) -> _Holding:
-    with closing(StreamReader(directory)) as reader:
-        oldest, end = reader.bounds()
-        times = [
-            message.ingest_time
-            for number in (oldest, end - 1)
-            if oldest < end
-            for message in reader.read(number, end=end, max_messages=1, max_bytes=1)
-        ]
-        return _Holding(
-            oldest,
-            end,
-            end - oldest - reader.dropped(oldest, end),
-            reader.total_bytes(),
-            reader.lost(),
-            next(iter(times), None),
-            next(iter(times[1:]), None),
-        )
+    times: list[int] = []
+    if directory.is_dir():
+        with closing(StreamReader(directory)) as reader:
+            oldest, end = reader.bounds()
+            messages, size = end - oldest - reader.dropped(oldest, end), reader.total_bytes()
+            lost = reader.lost()
+            times = [
+                message.ingest_time
+                for number in (oldest, end - 1)
+                if oldest < end
+                for message in reader.read(number, end=end, max_messages=1, max_bytes=1)
+            ]
+    return {
+        "messages": messages,
+        "oldestIngestTime": next(iter(times), None),
+        "newestIngestTime": next(iter(times[1:]), None),
+        "lost": lost,
+        "storageStatus": {
+            "oldestSequenceNumber": oldest,
+            "newestSequenceNumber": end - 1,
+            "totalBytes": size,
+        },
+    }
 
 
 def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[StreamMessage]:
@@ -144,7 +132,7 @@ def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[Stream
 
 
 def first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
-    """The first number whose message is not older; numbers grow with the ingest time."""
+    """The first number whose message is not older than `millis`; ingest times grow with the numbers."""
     while low < high:
         middle = (low + high) // 2
         found = reader.read(middle, end=high, max_messages=1, max_bytes=1)

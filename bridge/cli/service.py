@@ -1,8 +1,11 @@
-"""The commands around the service itself: run, check, plugins."""
+"""The commands for the service itself: run, check, plugins, install-service, hash-password."""
 
 from __future__ import annotations
 
 import os
+import sys
+from getpass import getpass
+from typing import Annotated
 
 import typer
 
@@ -23,58 +26,55 @@ from bridge.config.settings import Config, load
 from bridge.errors import ConfigError
 from bridge.plugin.discovery import load as load_plugins
 
-
-def add_to(app: typer.Typer) -> None:
-    """Add these commands to the application."""
-    app.command(epilog=_RUN)(run)
-    app.command(epilog=_CHECK)(check)
-    app.command()(plugins)
-    app.command("install-service")(install_service)
+app = typer.Typer()
 
 
-_RUN = """\b
+@app.command(
+    epilog="""\b
 Examples:
   streambridge run -c config/streambridge.toml
   STREAMBRIDGE_CONFIG=/etc/streambridge/streambridge.toml streambridge run
 
 \b
 Signals:
-  SIGTERM, SIGINT  stop: finish what is acknowledged, then exit 0
-  SIGHUP           check the configuration and take it over
+  SIGTERM, SIGINT  stop: store and acknowledge received messages, then exit 0
+  SIGHUP           check the configuration and apply it
 """
-
-
+)
 def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service until SIGTERM or Ctrl-C."""
     settings = load_config(config)
-    # The broker and its dependencies; the other commands need none of them.
+    # Imported here, since the other commands do not need the broker and its dependencies.
     from bridge.config.checks import blockers
     from bridge.service import service
 
-    if problems := blockers(config, settings):  # before anything is made
+    if problems := blockers(config, settings):  # before any file is created
         raise ConfigError("\n".join(problems))
     service.run(settings)
 
 
 _CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
-_CHECK = """\b
+
+
+@app.command(
+    epilog="""\b
 Examples:
   streambridge check -c config/streambridge.toml
   streambridge check --json | jq -r '.findings[].what'
 """
-
-
+)
 def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
-    """Say what is wrong with configuration or machine.
+    """Check the configuration and this machine.
 
-    Every finding has its place and a remedy. Looks at the whole configuration, ports, directories, disk
-    room, plugins, certificates, secrets and credentials. Warnings leave the exit code at 0.
+    Reports every mistake in the configuration, and problems with ports, directories, disk space, plugins,
+    certificates, secrets and credentials, each with its position and what to do. The exit code is 0 if there
+    are only warnings.
     """
     from bridge.config.checks import examine
 
-    if "CREDENTIALS_DIRECTORY" not in os.environ:  # the unit has it; here, look where its content comes from
-        there = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises
-        os.environ["CREDENTIALS_DIRECTORY"] = there
+    if "CREDENTIALS_DIRECTORY" not in os.environ:  # systemd sets it for the service; use its source instead
+        source = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises
+        os.environ["CREDENTIALS_DIRECTORY"] = source
     settings, findings = examine(config)
     failed = any(finding.level == "error" for finding in findings)
     if as_json:
@@ -84,18 +84,19 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
             echo(f": {finding.what}", title=finding.level)
         if not failed:
             exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
-            told = (count(len(settings.streams), "stream"), count(exports, "export"))
-            echo(f"{config}: ok ({', '.join(told)}, {count(len(findings), 'warning')})")
+            declared = f"{count(len(settings.streams), 'stream')}, {count(exports, 'export')}"
+            echo(f"{config}: ok ({declared}, {count(len(findings), 'warning')})")
     raise typer.Exit(ExitCode.CONFIG if failed else ExitCode.OK)
 
 
+@app.command()
 def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
-    """List the plugins that are found.
+    """List the plugins.
 
-    Says where each comes from, what it exports to, and what is wrong with one that fails.
+    Shows where each comes from, what it exports to, and why it could not be loaded.
     """
     behave_in_pipes()
-    # The shipped plugins are worth listing before there is any configuration.
+    # The shipped plugins can be listed before there is a configuration.
     settings = load(config) if config != DEFAULT_CONFIG or config.exists() else Config()
     found = load_plugins(settings.export.plugin_dirs).found
     if as_json:
@@ -114,3 +115,35 @@ def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) 
             for plugin in found
         ],
     )
+
+
+app.command("install-service")(install_service)
+
+
+@app.command(
+    "hash-password",
+    epilog="""\b
+Examples:
+  (umask 077; streambridge hash-password thermometer-1 >>users)
+""",
+)
+def hash_password(
+    user: Annotated[str, typer.Argument(metavar="USER", help="The name that the device logs in with.")],
+) -> None:
+    """Print a user's line for `mqtt.users_file`.
+
+    Asks for the password; without a terminal it is the first line of standard input.
+    """
+    if not user or ":" in user or not user.isprintable():
+        raise typer.BadParameter(f"{user!r} is not a valid user name: it must be printable and without `:`")
+    if sys.stdin.isatty():
+        password = getpass(f"Password of {user}: ")
+        if getpass("Repeat the password: ") != password:
+            raise typer.BadParameter("the two passwords differ")
+    else:
+        password = sys.stdin.readline().rstrip("\r\n")
+    if not password:
+        raise typer.BadParameter("the password is empty")
+    from bridge.access import users
+
+    echo(f"{user}:{users.hash_password(password.encode())}")

@@ -1,7 +1,7 @@
 """The site broker of `streambridge demo --bridge`: amqtt, an MQTT 3.1.1 broker in Python, as a process.
 
-It stands for the broker that a site has already, on a machine without one. amqtt comes with the extra
-`[amqtt]`; this is the only module that knows it.
+It takes the place of a site's existing broker on a machine without one. amqtt comes with the extra `[amqtt]`;
+this is the only module that uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT = 10.0  # seconds
 
 
 class SiteBroker:
-    """The broker as a process; `port` is where it listens, on this machine only."""
+    """The broker as a process; it listens on `port` of the loopback interface."""
 
     def __init__(self) -> None:
         """Start it; raises StreamBridgeError if amqtt is not installed, or the broker does not start."""
@@ -51,7 +51,7 @@ class SiteBroker:
         self.port = int(first)
 
     def wait_for_end(self) -> None:
-        """Wait until the broker has noticed that a client's connection has ended."""
+        """Wait until the broker has noticed the end of a client's connection."""
         if select.select([self._stdout], [], [], TIMEOUT)[0]:
             self._stdout.readline()
 
@@ -74,7 +74,7 @@ class SiteBroker:
 
 def main() -> None:
     """Serve until SIGTERM; prints the port once it listens, then a line at the end of each connection."""
-    logging.basicConfig(level=logging.CRITICAL)  # amqtt reports each client's coming and going
+    logging.basicConfig(level=logging.CRITICAL)  # amqtt logs each client that connects or disconnects
     asyncio.run(_serve())
 
 
@@ -86,7 +86,7 @@ async def _serve() -> None:
     broker = Broker(
         BrokerConfig(
             listeners={LISTENER: ListenerConfig(type=ListenerType.EXTERNAL)},
-            # Whoever has a user name: amqtt keeps no messages for the sessions of anonymous clients.
+            # Clients need a user name: amqtt queues no messages for the sessions of anonymous clients.
             plugins={"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": False}},
         )
     )
@@ -100,7 +100,7 @@ async def _serve() -> None:
         await broker.external_connected(StreamReaderAdapter(reader), StreamWriterAdapter(writer), LISTENER)
         report("ended")
 
-    # amqtt cannot say which port it was given, so the socket is ours.
+    # amqtt cannot report a port that the kernel has chosen, so the socket is ours.
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,7 +1,7 @@
-"""`streambridge streams ...`: look into the streams of a data directory, and change them.
+"""`streambridge streams ...`: show and change the streams of a data directory.
 
-The commands here only read files. They work beside the running service and when it is stopped; those
-that change something are in `changes`.
+The commands here only read files, whether the service runs or not. Those that change something are in
+`changes`.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from bridge.streams.reader import StreamReader, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time
 
-_EARLIEST = 1_735_689_600_000  # ms; an epoch before 2025 is of a clock that was not set
-POLL = 0.2  # seconds between two looks of `tail`; a look costs one stat and one read
+_EARLIEST = 1_735_689_600_000  # ms; an epoch before 2025 comes from a clock that was not set
+POLL = 0.2  # seconds between two reads of `tail`; each costs one stat and one read
 
 app = typer.Typer(
-    help="Look into the streams and change them, whether the service runs or not.",
+    help="Show and change streams, whether the service runs or not.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
 
 def _complete_name(context: typer.Context, incomplete: str) -> list[str]:
-    """The names that begin so, for the shell; none if there is no data directory to look into."""
+    """The names with this prefix, for the shell; none without a data directory."""
     try:
         given = context.params
         directory = data_directory(given.get("config") or DEFAULT_CONFIG, given.get("data_dir"))
@@ -103,15 +103,15 @@ def list_command(
                     info["name"],
                     info["messages"],
                     format_size(info["storageStatus"]["totalBytes"]),
-                    info["storageStatus"]["oldestSequenceNumber"],
-                    info["storageStatus"]["newestSequenceNumber"],
+                    info["storageStatus"]["oldestSequenceNumber"] if info["messages"] else "-",
+                    info["storageStatus"]["newestSequenceNumber"] if info["messages"] else "-",
                     " ".join(info["definition"]["topics"]),
                 ]
                 for info in described
             ],
         )
         for info in described:
-            _tell_lost(info["name"], info["lost"])
+            _note_lost(info["name"], info["lost"])
     broken = list_damaged(directory)
     for name in broken:
         note(damaged(name))
@@ -120,10 +120,10 @@ def list_command(
 
 
 def _created(epoch: int) -> str:
-    """When a stream was created; its epoch says so only if the clock was set then."""
+    """When a stream was created, from its epoch; that is unknown if the clock was not set then."""
     if _EARLIEST <= epoch <= time.time() * 1000:
         return format_time(epoch)
-    return f"unknown, since the clock was not synchronised (epoch {epoch})"
+    return f"unknown: the clock was not synchronised (epoch {epoch})"
 
 
 @app.command()
@@ -133,7 +133,7 @@ def describe(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a stream's definition and what it holds."""
+    """Show a stream's definition and contents."""
     directory = data_directory(config, data_dir)
     info = describe_stream(directory, find(directory, name), statuses(directory, name))
     if as_json:
@@ -144,15 +144,15 @@ def describe(
     exports = [
         f"{row['identifier']}: "
         + (
-            f"exported to {row['lastExportedSequenceNumber']}"
+            f"exported up to {row['lastExportedSequenceNumber']}"
             if row["lastExportedSequenceNumber"] >= 0
             else "nothing exported yet"
         )
-        + f", {row['toGo']} to go"
+        + f", {row['pendingMessages']} pending"
         + (f", {row['rejectedMessages']} rejected" if row["rejectedMessages"] else "")
         + (f", {row['skippedMessages']} skipped" if row["skippedMessages"] else "")
         + (f"; {row['errorMessage']}" if row["errorMessage"] else "")
-        + ("; disabled: holds no data back" if row["disabled"] else "")
+        + ("; disabled: does not hold data back" if row["disabled"] else "")
         for row in export_rows(info)
     ]
     now = time.time() * 1000
@@ -165,7 +165,7 @@ def describe(
                 "numbers",
                 f"{storage['oldestSequenceNumber']} to {newest}"
                 if info["messages"]
-                else f"none; the next is {newest + 1}",
+                else f"none; the next one is {newest + 1}",
             ),
             *(
                 (label, f"{format_time(info[key])} ({format_duration(int(now - info[key]))} ago)")
@@ -202,15 +202,15 @@ def read(
         ),
     ] = None,
     count: Annotated[
-        int, typer.Option("--count", "-n", min=1, metavar="NUMBER", help="At most so many messages.")
+        int, typer.Option("--count", "-n", min=1, metavar="NUMBER", help="Print at most this many messages.")
     ] = 100,
-    everything: Annotated[bool, typer.Option("--all", help="All messages, whatever --count says.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Print all messages; ignore --count.")] = False,
     from_time: Annotated[
         str | None,
         typer.Option(
             "--from-time",
             metavar="TIME",
-            help="Start at a time in ISO 8601 (local without a zone), or so long ago: 10m, '10m ago'.",
+            help="Start at a time: ISO 8601 (local time without a zone), or relative, as 10m or '10m ago'.",
         ),
     ] = None,
     topic: TopicOption = None,
@@ -218,12 +218,12 @@ def read(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print messages: number, time, topic and payload; as JSON one object a line.
+    """Print messages: number, time, topic and payload; with --json one object per line.
 
-    A payload that is no printable text is printed in base64.
+    A payload that is not printable text is printed in base64.
     """
     if start is not None and from_time is not None:
-        raise typer.BadParameter("give either --start or --from-time")
+        raise typer.BadParameter("give either --start or --from-time, not both")
     _check_filter(topic)
     since = None if from_time is None else _parse_time(from_time)
     directory = data_directory(config, data_dir)
@@ -234,7 +234,7 @@ def read(
         elif start is None:
             start = oldest
         elif start < oldest:
-            note(f"{name}: the messages before {oldest} are no longer stored")
+            note(f"{name}: messages before {oldest} are no longer stored")
         shown, more = 0, None
         for message in read_messages(reader, start, end):
             if topic is None or topics.matches(topic, _topic(message)):
@@ -243,17 +243,17 @@ def read(
                     break
                 _print(message, as_json)
                 shown += 1
-        _tell_lost(name, reader.lost(), start, end if more is None else more)
+        _note_lost(name, reader.lost(), start, end if more is None else more)
     if more is not None:
-        note(f"{name}: there is more; go on with --start {more}")
+        note(f"{name}: there are more messages; continue with --start {more}")
     elif problems := unreadable_end(directory, name):
         for problem in problems:
-            note(f"{name}: what follows cannot be read: {problem}; run `streambridge repair`")
+            note(f"{name}: later messages cannot be read: {problem}; run `streambridge repair`")
         raise typer.Exit(ExitCode.DAMAGED)
 
 
-def _tell_lost(name: str, lost: Sequence[tuple[int, int]], start: int = 0, end: int = MAX_INT64) -> None:
-    """Say which of the numbers start..end-1 were lost to damage."""
+def _note_lost(name: str, lost: Sequence[tuple[int, int]], start: int = 0, end: int = MAX_INT64) -> None:
+    """Print which of the numbers start..end-1 were lost to damage."""
     parts = [(max(first, start), min(last, end - 1)) for first, last in lost if first < end and last >= start]
     if parts:
         note(f"{name}: {lost_to_damage(parts)}")
@@ -270,14 +270,14 @@ def tail(
     name: NameArgument,
     count: Annotated[
         int,
-        typer.Option("--count", "-n", min=0, metavar="NUMBER", help="So many of the newest messages first."),
+        typer.Option("--count", "-n", min=0, metavar="NUMBER", help="Begin with this many old messages."),
     ] = 10,
     topic: TopicOption = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the newest messages and then each new one, until Ctrl-C."""
+    """Print the newest messages, then new ones as they arrive, until Ctrl-C."""
     _check_filter(topic)
     directory = messages_of(data_directory(config, data_dir), name)
     with closing(StreamReader(directory)) as reader:
@@ -339,4 +339,4 @@ def _decoded(raw: bytes) -> str | None:
         return None
 
 
-changes.add_to(app)
+app.add_typer(changes.app)

@@ -11,6 +11,26 @@ Lengths do not count themselves. Bodies are those of `bridge.operations.codec`. 
 ends the connection.
 """
 
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 SOCKET = "streambridge.sock"
 HEADER = 4
 MAX_FRAME = 64 * 1024 * 1024
+
+
+@contextmanager
+def address(data_dir: Path) -> Iterator[str]:
+    """The address of the socket, while the context lasts.
+
+    A unix address is limited to 107 bytes, and a path may be longer: it names the directory by descriptor.
+    """
+    directory = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{SOCKET}"
+    finally:
+        os.close(directory)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 from typing import Self
 
-from bridge.control import HEADER, MAX_FRAME, SOCKET
+from bridge.control import HEADER, MAX_FRAME, SOCKET, address
 from bridge.errors import StreamBridgeError
 
 TIMEOUT = 120.0  # seconds; a purge by topic reads the whole stream
@@ -24,17 +23,14 @@ class Control:
         """Connect to the service that uses a data directory; None if none runs. Raises OSError."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(TIMEOUT)
-        # A unix address is limited to 107 bytes, a path may be longer: open the directory by descriptor.
-        directory = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            connection.connect(f"/proc/self/fd/{directory}/{SOCKET}")
-        except OSError as error:
-            connection.close()
-            if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
-                return None
-            raise OSError(error.errno, error.strerror, str(data_dir / SOCKET)) from None
-        finally:
-            os.close(directory)
+        with address(data_dir) as name:
+            try:
+                connection.connect(name)
+            except OSError as error:
+                connection.close()
+                if isinstance(error, (FileNotFoundError, ConnectionRefusedError)):
+                    return None
+                raise OSError(error.errno, error.strerror, str(data_dir / SOCKET)) from None
         return cls(connection)
 
     def __enter__(self) -> Self:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.access.rules import TRUSTED
-from bridge.control import HEADER, MAX_FRAME, SOCKET
+from bridge.control import HEADER, MAX_FRAME, SOCKET, address
 from bridge.errors import ConfigError
 from bridge.operations.codec import answer
 
@@ -101,14 +101,11 @@ class ControlFrontEnd:
         """A socket bound to its name in the data directory. We hold the directory's lock."""
         _remove_stale(self._data_dir / SOCKET)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        # A unix address is limited to 107 bytes, a path may be longer: open the directory by descriptor.
-        directory = os.open(self._data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fchmod(listener.fileno(), 0o600)  # before the bind: the name never has another mode
-            listener.bind(f"/proc/self/fd/{directory}/{SOCKET}")
+            with address(self._data_dir) as name:
+                listener.bind(name)
         except BaseException:
             listener.close()
             raise
-        finally:
-            os.close(directory)
         return listener

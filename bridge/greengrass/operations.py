@@ -41,6 +41,10 @@ EXPORTS: dict[str, frozenset[str]] = {
     ),
 }
 _OLD_EXPORTS = {kind: EXPORTS[kind] for kind in ("http", "iotAnalytics", "kinesis")}  # of protocol 1.0.0
+_STATUS = frozenset((
+    "exportConfigIdentifier", "lastExportedSequenceNumber", "lastExportTime", "errorMessage",
+    "exportedBytesFromStream", "exportedMessagesCount",
+))  # fmt: skip
 _OPTIONS = frozenset(
     ("desiredStartSequenceNumber", "minMessageCount", "maxMessageCount", "readTimeoutMillis")
 )
@@ -113,48 +117,24 @@ def read(request: dict[str, Any]) -> tuple[Read, ReadMessagesOptions]:
 
 def shown(info: MessageStreamInfo, version: str) -> dict[str, Any]:
     """The SDK's MessageStreamInfo, with every part (clients assign to parts of it), without extensions."""
-    definition = info.definition
-    kinds = _OLD_EXPORTS if version == "1.0.0" else EXPORTS
-    exports = {
-        kind: [
-            without_nulls({key: value for key, value in raw.items() if key in known})
-            for raw in definition.export_definition.get(kind, ())
-        ]
-        for kind, known in kinds.items()
+    found: dict[str, Any] = msgspec.to_builtins(info)
+    definition = {key: value for key, value in found["definition"].items() if key in _DEFINITION}
+    exports = definition["exportDefinition"] = {
+        kind: _sdk_keys(definition["exportDefinition"].get(kind, []), known)
+        for kind, known in (_OLD_EXPORTS if version == "1.0.0" else EXPORTS).items()
     }
     seen = {raw.get("identifier") for configs in exports.values() for raw in configs}
-    shown: dict[str, Any] = {
-        "name": definition.name,
-        "maxSize": definition.max_size,
-        "streamSegmentSize": definition.stream_segment_size,
-        "strategyOnFull": int(definition.strategy_on_full),
-        "persistence": int(definition.persistence),
-        "flushOnWrite": definition.flush_on_write,
-        "exportDefinition": exports,
+    statuses = [
+        {key: value for key, value in status.items() if key in _STATUS and value != ""}
+        for status in found["exportStatuses"]
+        if status["exportConfigIdentifier"] in seen
+    ]
+    shown = {
+        "definition": definition,
+        "storageStatus": found["storageStatus"],
+        "exportStatuses": statuses,
     }
-    if definition.time_to_live_millis is not None:
-        shown["timeToLiveMillis"] = definition.time_to_live_millis
-    storage = info.storage_status
-    return {
-        "definition": shown,
-        "storageStatus": {
-            "oldestSequenceNumber": storage.oldest_sequence_number,
-            "newestSequenceNumber": storage.newest_sequence_number,
-            "totalBytes": storage.total_bytes,
-        },
-        "exportStatuses": [
-            {
-                "exportConfigIdentifier": status.export_config_identifier,
-                "lastExportedSequenceNumber": status.last_exported_sequence_number,
-                "lastExportTime": status.last_export_time,
-                "exportedBytesFromStream": status.exported_bytes_from_stream,
-                "exportedMessagesCount": status.exported_messages_count,
-            }
-            | ({"errorMessage": status.error_message} if status.error_message else {})
-            for status in info.export_statuses
-            if status.export_config_identifier in seen
-        ],
-    }
+    return without_nulls(shown)  # type: ignore[no-any-return]
 
 
 def with_extensions(definition: dict[str, Any], stored: MessageStreamDefinition) -> dict[str, Any]:

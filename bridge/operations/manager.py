@@ -62,13 +62,14 @@ log = logging.getLogger(__name__)
 
 
 class Exports(Protocol):
-    """The export side, as the manager uses it."""
+    """The export side, as the manager uses it; the defaults are those of one that exports nothing."""
 
     def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
         """A stream was opened or created, or its definition has changed."""
 
     def waiting(self, name: str) -> dict[str, list[Record]]:
         """By export, the first records that it has not sent; called before a stream is deleted."""
+        return {}
 
     def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
         """A stream was deleted, with the records that its exports had not sent."""
@@ -78,9 +79,11 @@ class Exports(Protocol):
 
     def statuses(self, name: str) -> list[ExportStatus]:
         """The status of each of a stream's exports."""
+        return []
 
     def exported_upto(self, name: str) -> int | None:
         """The lowest number not yet passed by all enabled exports, 0 while unknown; None without any."""
+        return None
 
 
 def settings_of(definition: MessageStreamDefinition) -> StorageSettings:

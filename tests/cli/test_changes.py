@@ -96,7 +96,7 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
         {"identifier": "lake", "bucket": "bucket", "disabled": True}
     ]
     (export,) = json.loads(on("exports", "pumps", "--json"))
-    assert (export["kind"], export["toGo"], export["lastExportedSequenceNumber"]) == ("s3", 2, -1)
+    assert (export["kind"], export["pendingMessages"], export["lastExportedSequenceNumber"]) == ("s3", 2, -1)
     assert on("streams", "delete", "pumps", "--yes") == "deleted pumps\n"
     assert on("streams", "list").split()[6] == "declared"
 
@@ -154,11 +154,11 @@ def test_mistakes_are_named_with_a_remedy_and_change_nothing(on: Command) -> Non
         ("purge", "x", "-y"),
         ("update", "x", "topics=[]"),
     ):
-        assert "there is no stream x; there are: declared" in on("streams", *command, code=66)
-    assert "name at least one setting" in on("streams", "update", "declared", code=2)
+        assert "there is no stream x; the streams are: declared" in on("streams", *command, code=66)
+    assert "give at least one setting" in on("streams", "update", "declared", code=2)
     assert "no such setting" in on("streams", "update", "declared", "--reset", "colour", code=2)
-    assert "say --yes" in on("streams", "purge", "declared", code=2)
-    assert "say --yes" in on("streams", "delete", "declared", code=2)
+    assert "confirm it with --yes" in on("streams", "purge", "declared", code=2)
+    assert "confirm it with --yes" in on("streams", "delete", "declared", code=2)
     assert "not an MQTT topic filter" in on("streams", "purge", "declared", "--topic", "a/#/b", "-y", code=1)
     assert on("streams", "list").split()[6] == "declared"
 
@@ -170,7 +170,7 @@ def test_a_change_of_a_declared_stream_says_that_the_declaration_wins(tmp_path: 
     assert streambridge("streams", "create", "declared", "-c", config).returncode == 0
     done = streambridge("streams", "update", "declared", "flush_on_write=true", "-c", config)
     assert done.stdout == "updated declared\n"
-    assert re.search("declares declared; its next start or reload sets that again", done.stderr)
+    assert "declares declared; the next start or reload applies that definition again" in done.stderr
 
 
 def test_a_directory_that_another_process_has_open_is_left_alone(fill: Fill, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_the_service_logs_who_changed_which_stream(tmp_path: Path) -> None:
 def test_deleting_a_declared_stream_says_that_it_comes_back(on: Command, tmp_path: Path) -> None:
     done = streambridge("streams", "delete", "declared", "--yes", "-c", tmp_path / "streambridge.toml")
     assert done.stdout == "deleted declared\n"
-    assert "declares declared; its next start or reload creates it again" in done.stderr
+    assert "declares declared; the next start or reload creates it again" in done.stderr
     assert "not stored" in done.stderr
     on("streams", "create", "other")
     done = streambridge("streams", "delete", "other", "--yes", "-c", tmp_path / "streambridge.toml")

@@ -52,4 +52,4 @@ def test_without_a_service_there_is_nobody_to_ask(tmp_path: Path) -> None:
     (tmp_path / "data" / "streams").mkdir(parents=True)
     done = streambridge("clients", "list", "--data-dir", tmp_path / "data")
     assert done.returncode == 1
-    assert "the service does not run" in done.stderr
+    assert "the service is not running" in done.stderr

@@ -45,7 +45,7 @@ def test_a_configuration_that_is_missing_is_told_in_one_line() -> None:
     done = streambridge("run", "-c", "/nowhere/streambridge.toml")
     assert done.returncode == 78
     assert done.stderr == (
-        "streambridge: /nowhere/streambridge.toml: there is no such file; name another one with --config\n"
+        "streambridge: /nowhere/streambridge.toml: there is no such file; give another one with --config\n"
     )
 
 
@@ -94,7 +94,7 @@ def test_a_directory_of_something_else_is_not_taken_for_a_sound_one(tmp_path: Pa
     (tmp_path / "hosts").touch()
     done = streambridge("verify", tmp_path)
     assert (done.returncode, done.stdout) == (78, "")
-    assert f"{tmp_path}: this is no data directory of streambridge" in done.stderr
+    assert f"{tmp_path}: this is not a data directory of streambridge" in done.stderr
 
 
 def test_a_password_becomes_a_line_of_the_users_file_and_is_never_an_argument(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_wrong_directory_is_told_with_what_works_for_that_command(command: str
     done = streambridge(command, tmp_path / "nope")
     assert done.returncode == 78
     assert f"{tmp_path}/nope: there is no such data directory; start the service once" in done.stderr
-    assert f"name another one with --config or as `{command} DIR`" in done.stderr
+    assert f"give another one with --config or as `{command} DIR`" in done.stderr
     assert "--data-dir" not in done.stderr
     (tmp_path / "file").write_text("")
     for arguments in ((command, tmp_path / "file"), ("streams", "list", "--data-dir", tmp_path / "file")):

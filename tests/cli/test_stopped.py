@@ -101,7 +101,7 @@ def test_a_definition_that_may_not_be_read_is_not_taken_for_a_damaged_one(
     )
     closed.chmod(0o700)
     assert done.returncode == 1
-    assert done.stderr == f"streambridge: {closed}/{meta.NAMES[0]}: Permission denied to user {ME}\n"
+    assert done.stderr == f"streambridge: {closed}/{meta.NAMES[0]}: Permission denied for user {ME}\n"
     assert streambridge("verify", data).returncode == 0
 
 

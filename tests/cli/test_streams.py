@@ -61,8 +61,8 @@ def test_describe_is_readable_and_says_how_far_each_export_is(fill: Fill) -> Non
     assert facts["oldest"].startswith("2026-01-01T12:00:00.000Z (")
     assert facts["directory"] == str(data / "streams" / "sensors")
     assert [value for key, value in rows if key == "export"] == [
-        "lake: exported to 3, 2 to go; no route to host",
-        "new: nothing exported yet, 6 to go",
+        "lake: exported up to 3, 2 pending; no route to host",
+        "new: nothing exported yet, 6 pending",
     ]
     described = json.loads(
         streambridge("streams", "describe", "sensors", "--data-dir", data, "--json").stdout
@@ -105,7 +105,7 @@ def test_read_says_where_to_go_on_when_there_is_more(fill: Fill) -> None:
     data = fill(READINGS)
     done = streambridge("streams", "read", "sensors", "--data-dir", data, "--count", "4")
     assert len(done.stdout.splitlines()) == 4
-    assert done.stderr == "sensors: there is more; go on with --start 4\n"
+    assert done.stderr == "sensors: there are more messages; continue with --start 4\n"
 
 
 def test_the_recovery_of_the_documentation_reads_every_message_of_an_old_disk(fill: Fill) -> None:
@@ -165,7 +165,7 @@ def test_damaged_data_is_never_printed(fill: Fill) -> None:
     done = streambridge("streams", "read", "sensors", "--data-dir", data)
     assert len(done.stdout.splitlines()) == 2
     assert done.returncode == 65
-    assert "sensors: what follows cannot be read: " in done.stderr
+    assert "sensors: later messages cannot be read: " in done.stderr
     assert "`streambridge repair`" in done.stderr
     assert streambridge("repair", data).returncode == 65
     done = streambridge("streams", "read", "sensors", "--data-dir", data)

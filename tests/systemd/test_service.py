@@ -100,7 +100,7 @@ def test_the_commands_of_the_documentation_work_while_the_service_is_stopped(mac
     publish(machine, "21.5")
     machine.run("systemctl", "stop", "streambridge")
     as_user = ("runuser", "-u", "streambridge", "--", "streambridge")
-    assert machine.run(*as_user, "repair", "/var/lib/streambridge").endswith("1 message: all sound")
+    assert machine.run(*as_user, "repair", "/var/lib/streambridge").endswith("1 message: no damage")
     assert machine.run(*as_user, "streams", "create", "pumps") == "created pumps"
     assert machine.run("streambridge", "streams", "create", "valves") == "created valves"
     assert machine.run("find", "/var/lib/streambridge", "!", "-user", "streambridge") == ""

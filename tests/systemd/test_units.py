@@ -74,8 +74,9 @@ def test_the_command_is_found_without_its_path_and_another_one_is_left_alone(roo
     assert link.readlink() == Path(sys.prefix) / "bin/streambridge"
     link.unlink()
     link.write_text("mine")
-    assert f"kept {link}, which is another one; the service's is {sys.prefix}/bin/streambridge" in install(
-        root
+    assert (
+        f"kept {link}, which is another command; the service uses {sys.prefix}/bin/streambridge"
+        in install(root)
     )
     assert link.read_text() == "mine"
 

@@ -1,4 +1,4 @@
-"""`streambridge demo` and `streambridge bench`, as somebody with nothing but an installation runs them."""
+"""`streambridge demo` and `streambridge bench`, as a user of a fresh installation runs them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.cli.conftest import streambridge
 def test_the_demo_kills_a_gateway_and_finds_every_acknowledged_reading(tmp_path: Path) -> None:
     done = streambridge("demo", "--seconds", "1", "--json", env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["acknowledged"] >= 100
-    assert told["missing"] == 0
+    printed = json.loads(done.stdout)
+    assert printed["acknowledged"] >= 100
+    assert printed["missing"] == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_demo_with_a_site_broker_stores_all_that_the_broker_acknowledged(tmp_path: Path) -> None:
     done = streambridge("demo", "--bridge", "--seconds", "1", "--json", env={"TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["acknowledged"] >= 150
-    assert told["missing"] == 0
+    printed = json.loads(done.stdout)
+    assert printed["acknowledged"] >= 150
+    assert printed["missing"] == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -41,26 +41,26 @@ def test_without_amqtt_the_demo_with_a_site_broker_says_what_to_install(tmp_path
 def test_the_bench_measures_both_promises_and_leaves_nothing(tmp_path: Path) -> None:
     done = streambridge("bench", "--seconds", "0.2", "--directory", tmp_path, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
     for promise in ("written", "flushed"):
-        assert told[promise]["messagesPerSecond"] > 100
-        assert 0 < told[promise]["medianMillis"] <= told[promise]["worstPercentMillis"]
+        assert printed[promise]["messagesPerSecond"] > 100
+        assert 0 < printed[promise]["medianMillis"] <= printed[promise]["worstPercentMillis"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_bench_writes_more_than_a_stream_may_hold_and_needs_little_disk(tmp_path: Path) -> None:
     done = streambridge("bench", "--size", "60000", "--seconds", "4", "--directory", tmp_path, "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    told = json.loads(done.stdout)
-    if told["written"]["messagesPerSecond"] * 4 * 60_000 < 64 << 20:
+    printed = json.loads(done.stdout)
+    if printed["written"]["messagesPerSecond"] * 4 * 60_000 < 64 << 20:
         pytest.skip("this machine is too slow now to fill the stream")
 
 
 @pytest.mark.parametrize("command", ["bench", "demo"])
-def test_a_gateway_that_cannot_store_ends_a_trial_in_one_line(tmp_path: Path, command: str) -> None:
+def test_a_temporary_gateway_that_cannot_store_is_reported_in_one_line(tmp_path: Path, command: str) -> None:
     small = ("prlimit", "--fsize=1500")  # of every file, as a full disk would
     done = streambridge(command, "--seconds", "2", env={"TMPDIR": str(tmp_path)}, prefix=small)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
-    assert done.stderr.startswith("streambridge: the gateway of this trial ")
+    assert done.stderr.startswith("streambridge: the temporary gateway in ")
     assert "File too large" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,6 @@
-"""`streambridge demo` and `streambridge bench`: a gateway of their own, in a directory that goes away again.
+"""`streambridge demo` and `streambridge bench`: each runs a gateway in a temporary directory.
 
-Both start `streambridge run` as a process and talk to it as devices do, over MQTT at QoS 1.
+Both start `streambridge run` as a process and use it as devices do, over MQTT at QoS 1.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from bridge.mqtt.wire.packets import string
 from bridge.mqtt.wire.properties import varint
 from bridge.streams.reader import StreamReader
 
-# However long the bench runs, it takes little disk; what the demo counts in the end is kept.
+# The streams of the bench need little disk space, however long it runs. The demo counts what is in `kept`.
 CONFIG = """
 [gateway]
-id = "trial"
+id = "demo"
 data_dir = "data"
 memory_dir = "memory"
 [mqtt]
@@ -58,7 +58,7 @@ max_size = "1TiB"
 flush_on_write = true
 topics = ["site/#"]
 """
-# In the place of a listener of its own. amqtt keeps messages for clients with a user name only.
+# Replaces the listener. amqtt queues messages only for clients with a user name.
 EXTERNAL = """
 mode = "external"
 [mqtt.external]
@@ -67,17 +67,18 @@ username = "gateway"
 """
 LISTEN = 'listen = ["tcp://127.0.0.1:0"]\n'
 DEVICES = 4
-TOGETHER = 200  # messages that a device sends before it waits for their acknowledgements
-PATIENCE = 30.0
+IN_FLIGHT = 200  # messages that a device sends before it waits for their acknowledgements
+TIMEOUT = 30.0  # seconds
 GROUP = 50  # readings that the demo's device sends before it waits for their acknowledgements
 PAUSE = 0.01  # seconds between its groups
 SITE_PAUSE = (
-    0.05  # amqtt passes a few thousand messages a second on, and forgets one after 5 s without answer
+    0.05  # amqtt forwards a few thousand messages a second, and drops one after 5 s without an answer
 )
-POLL = 0.1  # seconds between two looks at what is stored
+POLL = 0.1  # seconds between two checks of what is stored
 HELLO = b"hello"  # sent until the first is stored: then the gateway has subscribed at the site broker
 
-Tell = Callable[[str, float], None]
+Progressed = Callable[[str, float], None]  # what is being done, and the part of the whole that is done
+app = typer.Typer()
 
 
 class Gateway:
@@ -86,45 +87,45 @@ class Gateway:
     def __init__(self, directory: Path, site: SiteBroker | None = None) -> None:
         self.directory = directory
         config = CONFIG if site is None else CONFIG.replace(LISTEN, EXTERNAL % site.port)
-        (directory / "trial.toml").write_text(config)
+        (directory / "demo.toml").write_text(config)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bridge", "run", "-c", directory / "trial.toml"],
+            [sys.executable, "-m", "bridge", "run", "-c", directory / "demo.toml"],
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
         )
         stderr: IO[bytes] = self.process.stderr  # type: ignore[assignment]
-        said = b""
+        logged = b""
         for line in stderr:
-            said = line
+            logged = line
             if b'"msg": "ready"' in line:
                 break
         else:
-            raise StreamBridgeError(f"the gateway did not start: {said.decode(errors='replace').strip()}")
-        addresses = str(json.loads(said)["listen"]).split(",")
+            raise StreamBridgeError(f"the gateway did not start: {logged.decode(errors='replace').strip()}")
+        addresses = str(json.loads(logged)["listen"]).split(",")
         self.listen = {address.partition(":")[0]: address for address in addresses}
 
     def stop(self, number: int = signal.SIGTERM) -> str:
-        """End it as told; returns the last that it said, if it has said anything since it was ready."""
+        """End it by a signal; returns its last log message since it was ready."""
         self.process.send_signal(number)
-        _, said = self.process.communicate(timeout=PATIENCE)
-        return str(json.loads(said.splitlines()[-1])["msg"]) if said else "nothing"
+        _, logged = self.process.communicate(timeout=TIMEOUT)
+        return str(json.loads(logged.splitlines()[-1])["msg"]) if logged else "nothing"
 
     @property
     def port(self) -> int:
-        """Where devices connect."""
+        """The port that devices connect to."""
         return int(self.listen["mqtt"].rpartition(":")[2])
 
     def kept(self) -> list[bytes]:
-        """The payloads that are in the stream `kept`."""
+        """The payloads in the stream `kept`."""
         with closing(StreamReader(self.directory / "data" / "streams" / "kept")) as reader:
             return [message.payload for message in read_messages(reader, *reader.bounds())]
 
 
 class Device:
-    """An MQTT client that can publish, and nothing else: it must cost less than what it measures."""
+    """An MQTT client that can only publish: it must cost less than what it measures."""
 
     def __init__(self, port: int, name: str, user: str = "") -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), PATIENCE)
+        self._socket = socket.create_connection(("127.0.0.1", port), TIMEOUT)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         body = b"\0\4MQTT\4" + (b"\x82" if user else b"\2") + b"\0\0" + string(name.encode())
         if user:
@@ -133,7 +134,7 @@ class Device:
         self._receive(4)
 
     def send(self, topic: str, payloads: list[bytes]) -> None:
-        """Publish at QoS 1, and do not wait."""
+        """Publish at QoS 1 without waiting for acknowledgements."""
         head = string(topic.encode())
         self._socket.sendall(
             b"".join(
@@ -143,23 +144,23 @@ class Device:
         )
 
     def acknowledged(self, number: int) -> None:
-        """Wait for so many acknowledgements; raises OSError if they do not come."""
+        """Wait for this number of acknowledgements; raises OSError if they do not arrive."""
         self._receive(4 * number)
 
     def _receive(self, size: int) -> None:
         while size:
             got = len(self._socket.recv(size))
             if not got:
-                raise ConnectionResetError("the gateway is gone")
+                raise ConnectionResetError("the gateway has closed the connection")
             size -= got
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         self._socket.close()
 
 
 @contextmanager
-def _progress() -> Iterator[Tell]:
+def _progress() -> Iterator[Progressed]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -169,18 +170,18 @@ def _progress() -> Iterator[Tell]:
 
 @contextmanager
 def _directory(parent: Path | None) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="streambridge-trial-", dir=parent) as place:
-        yield Path(place)
+    with tempfile.TemporaryDirectory(prefix="streambridge-demo-", dir=parent) as directory:
+        yield Path(directory)
 
 
 @contextmanager
-def _gateway(place: Path, site: SiteBroker | None = None) -> Iterator[Gateway]:
-    gateway = Gateway(place, site)
+def _gateway(directory: Path, site: SiteBroker | None = None) -> Iterator[Gateway]:
+    gateway = Gateway(directory, site)
     try:
         yield gateway
     except OSError as error:
         raise StreamBridgeError(
-            f"the gateway of this trial in {place} has failed: {error}; it said last: "
+            f"the temporary gateway in {directory} has failed: {error}; its last log message: "
             f"{gateway.stop(signal.SIGKILL)}"
         ) from None
     finally:
@@ -189,39 +190,42 @@ def _gateway(place: Path, site: SiteBroker | None = None) -> Iterator[Gateway]:
 
 
 # -- demo ----------------------------------------------------------------------------------------------
+@app.command()
 def demo(
     seconds: Annotated[float, typer.Option("--seconds", min=1, help="How long the device publishes.")] = 6,
     bridge: Annotated[
         bool,
         typer.Option(
             "--bridge",
-            help='Show mode "external": the device publishes to a broker of the site, and the gateway stores '
-            "what that one passes on. The broker is amqtt, of the extra [amqtt].",
+            help='Show mode "external": the device publishes to a site broker, and the gateway stores what '
+            "that broker forwards. The broker is amqtt, from the extra [amqtt].",
         ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show that nothing acknowledged is lost: a gateway of its own is killed while a device publishes.
+    """Kill a gateway and show that it lost nothing.
 
-    Takes its own free ports and a directory that it removes. The exit code is 0 only if every reading that
-    was acknowledged is stored.
+    Runs a gateway of its own on free ports, in a temporary directory, and kills it while a device publishes.
+    The exit code is 0 only if every acknowledged reading is stored.
     """
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if not as_json:
             echo(text)
 
-    with _directory(None) as place, ExitStack() as started, _progress() as tell:
+    with _directory(None) as directory, ExitStack() as started, _progress() as progressed:
         show = _at_a_site_broker if bridge else _at_the_gateway
-        acknowledged, stored = show(place, started, seconds, tell, say)
+        acknowledged, stored = show(directory, started, seconds, progressed, report)
     missing = set(_readings(0, acknowledged)) - set(stored)
     twice = len(stored) - len(set(stored))
     if as_json:
         print_json({"acknowledged": acknowledged, "missing": len(missing), "twice": twice})
     else:
-        echo(f"{acknowledged} readings were acknowledged: {len(missing)} of them are missing")
+        echo(f"{acknowledged} readings were acknowledged, {len(missing)} of them are missing")
         if twice:
-            echo(f"{twice} are there twice: they were stored, but the acknowledgement was lost")
+            echo(
+                f"{twice} readings are stored twice: they were sent again because an acknowledgement was lost"
+            )
     if missing:
         raise typer.Exit(1)
 
@@ -235,13 +239,13 @@ def _publish(
     topic: str,
     first: int,
     seconds: float,
-    note: Callable[[float], None],
+    progressed: Callable[[float], None],
     pause: float = PAUSE,
 ) -> int:
-    """Publish readings from number `first` on for a time; returns the first that is not acknowledged."""
+    """Publish readings for some seconds, beginning with number `first`; returns the number after the last."""
     began = time.monotonic()
     while (passed := (time.monotonic() - began) / seconds) < 1:
-        note(passed)
+        progressed(passed)
         device.send(topic, _readings(first, first + GROUP))
         device.acknowledged(GROUP)
         first += GROUP
@@ -250,48 +254,63 @@ def _publish(
 
 
 def _at_the_gateway(
-    place: Path, started: ExitStack, seconds: float, tell: Tell, say: Callable[[str], None]
+    directory: Path,
+    started: ExitStack,
+    seconds: float,
+    progressed: Progressed,
+    report: Callable[[str], None],
 ) -> tuple[int, list[bytes]]:
-    """Returns how many readings the gateway has acknowledged, and what is stored."""
-    gateway = started.enter_context(_gateway(place))
-    say(f"a gateway runs at {gateway.listen['mqtt']}, its status page at {gateway.listen['http']}")
+    """Returns how many readings the gateway has acknowledged, and the stored payloads."""
+    gateway = started.enter_context(_gateway(directory))
+    report(f"a gateway is running at {gateway.listen['mqtt']}, its status page at {gateway.listen['http']}")
     device, topic, what = Device(gateway.port, "thermometer"), "streams/kept", "a device publishes"
-    acknowledged = _publish(device, topic, 0, seconds / 2, lambda part: tell(what, part / 2))
+    acknowledged = _publish(device, topic, 0, seconds / 2, lambda part: progressed(what, part / 2))
     device.send(topic, _readings(acknowledged, acknowledged + GROUP))  # the device sends them again below
     gateway.stop(signal.SIGKILL)
-    say(f"it is killed, with {acknowledged} readings acknowledged and {GROUP} on their way")
+    report(f"the gateway was killed, with {acknowledged} readings acknowledged and {GROUP} in flight")
     device.close()
-    gateway = started.enter_context(_gateway(place))
+    gateway = started.enter_context(_gateway(directory))
     device = Device(gateway.port, "thermometer")
-    say("it was started again, and the device goes on where it had no answer")
-    acknowledged = _publish(device, topic, acknowledged, seconds / 2, lambda part: tell(what, 0.5 + part / 2))
+    report("the gateway was restarted; the device continues after its last acknowledged reading")
+    acknowledged = _publish(
+        device, topic, acknowledged, seconds / 2, lambda part: progressed(what, 0.5 + part / 2)
+    )
     gateway.stop()
     return acknowledged, gateway.kept()
 
 
 def _at_a_site_broker(
-    place: Path, started: ExitStack, seconds: float, tell: Tell, say: Callable[[str], None]
+    directory: Path,
+    started: ExitStack,
+    seconds: float,
+    progressed: Progressed,
+    report: Callable[[str], None],
 ) -> tuple[int, list[bytes]]:
-    """Returns how many readings the site broker has acknowledged, and what the gateway has stored.
+    """Returns how many readings the site broker has acknowledged, and the stored payloads.
 
-    The gateway is killed while nothing is on its way to it: amqtt does not send again what it has sent and
-    got no acknowledgement for, whatever the gateway does.
+    The gateway is killed while no message is in flight to it: amqtt never repeats a message that the gateway
+    has not acknowledged.
     """
     site = started.enter_context(SiteBroker())
-    gateway = started.enter_context(_gateway(place, site))
-    say(
-        f"a site broker runs at mqtt://127.0.0.1:{site.port}, and a gateway that stores what it passes on; "
-        f"the gateway's status page is at {gateway.listen['http']}"
+    gateway = started.enter_context(_gateway(directory, site))
+    report(
+        f"a site broker is running at mqtt://127.0.0.1:{site.port}, and a gateway that stores the messages "
+        f"from it; the gateway's status page is at {gateway.listen['http']}"
     )
     device, topic, acknowledged = Device(site.port, "thermometer", "device"), "site/thermometer", 0
 
     def publish(third: int, what: str) -> None:
         nonlocal acknowledged
         acknowledged = _publish(
-            device, topic, acknowledged, seconds / 3, lambda part: tell(what, (third + part) / 3), SITE_PAUSE
+            device,
+            topic,
+            acknowledged,
+            seconds / 3,
+            lambda part: progressed(what, (third + part) / 3),
+            SITE_PAUSE,
         )
 
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not gateway.kept() and time.monotonic() < deadline:
         device.send(topic, [HELLO])
         device.acknowledged(1)
@@ -299,50 +318,57 @@ def _at_a_site_broker(
     publish(0, "a device publishes")
     _wait_for(gateway, acknowledged)
     gateway.stop(signal.SIGKILL)
-    site.wait_for_end()  # what amqtt sends to a connection that is gone without its knowing is lost
-    say(f"the gateway is killed, with {acknowledged} readings stored; the device goes on publishing")
-    publish(1, "the gateway is away")
-    gateway = started.enter_context(_gateway(place, site))
-    say(f"it was started again, with {acknowledged} readings acknowledged by the site broker")
-    publish(2, "the gateway is back")
+    site.wait_for_end()  # until amqtt has noticed that the connection has ended, it loses what it sends
+    report(f"the gateway was killed, with {acknowledged} readings stored; the device continues to publish")
+    publish(1, "the gateway is down")
+    gateway = started.enter_context(_gateway(directory, site))
+    report(f"the gateway was restarted, with {acknowledged} readings acknowledged by the site broker")
+    publish(2, "the gateway is running again")
     _wait_for(gateway, acknowledged)
     gateway.stop()
     return acknowledged, [payload for payload in gateway.kept() if payload != HELLO]
 
 
 def _wait_for(gateway: Gateway, readings: int) -> None:
-    """Wait until so many readings are stored; what is missing after a while is counted in the end."""
-    deadline = time.monotonic() + PATIENCE
+    """Wait, for a limited time, until this number of readings is stored."""
+    deadline = time.monotonic() + TIMEOUT
     while len(set(gateway.kept()) - {HELLO}) < readings and time.monotonic() < deadline:
         time.sleep(POLL)
 
 
 # -- bench ---------------------------------------------------------------------------------------------
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge bench --directory /var/lib/streambridge
+  streambridge bench --size 1024 --json
+"""
+)
 def bench(
     seconds: Annotated[float, typer.Option("--seconds", min=0.2, help="Time for each of four steps.")] = 3,
-    size: Annotated[int, typer.Option("--size", min=1, max=60_000, help="Bytes of a message.")] = 128,
+    size: Annotated[int, typer.Option("--size", min=1, max=60_000, help="Bytes per message.")] = 128,
     directory: Annotated[
         Path | None,
         typer.Option(
             "--directory",
             metavar="DIRECTORY",
-            help="Where to write: on the disk that is to be measured.",
+            help="A directory on the disk to measure.",
             show_default="that of temporary files",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure this machine: messages acknowledged a second, and how long one takes.
+    """Measure message rate and latency.
 
-    Once with messages written to the file system, and once with `flush_on_write`, on the disk. Uses a gateway
-    of its own, in a directory that it removes; that takes up to 150 MB, however long it measures.
+    Once with messages written to the file system, and once with `flush_on_write`, on the disk. Runs a gateway
+    of its own in a temporary directory, which needs up to 150 MB.
     """
     found: dict[str, dict[str, Any]] = {}
-    with _directory(directory) as place, _gateway(place) as gateway, _progress() as tell:
+    with _directory(directory) as temporary, _gateway(temporary) as gateway, _progress() as progressed:
         for step, stream in enumerate(("written", "flushed")):
-            tell(f"{stream}: many at a time", step / 2)
+            progressed(f"{stream}: many in flight", step / 2)
             many = _many(gateway, stream, bytes(size), seconds)
-            tell(f"{stream}: one at a time", step / 2 + 0.25)
+            progressed(f"{stream}: one in flight", step / 2 + 0.25)
             waits = _one(gateway, stream, bytes(size), seconds)
             found[stream] = {
                 "messagesPerSecond": round(many),
@@ -354,7 +380,7 @@ def bench(
         print_json({"size": size, **found})
         return
     print_table(
-        ["ACKNOWLEDGED WHEN", "MESSAGES/S", "ONE TAKES, MEDIAN", "99 OF 100 TAKE AT MOST"],
+        ["ACKNOWLEDGED WHEN", "MESSAGES/S", "MEDIAN LATENCY", "P99 LATENCY"],
         [
             [
                 {"written": "written", "flushed": "on the disk"}[stream],
@@ -365,22 +391,25 @@ def bench(
             for stream, row in found.items()
         ],
     )
-    echo(f"{size} bytes a message; {DEVICES} devices with {TOGETHER} on their way each, then one with 1")
+    echo(
+        f"{size} bytes per message; rate: {DEVICES} devices with {IN_FLIGHT} messages in flight each; "
+        "latency: one device with one message in flight"
+    )
 
 
 def _many(gateway: Gateway, stream: str, payload: bytes, seconds: float) -> float:
     devices = [Device(gateway.port, f"device-{number}") for number in range(DEVICES)]
-    batch, done, began = [payload] * TOGETHER, 0, time.monotonic()
+    batch, done, began = [payload] * IN_FLIGHT, 0, time.monotonic()
     for device in devices:
         device.send(f"streams/{stream}", batch)
     while time.monotonic() - began < seconds:
         for device in devices:
-            device.acknowledged(TOGETHER)
+            device.acknowledged(IN_FLIGHT)
             device.send(f"streams/{stream}", batch)
-            done += TOGETHER
+            done += IN_FLIGHT
     took = time.monotonic() - began
     for device in devices:
-        device.acknowledged(TOGETHER)
+        device.acknowledged(IN_FLIGHT)
         device.close()
     return done / took
 
@@ -394,15 +423,3 @@ def _one(gateway: Gateway, stream: str, payload: bytes, seconds: float) -> list[
         waits.append(time.monotonic() - began)
     device.close()
     return waits[1:]
-
-
-def add_to(app: typer.Typer) -> None:
-    """Register the commands."""
-    app.command()(demo)
-    app.command(
-        epilog="""\b
-Examples:
-  streambridge bench --directory /var/lib/streambridge
-  streambridge bench --size 1024 --json
-"""
-    )(bench)
