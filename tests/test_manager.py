@@ -381,7 +381,7 @@ def test_a_stream_that_cannot_be_opened_is_refused_by_every_front_end_and_never_
     run(work())
 
 
-def test_a_directory_that_is_no_streams_keeps_neither_the_service_nor_a_repair_from_starting(
+def test_a_foreign_directory_keeps_neither_the_service_nor_a_repair_from_starting(
     tmp_path: Path,
 ) -> None:
     async def work() -> None:
@@ -423,7 +423,7 @@ def test_an_empty_payload_is_refused(tmp_path: Path) -> None:
     run(work())
 
 
-def test_a_refused_stream_takes_its_messages_as_soon_as_somebody_creates_it(tmp_path: Path) -> None:
+def test_a_refused_stream_accepts_messages_as_soon_as_it_is_created(tmp_path: Path) -> None:
     async def work() -> None:
         async with opened(tmp_path) as manager:
             manager.refuse(manager.check(definition(topics=["a/#"])), "the disk said no")

@@ -1,6 +1,6 @@
 """The command `streambridge`: parsing and printing.
 
-Exit codes follow sysexits.h where it has one; see `common.ExitCode`. An expected error is one line on stderr,
+Exit codes follow sysexits.h where it has one; see `output.ExitCode`. An expected error is one line on stderr,
 without a traceback.
 """
 
@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import clients, demo, exports, integrity, service, streams
-from bridge.cli.common import ExitCode, denied, echo, note
+from bridge.cli import clients, demo, exports, integrity, output, service, streams
+from bridge.cli.options import denied
 from bridge.errors import (
     ConfigError,
     CorruptData,
@@ -25,11 +25,11 @@ from bridge.errors import (
 )
 from bridge.ingest.commands import app as ingest
 
-_CODES: dict[type[Exception], ExitCode] = {
-    ConfigError: ExitCode.CONFIG,
-    CorruptData: ExitCode.DAMAGED,
-    DataDirectoryBusy: ExitCode.BUSY,
-    StreamNotFound: ExitCode.NOT_FOUND,
+_CODES: dict[type[Exception], output.ExitCode] = {
+    ConfigError: output.ExitCode.CONFIG,
+    CorruptData: output.ExitCode.DAMAGED,
+    DataDirectoryBusy: output.ExitCode.BUSY,
+    StreamNotFound: output.ExitCode.NOT_FOUND,
 }
 
 _EPILOG = """\b
@@ -69,7 +69,7 @@ def _show_version(wanted: bool) -> None:
             release = version("streambridge")
         except PackageNotFoundError:
             release = "(not installed; run from a checkout)"
-        echo(f"streambridge {release}")
+        output.echo(f"streambridge {release}")
         raise typer.Exit
 
 
@@ -89,18 +89,20 @@ def main() -> None:
         app(prog_name="streambridge")
     except StreamBridgeError as error:
         _print_error(str(error))
-        sys.exit(next((code for kind, code in _CODES.items() if isinstance(error, kind)), ExitCode.FAILED))
+        sys.exit(
+            next((code for kind, code in _CODES.items() if isinstance(error, kind)), output.ExitCode.FAILED)
+        )
     except KeyboardInterrupt:
-        sys.exit(ExitCode.INTERRUPTED)
+        sys.exit(output.ExitCode.INTERRUPTED)
     except OSError as error:
         if error.errno is None:
             raise
         path = f"{error.filename}: " if error.filename else ""
         user = denied(Path(error.filename)) if path and error.errno == errno.EACCES else ""
         _print_error(f"{path}{error.strerror}{user}")
-        sys.exit(ExitCode.FAILED)
+        sys.exit(output.ExitCode.FAILED)
 
 
 def _print_error(message: str) -> None:
     for line in message.split("\n"):  # a configuration has a line for each mistake
-        note(f"streambridge: {line}")
+        output.note(f"streambridge: {line}")

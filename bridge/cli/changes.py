@@ -15,18 +15,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from bridge.cli.common import (
-    DEFAULT_CONFIG,
-    ConfigOption,
-    DataDirOption,
-    JsonOption,
-    count,
-    echo,
-    known_config,
-    note,
-    print_json,
-)
+from bridge.cli import output
 from bridge.cli.operate import Target, operate, target_of
+from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, known_config
 from bridge.config.settings import RENAMED, explained, stream_definition
 from bridge.config.tomlstruct import keys_of
 from bridge.errors import InvalidDefinition, InvalidRequest, StreamBridgeError
@@ -64,7 +55,7 @@ def create(
     table, target = _table(settings or []), target_of(config, data_dir)
     definition = stream_definition(name, table, target.plugin_dirs)
     _define(target, "createMessageStream", definition)
-    echo(f"created {name}")
+    output.echo(f"created {name}")
 
 
 @app.command(
@@ -109,9 +100,9 @@ def update(
     changes |= {fields[key]: getattr(default, fields[key]) for key in reset or []}
     definition = msgspec.structs.replace(old, **changes)
     _define(target, "updateMessageStream", definition, ifVersion=version)
-    echo(f"updated {name}")
+    output.echo(f"updated {name}")
     if declared:
-        note(f"note: {config} declares {name}; the next start or reload applies that definition again")
+        output.note(f"note: {config} declares {name}; the next start or reload applies that definition again")
 
 
 @app.command()
@@ -125,12 +116,12 @@ def delete(
     target = target_of(config, data_dir)
     storage = operate(target, "describeMessageStream", name=name)["messageStreamInfo"]["storageStatus"]
     number = storage["newestSequenceNumber"] - storage["oldestSequenceNumber"] + 1
-    confirm(sure, f"Delete {name} with up to {count(number, 'message')}?")
+    confirm(sure, f"Delete {name} with up to {output.count(number, 'message')}?")
     declared = _declared(config, data_dir, name)
     operate(target, "deleteMessageStream", name=name)
-    echo(f"deleted {name}")
+    output.echo(f"deleted {name}")
     if declared:
-        note(
+        output.note(
             f"note: {config} declares {name}; the next start or reload creates it again. Until then, "
             "messages on its topics are not stored"
         )
@@ -163,9 +154,9 @@ def append(
     for group in _groups(messages):
         numbers = operate(target, "appendMessages", name=name, payloads=group)["sequenceNumbers"]
         if as_json:
-            print_json({"sequenceNumbers": numbers})
+            output.json({"sequenceNumbers": numbers})
         else:
-            echo(f"stored as {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else ""))
+            output.echo(f"stored as {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else ""))
 
 
 @app.command(
@@ -194,7 +185,7 @@ def purge(
     confirm(sure, f"Drop {which} of {name}{on}?")
     given = {key: value for key, value in (("upto", upto), ("topic", topic)) if value is not None}
     reply = operate(target_of(config, data_dir), "purgeMessageStream", name=name, **given)
-    echo(f"messages dropped: {reply['purgedMessages']}")
+    output.echo(f"messages dropped: {reply['purgedMessages']}")
 
 
 def _groups(messages: Iterable[bytes]) -> Iterator[list[bytes]]:

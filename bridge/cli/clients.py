@@ -7,21 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from bridge.cli import output
 from bridge.cli.changes import Sure, confirm
-from bridge.cli.common import (
-    DEFAULT_CONFIG,
-    ConfigOption,
-    DataDirOption,
-    JsonOption,
-    behave_in_pipes,
-    echo,
-    escaped,
-    format_time,
-    note,
-    print_json,
-    print_table,
-)
 from bridge.cli.operate import operate, target_of
+from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption
 from bridge.errors import StreamBridgeError
 from bridge.streams.store import is_running
 
@@ -49,15 +38,15 @@ def list_clients(
     QUEUED counts the messages that are queued for the client. A disconnected client's session ends at
     EXPIRES.
     """
-    behave_in_pipes()
+    output.behave_in_pipes()
     clients = _ask(config, data_dir, "listClients")["clients"]
     if as_json:
-        print_json(clients)
+        output.json(clients)
         return
     if not clients:
-        echo("no clients")
+        output.echo("no clients")
         return
-    print_table(
+    output.table(
         ["CLIENT", "USER", "ADDRESS", "PROTOCOL", "SUBSCRIPTIONS", "QUEUED", "DISCONNECTED", "EXPIRES"],
         [
             [
@@ -67,8 +56,8 @@ def list_clients(
                 client["protocol"] or "-",
                 client["subscriptions"],
                 client["queued"],
-                "-" if client["left"] is None else format_time(client["left"]),
-                "-" if client["expires"] is None else format_time(client["expires"]),
+                "-" if client["left"] is None else output.timestamp(client["left"]),
+                "-" if client["expires"] is None else output.timestamp(client["expires"]),
             ]
             for client in clients
         ],
@@ -87,7 +76,7 @@ def disconnect(client: Client, config: ConfigOption = DEFAULT_CONFIG, data_dir: 
     Its session stays, and its will is published. It may connect again.
     """
     connected = _ask(config, data_dir, "disconnectClient", client=client)["connected"]
-    note(f"{_shown(client)}: {'disconnected' if connected else 'was not connected'}")
+    output.note(f"{_shown(client)}: {'disconnected' if connected else 'was not connected'}")
 
 
 @app.command(
@@ -105,7 +94,7 @@ def forget(
     """
     confirm(sure, f"Forget {_shown(client)} with its subscriptions and queued messages?")
     _ask(config, data_dir, "forgetClient", client=client)
-    note(f"{_shown(client)}: forgotten")
+    output.note(f"{_shown(client)}: forgotten")
 
 
 def _ask(config: Path, data_dir: Path | None, operation: str, **fields: Any) -> dict[str, Any]:
@@ -121,4 +110,4 @@ def _shown(name: str | None) -> str:
     """A name that a client has chosen, safe for a terminal."""
     if name is None:
         return "-"
-    return escaped(name) or ascii(name)
+    return output.escaped(name) or ascii(name)

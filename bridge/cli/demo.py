@@ -22,8 +22,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from bridge.cli.common import JsonOption, echo, print_json, print_table
+from bridge.cli import output
 from bridge.cli.lookup import read_messages
+from bridge.cli.options import JsonOption
 from bridge.cli.site import SiteBroker
 from bridge.errors import StreamBridgeError
 from bridge.mqtt.wire.packets import string
@@ -211,7 +212,7 @@ def demo(
 
     def report(text: str) -> None:
         if not as_json:
-            echo(text)
+            output.echo(text)
 
     with _directory(None) as directory, ExitStack() as started, _progress() as progressed:
         show = _at_a_site_broker if bridge else _at_the_gateway
@@ -219,11 +220,11 @@ def demo(
     missing = set(_readings(0, acknowledged)) - set(stored)
     twice = len(stored) - len(set(stored))
     if as_json:
-        print_json({"acknowledged": acknowledged, "missing": len(missing), "twice": twice})
+        output.json({"acknowledged": acknowledged, "missing": len(missing), "twice": twice})
     else:
-        echo(f"{acknowledged} readings were acknowledged, {len(missing)} of them are missing")
+        output.echo(f"{acknowledged} readings were acknowledged, {len(missing)} of them are missing")
         if twice:
-            echo(
+            output.echo(
                 f"{twice} readings are stored twice: they were sent again because an acknowledgement was lost"
             )
     if missing:
@@ -377,9 +378,9 @@ def bench(
             }
         gateway.stop()
     if as_json:
-        print_json({"size": size, **found})
+        output.json({"size": size, **found})
         return
-    print_table(
+    output.table(
         ["ACKNOWLEDGED WHEN", "MESSAGES/S", "MEDIAN LATENCY", "P99 LATENCY"],
         [
             [
@@ -391,7 +392,7 @@ def bench(
             for stream, row in found.items()
         ],
     )
-    echo(
+    output.echo(
         f"{size} bytes per message; rate: {DEVICES} devices with {IN_FLIGHT} messages in flight each; "
         "latency: one device with one message in flight"
     )

@@ -9,20 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from bridge.cli.common import (
-    DEFAULT_CONFIG,
-    ConfigOption,
-    DataDirOption,
-    JsonOption,
-    behave_in_pipes,
-    data_directory,
-    echo,
-    format_time,
-    print_json,
-    print_table,
-)
+from bridge.cli import output
 from bridge.cli.lookup import describe_stream, find
 from bridge.cli.operate import statuses
+from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, data_directory
 from bridge.streams.reader import list_streams
 
 app = typer.Typer()
@@ -47,7 +37,7 @@ def exports(
 
     EXPORTED is the number of the last message that the destination has. PENDING counts the messages after it.
     """
-    behave_in_pipes()
+    output.behave_in_pipes()
     directory = data_directory(config, data_dir)
     streams = list_streams(directory) if name is None else [find(directory, name)]
     rows = [
@@ -56,12 +46,12 @@ def exports(
         for row in export_rows(describe_stream(directory, meta, statuses(directory, meta.name)))
     ]
     if as_json:
-        print_json(rows)
+        output.json(rows)
         return
     if not rows:
-        echo("no exports")
+        output.echo("no exports")
         return
-    print_table(
+    output.table(
         ["STREAM", "EXPORT", "KIND", "EXPORTED", "PENDING", "REJECTED", "LAST ATTEMPT", "STATE"],
         [
             [
@@ -71,7 +61,7 @@ def exports(
                 row["lastExportedSequenceNumber"] if row["lastExportedSequenceNumber"] >= 0 else "-",
                 row["pendingMessages"],
                 row["rejectedMessages"],
-                format_time(row["lastExportTime"]) if row["lastExportTime"] else "-",
+                output.timestamp(row["lastExportTime"]) if row["lastExportTime"] else "-",
                 "paused" if row["disabled"] else row["errorMessage"] or "ok",
             ]
             for row in rows

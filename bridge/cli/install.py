@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli.common import echo
+from bridge.cli import output
 from bridge.errors import ConfigError
 from bridge.plugin.discovery import shipped
 
@@ -53,11 +53,11 @@ def install_service(
     for kind in ("sysusers", "tmpfiles"):
         files.write(f"etc/{kind}.d/streambridge.conf", (units / f"streambridge.{kind}").read_text())
     if files.has(CONFIG):
-        echo(f"kept {root / CONFIG}")
+        output.echo(f"kept {root / CONFIG}")
     else:
         files.write(CONFIG, service_config())
     if files.has(TOKEN):
-        echo(f"kept {root / TOKEN}")
+        output.echo(f"kept {root / TOKEN}")
     else:
         # systemd-tmpfiles lets the service read it.
         files.write(TOKEN, secrets.token_urlsafe(32) + "\n", 0o600)
@@ -67,12 +67,12 @@ def install_service(
     _run("systemd-sysusers", "/etc/sysusers.d/streambridge.conf")
     _run("systemd-tmpfiles", "--create", "/etc/tmpfiles.d/streambridge.conf")
     if not Path("/run/systemd/system").is_dir():
-        echo("systemd is not running here; start the service with `streambridge run` as user streambridge")
+        output.echo("systemd is not running here; run `streambridge run` as user streambridge")
         return
     _run("systemctl", "daemon-reload")
     _run("systemctl", "enable", "streambridge.service")
     _run("systemctl", "restart", "streambridge.service")
-    echo("`systemctl status streambridge` and `journalctl -u streambridge` show its state")
+    output.echo("`systemctl status streambridge` and `journalctl -u streambridge` show its state")
 
 
 def service_config() -> str:
@@ -125,7 +125,7 @@ class _Root:
                 file.write(text)
                 os.fchmod(fd, mode)
             os.rename(new, path.name, src_dir_fd=directory, dst_dir_fd=directory)
-        echo(f"wrote {path}")
+        output.echo(f"wrote {path}")
 
     def has(self, place: str) -> bool:
         """Return whether a path exists, also as a dangling link."""
@@ -140,12 +140,12 @@ class _Root:
             return
         with self._directory(path) as directory:
             if _kind(path.name, directory) not in (None, stat.S_IFLNK):
-                echo(f"kept {path}, which is another command; the service uses {command}")
+                output.echo(f"kept {path}, which is another command; the service uses {command}")
                 return
             with suppress(FileNotFoundError):
                 os.unlink(path.name, dir_fd=directory)
             os.symlink(command, path.name, dir_fd=directory)
-        echo(f"linked {path} to {command}")
+        output.echo(f"linked {path} to {command}")
 
     @contextmanager
     def _directory(self, path: Path) -> Iterator[int]:
@@ -180,7 +180,7 @@ def _kind(name: str, directory: int) -> int | None:
 
 
 def _run(*command: str) -> None:
-    echo(f"running {' '.join(command)}")
+    output.echo(f"running {' '.join(command)}")
     try:
         subprocess.run(command, check=True)
     except subprocess.CalledProcessError as error:

@@ -12,18 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from bridge.cli.common import (
-    DEFAULT_CONFIG,
-    ConfigOption,
-    ExitCode,
-    JsonOption,
-    act_as_owner,
-    count,
-    data_directory,
-    echo,
-    lost_to_damage,
-    print_json,
-)
+from bridge.cli import output
+from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, act_as_owner, data_directory
 from bridge.model import plain_definition
 from bridge.streams import verify as integrity
 from bridge.streams.verify import Checked
@@ -116,29 +106,29 @@ def _bar(unit: str) -> Iterator[integrity.Progress]:
 def _print(found: list[Checked], as_json: bool, verdict: str) -> None:
     bad = [checked for checked in found if checked.problems]
     if as_json:
-        print_json(found)
+        output.json(found)
     else:
         for checked in found:
             _print_stream(checked)
         total = sum(checked.messages for checked in found)
-        state = f"{count(len(bad), 'stream')} {verdict}" if bad else "no damage"
-        echo(f"{count(len(found), 'stream')}, {count(total, 'message')}: {state}")
+        state = f"{output.count(len(bad), 'stream')} {verdict}" if bad else "no damage"
+        output.echo(f"{output.count(len(found), 'stream')}, {output.count(total, 'message')}: {state}")
     if bad:
-        raise typer.Exit(ExitCode.DAMAGED)
+        raise typer.Exit(output.ExitCode.DAMAGED)
 
 
 def _print_stream(checked: Checked) -> None:
-    state = count(len(checked.problems), "problem") if checked.problems else "ok"
+    state = output.count(len(checked.problems), "problem") if checked.problems else "ok"
     numbers = f" ({checked.oldest} to {checked.newest})" if checked.messages else ""
-    echo(
-        f"{checked.name}: {state}; {count(checked.messages, 'message')}{numbers}, "
-        f"{count(checked.segments, 'segment')}, {count(checked.frames, 'frame')}, "
-        f"{count(checked.total_bytes, 'byte')}"
+    output.echo(
+        f"{checked.name}: {state}; {output.count(checked.messages, 'message')}{numbers}, "
+        f"{output.count(checked.segments, 'segment')}, {output.count(checked.frames, 'frame')}, "
+        f"{output.count(checked.total_bytes, 'byte')}"
     )
     for problem in checked.problems:
-        lost = f"; {lost_to_damage(problem.lost)}" if problem.lost else ""
-        echo(f"  {problem.path}: {problem.what}{lost}")
+        lost = f"; {output.lost_to_damage(problem.lost)}" if problem.lost else ""
+        output.echo(f"  {problem.path}: {problem.what}{lost}")
     if checked.lost:
-        echo(f"  {lost_to_damage(checked.lost)}")
+        output.echo(f"  {output.lost_to_damage(checked.lost)}")
     for name in checked.quarantined:
-        echo(f"  quarantined: {name}")
+        output.echo(f"  quarantined: {name}")

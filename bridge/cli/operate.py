@@ -17,8 +17,9 @@ import msgspec
 
 from bridge import cbor, errors
 from bridge.access.rules import TRUSTED
-from bridge.cli.common import act_as_owner, data_directory, known_config, note
+from bridge.cli import output
 from bridge.cli.lookup import find
+from bridge.cli.options import act_as_owner, data_directory, known_config
 from bridge.control import MAX_FRAME, SOCKET
 from bridge.control.client import Control
 from bridge.errors import InvalidDefinition, StreamBridgeError, StreamNotFound
@@ -82,7 +83,7 @@ async def _here(target: Target, operation: str, body: bytes) -> bytes:
     act_as_owner(data_dir)
     async with open_stopped(
         data_dir,
-        on_event=lambda stream, what: note(f"{stream}: {what}"),
+        on_event=lambda stream, what: output.note(f"{stream}: {what}"),
         floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
     ) as store:
         manager = StreamManager(store, discovery.load(target.plugin_dirs), _Stopped(data_dir))

@@ -9,19 +9,9 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli.common import (
-    DEFAULT_CONFIG,
-    ConfigOption,
-    ExitCode,
-    JsonOption,
-    behave_in_pipes,
-    count,
-    echo,
-    load_config,
-    print_json,
-    print_table,
-)
+from bridge.cli import output
 from bridge.cli.install import install_service
+from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, load_config
 from bridge.config.settings import Config, load
 from bridge.errors import ConfigError
 from bridge.plugin.discovery import load as load_plugins
@@ -78,15 +68,15 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
     settings, findings = examine(config)
     failed = any(finding.level == "error" for finding in findings)
     if as_json:
-        print_json({"ok": not failed, "findings": findings})
+        output.json({"ok": not failed, "findings": findings})
     else:
         for finding in findings:
-            echo(f": {finding.what}", title=finding.level)
+            output.echo(f": {finding.what}", title=finding.level)
         if not failed:
             exports = sum(len(e) for s in settings.streams.values() for e in s.export_definition.values())
-            declared = f"{count(len(settings.streams), 'stream')}, {count(exports, 'export')}"
-            echo(f"{config}: ok ({declared}, {count(len(findings), 'warning')})")
-    raise typer.Exit(ExitCode.CONFIG if failed else ExitCode.OK)
+            declared = f"{output.count(len(settings.streams), 'stream')}, {output.count(exports, 'export')}"
+            output.echo(f"{config}: ok ({declared}, {output.count(len(findings), 'warning')})")
+    raise typer.Exit(output.ExitCode.CONFIG if failed else output.ExitCode.OK)
 
 
 @app.command()
@@ -95,14 +85,14 @@ def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) 
 
     Shows where each comes from, what it exports to, and why it could not be loaded.
     """
-    behave_in_pipes()
+    output.behave_in_pipes()
     # The shipped plugins can be listed before there is a configuration.
     settings = load(config) if config != DEFAULT_CONFIG or config.exists() else Config()
     found = load_plugins(settings.export.plugin_dirs).found
     if as_json:
-        print_json(found)
+        output.json(found)
         return
-    print_table(
+    output.table(
         ["PLUGIN", "VERSION", "FROM", "EXPORTS TO", "STATUS"],
         [
             [
@@ -146,4 +136,4 @@ def hash_password(
         raise typer.BadParameter("the password is empty")
     from bridge.access import users
 
-    echo(f"{user}:{users.hash_password(password.encode())}")
+    output.echo(f"{user}:{users.hash_password(password.encode())}")

@@ -17,24 +17,7 @@ import msgspec
 import typer
 
 from bridge import topics
-from bridge.cli import changes
-from bridge.cli.common import (
-    DEFAULT_CONFIG,
-    ConfigOption,
-    DataDirOption,
-    ExitCode,
-    JsonOption,
-    behave_in_pipes,
-    data_directory,
-    echo,
-    escaped,
-    format_time,
-    lost_to_damage,
-    note,
-    print_facts,
-    print_json,
-    print_table,
-)
+from bridge.cli import changes, output
 from bridge.cli.exports import export_rows
 from bridge.cli.lookup import (
     damaged,
@@ -46,6 +29,7 @@ from bridge.cli.lookup import (
     unreadable_end,
 )
 from bridge.cli.operate import statuses
+from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, data_directory
 from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.model import MAX_INT64
 from bridge.streams.reader import StreamReader, list_damaged, list_streams
@@ -83,7 +67,7 @@ TopicOption = Annotated[
 
 @app.callback()
 def _queries() -> None:
-    behave_in_pipes()
+    output.behave_in_pipes()
 
 
 @app.command("list")
@@ -94,9 +78,9 @@ def list_command(
     directory = data_directory(config, data_dir)
     described = [describe_stream(directory, meta) for meta in list_streams(directory)]
     if as_json:
-        print_json(described)
+        output.json(described)
     else:
-        print_table(
+        output.table(
             ["STREAM", "MESSAGES", "SIZE", "OLDEST", "NEWEST", "TOPICS"],
             [
                 [
@@ -114,15 +98,15 @@ def list_command(
             _note_lost(info["name"], info["lost"])
     broken = list_damaged(directory)
     for name in broken:
-        note(damaged(name))
+        output.note(damaged(name))
     if broken:
-        raise typer.Exit(ExitCode.DAMAGED)
+        raise typer.Exit(output.ExitCode.DAMAGED)
 
 
 def _created(epoch: int) -> str:
     """When a stream was created, from its epoch; that is unknown if the clock was not set then."""
     if _EARLIEST <= epoch <= time.time() * 1000:
-        return format_time(epoch)
+        return output.timestamp(epoch)
     return f"unknown: the clock was not synchronised (epoch {epoch})"
 
 
@@ -137,7 +121,7 @@ def describe(
     directory = data_directory(config, data_dir)
     info = describe_stream(directory, find(directory, name), statuses(directory, name))
     if as_json:
-        print_json(info)
+        output.json(info)
         return
     storage, definition = info["storageStatus"], info["definition"]
     newest = storage["newestSequenceNumber"]
@@ -156,7 +140,7 @@ def describe(
         for row in export_rows(info)
     ]
     now = time.time() * 1000
-    print_facts(
+    output.facts(
         [
             ("name", info["name"]),
             ("created", _created(info["epoch"])),
@@ -168,7 +152,7 @@ def describe(
                 else f"none; the next one is {newest + 1}",
             ),
             *(
-                (label, f"{format_time(info[key])} ({format_duration(int(now - info[key]))} ago)")
+                (label, f"{output.timestamp(info[key])} ({format_duration(int(now - info[key]))} ago)")
                 for label, key in (("oldest", "oldestIngestTime"), ("newest", "newestIngestTime"))
                 if info[key] is not None
             ),
@@ -177,7 +161,7 @@ def describe(
             ("persistence", definition["persistence"]),
             ("flush on write", "yes" if definition["flushOnWrite"] else "no"),
             ("topics", " ".join(definition["topics"]) or "-"),
-            *((("damage", lost_to_damage(info["lost"])),) if info["lost"] else ()),
+            *((("damage", output.lost_to_damage(info["lost"])),) if info["lost"] else ()),
             *(("export", export) for export in exports),
             ("directory", info["directory"]),
         ]
@@ -234,7 +218,7 @@ def read(
         elif start is None:
             start = oldest
         elif start < oldest:
-            note(f"{name}: messages before {oldest} are no longer stored")
+            output.note(f"{name}: messages before {oldest} are no longer stored")
         shown, more = 0, None
         for message in read_messages(reader, start, end):
             if topic is None or topics.matches(topic, _topic(message)):
@@ -245,18 +229,18 @@ def read(
                 shown += 1
         _note_lost(name, reader.lost(), start, end if more is None else more)
     if more is not None:
-        note(f"{name}: there are more messages; continue with --start {more}")
+        output.note(f"{name}: there are more messages; continue with --start {more}")
     elif problems := unreadable_end(directory, name):
         for problem in problems:
-            note(f"{name}: later messages cannot be read: {problem}; run `streambridge repair`")
-        raise typer.Exit(ExitCode.DAMAGED)
+            output.note(f"{name}: later messages cannot be read: {problem}; run `streambridge repair`")
+        raise typer.Exit(output.ExitCode.DAMAGED)
 
 
 def _note_lost(name: str, lost: Sequence[tuple[int, int]], start: int = 0, end: int = MAX_INT64) -> None:
     """Print which of the numbers start..end-1 were lost to damage."""
     parts = [(max(first, start), min(last, end - 1)) for first, last in lost if first < end and last >= start]
     if parts:
-        note(f"{name}: {lost_to_damage(parts)}")
+        output.note(f"{name}: {output.lost_to_damage(parts)}")
 
 
 @app.command(
@@ -320,12 +304,12 @@ def _print(message: StreamMessage, as_json: bool) -> None:
             document["payload"] = text
         if message.headers:
             document["headers"] = msgspec.msgpack.decode(message.headers)
-        print_json(document)
+        output.json(document)
         return
-    plain = None if text is None else escaped(text)
+    plain = None if text is None else output.escaped(text)
     payload = f"base64:{b64encode(message.payload).decode()}" if plain is None else plain
-    topic = escaped(_topic(message)) or repr(_topic(message))
-    echo(f"{message.sequence_number}  {format_time(message.ingest_time)}  {topic}  {payload}")
+    topic = output.escaped(_topic(message)) or repr(_topic(message))
+    output.echo(f"{message.sequence_number}  {output.timestamp(message.ingest_time)}  {topic}  {payload}")
 
 
 def _topic(message: StreamMessage) -> str:

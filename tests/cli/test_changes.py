@@ -163,7 +163,7 @@ def test_mistakes_are_named_with_a_remedy_and_change_nothing(on: Command) -> Non
     assert on("streams", "list").split()[6] == "declared"
 
 
-def test_a_change_of_a_declared_stream_says_that_the_declaration_wins(tmp_path: Path) -> None:
+def test_a_change_of_a_declared_stream_notes_that_the_declaration_wins(tmp_path: Path) -> None:
     config = tmp_path / "streambridge.toml"
     config.write_text(CONFIG)
     (tmp_path / "data").mkdir()
@@ -188,7 +188,7 @@ def test_a_directory_that_another_process_has_open_is_left_alone(fill: Fill, tmp
     assert streambridge("streams", "append", "sensors", "x", "--data-dir", data).returncode == 0
 
 
-def test_exports_tells_how_far_each_is_and_what_stopped_it(fill: Fill) -> None:
+def test_exports_shows_the_progress_and_the_error_of_each_export(fill: Fill) -> None:
     exports = {
         "s3": [{"identifier": "lake", "bucket": "b"}],
         "kinesis": [{"identifier": "live", "kinesisStreamName": "k", "disabled": True}],
@@ -211,7 +211,7 @@ def test_exports_tells_how_far_each_is_and_what_stopped_it(fill: Fill) -> None:
     assert streambridge("exports", "nowhere", "--data-dir", data).returncode == 66
 
 
-def test_the_service_logs_who_changed_which_stream(tmp_path: Path) -> None:
+def test_the_service_logs_which_client_changed_which_stream(tmp_path: Path) -> None:
     config, users = tmp_path / "streambridge.toml", tmp_path / "users"
     users.write_text("ann:" + hash_password(b"secret") + "\n")
     users.chmod(0o600)
@@ -252,7 +252,7 @@ def test_the_service_logs_who_changed_which_stream(tmp_path: Path) -> None:
     assert service.stop() == 0
 
 
-def test_deleting_a_declared_stream_says_that_it_comes_back(on: Command, tmp_path: Path) -> None:
+def test_deleting_a_declared_stream_notes_that_it_is_created_again(on: Command, tmp_path: Path) -> None:
     done = streambridge("streams", "delete", "declared", "--yes", "-c", tmp_path / "streambridge.toml")
     assert done.stdout == "deleted declared\n"
     assert "declares declared; the next start or reload creates it again" in done.stderr

@@ -157,9 +157,7 @@ def test_a_read_only_file_system_is_named_as_that_with_the_remedy(
         assert "chown" not in printed
 
 
-def test_a_stream_that_may_not_be_read_is_an_error_and_the_others_are_looked_at(
-    path: Path, fill: Fill
-) -> None:
+def test_a_stream_that_may_not_be_read_is_an_error_and_the_others_are_checked(path: Path, fill: Fill) -> None:
     fill([("a", b"x" * 5000)])
     closed = fill(name="closed") / "streams" / "closed"
     closed.chmod(0)
@@ -213,7 +211,7 @@ identifier = "three"
     assert "there is no exporter of kind 's4'" in found[2]
 
 
-def test_what_a_plugin_says_of_an_export_has_the_keys_of_the_file(path: Path) -> None:
+def test_an_error_of_a_plugins_own_check_has_the_keys_of_the_file(path: Path) -> None:
     export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\nregion = "eu-west-1"\n'
     (line,) = check(path, QUIET + export + 'kms_key_id = "key"\n', **KEYS)
     assert line == (
@@ -284,7 +282,7 @@ identifier = "two"
     ]
 
 
-def test_what_is_stored_already_is_looked_at(path: Path, fill: Fill) -> None:
+def test_stored_streams_are_checked_too(path: Path, fill: Fill) -> None:
     fill([("a", b"x" * 5000)])
     data = fill(name="lost")
     for copy in (data / "streams" / "lost").glob("meta.*"):
@@ -516,7 +514,7 @@ def test_a_key_that_does_not_match_its_certificate_is_an_error(path: Path) -> No
     assert "mqtt.tls.key: other.key does not match server.pem" in line
 
 
-def test_a_secret_that_everybody_can_read_is_a_warning(path: Path) -> None:
+def test_a_secret_that_every_user_can_read_is_a_warning(path: Path) -> None:
     secret = path.parent / "password"
     secret.write_text("x")
     secret.chmod(0o644)
@@ -540,7 +538,7 @@ def test_a_users_file_is_read(path: Path) -> None:
     assert "line 1: not name:$7$" in line
 
 
-def test_a_configuration_that_everybody_can_change_is_a_warning(path: Path) -> None:
+def test_a_configuration_that_every_user_can_write_is_a_warning(path: Path) -> None:
     path.write_text("")
     path.chmod(0o666)
     (line,) = check(path, QUIET)

@@ -48,7 +48,7 @@ def test_clients_are_listed_disconnected_and_forgotten(start: Callable[..., Serv
     assert "no client 'nobody' is connected or has a session" in done.stderr
 
 
-def test_without_a_service_there_is_nobody_to_ask(tmp_path: Path) -> None:
+def test_without_a_running_service_clients_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data" / "streams").mkdir(parents=True)
     done = streambridge("clients", "list", "--data-dir", tmp_path / "data")
     assert done.returncode == 1

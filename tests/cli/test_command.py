@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridge.access.users import read_users
-from bridge.cli.common import DEFAULT_CONFIG
+from bridge.cli.options import DEFAULT_CONFIG
 from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 
 
@@ -41,7 +41,7 @@ def test_help_of_a_command_shows_its_defaults(command: list[str]) -> None:
     assert "STREAMBRIDGE_CONFIG" in done.stdout
 
 
-def test_a_configuration_that_is_missing_is_told_in_one_line() -> None:
+def test_a_missing_configuration_is_reported_in_one_line() -> None:
     done = streambridge("run", "-c", "/nowhere/streambridge.toml")
     assert done.returncode == 78
     assert done.stderr == (
@@ -50,7 +50,7 @@ def test_a_configuration_that_is_missing_is_told_in_one_line() -> None:
 
 
 @pytest.mark.skipif(DEFAULT_CONFIG.exists(), reason="streambridge is installed on this machine")
-def test_somebody_without_a_configuration_is_told_how_to_begin() -> None:
+def test_without_a_configuration_the_error_says_how_to_begin() -> None:
     done = streambridge("run")
     assert done.returncode == 78
     assert f"begin with the sample: `cp {CHECKOUT}/config/streambridge.toml .`" in done.stderr
@@ -65,14 +65,14 @@ def test_every_mistake_of_a_configuration_has_its_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_data_directory_that_is_missing_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_data_directory_is_reported_in_one_line(tmp_path: Path) -> None:
     done = streambridge("streams", "list", "--data-dir", tmp_path / "none")
     assert done.returncode == 78
     assert done.stderr.count("\n") == 1
     assert "there is no such data directory; start the service once" in done.stderr
 
 
-def test_who_looks_into_the_streams_needs_neither_the_secrets_nor_a_perfect_configuration(
+def test_reading_streams_needs_neither_the_secrets_nor_a_perfect_configuration(
     fill: Fill, tmp_path: Path
 ) -> None:
     fill([("a", b"1")])
@@ -154,7 +154,7 @@ def test_the_shell_completes_commands_and_names_of_streams(fill: Fill) -> None:
 
 
 @pytest.mark.parametrize("command", ["verify", "repair"])
-def test_a_wrong_directory_is_told_with_what_works_for_that_command(command: str, tmp_path: Path) -> None:
+def test_a_wrong_directory_is_reported_with_the_options_of_that_command(command: str, tmp_path: Path) -> None:
     done = streambridge(command, tmp_path / "nope")
     assert done.returncode == 78
     assert f"{tmp_path}/nope: there is no such data directory; start the service once" in done.stderr

@@ -28,7 +28,7 @@ def test_the_demo_with_a_site_broker_stores_all_that_the_broker_acknowledged(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_amqtt_the_demo_with_a_site_broker_says_what_to_install(tmp_path: Path) -> None:
+def test_without_amqtt_the_error_of_the_demo_names_the_package_to_install(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['amqtt'] = None\n")
     done = streambridge("demo", "--bridge", env={"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stdout) == (1, "")

@@ -171,7 +171,7 @@ def test_each_reload_logs_its_own_result_at_once_and_what_it_did_not_apply(
     assert service.stop() == 0
 
 
-def test_after_client_ca_is_removed_a_reload_still_refuses_who_has_no_certificate(
+def test_after_client_ca_is_removed_a_reload_still_refuses_clients_without_a_certificate(
     start: Callable[..., Service], config: Path, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path / "ca")
@@ -205,7 +205,7 @@ def test_after_client_ca_is_removed_a_reload_still_refuses_who_has_no_certificat
     assert service.stop() == 0
 
 
-def test_rules_for_another_listener_are_not_taken_over_for_the_one_that_is_open(
+def test_rules_for_another_listener_are_not_applied_to_the_open_one(
     start: Callable[..., Service], config: Path
 ) -> None:
     ports = config.parent / "conf.d" / "ports.toml"
@@ -250,7 +250,7 @@ def test_a_data_directory_that_cannot_be_ends_the_start_with_its_key_and_a_remed
     )
 
 
-def test_systemd_is_told_when_it_is_ready_reloading_and_stopping(
+def test_systemd_is_notified_of_ready_reloading_and_stopping(
     start: Callable[..., Service], tmp_path: Path
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:

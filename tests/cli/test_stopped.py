@@ -69,7 +69,7 @@ def elsewhere() -> Iterator[Path]:
         yield data
 
 
-def test_root_changes_streams_as_the_user_whom_they_belong_to(elsewhere: Path) -> None:
+def test_root_changes_streams_as_the_user_that_owns_them(elsewhere: Path) -> None:
     as_nobody = ("setpriv", f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups")
     for command in (
         ("streams", "create", "pumps", "--data-dir", elsewhere),
@@ -105,7 +105,7 @@ def test_a_definition_that_may_not_be_read_is_not_taken_for_a_damaged_one(
     assert streambridge("verify", data).returncode == 0
 
 
-def test_who_may_not_look_into_a_data_directory_is_told_who_may(elsewhere: Path) -> None:
+def test_an_error_about_permissions_names_the_user_that_has_access(elsewhere: Path) -> None:
     (elsewhere / "streams").chmod(0o700)
     done = streambridge("streams", "list", "--data-dir", elsewhere, prefix=WITHOUT_RIGHTS)
     assert done.returncode == 1

@@ -88,7 +88,7 @@ def register_exporters(register):
 """
 
 
-def test_an_option_of_a_plugin_is_read_as_its_type_says_whatever_its_name(path: Path) -> None:
+def test_an_option_of_a_plugin_is_read_by_its_type_whatever_its_name(path: Path) -> None:
     plugins = path.parent / "plugins"
     plugins.mkdir()
     (plugins / "mine.py").write_text(PLUGIN)

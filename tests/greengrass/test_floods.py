@@ -48,7 +48,7 @@ def test_each_wrong_token_is_answered_later_and_a_right_one_at_once(tmp_path: Pa
         assert time.monotonic() - began < took[2]
 
 
-def test_guessing_in_parallel_is_no_faster_also_for_those_who_hang_up(tmp_path: Path) -> None:
+def test_guessing_in_parallel_is_no_faster_even_for_clients_that_disconnect(tmp_path: Path) -> None:
     with Limited(tmp_path, b"right") as server:
         for _ in range(5):  # so that the answers to come are late
             server.call(server.front.guesses.wrong, network_of("127.0.0.1"))

@@ -236,7 +236,7 @@ def test_reads_that_wait_end_with_their_connection(server: Server) -> None:
     assert len(server.manager._reads.waiting) < 250
 
 
-def test_a_stream_that_is_deleted_wakes_those_who_wait(server: Server) -> None:
+def test_deleting_a_stream_wakes_the_reads_that_wait(server: Server) -> None:
     server.stream()
     with Raw(server) as raw:
         raw.send(

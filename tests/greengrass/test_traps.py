@@ -114,7 +114,7 @@ def test_a_message_that_is_too_large_for_the_protocol_is_refused_and_the_connect
     )
 
 
-def test_many_threads_share_one_connection_and_a_waiting_read_holds_nobody_up(
+def test_many_threads_share_one_connection_and_a_waiting_read_delays_no_other(
     server: Server, sdk: Sdk
 ) -> None:
     server.stream("S")
@@ -208,7 +208,9 @@ def test_a_wrong_token_is_refused(tmp_path: Path, sdk: Sdk) -> None:
         assert sdk.run(code, server, AWS_CONTAINER_AUTHORIZATION_TOKEN="grüß", PYTHONUTF8="1") == ""
 
 
-def test_the_node_sdk_is_told_of_refusals_and_names_survive(server: Server, node: Callable[..., str]) -> None:
+def test_the_node_sdk_gets_refusals_as_errors_and_names_survive(
+    server: Server, node: Callable[..., str]
+) -> None:
     server.stream("a , .log", strategy_on_full=StrategyOnFull.OverwriteOldestData)
     server.append(b"x", name="a , .log")
     node(

@@ -39,7 +39,7 @@ def told(service: Service, url: str, cause: str) -> str:
     return str(json.loads(body)["unreachable"])
 
 
-def test_a_broker_that_is_not_there_is_told_once_and_the_service_is_ready_when_it_comes(
+def test_a_missing_broker_is_logged_once_and_the_service_is_ready_when_it_appears(
     start: Start, tmp_path: Path
 ) -> None:
     broker = Mosquitto(tmp_path / "broker")
@@ -59,13 +59,13 @@ def test_a_broker_that_is_not_there_is_told_once_and_the_service_is_ready_when_i
     eventually(lambda: service.log.read_text().count("connection refused") == 2)
 
 
-def test_a_broker_whose_name_is_unknown_is_told(start: Start) -> None:
+def test_a_broker_with_an_unknown_name_is_logged(start: Start) -> None:
     url = "mqtt://broker.invalid:1883"
     assert "DNS" in told(at(start, url), url, "its name cannot be resolved")
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_a_broker_whose_certificate_is_not_trusted_is_told(
+def test_a_broker_whose_certificate_is_not_trusted_is_logged(
     start: Start, tmp_path: Path, trusted: bool
 ) -> None:
     authority = Authority(tmp_path / "ca")
@@ -80,14 +80,16 @@ def test_a_broker_whose_certificate_is_not_trusted_is_told(
             assert "mqtt.external.ca" in told(service, url, "its certificate is not trusted")
 
 
-def test_a_broker_that_does_not_speak_tls_is_told(start: Start, tmp_path: Path) -> None:
+def test_a_broker_that_does_not_speak_tls_is_logged(start: Start, tmp_path: Path) -> None:
     with Mosquitto(tmp_path / "broker") as broker:
         url = f"mqtts://127.0.0.1:{broker.port}"
         assert told(at(start, url), url, "")
 
 
 @pytest.mark.parametrize("protocol", ["3.1.1", "5"])
-def test_a_password_that_the_broker_refuses_is_told_once(start: Start, tmp_path: Path, protocol: str) -> None:
+def test_a_password_that_the_broker_refuses_is_logged_once(
+    start: Start, tmp_path: Path, protocol: str
+) -> None:
     users, secret = tmp_path / "users", tmp_path / "secret"
     program = tool("mosquitto_passwd")
     subprocess.run([program, "-c", "-b", users, "bridge", "right"], check=True, capture_output=True)
@@ -103,7 +105,7 @@ def test_a_password_that_the_broker_refuses_is_told_once(start: Start, tmp_path:
         assert service.log.read_text().count("no connection") == 1
 
 
-def test_a_broker_that_hangs_up_without_an_answer_is_told(start: Start) -> None:
+def test_a_broker_that_disconnects_without_an_answer_is_logged(start: Start) -> None:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,)).start()
         url = f"mqtt://127.0.0.1:{server.server_address[1]}"

@@ -115,7 +115,7 @@ async def test_a_request_may_come_byte_by_byte() -> None:
 
 
 @on_the_services_loop
-async def test_who_expects_it_is_told_to_continue_before_the_body_and_not_if_he_is_refused() -> None:
+async def test_a_client_that_expects_it_gets_continue_before_the_body_unless_it_is_refused() -> None:
     expecting = b"Expect: 100-continue\r\nContent-Length: 3\r\n\r\n"
     async with serving() as port:
         async with client(port) as (reader, writer):
@@ -185,7 +185,9 @@ async def test_other_methods_than_the_listeners_are_refused() -> None:
     ],
 )
 @on_the_services_loop
-async def test_who_goes_no_further_is_let_go(limits: HttpLimits, sent: bytes, said: bytes) -> None:
+async def test_a_client_that_stops_sending_is_disconnected(
+    limits: HttpLimits, sent: bytes, said: bytes
+) -> None:
     async with serving(limits) as port, client(port) as (reader, writer):
         writer.write(sent)
         assert (await asyncio.wait_for(reader.read(), 20)).startswith(said)

@@ -109,7 +109,7 @@ def test_drops_are_counted_by_reason(service: Service) -> None:
     assert dropped + kept == value(service, "stream_appended_messages", stream="full") == 20
 
 
-def test_connections_are_counted_by_door(service: Service) -> None:
+def test_connections_are_counted_by_front_end(service: Service) -> None:
     with service.device("thermometer"):
         eventually(lambda: value(service, "connections", front_end="mqtt") == 1)
     eventually(lambda: value(service, "connections", front_end="mqtt") == 0)

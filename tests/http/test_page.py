@@ -60,7 +60,7 @@ def test_a_failing_export_shows_its_error(service: Service, page: Browser) -> No
     page.until("document.querySelector('#tiles').innerText.includes('1 of 1 exports retrying')")
 
 
-def test_a_stream_that_refuses_and_a_stream_that_cannot_be_had_are_told_apart_from_the_good(
+def test_a_full_stream_and_an_unavailable_stream_differ_from_the_good_ones(
     start: Callable[..., Service], browser: Browser
 ) -> None:
     service = start(
@@ -101,7 +101,7 @@ def test_a_fresh_page_shows_the_backlog_of_the_time_before_it(service: Service, 
     )
 
 
-def test_a_name_that_looks_like_markup_is_shown_as_it_is(service: Service, page: Browser) -> None:
+def test_a_name_with_markup_is_shown_literally(service: Service, page: Browser) -> None:
     name = "<img src=x onerror=document.title='taken'>"
     with service.device(name):
         page.until(row("clients", name))
@@ -191,7 +191,9 @@ def test_a_disk_that_cannot_be_written_is_seen_at_once(service: Service, page: B
     page.until("document.querySelector('#notices').innerText === ''")
 
 
-def test_it_says_when_the_gateway_does_not_answer(start: Callable[..., Service], browser: Browser) -> None:
+def test_the_page_shows_when_the_gateway_does_not_answer(
+    start: Callable[..., Service], browser: Browser
+) -> None:
     service = start("")
     browser.open(f"http://127.0.0.1:{service.port}/")
     browser.until("document.querySelector('#state').innerText === 'All is well'")

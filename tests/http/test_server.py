@@ -103,7 +103,7 @@ def test_a_connection_serves_one_request_after_the_other(service: Service) -> No
         (b"GET /history.json?since=x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 400),
     ],
 )
-def test_a_bad_request_gets_its_answer_and_hurts_nobody(
+def test_a_bad_request_is_answered_and_affects_no_other_client(
     service: Service, request_: bytes, status: int
 ) -> None:
     assert raw(service, request_).startswith(b"HTTP/1.1 %d " % status)
@@ -128,7 +128,7 @@ def test_random_bytes_are_answered_or_end_the_connection_and_nothing_else(servic
     assert " error bridge" not in service.log.read_text()
 
 
-def test_many_idle_connections_do_not_take_the_streams_door(service: Service) -> None:
+def test_many_idle_connections_do_not_block_the_clients_of_streams(service: Service) -> None:
     idle = [socket.create_connection(("127.0.0.1", service.port), timeout=30) for _ in range(80)]
     service.publish(("streams/sensors", b"1"))
     for connection in idle:
@@ -227,7 +227,7 @@ def test_a_port_that_is_taken_is_named_at_the_start(service: Service, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-def test_a_door_for_the_network_is_warned_of(start: Callable[..., Service]) -> None:
+def test_a_listener_on_the_network_logs_a_warning(start: Callable[..., Service]) -> None:
     service = start("", listen="0.0.0.0:0")
     assert service.logged("shows streams and clients to everybody")
 

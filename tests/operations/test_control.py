@@ -95,7 +95,7 @@ def test_what_a_power_cut_makes_of_the_sockets_name_refuses_no_start(tmp_path: P
 
 
 @pytest.mark.parametrize("kept", ["directory", "link"])
-def test_what_may_be_somebodys_data_is_left_under_the_sockets_name(tmp_path: Path, kept: str) -> None:
+def test_possible_data_under_the_name_of_the_socket_is_kept(tmp_path: Path, kept: str) -> None:
     path = tmp_path / "data" / SOCKET
     path.parent.mkdir()
     if kept == "directory":

@@ -217,7 +217,7 @@ def test_in_external_mode_a_reply_goes_nowhere_else_and_the_level_is_the_caller(
 
 
 @bridge_test
-async def test_on_the_embedded_broker_a_reply_reaches_nobody_but_who_asked(bridge: Bridge) -> None:
+async def test_on_the_embedded_broker_a_reply_reaches_only_the_client_that_asked(bridge: Bridge) -> None:
     spy, client = await bridge.connect("spy"), await bridge.connect("c", level=V5)
     await spy.subscribe(("#", 0))
     topic = "streambridge/c/listStreams"

@@ -144,7 +144,7 @@ def test_a_stuck_loop_is_ended_by_the_watchdog_and_a_killed_service_starts_again
     assert payloads(machine) == ["before", "after the watchdog"]
 
 
-def test_a_stop_under_load_stores_all_that_is_acknowledged_and_is_no_failure(machine: Machine) -> None:
+def test_a_stop_under_load_stores_everything_acknowledged_and_is_not_a_failure(machine: Machine) -> None:
     install(machine)
     with subprocess.Popen(
         [*machine.inside("--all"), "/opt/streambridge/bin/python3", "-c", PUBLISH_ON],

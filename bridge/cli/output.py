@@ -1,0 +1,115 @@
+"""What commands print, for people and for programs, and their exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import typer
+
+from bridge.printable import printable, printable_json
+
+
+class ExitCode(IntEnum):
+    """The exit codes of the command."""
+
+    OK = 0
+    FAILED = 1  # any other error
+    USAGE = 2  # unknown command or option
+    DAMAGED = 65  # stored data fails its check
+    NOT_FOUND = 66  # no such stream
+    BUSY = 75  # another process writes to the data directory; try again later
+    CONFIG = 78  # the configuration is wrong; a restart would not help
+    INTERRUPTED = 130  # Ctrl-C
+
+
+def behave_in_pipes() -> None:
+    """Let `| head` end a query silently, as with cat."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def echo(line: str, *, title: str = "") -> None:
+    """Print one line after a bold title; unprintable characters are escaped.
+
+    It does not flush, as print and typer.echo do: a query may print a million lines.
+    """
+    sys.stdout.write(_strong(printable(title)) + printable(line) + "\n")
+
+
+def escaped(text: str) -> str | None:
+    """Text that is safe for a terminal and takes one line; None if it has other control characters."""
+    line = text.replace("\\", "\\\\") if set(text) & set("\n\r\t") else text
+    line = line.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    return line if line.isprintable() else None
+
+
+def json(value: Any) -> None:
+    """Print one JSON document on one line."""
+    echo(printable_json(msgspec.json.encode(value, enc_hook=str).decode()))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print columns as wide as their content; numbers are right-aligned."""
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    rights = [
+        bool(cells) and all(row[n][:1].isdigit() or row[n] == "-" for row in cells)
+        for n in range(len(header))
+    ]
+    widths = [max(len(row[n]) for row in [header, *cells]) for n in range(len(header))]
+    for number, row in enumerate([header, *cells]):
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, rights, strict=True)
+        ]
+        line = "  ".join(padded).rstrip()
+        echo("" if number == 0 else line, title=line if number == 0 else "")
+
+
+def facts(rows: Iterable[tuple[str, object]]) -> None:
+    """Print names and values in two columns."""
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        echo(f"  {value}", title=name.ljust(width))
+
+
+def _strong(text: str) -> str:
+    """Bold text on a terminal, unless NO_COLOR is set."""
+    if not text:
+        return text
+    return f"\x1b[1m{text}\x1b[0m" if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def note(text: str) -> None:
+    """Print a note for people on stderr; unprintable characters are escaped."""
+    typer.echo(printable(text), err=True)
+
+
+def count(number: int, noun: str) -> str:
+    """A number with a noun, as `1 stream` or `2 streams`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def number_ranges(ranges: Iterable[tuple[int, int]]) -> str:
+    """Ranges of numbers, as `3-7, 9`."""
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
+
+
+def lost_to_damage(ranges: Sequence[tuple[int, int]]) -> str:
+    """Describe messages lost to damage, as `1 message lost to damage: number 0`."""
+    number = sum(last - first + 1 for first, last in ranges)
+    numbers = "number" if number == 1 else "numbers"
+    return f"{count(number, 'message')} lost to damage: {numbers} {number_ranges(ranges)}"
+
+
+def timestamp(millis: int) -> str:
+    """Unix time in ms as ISO 8601 in UTC."""
+    return (
+        datetime.fromtimestamp(millis / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
