@@ -150,7 +150,7 @@ class Clock:
         self._saved, self._must_save = boottime, True
         if anchor is not None and self._is_same_boot(anchor, boottime):
             self._saved, self._must_save = anchor.boottime, False
-        if self._must_save:
+        if self._must_save and (empty or not self._new):  # else what is stored is to be observed first
             self.try_save()
 
     def wall(self) -> int:

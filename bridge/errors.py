@@ -145,5 +145,9 @@ class DataDirectoryBusy(StreamBridgeError):
     """Raised when another process already writes to the data directory."""
 
 
+class OtherFormat(StreamBridgeError):
+    """Raised for a data directory of a newer version, and for files still to be upgraded."""
+
+
 class PluginError(StreamBridgeError):
     """Raised when an exporter plugin breaks the plugin contract."""

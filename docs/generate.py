@@ -39,7 +39,7 @@ from bridge.plugin import discovery  # noqa: E402
 from bridge.plugin import hooks as hookspecs  # noqa: E402
 from bridge.plugin.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
 from bridge.settingtypes import Means  # noqa: E402
-from bridge.streams import drops, layout, meta, segment  # noqa: E402
+from bridge.streams import drops, formats, layout, meta, segment  # noqa: E402
 
 NOTE = "<!-- Made by docs/generate.py; a change here is lost. -->\n\n"
 
@@ -308,6 +308,7 @@ def file_format() -> str:
     ]
     for title, module in (
         ("The data directory", bridge.streams),
+        ("The format, and earlier ones", formats),
         ("Names", layout),
         ("Segments and indexes", segment),
         ("Definitions", meta),

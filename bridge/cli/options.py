@@ -13,6 +13,7 @@ from bridge.config.settings import Config, load, understand
 from bridge.config.tomlfile import Keys
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.plugin.discovery import shipped
+from bridge.streams import formats
 from bridge.streams.layout import STREAMS
 from bridge.streams.store import LOCK, user_name
 
@@ -77,6 +78,7 @@ def data_directory(config: Path, data_dir: Path | None, option: str = "--data-di
             f"{directory}: this is not a data directory of streambridge, since it has no {STREAMS}/; use the "
             "one in gateway.data_dir"
         )
+    formats.find(directory)  # one of a newer version is refused
     return directory
 
 

@@ -11,7 +11,8 @@ What it promises
 
 Layout on disk
 --------------
-    <data_dir>/lock                           held (flock) by the writing process
+    <data_dir>/format                         which format all this has, see `formats.py`
+    <data_dir>/lock/                          held (flock) by the writing process
     <data_dir>/streams/<directory>/           one per stream; the escaped name, see `layout.py`
         meta.0, meta.1                        two copies of the definition, see `meta.py`
         <first sequence number>.seg           segments, see `segment.py`
@@ -23,6 +24,7 @@ Modules, from the bottom up (`make lint` enforces the order):
 
 * `layout` (names, system calls), `sums` (checksums of many long parts of a file), `segment` and `meta` (byte
   layouts of segments and definitions), `headers` (of a message), `drops` (which numbers are gone, and why)
+* `formats` (which format the directory has, and bringing an earlier one to it)
 * `reader` (read only, for any process), `recovery` (opening the files after a stop or a crash)
 * `queue` (what is not committed yet), `staging` (plans where a group is written), `directory` (the files as
   threads use them), `obsolete` (files to delete), `log` (writes the groups)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from bridge.errors import CorruptData
-from bridge.streams import layout, meta, segment
+from bridge.streams import formats, layout, meta, segment
 from bridge.streams.drops import LOSSES, DropLog, Drops
 from bridge.streams.segment import FRAME, HEADER, Frame, StreamMessage
 
@@ -78,7 +78,9 @@ class _SegmentFile:
         self.last: tuple[Frame, int] | None = (
             None  # the last committed frame that was read, and where it ends
         )
-        header = segment.decode_header(files.read(self.fd, HEADER.size, 0))
+        head = files.read(self.fd, FRAME.size + HEADER.size, 0)
+        formats.refuse_old(path, head)
+        header = segment.decode_header(head)
         self._salt = header[2] if header is not None else None
         try:
             summary = segment.decode_index(path.with_suffix(layout.INDEX).read_bytes())

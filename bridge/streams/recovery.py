@@ -17,12 +17,11 @@ The record of drops is checked too. A damaged one is quarantined and rewritten w
 from __future__ import annotations
 
 import os
-from errno import EINVAL
 from pathlib import Path
 from typing import NamedTuple
 
 from bridge.streams import drops as record
-from bridge.streams import layout, segment
+from bridge.streams import formats, layout, segment
 from bridge.streams.drops import Drop, Drops
 from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
@@ -73,8 +72,7 @@ def examine(
         data = files.read(fd, size, 0)
     finally:
         os.close(fd)
-    if data.startswith(segment.OLD_MAGIC):
-        raise OSError(EINVAL, "is in a format from before the first release", str(path))
+    formats.refuse_old(path, data)
     index, holes, spans, end = walk(data, base, following, meta.salt)
     holes = [part for first, last in holes for part in drops.live(first, last)]
     header_ok = segment.decode_header(data) == (base, meta.epoch, meta.salt)

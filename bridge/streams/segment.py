@@ -38,7 +38,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import accumulate, count, pairwise, repeat
 from typing import NamedTuple
@@ -49,7 +49,6 @@ from bridge.deflate import crc32
 from bridge.streams.sums import Sums
 
 SEGMENT_MAGIC = b"SBSEG\0\0\2"
-OLD_MAGIC = b"SBSEG\0\0\1"  # its frames had no age; never released
 INDEX_MAGIC = b"SBIDX\0\0\2"
 FRAME_MAGIC = 0x32464253  # "SBF2"
 HEADER = struct.Struct("<8sQQQII")
@@ -205,10 +204,10 @@ def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
     covered = data[start + 8 : end] if end - start < SMALL else memoryview(data)[start + 8 : end]
     if crc32(covered, salt) != int.from_bytes(data[start + 4 : start + 8], "little"):
         return False
-    return _fits(frame)
+    return fits(frame)
 
 
-def _fits(frame: Frame) -> bool:
+def fits(frame: Frame) -> bool:
     """Whether a frame is long enough for the sizes of its messages."""
     size = frame.end - frame.start - FRAME.size
     return frame.columns < 4 and size >= 4 * frame.number * _WIDTHS[frame.columns]
@@ -257,7 +256,7 @@ def is_torn(data: bytes, frame: Frame, pattern: bytes) -> bool:
 
 
 def _covers_more_than_a_payload(data: bytes, frame: Frame, zeros: int) -> bool:
-    if not _fits(frame):
+    if not fits(frame):
         return False
     bounds = _bounds(data, frame)
     if zeros < bounds[0]:
@@ -332,15 +331,23 @@ def scan(data: bytes, pos: int, salt: int) -> Iterator[Frame]:
         pos = frame.end
 
 
-def resync(data: bytes, pos: int, salt: int) -> int | None:
+def resync(
+    data: bytes,
+    pos: int,
+    salt: int,
+    *,
+    magic: bytes = _FRAME_MAGIC_BYTES,
+    frame_at: Callable[[bytes, int], Frame | None] = frame_at,
+) -> int | None:
     """Where the next sound frame after a bad one at `pos` begins; None if there is none.
 
-    Takes time linear in the data, whatever it holds: see `sums`.
+    Takes time linear in the data, whatever it holds: see `sums`. `magic` and `frame_at` may be those of
+    another format.
     """
     origin, sums = pos, Sums(memoryview(data)[pos:])
-    while (pos := data.find(_FRAME_MAGIC_BYTES, pos + 1)) >= 0:
+    while (pos := data.find(magic, pos + 1)) >= 0:
         frame = frame_at(data, pos)
-        if frame is None or frame.end > len(data) or not _fits(frame):
+        if frame is None or frame.end > len(data) or not fits(frame):
             continue
         check = sums.crc32(pos + 8 - origin, frame.end - origin, salt)
         if check == int.from_bytes(data[pos + 4 : pos + 8], "little"):

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import pwd
 import secrets
@@ -31,10 +32,11 @@ import msgspec
 
 from bridge.clock import NAME as CLOCK
 from bridge.clock import Clock, System
-from bridge.errors import DataDirectoryBusy, StreamError
+from bridge.errors import DataDirectoryBusy, OtherFormat, StreamError
 from bridge.runtime import LoopRuntime, Runtime
-from bridge.streams import drops, layout, meta
+from bridge.streams import drops, formats, layout, meta
 from bridge.streams.committer import Committer
+from bridge.streams.formats import Format
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, StorageSettings
 from bridge.streams.stream import Stream
@@ -43,6 +45,8 @@ LOCK = "lock"
 MEMORY = "memory"
 RANDOM_BITS = 40  # of ms: 35 years
 RESERVE = 10_000_000  # numbers of a memory stream that one write of its definition covers
+
+log = logging.getLogger(__name__)
 
 Event = Callable[[str, str], None]
 
@@ -90,7 +94,7 @@ class StreamStore:
         runtime: Runtime | None = None,
         link: bool = True,
     ) -> None:
-        """Open the directory, or make it; raises DataDirectoryBusy or OSError.
+        """Open the directory, or make it; raises DataDirectoryBusy, OtherFormat or OSError.
 
         `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `runtime`
         is the running event loop's, unless another one is given; `close` closes it. `link`: whether to link
@@ -103,6 +107,7 @@ class StreamStore:
         self.unopened: dict[str, Unopened] = {}
         self._epoch = 0  # the highest one of the streams created or deleted here: each is used once
         self._root = data_dir / layout.STREAMS
+        found = formats.find(data_dir)
         self._files.make_directory(self._root)
         self._lock = self._take_lock()
         try:
@@ -110,25 +115,54 @@ class StreamStore:
                 data_dir / CLOCK, self._files.replace, system, empty=not any(self._root.iterdir())
             )
             self._memory = self._prepare_memory(memory_dir, link)
+            self._upgrading = found != Format(formats.PRESENT)
+            if self._upgrading:  # a new directory has nothing that could have another format
+                self._upgrading = any(self._root.iterdir())
+                formats.save(self._files, data_dir, Format(formats.PRESENT, upgrading=self._upgrading))
             for directory in sorted(self._root.iterdir()):
                 if directory.name.startswith("."):
                     shutil.rmtree(directory)
                 elif directory.is_dir():
                     self._open(directory)
+            if self._upgrading and not self.unopened:
+                formats.save(self._files, data_dir, Format(formats.PRESENT))
         except BaseException:
             os.close(self._lock)
             raise
 
     def _take_lock(self) -> int:
-        lock = os.open(self.data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = self.data_dir / LOCK
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
+            if path.is_file():
+                self._replace_lock(path)
+            path.mkdir(mode=0o700, exist_ok=True)
+            lock = self._locked(path, os.O_RDONLY | os.O_DIRECTORY)
+        except (BlockingIOError, FileExistsError):
             raise DataDirectoryBusy(
                 f"{self.data_dir}: another process writes to this data directory, most likely the service; "
                 "stop that first (`systemctl stop streambridge`)"
             ) from None
+        return lock
+
+    def _replace_lock(self, path: Path) -> None:
+        """Make the file that format 1 locks a directory, which that format's builds cannot open."""
+        lock = self._locked(path, os.O_RDWR)
+        try:
+            if path.is_file() and os.path.samestat(path.stat(), os.fstat(lock)):
+                path.unlink()
+                path.mkdir(mode=0o700)  # not if a build of format 1 was faster
+                self._files.sync_directory(self.data_dir)
+        finally:
+            os.close(lock)
+
+    def _locked(self, path: Path, flags: int) -> int:
+        """Lock a file or directory; raises BlockingIOError if somebody else has it."""
+        lock = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise
         return lock
 
     def _prepare_memory(self, memory_dir: Path, linked: bool) -> Path:
@@ -179,7 +213,7 @@ class StreamStore:
                 )
                 meta.save(self._files, directory, known)
             self.streams[known.name] = self._start(directory, known)
-        except (OSError, StreamError) as error:
+        except (OSError, OtherFormat, StreamError) as error:
             why = f"{directory}: {error}; repair that and restart the service"
             self._cannot_open(known.name, Unopened(why, known.definition))
 
@@ -189,6 +223,10 @@ class StreamStore:
 
     def _start(self, directory: Path, known: Meta) -> Stream:
         data = self._data_of(directory, known.settings)
+        if self._upgrading and (number := formats.upgrade(self._files, directory, known.salt)):
+            log.info(
+                "%d segments were brought to this version's format", number, extra={"stream": known.name}
+            )
         floor = max(self._floor(known.name, known.epoch), known.reserved)
         if known.settings.memory:
             shutil.rmtree(data, ignore_errors=True)

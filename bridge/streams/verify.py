@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
-from bridge.streams import layout, meta, recovery, segment
+from bridge.streams import formats, layout, meta, recovery, segment
 from bridge.streams.drops import LOSSES, NAME, DropLog
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, StorageSettings
@@ -129,6 +129,7 @@ def _check(
 ) -> None:
     path = layout.segment_path(data, base)
     content = path.read_bytes()
+    formats.refuse_old(path, content)
     header = segment.decode_header(content)
     salt = known.salt if known is not None else header[2] if header is not None else 0
     index, holes, spans, end = recovery.walk(content, base, following, salt)
@@ -212,7 +213,7 @@ def _rebuild_definition(directory: Path, definition: Callable[[str], bytes]) -> 
     epoch = salt = 0
     for base in layout.segment_bases(directory):
         with layout.segment_path(directory, base).open("rb") as file:
-            header = segment.decode_header(file.read(segment.HEADER.size))
+            header = segment.decode_header(formats.present_header(file.read(segment.HEADER.size)))
         if header is not None:
             _, epoch, salt = header
             break
