@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak test test-slow bench lint format docs fuzz audit venv deb clean
+.PHONY: help demo soak test test-slow bench lint format docs fuzz audit venv deb release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -64,6 +64,9 @@ venv: .venv/made ## the environment alone
 
 deb: ## a Debian package of the gateway, in dist/
 	.ci/deb
+
+release: venv ## sdist, wheel, Debian package and checksums of the tagged commit, checked, in dist/
+	$(BIN)/python .ci/release.py
 
 clean: ## remove what all of this has made
 	rm -rf .venv .sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
