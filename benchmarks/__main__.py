@@ -22,6 +22,8 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from benchmarks.testbed.local import find
+
 HERE = Path(__file__).parent
 # What is run, with the options that differ from the defaults.
 PROGRAMS: dict[str, tuple[str, ...]] = {
@@ -82,7 +84,7 @@ def _lines(path: str) -> list[str]:
 
 def _version(command: tuple[str, ...]) -> str:
     """The first word with a digit and a dot that a program says of itself; empty if it is not there."""
-    path = shutil.which(command[0]) or shutil.which(command[0], path="/usr/sbin:/usr/local/sbin")
+    path = find(command[0])
     if path is None:
         return ""
     done = subprocess.run([path, *command[1:]], check=False, capture_output=True, text=True)

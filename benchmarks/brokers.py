@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.testbed.local import find, free_port
 
 START_TIMEOUT = 60.0
 
@@ -120,23 +121,11 @@ SERVERS = [
 ]
 
 
-def find(program: str) -> str | None:
-    """The path of a program, if it is installed."""
-    return shutil.which(program) or shutil.which(program, path="/usr/sbin:/usr/local/sbin")
-
-
 def installed(server: Server) -> bool:
     """Whether a server can be started on this machine."""
     if server.name == "amqtt alone":
         return importlib.util.find_spec("amqtt") is not None
     return not server.program or find(server.program) is not None
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

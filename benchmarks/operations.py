@@ -1,8 +1,8 @@
-"""Operations side by side: appends and reads through each door, NATS JetStream and Redis Streams.
+"""Operations side by side: appends and reads through each interface, NATS JetStream and Redis Streams.
 
     python -m benchmarks.operations [--rounds 3] [--messages 20000] [--output DIR]
 
-Doors: requests over MQTT (CBOR), the Stream Manager protocol, PUBLISH at QoS 1. Appends are sent one
+Interfaces: requests over MQTT (CBOR), the Stream Manager protocol, PUBLISH at QoS 1. Appends are sent one
 after the other (`window` 1: each waits for its acknowledgement) and with many under way. Reads fetch 1,000
 messages at a time of those that came 1,000 at a time, again and again: one request after the other, and
 with four under way, as a reader does that wants to get through a backlog. Every setting runs in turn for
@@ -42,7 +42,8 @@ from typing import Any
 import cbor2
 import uvloop
 
-from benchmarks import brokers, peers
+from benchmarks import peers
+from benchmarks.testbed.local import free_port
 
 CHECKOUT = Path(__file__).parents[1]
 WINDOWS = (1, 100, 1000)
@@ -209,14 +210,14 @@ def systems(
     """Each system's append and read, on fresh streams."""
     with ExitStack() as stack:
         sdk = Sdk(service.sdk, f"sdk{mark}")
-        mqtt, lane = Mqtt(service.mqtt, f"mqtt{mark}"), Mqtt(service.mqtt, f"lane{mark}")
-        for door in (sdk, mqtt, lane):
-            stack.callback(door.socket.close)
-            stack.callback(door.file.close)
+        mqtt, publisher = Mqtt(service.mqtt, f"mqtt{mark}"), Mqtt(service.mqtt, f"publisher{mark}")
+        for client in (sdk, mqtt, publisher):
+            stack.callback(client.socket.close)
+            stack.callback(client.file.close)
         found: dict[str, tuple[Append, peers.Wire | None]] = {
             "streambridge SDK protocol": (sdk.append, sdk),
             "streambridge MQTT request": (mqtt.append, mqtt),
-            "streambridge MQTT PUBLISH": (lane.publish, None),
+            "streambridge MQTT PUBLISH": (publisher.publish, None),
         }
         for name, make in (("nats", peers.nats), ("redis", peers.redis)):
             if name in peers.installed():
@@ -227,16 +228,16 @@ def systems(
         yield found
 
 
-def reads(door: peers.Wire, number: int, ahead: int) -> float:
+def reads(client: peers.Wire, number: int, ahead: int) -> float:
     """Messages read per second, `ahead` requests under way, over the first `number` again and again."""
     began, got = time.perf_counter(), 0
     while (took := time.perf_counter() - began) < READING:
         for begun, start in enumerate(range(0, number // BATCH * BATCH, BATCH)):
-            door.ask(start, BATCH)
+            client.ask(start, BATCH)
             if begun >= ahead - 1:
-                got += door.take(BATCH)
+                got += client.take(BATCH)
         for _ in range(ahead - 1):
-            got += door.take(BATCH)
+            got += client.take(BATCH)
     return got / took
 
 
@@ -259,9 +260,9 @@ def measure(directory: Path, service: Service, size: int, number: int, mark: str
             for _ in range(0, number, BATCH):
                 append([payload] * BATCH)
         for ahead in AHEAD:
-            for name, (_, door) in found.items():
-                if door is not None and (ahead == 1 or not isinstance(door, peers.Redis)):
-                    rates[name]["read"][ahead] = reads(door, number, ahead)
+            for name, (_, client) in found.items():
+                if client is not None and (ahead == 1 or not isinstance(client, peers.Redis)):
+                    rates[name]["read"][ahead] = reads(client, number, ahead)
     return rates
 
 
@@ -346,12 +347,12 @@ async def answer_at_once(port: int) -> None:
 
 
 def real_sdk(service: Service, number: int, rounds: int) -> list[dict[str, Any]] | None:
-    """The AWS SDK (as tests/greengrass install it): appends to the service, and to nothing."""
+    """The AWS SDK (as the tests of greengrass install it): appends to the service, and to nothing."""
     homes = sorted((CHECKOUT / ".sdks").glob("stream-manager-*"))
     if not homes:
         print("the AWS SDK is left out: pytest tests/greengrass installs it")
         return None
-    port, rows = brokers.free_port(), []
+    port, rows = free_port(), []
     floor = [sys.executable, "-m", "benchmarks.operations", "--answer-at-once", str(port)]
     with peers.server(floor, port):
         for threads in (1, 16):
@@ -425,7 +426,7 @@ def tables(result: dict[str, Any]) -> str:
     for size, rates in result["rates"].items():
         heads = [f"append, {window} at a time" for window in WINDOWS]
         heads += [f"read {BATCH} at a time, {ahead} under way" for ahead in AHEAD]
-        lines += [f"{size} bytes, messages per second:", "", f"| door | {' | '.join(heads)} |"]
+        lines += [f"{size} bytes, messages per second:", "", f"| interface | {' | '.join(heads)} |"]
         lines += ["|---" * (len(heads) + 1) + "|"]
         for name, row in rates.items():
             cells = [row["append"][window] for window in WINDOWS] + [row["read"].get(n) for n in AHEAD]

@@ -20,6 +20,8 @@ from typing import Protocol
 
 import uvloop
 
+from benchmarks.testbed.local import free_port
+
 TOPIC = "sensors/room1/temperature"
 
 
@@ -185,13 +187,6 @@ class Nats(Wire):
         for _ in range(count):
             self._message()
         return count
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -35,9 +35,9 @@ from typing import Any
 import psutil
 import uvloop
 
-from tests.fakes.brokers import free_port
-from tests.fakes.certificates import Authority
-from tests.mqtt.harness import connect, publish
+from benchmarks.testbed.certificates import Authority
+from benchmarks.testbed.local import free_port
+from benchmarks.testbed.mqtt import connect, publish
 
 CONFIG = """\
 [gateway]

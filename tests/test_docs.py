@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import pytest
 import typer
 import yaml
 
+from benchmarks.testbed.local import free_port
 from bridge.cli import app
 from bridge.config import load
 from bridge.http.metrics import METRICS
@@ -288,9 +288,3 @@ def test_the_tutorial_leads_to_the_table(tmp_path: Path) -> None:
     assert re.search(r"plant-7 +sensors +0\.\.100 +101 ", done.stdout), done.stdout + done.stderr
     assert "\ncomplete: 101 rows, missing 0" in done.stdout
     assert done.returncode == 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -23,16 +23,16 @@ ROOT = Path(__file__).parent.parent
 KILL = 1_000_000.0  # when Mosquitto was killed, s
 
 
-def device(number: int, door: str = "tcp0", level: int = 4, qos: int = 1) -> Device:
-    where = "yard/0" if door == "broker" else "plant/0"
-    return Device(number, door, level, qos, 1.0, 80, f"{where}/device{number}")
+def device(number: int, link: str = "tcp0", level: int = 4, qos: int = 1) -> Device:
+    where = "yard/0" if link == "broker" else "plant/0"
+    return Device(number, link, level, qos, 1.0, 80, f"{where}/device{number}")
 
 
 DEVICES = [
     Seen(device(1, qos=1), np.arange(1, 11) * 1000),
     Seen(device(2, qos=2), np.arange(1, 11) * 1000),
     Seen(device(3, qos=0), np.zeros(10, dtype=np.int64)),
-    Seen(device(4, door="broker"), np.arange(10) * 10_000 + int(KILL * 1000) - 91_000),
+    Seen(device(4, link="broker"), np.arange(10) * 10_000 + int(KILL * 1000) - 91_000),
 ]
 STREAMS = [(plan.EMBEDDED, "plant0", "7"), (plan.EXTERNAL, "yard0", "8")]
 ENDS = {(plan.EMBEDDED, "plant0"): 30, (plan.EXTERNAL, "yard0"): 10}

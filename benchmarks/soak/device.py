@@ -22,9 +22,9 @@ from typing import Any
 import uvloop
 
 from benchmarks.soak.plan import Device
+from benchmarks.testbed.mqtt import Client, ack, connect, publish
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import PUBACK, PUBREC, PUBREL, V5
-from tests.mqtt.harness import Client, ack, connect, publish
 
 WINDOW = 20  # messages in flight
 PATIENCE = 30.0  # seconds for an acknowledgement, before the device connects anew
@@ -166,8 +166,8 @@ async def main(plan: str, result: str, seconds: str) -> None:
     work = []
     for one in given["devices"]:
         device = Device(**one)
-        secure = tls if device.door.startswith("tls") else None
-        work.append(Simulated(device, given["ports"][device.door], secure, end))
+        secure = tls if device.link.startswith("tls") else None
+        work.append(Simulated(device, given["ports"][device.link], secure, end))
     await asyncio.gather(*(one.run() for one in work))
     Path(result).write_text(json.dumps([one.result() for one in work]))
 

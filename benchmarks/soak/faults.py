@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.soak import plan
 from benchmarks.soak.world import World, wait_for
-from tests.fakes.aws import error, partial, reset
+from benchmarks.testbed.aws import error, partial, reset
 
 GATEWAYS_SPARED, WORKERS_SPARED = 0.5, 0.66  # of the run
 LINKS = ("tcp0", "tcp1", "tls0", "tls1", "broker", "uplink", "s3", "kinesis", "firehose", "http")
@@ -222,7 +222,7 @@ class Faults:
         event = self._event("link cut", "all" if len(names) == len(LINKS) else ", ".join(names))
         with ExitStack() as stack:
             for name in names:
-                stack.enter_context(self.world.doors[name].shut())
+                stack.enter_context(self.world.links[name].shut())
             self.over.wait(chance.choice((0.0, chance.uniform(0, 2), chance.uniform(0, 8))))
         event.end = time.time()
 
@@ -232,7 +232,7 @@ class Faults:
         fake = self.world.services.fakes.get(kind)
         with ExitStack() as stack:
             if fake is None or chance.random() < 0.3:
-                stack.enter_context(self.world.doors[kind].leading_to(self.world.broken.port))
+                stack.enter_context(self.world.links[kind].leading_to(self.world.broken.port))
             else:
                 part = chance.randrange(2, 5)
                 fault = chance.choice(

@@ -67,7 +67,7 @@ class Device:
     """One device: what it sends, and over what."""
 
     number: int
-    door: str  # the link it uses: "tcp0", "tcp1", "tls0", "tls1" or "broker"
+    link: str  # that it uses: "tcp0", "tcp1", "tls0", "tls1" or "broker"
     level: int  # of the protocol: 4 is MQTT 3.1.1
     qos: int
     rate: float
@@ -79,7 +79,7 @@ class Device:
 
     @property
     def gateway(self) -> str:
-        return EXTERNAL if self.door == "broker" else EMBEDDED
+        return EXTERNAL if self.link == "broker" else EMBEDDED
 
     @property
     def streams(self) -> list[str]:
@@ -100,9 +100,9 @@ def devices(number: int = DEVICES) -> list[Device]:
             # Slow: Mosquitto writes its whole file for every message, so that its kill loses little.
             made.append(Device(n, "broker", 4, qos, 1.0, size, f"yard/{n % YARDS}/device{n}"))
             continue
-        door = ("tcp0", "tcp1", "tls0", "tls1")[n // 6 % 4]
+        link = ("tcp0", "tcp1", "tls0", "tls1")[n // 6 % 4]
         topic = f"plant/{n % PLANTS}/device{n}" + ("/alarm" if n % 25 == 0 else "")
-        made.append(Device(n, door, level, qos, RATES[n // 2 % len(RATES)], size, topic))
+        made.append(Device(n, link, level, qos, RATES[n // 2 % len(RATES)], size, topic))
     return made
 
 

@@ -1,6 +1,6 @@
 """The services that exports go to, and what they have taken.
 
-Kinesis and Firehose are the tests' fake, HTTP the tests' web server, S3 is moto (a process of its own,
+Kinesis, Firehose and HTTP are fakes of `benchmarks.testbed`; S3 is moto (a process of its own,
 started by `world`). `Broken` stands in for any of them when it has an outage.
 """
 
@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from tests.fakes.aws import FakeAws
-from tests.fakes.web import Web
+from benchmarks.testbed.aws import FakeAws
+from benchmarks.testbed.web import Web
 
 MESSAGE = re.compile(rb'{"d":(\d+),"n":(\d+),')
 

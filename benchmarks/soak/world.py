@@ -21,9 +21,10 @@ import psutil
 
 from benchmarks.soak import plan
 from benchmarks.soak.services import Broken, Delivered, Services
-from tests.fakes.brokers import Mosquitto, free_port
-from tests.fakes.certificates import Authority
-from tests.fakes.door import Door
+from benchmarks.testbed.certificates import Authority
+from benchmarks.testbed.forwarder import Forwarder
+from benchmarks.testbed.local import free_port
+from benchmarks.testbed.mosquitto import Mosquitto
 
 DISK = 512 << 20
 START = 60.0  # seconds that a gateway may take until it is ready
@@ -162,12 +163,12 @@ class World:
             f"{kind}{n}": f"mqtt://127.0.0.1:{self.ports[kind]}" for kind in self.ports for n in range(2)
         }
         leads |= {"broker": broker, "uplink": broker, "s3": self.storage, **self.services.urls}
-        self.doors: dict[str, Door] = {}
+        self.links: dict[str, Forwarder] = {}
         for name, url in leads.items():
-            self.doors[name] = Door(url)
-            self._ends.callback(self.doors[name].close)
-        endpoints = {name: self.doors[name].url for name in ("s3", *self.services.urls)}
-        uplink = self.doors["uplink"].url.replace("http", "mqtt")
+            self.links[name] = Forwarder(url)
+            self._ends.callback(self.links[name].close)
+        endpoints = {name: self.links[name].url for name in ("s3", *self.services.urls)}
+        uplink = self.links["uplink"].url.replace("http", "mqtt")
         for name, home, more in (
             (plan.EMBEDDED, self.disk or self.root, {**self.ports, **certificate._asdict()}),
             (plan.EXTERNAL, self.root, {"broker": uplink}),
@@ -196,7 +197,7 @@ class World:
         """The devices' process; it ends when all is acknowledged, or cannot be."""
         given = {
             "devices": [device.to_json() for device in plan.devices(self.devices)],
-            "ports": {name: int(door.url.rsplit(":", 1)[1]) for name, door in self.doors.items()},
+            "ports": {name: int(link.url.rsplit(":", 1)[1]) for name, link in self.links.items()},
             "ca": str(self.authority.cert),
         }
         (self.root / "plan.json").write_text(json.dumps(given))
@@ -205,7 +206,7 @@ class World:
 
     def ingest(self, kill_after: float | None = None) -> tuple[int, dict[str, Any]]:
         """Run `streambridge ingest`, or begin to and kill it; returns its exit code and its document."""
-        command = [sys.executable, "-m", "bridge", "ingest", "--json", "--endpoint-url", self.doors["s3"].url]
+        command = [sys.executable, "-m", "bridge", "ingest", "--json", "--endpoint-url", self.links["s3"].url]
         command += ["--source", f"s3://{plan.BUCKET}/{plan.PREFIX}", "--warehouse", str(self.root / "lake")]
         with (self.root / "ingest.log").open("ab") as log:
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)

@@ -17,8 +17,8 @@ from pathlib import Path
 import paho.mqtt.client as paho
 import pytest
 
+from benchmarks.testbed.certificates import Authority, Pair
 from tests.cli.conftest import CHECKOUT, COMMAND, environment, streambridge
-from tests.fakes.certificates import Authority, Pair
 from tests.mqtt.harness import connect
 
 ANY_PORT = """

@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.aws import FakeAws, error, partial, reset
+from benchmarks.testbed.forwarder import Forwarder
 from bridge import objectkeys
 from bridge.export.wire import Tuning
 from tests.export.harness import Bucket, Gateway, running, until
-from tests.fakes.aws import FakeAws, error, partial, reset
-from tests.fakes.door import Door
 
 QUICK = Tuning(beat=0.1, silence=10.0, first_backoff=0.05, max_backoff=0.4, drain=1.0)
 
 
-async def trouble(gateway: Gateway, fake: FakeAws, door: Door, chance: random.Random, seconds: float) -> None:
+async def trouble(
+    gateway: Gateway, fake: FakeAws, forwarder: Forwarder, chance: random.Random, seconds: float
+) -> None:
     """Cut the link, break the service and kill the worker, at random."""
     end = time.monotonic() + seconds
     answers = [
@@ -33,7 +35,7 @@ async def trouble(gateway: Gateway, fake: FakeAws, door: Door, chance: random.Ra
     while time.monotonic() < end:
         match chance.randrange(4):
             case 0:
-                with door.shut():
+                with forwarder.shut():
                     await asyncio.sleep(chance.uniform(0, 0.4))
             case 1:
                 with fake.broken(chance.choice(answers)):
@@ -58,7 +60,7 @@ async def publish(gateway: Gateway, chance: random.Random, total: int, from_numb
 def rounds(root: Path, bucket: Bucket, rounds: int, messages: int, seconds: float, seed: int) -> None:
     """Several lives of a gateway; each but the last ends by force, as after SIGKILL of the bridge."""
     chance = random.Random(seed)
-    fake, door = FakeAws(), Door(bucket.url)
+    fake, forwarder = FakeAws(), Forwarder(bucket.url)
 
     async def life(number: int) -> None:
         async with running(root, tuning=QUICK) as gateway:
@@ -66,9 +68,11 @@ def rounds(root: Path, bucket: Bucket, rounds: int, messages: int, seconds: floa
                 keyed = {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": fake.url}
                 keyed |= {"partitionKey": "{stream}", "batchSize": 20, "orderPerKey": False}
                 gateway.create("keyed", {"kinesis": [keyed]})
-                gateway.create("objects", {"s3": [bucket.config(endpointUrl=door.url, sizeHintBytes=2000)]})
+                gateway.create(
+                    "objects", {"s3": [bucket.config(endpointUrl=forwarder.url, sizeHintBytes=2000)]}
+                )
             await asyncio.gather(
-                trouble(gateway, fake, door, chance, seconds),
+                trouble(gateway, fake, forwarder, chance, seconds),
                 publish(gateway, chance, (number + 1) * messages, number * messages),
             )
             if number < rounds - 1:
@@ -84,7 +88,7 @@ def rounds(root: Path, bucket: Bucket, rounds: int, messages: int, seconds: floa
         for number in range(rounds):
             asyncio.run(life(number))
     finally:
-        door.close()
+        forwarder.close()
         fake.close()
     total = rounds * messages
     arrived = [int(record["Data"].split()[1]) for record in fake.taken]

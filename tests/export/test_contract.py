@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks.testbed.aws import Answer, FakeAws, Request, error, partial, reset
+from benchmarks.testbed.forwarder import Forwarder
+from benchmarks.testbed.web import Refusing, Web
 from bridge.plugin import aws, discovery
 from bridge.plugin.testing import ExporterContract
 from tests.export.harness import Bucket
-from tests.fakes.aws import Answer, FakeAws, Request, error, partial, reset
-from tests.fakes.door import Door
-from tests.fakes.web import Refusing, Web
 
 GIVE_UP = 0.5  # seconds without an answer
 EXPORTERS = discovery.load().exporters
@@ -32,41 +32,41 @@ def fake() -> Iterator[FakeAws]:
 
 
 class LinkFaults(ExporterContract):
-    """The faults of the link, for every destination: it is behind a door."""
+    """The faults of the link, for every destination: it is behind a forwarder."""
 
     faults: ClassVar = ("link_down", "no_answer", "answers_lost")
     delays: ClassVar = ("late_answers",)
-    door: Door
+    forwarder: Forwarder
 
     @pytest.fixture
     def behind(
         self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ) -> Iterator[Callable[[str], str]]:
-        """Put a door before a URL; gives the door's."""
-        doors = []
+        """Put a forwarder before a URL; gives the forwarder's."""
+        forwarders = []
         if "slow" not in request.node.name:  # what does not answer is given up soon
             monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", GIVE_UP)
 
         def behind(url: str) -> str:
-            self.door = Door(url)
-            doors.append(self.door)
-            return self.door.url
+            self.forwarder = Forwarder(url)
+            forwarders.append(self.forwarder)
+            return self.forwarder.url
 
         yield behind
-        for door in doors:
-            door.close()
+        for forwarder in forwarders:
+            forwarder.close()
 
     def link_down(self) -> Any:
-        return self.door.shut()
+        return self.forwarder.shut()
 
     def no_answer(self) -> Any:
-        return self.door.trouble("silent")
+        return self.forwarder.trouble("silent")
 
     def answers_lost(self) -> Any:
-        return self.door.trouble("deaf")
+        return self.forwarder.trouble("deaf")
 
     def late_answers(self) -> Any:
-        return self.door.trouble("late")
+        return self.forwarder.trouble("late")
 
 
 class AwsFaults(LinkFaults):
@@ -216,7 +216,7 @@ class S3Faults(LinkFaults):
     def _answering(self, status: int, code: str) -> Any:
         self.refusing.status = status
         self.refusing.body = f"<Error><Code>{code}</Code><Message>on demand</Message></Error>".encode()
-        return self.door.leading_to(self.refusing.port)
+        return self.forwarder.leading_to(self.refusing.port)
 
     def throttled(self) -> Any:
         return self._answering(503, "SlowDown")

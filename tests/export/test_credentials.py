@@ -16,15 +16,15 @@ import msgspec
 import pytest
 from botocore.exceptions import NoRegionError, ProfileNotFound
 
+from benchmarks.testbed.aws import FakeAws, error
+from benchmarks.testbed.web import Web
 from bridge import Context, Exporter, Retry
 from bridge.plugin import aws, discovery
 from bridge.plugin.api import convert_config
 from bridge.plugin.aws import AwsCredentials, AwsSettings, IotCredentials
 from bridge.plugin.testing import deliver, make_batch
 from tests.export.harness import certificate, drop_in, running, until
-from tests.fakes.aws import FakeAws, error
 from tests.fakes.proxy import Proxy
-from tests.fakes.web import Web
 
 EXPORTERS = discovery.load().exporters
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from benchmarks.testbed.forwarder import Forwarder
 from bridge import objectkeys
 from bridge.export.wire import Tuning
 from bridge.model import MIB
 from bridge.streams.drops import DropReason
 from tests.export.harness import Bucket, running, until
-from tests.fakes.door import Door
 
 
 def test_every_message_is_in_exactly_the_object_that_its_name_promises(
@@ -171,14 +171,14 @@ def test_the_head_names_all_streams_that_go_to_the_same_place(tmp_path: Path, bu
 
 def test_drops_without_an_upload_are_named_in_the_head(tmp_path: Path, bucket: Bucket) -> None:
     async def scenario() -> None:
-        door = Door(bucket.url)
+        forwarder = Forwarder(bucket.url)
         try:
             async with running(tmp_path) as gateway:
-                config = bucket.config(endpointUrl=door.url)
+                config = bucket.config(endpointUrl=forwarder.url)
                 gateway.create("plant", {"s3": [config]}, timeToLiveMillis=60_000)
                 await gateway.append("plant", b"0", b"1")
                 await until(lambda: bucket.head_exported() == [1])
-                with door.shut():
+                with forwarder.shut():
                     await gateway.append("plant", *(b"%d" % n for n in range(2, 12)))
                     await until(lambda: gateway.status("plant").error_message)
                     in_a_minute = gateway.store.clock.now() + 61_000
@@ -189,7 +189,7 @@ def test_drops_without_an_upload_are_named_in_the_head(tmp_path: Path, bucket: B
                 assert stream["dropped"] == [[2, 11, "expired"]]
                 assert stream["newest"] == 11
         finally:
-            door.close()
+            forwarder.close()
 
     asyncio.run(scenario())
 

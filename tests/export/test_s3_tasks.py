@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.forwarder import Forwarder
 from bridge import Context, Exporter, Retry
 from bridge.plugin import discovery
 from bridge.plugin.api import convert_config
 from bridge.plugin.testing import deliver, make_batch
 from bridge.plugin.uploads import TaskDefinition, resolve_key
 from tests.export.harness import Bucket, Gateway, running, until
-from tests.fakes.door import Door
 
 CLS = discovery.load().exporters["s3TaskExecutor"]
 MIB = 1024 * 1024
@@ -198,15 +198,15 @@ def test_levels_are_thresholds(tmp_path: Path, bucket: Bucket) -> None:
 def test_an_interrupted_upload_goes_on_after_its_last_part(tmp_path: Path, bucket: Bucket) -> None:
     path, context = tmp_path / "f", Notes()
     path.write_bytes(os.urandom(16 * MIB))
-    door = Door(bucket.url)
+    forwarder = Forwarder(bucket.url)
     try:
-        exporter = make(bucket, context, url=door.url)
+        exporter = make(bucket, context, url=forwarder.url)
         real, sent = exporter._client.upload_part, []
 
         def counted(**options: Any) -> Any:
             sent.append(options["PartNumber"])
             if len(sent) == 3:
-                with door.shut():
+                with forwarder.shut():
                     return real(**options)
             return real(**options)
 
@@ -215,12 +215,12 @@ def test_an_interrupted_upload_goes_on_after_its_last_part(tmp_path: Path, bucke
         with pytest.raises(Retry):
             exporter.export(batch)
         context.clock += 3600  # the key stays that of the first attempt
-        again = make(bucket, context, url=door.url)  # a new process, with the state that was kept
+        again = make(bucket, context, url=forwarder.url)  # a new process, with the state that was kept
         again._client.upload_part = counted
         deliver(again, batch)
     finally:
         exporter._client.upload_part = real
-        door.close()
+        forwarder.close()
     assert sent == [1, 2, 3, 3, 4]
     assert bucket.body("13/05/f") == path.read_bytes()
     assert statuses(context) == [2, 0]
@@ -231,20 +231,20 @@ def test_a_slow_link_takes_long_but_gets_there(
     tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", 1.0)
-    content, door, context = os.urandom(24 * MIB), Door(bucket.url, rate=12 * MIB), Notes()
+    content, forwarder, context = os.urandom(24 * MIB), Forwarder(bucket.url, rate=12 * MIB), Notes()
     (tmp_path / "f").write_bytes(content)
     try:
         if kind == "s3":
             cls = discovery.load().exporters["s3"]
-            exporter = cls(convert_config(cls, bucket.config(endpointUrl=door.url)), context)
+            exporter = cls(convert_config(cls, bucket.config(endpointUrl=forwarder.url)), context)
             deliver(exporter, make_batch([content]), attempts=1)
         else:
-            config = {"identifier": "up", "endpointUrl": door.url}
+            config = {"identifier": "up", "endpointUrl": forwarder.url}
             config["sizeThresholdForMultipartUploadBytes"] = 100 * MIB  # type: ignore[assignment]
             exporter = CLS(convert_config(CLS, config), context)
             deliver(exporter, make_batch([task(bucket, tmp_path / "f")]), attempts=1)
     finally:
-        door.close()
+        forwarder.close()
 
 
 def test_a_file_that_changed_between_attempts_is_uploaded_from_its_beginning(
@@ -283,21 +283,21 @@ def test_tasks_of_a_deleted_export_are_canceled(tmp_path: Path, bucket: Bucket) 
         return [(m["statusContext"]["sequenceNumber"], m["status"]) for m in messages]
 
     async def scenario() -> None:
-        door = Door(bucket.url)
+        forwarder = Forwarder(bucket.url)
         try:
             async with running(tmp_path) as gateway:
                 gateway.create("status", {})
-                gateway.create("tasks", config(door.url))
+                gateway.create("tasks", config(forwarder.url))
                 await gateway.append("tasks", task(bucket, path))
                 await gateway.exported("tasks", 0)
-                with door.shut():
+                with forwarder.shut():
                     await gateway.append("tasks", task(bucket, path), task(bucket, path))
                     await until(lambda: gateway.status("tasks").error_message)
                     gateway.update("tasks", {})
                     await until(lambda: seen(gateway)[-1:] == [(2, 4)], say=lambda: str(seen(gateway)))
                 assert seen(gateway) == [(0, 2), (0, 0), (1, 2), (1, 4), (2, 4)]
         finally:
-            door.close()
+            forwarder.close()
 
     asyncio.run(scenario())
 
@@ -307,11 +307,11 @@ def test_tasks_of_a_deleted_stream_are_canceled(tmp_path: Path, bucket: Bucket) 
     path.write_bytes(b"x")
 
     async def scenario() -> list[dict[str, Any]]:
-        door = Door(bucket.url)
+        forwarder = Forwarder(bucket.url)
         try:
             async with running(tmp_path) as gateway:
                 status = {"statusStreamName": "status"}
-                config = {"identifier": "up", "endpointUrl": door.url, "statusConfig": status}
+                config = {"identifier": "up", "endpointUrl": forwarder.url, "statusConfig": status}
 
                 def told() -> list[dict[str, Any]]:
                     return [json.loads(message) for message in gateway.read("status")]
@@ -320,14 +320,14 @@ def test_tasks_of_a_deleted_stream_are_canceled(tmp_path: Path, bucket: Bucket) 
                 gateway.create("tasks", {"s3TaskExecutor": [config]})
                 await gateway.append("tasks", task(bucket, path))
                 await gateway.exported("tasks", 0)
-                with door.shut():
+                with forwarder.shut():
                     await gateway.append("tasks", task(bucket, path), b"no task", task(bucket, path, key="z"))
                     await until(lambda: gateway.status("tasks").error_message)
                     gateway.manager.delete("tasks")
                     await until(lambda: len(told()) >= 6, say=lambda: str(told()))
                 return told()
         finally:
-            door.close()
+            forwarder.close()
 
     told = asyncio.run(scenario())
     seen = [(message["statusContext"]["sequenceNumber"], message["status"]) for message in told]
@@ -362,20 +362,22 @@ def test_an_upload_under_way_is_aborted_when_its_stream_is_deleted(tmp_path: Pat
         return bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", [])
 
     async def scenario() -> None:
-        door = Door(bucket.url)
+        forwarder = Forwarder(bucket.url)
         try:
             async with running(tmp_path) as gateway:
-                gateway.create("tasks", {"s3TaskExecutor": [{"identifier": "up", "endpointUrl": door.url}]})
-                door.close_at = 8 * MIB  # within the second part: the upload has begun
+                gateway.create(
+                    "tasks", {"s3TaskExecutor": [{"identifier": "up", "endpointUrl": forwarder.url}]}
+                )
+                forwarder.close_at = 8 * MIB  # within the second part: the upload has begun
                 await gateway.append("tasks", task(bucket, path))
                 await until(lambda: gateway.status("tasks").error_message)
                 assert uploads()
-                door.open = True  # the next attempt has to wait a little
+                forwarder.open = True  # the next attempt has to wait a little
                 gateway.manager.delete("tasks")
                 await until(lambda: not uploads())
                 assert not bucket.names()
         finally:
-            door.close()
+            forwarder.close()
 
     asyncio.run(scenario())
 
@@ -386,11 +388,11 @@ def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, buc
     small.write_bytes(b"x")
 
     async def scenario() -> list[tuple[int, int, str]]:
-        door = Door(bucket.url)
+        forwarder = Forwarder(bucket.url)
         try:
             async with running(tmp_path) as gateway:
                 status = {"statusStreamName": "status"}
-                config = {"identifier": "up", "endpointUrl": door.url, "statusConfig": status}
+                config = {"identifier": "up", "endpointUrl": forwarder.url, "statusConfig": status}
 
                 def told() -> list[tuple[int, int, str]]:
                     messages = map(json.loads, gateway.read("status"))
@@ -400,20 +402,20 @@ def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, buc
 
                 gateway.create("status", {})
                 gateway.create("tasks", {"s3TaskExecutor": [config]}, timeToLiveMillis=60_000)
-                door.close_at = 8 * MIB  # within the second part: the upload has begun
+                forwarder.close_at = 8 * MIB  # within the second part: the upload has begun
                 await gateway.append("tasks", task(bucket, large), task(bucket, small), task(bucket, small))
                 await until(lambda: gateway.status("tasks").error_message)
                 assert bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
                 in_a_minute = gateway.store.clock.now() + 61_000
                 gateway.store.streams["tasks"].maintain(in_a_minute)
-                door.open = True
+                forwarder.open = True
                 gateway.manager.refresh()
                 await until(lambda: len(told()) >= 4, say=lambda: str(told()))
                 await gateway.append("tasks", task(bucket, small))
                 await gateway.exported("tasks", 3)
                 return told()
         finally:
-            door.close()
+            forwarder.close()
 
     told = asyncio.run(scenario())
     assert [(number, status) for number, status, _ in told] == [

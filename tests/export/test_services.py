@@ -17,6 +17,9 @@ import msgspec
 import paho.mqtt.client as paho
 import pytest
 
+from benchmarks.testbed.aws import FakeAws, error, partial
+from benchmarks.testbed.forwarder import Forwarder
+from benchmarks.testbed.web import Web
 from bridge import Batch, Context, Exporter, Record, Retry
 from bridge.access.logins import Access
 from bridge.mqtt import MqttFrontEnd
@@ -26,9 +29,6 @@ from bridge.plugin import discovery
 from bridge.plugin.api import convert_config
 from bridge.plugin.testing import deliver, make_batch
 from tests.export.harness import Bucket, certificate, running, until
-from tests.fakes.aws import FakeAws, error, partial
-from tests.fakes.door import Door
-from tests.fakes.web import Web
 
 EXPORTERS = discovery.load().exporters
 
@@ -65,15 +65,15 @@ def test_a_large_request_over_a_slow_link_takes_long_but_gets_there(
     monkeypatch.setattr("bridge.plugin.aws.CONNECT_TIMEOUT", 1.8)
     monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", 1.8)
     web = Web()
-    door = Door(web.url if kind == "http" else fake.url, rate=4_000_000)
+    forwarder = Forwarder(web.url if kind == "http" else fake.url, rate=4_000_000)
     configs = {
-        "kinesis": {"kinesisStreamName": "s", "endpointUrl": door.url},
-        "http": {"uri": door.url, "timeoutMillis": 1800, "exportFormat": 1},
+        "kinesis": {"kinesisStreamName": "s", "endpointUrl": forwarder.url},
+        "http": {"uri": forwarder.url, "timeoutMillis": 1800, "exportFormat": 1},
     }
     try:
         deliver(make(kind, **configs[kind]), make_batch([bytes(975_000)] * 10), attempts=1)
     finally:
-        door.close()
+        forwarder.close()
         web.close()
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.forwarder import Forwarder
 from bridge import objectkeys
 from bridge.export.sizing import Sizing
 from bridge.export.wire import Tuning
 from tests.export.harness import Bucket, drop_in, numbers, recorded, running, until
-from tests.fakes.door import Door
 from tests.fakes.proxy import Link
 
 RATE = 500_000  # bytes per second
@@ -170,18 +170,18 @@ def test_a_batch_whose_answer_was_lost_keeps_its_name_whatever_is_wanted_by_then
 
 def test_a_smaller_size_counts_for_a_batch_that_has_not_arrived(tmp_path: Path, bucket: Bucket) -> None:
     async def scenario() -> None:
-        door = Door(bucket.url)
+        forwarder = Forwarder(bucket.url)
         try:
-            with door.shut():
+            with forwarder.shut():
                 async with running(tmp_path) as gateway:
-                    gateway.create("plant", {"s3": [bucket.config(endpointUrl=door.url)]})
+                    gateway.create("plant", {"s3": [bucket.config(endpointUrl=forwarder.url)]})
                     await gateway.append("plant", *(bytes(1000) for _ in range(10)))
                     await until(lambda: gateway.status("plant").error_message)
-                    # The door stays shut: only with the new configuration anything arrives.
+                    # The forwarder stays shut: only with the new configuration anything arrives.
                     gateway.update("plant", {"s3": [bucket.config(sizeHintBytes=2100)]})
                     await gateway.exported("plant", 9)
         finally:
-            door.close()
+            forwarder.close()
 
     asyncio.run(scenario())
     assert ranges(bucket) == [(n, n + 1) for n in range(0, 10, 2)]

@@ -1,63 +1,15 @@
-"""Brokers of our own for tests, on a free port: a real Mosquitto, and one made of bytes."""
+"""A broker made of bytes, which does on request what no real broker would."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import time
-from pathlib import Path
 
-from tests.mqtt.harness import Client, packet, publish, tool
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Mosquitto:
-    """A Mosquitto in a directory; `extra` are lines of its configuration."""
-
-    def __init__(self, root: Path, extra: str = "") -> None:
-        self.program = tool("mosquitto")
-        self.port = free_port()
-        root.mkdir(parents=True, exist_ok=True)
-        root.chmod(0o777)  # Mosquitto started by root gives its rights up
-        self.config = root / "mosquitto.conf"
-        self.config.write_text(
-            f"listener {self.port} 127.0.0.1\nallow_anonymous true\nmax_queued_messages 0\n"
-            f"persistence true\npersistence_location {root}/\nuser root\n{extra}\n"
-        )
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.process = subprocess.Popen([self.program, "-c", self.config], stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                return
-            assert time.monotonic() < deadline, "mosquitto does not listen"
-            time.sleep(0.02)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait(10)
-            self.process = None
-
-    def __enter__(self) -> Mosquitto:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+from benchmarks.testbed.mqtt import Client, packet, publish
 
 
 class BrokerOfBytes:
-    """Takes one client at a time and does what no real broker would do on request.
+    """Takes one client at a time.
 
     `log` has the packets that came, in order, each with the number of its connection: "1 SUBSCRIBE a/#".
     """

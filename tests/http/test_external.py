@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.brokers import Mosquitto
-from tests.fakes.certificates import Authority
+from benchmarks.testbed.certificates import Authority
+from benchmarks.testbed.local import tool
+from benchmarks.testbed.mosquitto import Mosquitto
 from tests.http.conftest import Service, eventually
-from tests.mqtt.harness import tool
 
 Start = Callable[..., Service]
 WARNING = r"warning bridge\.\S+ msg=\"no connection to {}: {}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.web import Web
+from benchmarks.testbed.web import Web
 
 from .conftest import Service, eventually
 

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.testbed.certificates import Authority
 from bridge.access.rules import AccessRule, Identity
 from bridge.access.users import hash_password, read_users
 from bridge.errors import ConfigError
 from bridge.mqtt.settings import Limits, MqttConfig, TlsSettings
 from bridge.mqtt.wire.packets import V5
-from tests.fakes.certificates import Authority
 
 from .harness import (
     Bridge,

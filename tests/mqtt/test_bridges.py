@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.mosquitto import Mosquitto
 from bridge.access.rules import AccessRule
 from bridge.mqtt.wire.packets import V5, V31, V311
-from tests.fakes.brokers import Mosquitto
 
 from .harness import (
     Bridge,

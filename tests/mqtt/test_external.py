@@ -19,10 +19,10 @@ import pytest
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from benchmarks.testbed.certificates import Authority
+from benchmarks.testbed.mosquitto import Mosquitto
 from bridge.errors import ConfigError, StorageFailed
 from bridge.mqtt.settings import ExternalSettings, MqttConfig
-from tests.fakes.brokers import Mosquitto
-from tests.fakes.certificates import Authority
 
 from .harness import Bridge, decoded, run_async, running, until
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.testbed.certificates import Authority, Pair
 from bridge.access.rules import AccessRule
 from bridge.access.users import hash_password
 from bridge.mqtt.settings import TlsSettings
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
-from tests.fakes.certificates import Authority, Pair
 
 from .harness import Bridge, Client, bridge_test, connect, until
 from .test_access import open_tls, users, with_bridge

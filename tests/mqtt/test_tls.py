@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.certificates import Authority
 from bridge.mqtt.settings import TlsSettings
-from tests.fakes.certificates import Authority
 
 from .harness import Bridge, Packet, connect, publish, run_async, running, until
 

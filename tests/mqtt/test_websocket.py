@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.certificates import Authority
 from bridge.mqtt.settings import TlsSettings
-from tests.fakes.certificates import Authority
 
 from .harness import PING, Bridge, Client, bridge_test, connect, publish, run_async, running
 

@@ -14,12 +14,12 @@ from typing import Any
 import cbor2
 import pytest
 
+from benchmarks.testbed.mosquitto import Mosquitto
 from bridge.access.rules import AccessRule, Identity
 from bridge.mqtt.settings import MqttConfig
 from bridge.mqtt.wire.packets import V5
 from bridge.mqtt.wire.properties import RESPONSE_TOPIC
 from bridge.operations.catalog import OPERATIONS
-from tests.fakes.brokers import Mosquitto
 from tests.greengrass.harness import CONNECT, Raw, Server, frame
 from tests.mqtt.harness import Bridge, Client, bridge_test, publish, run_async, running, until
 from tests.mqtt.test_external import Device, connected, external

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.certificates import Authority
 from bridge.ingest.store import Place
-from tests.fakes.certificates import Authority
 from tests.ingest.gateway import Gateway, head_of
 from tests.systemd.machine import Machine, until
 from tests.test_packaging import CHECKOUT, copy_sources, run

@@ -1,4 +1,4 @@
-"""Certificates for the tests, made with the openssl command."""
+"""Certificates made with the openssl command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mqtt.harness import tool
+from benchmarks.testbed.local import tool
 
 KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 

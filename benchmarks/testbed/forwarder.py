@@ -1,4 +1,4 @@
-"""A TCP forwarder that stands for the link: it can be shut or lead elsewhere, and resets what is on it."""
+"""A TCP forwarder that stands for the link. It can be shut or redirected, and then resets its connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATE = 0.1  # seconds
 _RESET = struct.pack("ii", 1, 0)
 
 
-class Door:
+class Forwarder:
     """Forwards its own `url` to another one while it is open."""
 
     def __init__(self, url: str, rate: float = 0) -> None:
