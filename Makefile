@@ -1,5 +1,5 @@
-# Everything that a developer does, one word each. The environment is made on the way, in .venv, and again
-# only when pyproject.toml or constraints.txt have changed.
+# All commands for developers. Each creates the environment in .venv first, if it is missing or if pyproject.toml
+# or constraints.txt have changed.
 
 BIN := .venv/bin
 
@@ -8,52 +8,52 @@ BIN := .venv/bin
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
 
-demo: venv ## the whole way on real input: devices, streams, S3, Spark table
+demo: venv ## the full path with real input: devices, streams, S3, Spark table
 	@.ci/tools java
 	$(BIN)/python examples/demo/run.py
 
-soak: venv ## everything at once with everything going wrong, MINUTES=20; the report is build/soak/soak.md
+soak: venv ## everything at once under faults, MINUTES=20; the report is build/soak/soak.md
 	@.ci/tools java mosquitto
 	$(BIN)/python -m benchmarks.soak --minutes $(or $(MINUTES),20)
 
-test: venv lint ## what must hold before every commit; in CI also a share of the slow tests, another each day
+test: venv lint ## the checks for every commit; in CI also a share of the slow tests, another each day
 	@.ci/tools java mosquitto strace systemd nspawn chromium node
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 	$(if $(CI),$(BIN)/python -m pytest -m slow --share $(or $(SHARE),$(shell expr $$(date +%s) / 86400)))
 
-test-slow: venv ## the tests that take minutes; SHARE=1 only those of the first share
+test-slow: venv ## the tests that take minutes; SHARE=1 runs only the first share
 	@.ci/tools java mosquitto strace systemd nspawn
 	$(BIN)/python -m pytest -m slow $(if $(SHARE),--share $(SHARE))
 
-bench: venv ## every benchmark beside its peers, and docs/results.md from them (three quarters of an hour)
+bench: venv ## all benchmarks with their peers, and docs/results.md from them (45 minutes)
 	@.ci/tools java mosquitto nats redis rabbitmq
 	$(BIN)/python -m benchmarks
 
-test-spark: venv ## the Spark job on every version that is promised, by spark-submit and Spark Connect
+test-spark: venv ## the Spark job on every supported version, by spark-submit and Spark Connect
 	@.ci/tools java
 	$(BIN)/python -m pytest tests/ingest/test_versions.py -m slow
 
-lint: venv ## formatting, style, types, and which room may import which
+lint: venv ## formatting, style, types, imports
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: venv ## put the formatting right
+format: venv ## fix the formatting
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-docs: venv ## the documentation, in build/docs; what is made from the code is made anew
+docs: venv ## the documentation, in build/docs; regenerates the generated pages
 	$(BIN)/python docs/generate.py
 	$(BIN)/mkdocs build --strict
 
-fuzz: venv ## hostile input with ever new seeds, MINUTES=10
+fuzz: venv ## hostile input with new seeds each time, MINUTES=10
 	.ci/fuzz $(BIN)/python $(or $(MINUTES),10)
 
-audit: venv ## known vulnerabilities, and dist/streambridge.cdx.json: what an installation consists of
+audit: venv ## known vulnerabilities, and the SBOM dist/streambridge.cdx.json
 	.ci/audit $(BIN)/python
 
-venv: .venv/made ## the environment alone
+venv: .venv/made ## only the environment
 
 .venv/made: pyproject.toml constraints.txt
 	@.ci/tools python
@@ -68,5 +68,5 @@ deb: ## a Debian package of the gateway, in dist/
 release: venv ## sdist, wheel, Debian package and checksums of the tagged commit, checked, in dist/
 	$(BIN)/python .ci/release.py
 
-clean: ## remove what all of this has made
+clean: ## remove everything that these commands have created
 	rm -rf .venv .sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

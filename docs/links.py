@@ -1,6 +1,6 @@
-"""A hook of mkdocs: links to files of the repository, which a built site does not have, become their names.
+"""An mkdocs hook: replaces links to repository files, which the built site lacks, by the names of the files.
 
-On the forge these links work; a test checks them.
+In the repository these links work; a test checks them.
 """
 
 from __future__ import annotations
