@@ -1,4 +1,4 @@
-"""The MQTT servers of the ingest benchmarks: how each is started on a free port and an empty directory."""
+"""The MQTT servers of the ingest benchmarks: how to start each on a free port and an empty directory."""
 
 from __future__ import annotations
 

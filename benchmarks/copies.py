@@ -1,14 +1,14 @@
-"""Copies of an ordinary message: what one costs the broker, by one publisher and ten subscribers.
+"""Copies of ordinary messages: the cost for the broker, with one publisher and ten subscribers.
 
     python -m benchmarks.copies [--rounds 5] [--messages 4000] [--size 128] [--output DIR]
 
-The publisher sends groups of messages on a topic without a stream, each when every subscriber has had the
-last. So no queue overflows, and every copy arrives. What counts is the CPU time of the server per copy, once
-as many messages have gone through unmeasured (the service starts its export worker meanwhile). Publisher and
-subscribers use one QoS, and acknowledge at QoS 1.
+The publisher sends groups of messages on a topic without a stream. It sends a group when every subscriber
+has received the previous one, so no queue overflows, and every copy arrives. The result is the CPU time of
+the server per copy, after a warm-up with the same number of messages (during which the service starts its
+export worker). Publisher and subscribers use the same QoS, and acknowledge at QoS 1.
 
-Caveats. The generator is one Python process, and shares the machine: copies a second are its limit as much as
-the server's. Peers that are not installed are left out: mosquitto, amqtt.
+Caveats. The generator is one Python process on the same machine, so the generator limits copies per second
+as much as the server does. Peers that are not installed are skipped: mosquitto, amqtt.
 
 Writes copies.json and copies.md to the output directory, and prints the table.
 """

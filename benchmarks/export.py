@@ -1,18 +1,20 @@
-"""How fast a backlog drains, and what that costs ingest: `python -m benchmarks.export [--output DIR]`.
+"""Exports: how fast a backlog drains, and what that costs ingest.
 
-Part 1, drain. A stream of `--messages` messages of `--size` bytes is drained by a real worker process
-to local fakes of Kinesis and S3, each in a process of its own. The limit is a bare boto3 loop that
-sends the very same batches, made of messages that are in memory: it does the same encoding (keys; NDJSON
-and gzip), and neither reads files, nor checks, nor keeps positions. It runs in a process of
-its own, as polite to others (nice 5) as the worker is. What the worker takes includes hearing of the
-export and telling that it is done, up to 0.3 s. The fakes answer after a wait, as a service over a link
-does: none, or what a request of 100 kB (Kinesis, 20 ms) and one of 800 kB (S3, 200 ms) take.
+    python -m benchmarks.export [--output DIR]
 
-Part 2, ingest. A device publishes every 2 ms to `streambridge run`, one message at a time, QoS 1; timed is
-PUBLISH to PUBACK. Once with backlogs to Kinesis and S3 that are paused, once while both drain; by part 1 they
-are large enough not to be gone before the end.
+Part 1, drain. A real worker process drains a stream of `--messages` messages of `--size` bytes to local
+fakes of Kinesis and S3, each in a separate process. The limit is a bare boto3 loop that sends the same
+batches from messages in memory. It does the same encoding (keys; NDJSON and gzip), but does not read files,
+check frames or keep positions. It runs in a separate process at the same low priority as the worker (nice
+5). The time of the worker includes receiving the export and reporting that it is done, up to 0.3 s. The
+fakes answer after a delay, as a service over a link does: none, or the time for a request of 100 kB
+(Kinesis, 20 ms) or 800 kB (S3, 200 ms).
 
-Rounds are done in turns and medians reported. Everything runs on one machine: read ratios, not rates.
+Part 2, ingest. A device publishes to `streambridge run` every 2 ms, one message at a time, QoS 1. The time
+from PUBLISH to PUBACK is measured twice: with paused backlogs to Kinesis and S3, and while both drain. Part
+1 determines a size for the backlogs that lasts until the end.
+
+Rounds alternate, and the results are medians. Everything runs on one machine: compare ratios, not rates.
 """
 
 from __future__ import annotations
@@ -377,7 +379,7 @@ def main() -> None:
 def tables(drains: list[dict[str, Any]], latency: dict[str, dict[str, float]], ratio: float) -> str:
     """What was measured, as Markdown."""
     lines = [
-        "Messages per second, and one thread's rate and CPU time beside the bare loop's:\n",
+        "Messages per second; rate and CPU time of one thread compared with the bare loop:\n",
         "| service, answering after | bare loop | one thread | of the loop | its CPU / ours | two threads |"
         " two / one | worker, MiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -388,7 +390,7 @@ def tables(drains: list[dict[str, Any]], latency: dict[str, dict[str, float]], r
         f"{row['two_over_one']:.2f} | {row['worker_rss_mib']} |"
         for row in drains
     ]
-    lines += ["", f"PUBLISH to PUBACK beside a draining backlog (p99: {ratio:.2f} times as long):", ""]
+    lines += ["", f"PUBLISH to PUBACK while a backlog drains (p99: {ratio:.2f} times as long):", ""]
     columns = list(next(iter(latency.values())))
     lines += ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, row in latency.items():

@@ -1,23 +1,24 @@
-"""Ingest side by side: QoS 1 messages per second into each MQTT server that is installed, and into ours.
+"""Ingest side by side: QoS 1 messages per second into streambridge and every installed MQTT server.
 
     python -m benchmarks.ingest [--rounds 5] [--seconds 1] [--only NAME ...] [--dir DIR] [--output DIR]
 
-Each server is started in turn, on an empty directory and its own port, and loaded by the same generator
-in a process of its own: `clients x window` messages are under way at any time, and each PUBACK lets the
-next message go. Measured: acknowledged messages per second, CPU time of the server per message (all its
-processes), the resident memory of its largest process after the load, the latency from PUBLISH to PUBACK
-of every 64th message. Rounds go over all servers before the next round begins, so that what the machine
-does meanwhile meets all alike; reported are medians. `limit` is what fdatasync allows: messages in flight
-per fdatasync of a file that grows by their bytes, measured in the same rounds. `fdatasync of 5 ms` is a
-disk like a gateway's flash: this machine's, and 5 ms more for each sync.
+Each server starts in turn, on an empty directory and its own port. The same generator loads it from a
+separate process: `clients x window` messages are in flight at any time, and each PUBACK releases the next
+message. Measured are acknowledged messages per second, CPU time of the server per message (all its
+processes), the resident memory of its largest process after the load, and the latency from PUBLISH to
+PUBACK of every 64th message. Each round visits all servers before the next round starts, so that
+disturbances affect all of them alike. The results are medians. `limit` is what fdatasync allows: messages
+in flight per fdatasync of a file that grows by their bytes, measured in the same rounds. `fdatasync of 5
+ms` simulates the flash of a gateway: the disk of this machine, with 5 ms added to each sync.
 
-Then ours alone, with ever more connections, and with ever more streams: what a message costs and how much
-memory the process has.
+Two more tables measure only streambridge, with increasing numbers of connections and of streams: the cost of
+a message, and the memory of the process.
 
-Caveats. Generator and server share the machine. Mosquitto, amqtt and NATS acknowledge before anything is
-on the disk; RabbitMQ and the row with fdatasync after. NATS and RabbitMQ store a message only if a session
-waits for it, so one does: it has subscribed to everything, and is away. Mosquitto and amqtt store nothing.
-Peers that are not installed are left out: mosquitto, nats-server, rabbitmq-server, amqtt.
+Caveats. Generator and server share the machine. Mosquitto, amqtt and NATS acknowledge before anything is on
+the disk; RabbitMQ and the row with fdatasync acknowledge after. NATS and RabbitMQ store a message only if a
+session waits for it, so there is a disconnected session that has subscribed to everything. Mosquitto and
+amqtt store nothing. Peers that are not installed are skipped: mosquitto, nats-server, rabbitmq-server,
+amqtt.
 Writes ingest.json, ingest.md and ingest.png to the output directory, and prints the tables.
 """
 

@@ -1,7 +1,7 @@
-"""Objects of many gateways, as the exporter writes them, made quickly: for the benchmark and the slow tests.
+"""Objects of many gateways in the format of the exporter, made quickly, for the benchmark and slow tests.
 
-Payloads are 200 bytes of JSON with random readings; no payload repeats within an object, so that nothing
-compresses better than it would in life.
+Payloads are 200 bytes of JSON with random readings. No payload repeats within an object, so the data
+compresses no better than real data.
 """
 
 from __future__ import annotations

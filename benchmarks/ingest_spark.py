@@ -1,21 +1,22 @@
-"""From exported objects in S3 to the committed table, against Spark's own reader and writer.
+"""From exported objects in S3 to the committed table, compared with Spark's own reader and writer.
 
     python -m benchmarks.ingest_spark [--rows 2000000] [--rounds 3] [--grow 1,10] [--output DIR]
 
 Writes ingest_spark.json, ingest_spark.md (tables) and ingest_spark.png to the output directory. Both sides
-run in one Spark session, in turns, on the same data:
+run in one Spark session, alternating, on the same data:
 
-* ours:   objects on an S3 server (moto, a process of its own) -> read, check, dedupe -> Iceberg table
+* ours:   objects on an S3 server (moto, in a separate process) -> read, check, dedupe -> Iceberg table
 * native: the same objects as local files -> spark.read -> the same columns -> write.parquet, zstd; no
           check of numbers, no dedupe, no table commit
 
-Shown are the best wall time, and the CPU seconds of the driver, the JVM and the Python workers together,
-which are steadier than wall time on a busy machine. NDJSON is measured with and without zlib-ng, which the
-extra [spark] brings. Then the cost per row as the data grows, and the cost of listing and planning many keys
-(the listing is served by a process that only hands out prepared pages).
+The results are the best wall time, and the CPU seconds of the driver, the JVM and the Python workers
+together, which vary less than wall time on a busy machine. NDJSON is measured with and without zlib-ng,
+which is part of the extra [spark]. Then follow the cost per row as the data grows, and the cost of listing
+and planning many keys (a process that only returns prepared pages serves the listing).
 
-Caveats: one machine, so the S3 server takes CPU from the job; no network; payloads of 200 bytes. Ours checks
-every number and commits to an Iceberg table; Spark's own reader and writer do neither.
+Caveats. Everything runs on one machine, so the S3 server takes CPU from the job; there is no network;
+payloads have 200 bytes. The job checks every number and commits to an Iceberg table; Spark's own reader and
+writer do neither.
 """
 
 from __future__ import annotations

@@ -3,18 +3,18 @@
     python -m benchmarks.operations [--rounds 3] [--messages 20000] [--output DIR]
 
 Interfaces: requests over MQTT (CBOR), the Stream Manager protocol, PUBLISH at QoS 1. Appends are sent one
-after the other (`window` 1: each waits for its acknowledgement) and with many under way. Reads fetch 1,000
-messages at a time of those that came 1,000 at a time, again and again: one request after the other, and
-with four under way, as a reader does that wants to get through a backlog. Every setting runs in turn for
-each system, `--rounds` times, in one run on one machine; medians are kept.
+after another (`window` 1: each waits for its acknowledgement), and with many in flight. Reads repeatedly
+fetch 1,000 messages that were appended 1,000 at a time: one request after another, and with four in flight,
+like a reader that works through a backlog. Every setting runs in turn for each system, `--rounds` times, in
+one run on one machine. The results are medians.
 
-Then the real AWS SDK appends in a loop, to the service and to a server that takes its frames, stores
-nothing and answers at once: that is the SDK's own limit. A profile tells where its time goes.
+Then the real AWS SDK appends in a loop, to the service and to a server that accepts its frames, stores
+nothing and answers at once: that is the limit of the SDK itself. A profile shows where its time goes.
 
-Caveats. All clients are this one process in Python, with one connection each; for every system it sends
-raw bytes and takes the replies apart, so that no client library is measured: of NATS each message's
-payload, of ours a map with number, time, topic and payload. NATS's consumer acknowledges nothing. Redis
-is asked for what follows the last id, and so cannot be asked ahead. Servers share the machine. Nobody
+Caveats. All clients are this one Python process, with one connection each. For every system it sends raw
+bytes and decodes the replies itself, so no client library is measured: for NATS the payload of each message,
+for ours a map with number, time, topic and payload. The NATS consumer acknowledges nothing. A Redis client
+asks for messages after the last id, so it cannot send requests ahead. Servers share the machine. No system
 syncs before acknowledging (NATS 2.9 cannot). MQTT requests append `window` messages in one request; the
 others send as many requests.
 Writes operations.json, operations.md and operations.png to the output directory, and prints the tables.

@@ -1,7 +1,7 @@
-"""The peers of the store's benchmark: SQLite, Redis Streams and NATS JetStream, behind the same two calls.
+"""The peers of the store benchmark: SQLite, Redis Streams and NATS JetStream, behind the same two calls.
 
 A peer has `append(payloads)`, which returns when all of them are acknowledged, and `read(start, count)`,
-which returns how many it got. Servers are started on a free port and a new directory, and stopped.
+which returns how many it got. Servers run on a free port and a new directory, and are stopped afterwards.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""How far one gateway goes in devices: `python -m benchmarks.scale [--tcp N,N] [--tls N,N] [--output DIR]`.
+"""Devices per gateway: how far one gateway scales.
 
-For each number of devices, by TCP and by TLS, a gateway is started on an empty directory, and a load process
-of its own connects them, with one persistent stream behind. Measured:
+    python -m benchmarks.scale [--tcp N,N] [--tls N,N] [--output DIR]
 
-* connects: how long until all are connected (CONNACK), and the gateway's CPU time for each
-* memory: the gateway's resident memory for each connection, after what it has without any
+For each number of devices, over TCP and over TLS, a gateway starts on an empty directory, and a separate
+load process connects the devices. There is one persistent stream. Measured are:
+
+* connects: the time until all devices are connected (CONNACK), and the CPU time of the gateway for each
+* memory: the resident memory of the gateway per connection, above its memory without any
 * idle: the CPU time that connected and silent devices cost, in percent of a core
-* fan-in: all devices publish at QoS 1, together `--rate` messages a second: the gateway's CPU time for each
+* fan-in: all devices publish at QoS 1, together `--rate` messages a second: the CPU time of the gateway per
   message, and the time from PUBLISH to PUBACK
-* return: the gateway is killed with SIGKILL and started again, and all devices come back at once with their
-  persistent sessions: the time from the start of the process until the last is connected
+* return: the gateway is killed with SIGKILL and restarted, and all devices reconnect at once with their
+  persistent sessions: the time from the start of the process until the last device is connected
 
-Caveats. Gateway and load share the machine, so CPU figures are better than times: the load process makes the
-other half of each TLS handshake. Messages have 200 bytes, and each is a read and a write of its own.
+Caveats. Gateway and load share the machine, so CPU figures are more reliable than times: the load process
+makes the other side of each TLS handshake. Messages have 200 bytes, and each needs its own read and write.
 """
 
 from __future__ import annotations
@@ -110,7 +112,7 @@ async def connected(number: int, port: int, tls: ssl.SSLContext | None) -> list[
 
 
 async def load(port: int, number: int, rate: float, ca: str) -> None:
-    """The load process: does what it is told by lines on standard input, and answers with lines of JSON."""
+    """The load process: takes commands as lines on standard input, and answers with lines of JSON."""
     loop = asyncio.get_running_loop()
     devices: list[Device] = []
     tls = ssl.create_default_context(cafile=ca) if ca else None

@@ -1,14 +1,16 @@
-"""How far the Spark job goes in gateways: `python -m benchmarks.scale_ingest [--gateways 1000,10000]`.
+"""Gateways per ingest job: how far the Spark job scales.
 
-Gateways are simulated as what the job sees of them: objects under their names (one stream each, `--objects`
-of 100 messages) and a head object. For each number of gateways:
+    python -m benchmarks.scale_ingest [--gateways 1000,10000]
 
-* a first run that takes everything, a second one that finds nothing new, and a third after each gateway has
+Gateways are simulated by what the job sees of them: objects with their names (one stream each, `--objects`
+of 100 messages) and a gateway report. For each number of gateways, the program measures:
+
+* a first run that takes everything, a second one without new objects, and a third after each gateway has
   uploaded one more object: seconds by stage, and the size of the state document. The objects are files.
-* the requests to S3 before a run knows what is new, against a server that answers after `--wait` ms: how long
-  reading the heads and listing the objects takes.
+* the requests to S3 before a run knows what is new, with a server that answers after `--wait` ms: the time to
+  read the gateway reports and to list the objects.
 
-Caveats. Files instead of S3, but for the requests, and their server is on this machine.
+Caveats. The runs use files instead of S3; only the requests use a server, on this machine.
 """
 
 from __future__ import annotations

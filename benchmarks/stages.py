@@ -2,17 +2,17 @@
 
     python -m benchmarks.stages [--rounds 5] [--seconds 1] [--size 128] [--output DIR]
 
-The service is started with its later stages taken out, one more left in each time, and loaded by the
-generator of `ingest.py`: by 4 clients with 200 messages in flight each, where the CPU time of the server
-per message counts, and by one client that waits for each acknowledgement, where the time of one turn
-does. Two rows' difference is what a stage costs.
+The service runs with its later stages removed, and each row adds one stage. The generator of `ingest.py`
+loads it in two ways: with 4 clients and 200 messages in flight each, which measures the CPU time of the
+server per message, and with one client that waits for each acknowledgement, which measures latency. The
+difference of two rows is the cost of a stage.
 
     sockets    a protocol on the same event loop that only counts bytes and writes as many PUBACKs: the floor
-    packets    the real listener: framing, checks, the topic's route, the queue of acknowledgements;
-               appends are thrown away
-    append     and real appends, encoded as frames and committed, but not written
-    write      and written: the service as it is
-    fdatasync  and synced before each PUBACK
+    packets    the real listener: framing, checks, the route of the topic, the queue of acknowledgements;
+               appends are discarded
+    append     also real appends, encoded as frames and committed, but not written
+    write      also written: the service as it is
+    fdatasync  also synced before each PUBACK
 
 Writes stages.json, stages.md and stages.png to the output directory, and prints the table.
 """

@@ -1,17 +1,17 @@
-"""What the store costs: append, read, start, many streams; beside SQLite, Redis Streams and NATS JetStream.
+"""What the store costs: append, read, start, many streams; with SQLite, Redis Streams and NATS JetStream.
 
     python -m benchmarks.streams [--rounds 3] [--seconds 0.5] [--backlogs 1,100,1000] [--output DIR]
 
-Every setting runs in turn for each system, in one run on one machine, `--rounds` times; medians are kept.
-Writes streams.json, streams.md and streams.png to the output directory and prints the tables. Peers that
-are not installed are left out (apt-get install redis-server nats-server).
+Every setting runs in turn for each system, in one run on one machine, `--rounds` times. The results are
+medians. Writes streams.json, streams.md and streams.png to the output directory and prints the tables.
+Peers that are not installed are skipped (apt-get install redis-server nats-server).
 
-Caveats. Redis and NATS are servers: a socket lies between them and this process, as it would in use;
-streambridge and SQLite run in this process. "streambridge" is the service's way: the caller goes on, a
-thread waits for the disk, a callback tells of it; "sqlite in a thread" is the same for SQLite. The two
-"in line" rows block their caller until the disk is done, as an event loop must not, and save two wake-ups.
-Without sync, each system acknowledges after write() (Redis: everysec; NATS: its default). NATS 2.9 cannot
-sync before it acknowledges.
+Caveats. Redis and NATS are servers behind a socket, as in production. streambridge and SQLite run in this
+process. "streambridge" is the way the service works: the caller continues, a thread waits for the disk, and
+a callback reports the result. "sqlite in a thread" is the same for SQLite. The two "in line" rows block
+their caller until the disk is done, which an event loop must not do, and save two wake-ups. Without sync,
+each system acknowledges after write() (Redis: everysec; NATS: its default). NATS 2.9 cannot sync before it
+acknowledges.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Ours:
         await committed(self.stream)
 
     async def many(self, payloads: list[bytes], until: float) -> int:
-        """Append group after group, each when a callback tells of the last, as a front end does."""
+        """Append group after group, each when a callback has reported the last, as a front end does."""
         append, topic, stream = self.stream.append, self.topic, self.stream
         done = self.loop.create_future()
         groups = 0

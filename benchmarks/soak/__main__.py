@@ -1,18 +1,18 @@
-"""The soak: everything at once, for a while, with everything going wrong, and then the account.
+"""The soak: everything at once under faults, and then an account of every message.
 
     make soak [MINUTES=20]        (or: python -m benchmarks.soak [--minutes 20] [--output build/soak])
 
 200 devices at mixed rates and QoS publish to ten streams of two gateways: one with the embedded broker, one
-behind Mosquitto. Their streams are exported to stand-ins for Kinesis, Firehose, HTTP and S3, and meanwhile
-`streambridge ingest` brings the objects into a table. Gateways, workers, Mosquitto and ingest runs are killed
+behind Mosquitto. Their streams are exported to stand-ins for Kinesis, Firehose, HTTP and S3. Meanwhile
+`streambridge ingest` loads the objects into a table. Gateways, workers, Mosquitto and ingest runs are killed
 with SIGKILL, links are cut, services fail, the disk fills up, certificates are replaced, all at random. At
-the end the faults stop, what is under way arrives, and `verdict.py` says what must hold. Exit code 0 only if
-all of it does.
+the end the faults stop, pending messages arrive, and `verdict.py` checks what must hold. The exit code is 0
+only if all of it does.
 
 The report is OUTPUT/soak.md with charts, and OUTPUT/soak.json. `--plant` deletes one exported object before
-the last ingest run: a loss that the soak must find, so the exit code must be 1.
+the last ingest run. The soak must find that loss, so the exit code must be 1.
 
-The full disk is a tmpfs in a mount namespace of our own; where that is not allowed, that fault is left out.
+The full disk is a tmpfs in a private mount namespace. Where that is not allowed, the fault is skipped.
 """
 
 from __future__ import annotations

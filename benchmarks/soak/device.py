@@ -1,9 +1,9 @@
 """The devices of the soak, all in one process: `python -m benchmarks.soak.device PLAN RESULT SECONDS`.
 
-Each has a persistent session, publishes at its rate, and behaves as MQTT asks: after a lost connection what
-was not acknowledged is sent again, in order, under the same packet id (marked as a duplicate), and what was
-received is released again. A message that MQTT 5 refuses is a new message a little later. RESULT has for each
-device how many messages it sent and when each was acknowledged (PUBACK or PUBREC; ms, 0 for never).
+Each device has a persistent session, publishes at its rate, and follows MQTT. After a lost connection it
+sends unacknowledged messages again, in order, with the same packet id and the DUP flag, and PUBREL again for
+received ones. A message that MQTT 5 rejects is sent later as a new message. For each device, RESULT has the
+number of messages sent and the time of each acknowledgement (PUBACK or PUBREC; ms, 0 for never).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import PUBACK, PUBREC, PUBREL, V5
 
 WINDOW = 20  # messages in flight
-PATIENCE = 30.0  # seconds for an acknowledgement, before the device connects anew
+PATIENCE = 30.0  # seconds for an acknowledgement, before the device reconnects
 SETTLE = 120.0  # seconds that the last acknowledgements may take
 
 

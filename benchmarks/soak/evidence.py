@@ -1,4 +1,4 @@
-"""Reads what a run has left: the devices' own record, the table, the logs."""
+"""Reads the results of a run: the records of the devices, the table, the logs."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What goes wrong, at random: processes killed, links cut, services broken, disk full, certificates and
-definitions of streams replaced.
+"""Random faults: processes killed, links cut, services broken, disk full, certificates and stream definitions
+replaced.
 
-Two threads at once, so that faults meet: one for processes and the disk, one for links and services. Each
-fault is an event with a beginning and an end, for the report. For the last half of the run the gateways' main
-processes are spared, and the workers for the last third, so that a leak has time to show.
+Two threads run at once, so faults overlap: one for processes and the disk, one for links and services. Each
+fault is an event with a start and an end, for the report. The main processes of the gateways are spared in
+the last half of the run, and the workers in the last third, so that a leak has time to show.
 """
 
 from __future__ import annotations

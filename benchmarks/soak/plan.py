@@ -58,7 +58,7 @@ OTHERS = {
     "firehose": 'delivery_stream_name = "soak"\npack_bytes = 20000\nendpoint_url = "%s"\n',
     "http": 'uri = "%s/in"\nexport_format = 1\ntimeout_millis = 5000\n',
 }
-# Which other exports a stream has beside s3.
+# The exports of a stream in addition to s3.
 ALSO = {"plant0": ("kinesis",), "plant1": ("kinesis", "http"), "plant2": ("firehose",), "yard0": ("http",)}
 
 

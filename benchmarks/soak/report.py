@@ -1,4 +1,4 @@
-"""The report of a run: soak.json with all that was seen, soak.md for people, and its charts."""
+"""The report of a run: soak.json with all data, soak.md for people, and its charts."""
 
 from __future__ import annotations
 

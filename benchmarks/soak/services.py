@@ -1,7 +1,7 @@
-"""The services that exports go to, and what they have taken.
+"""The services that exports go to, and what they have received.
 
-Kinesis, Firehose and HTTP are fakes of `benchmarks.testbed`; S3 is moto (a process of its own,
-started by `world`). `Broken` stands in for any of them when it has an outage.
+Kinesis, Firehose and HTTP are fakes of `benchmarks.testbed`; S3 is moto (a separate process
+that `world` starts). `Broken` replaces any of them during an outage.
 """
 
 from __future__ import annotations

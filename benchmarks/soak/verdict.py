@@ -1,4 +1,4 @@
-"""What must hold at the end, as functions of what was seen. Nothing here runs or reads anything."""
+"""What must hold at the end, as functions of the observations. Nothing here runs or reads anything."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from benchmarks.soak import plan
 from benchmarks.soak.plan import Device
 
 MARGIN = 0.2  # seconds: a save takes time, and so does an acknowledgement that is on its way
-SHORTEST = 60.0  # seconds of a process's life, without its start, from which a trend can be told
-# Allowed over the time looked at; pools start their threads when these are needed.
+SHORTEST = 60.0  # seconds of a process's life after its start, below which there is no trend
+# Allowed growth over the observed time; pools start their threads on demand.
 GROWTH = {"rss": 6 << 20, "threads": 4, "files": 6, "sockets": 10}
-SHARE = 0.05  # or so much of what it has, if that is more
+SHARE = 0.05  # or this share of the value, if that is more
 
 
 class Check(NamedTuple):

@@ -1,4 +1,4 @@
-"""Looks at the gateways while they run: what the processes take, and how far streams and exports are."""
+"""Observes the gateways while they run: resources of the processes, progress of streams and exports."""
 
 from __future__ import annotations
 

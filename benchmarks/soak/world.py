@@ -88,7 +88,7 @@ class Gateway:
         return None
 
     def reloads(self) -> int:
-        """How often it has read its configuration anew, though not all of it may be in force."""
+        """How often it has reloaded its configuration, although some changes may need a restart."""
         log = self.log.read_bytes()
         return log.count(b"msg=reloaded") + log.count(b'msg="reloaded, but not: ')
 
@@ -102,7 +102,7 @@ class Gateway:
         return None
 
     def running(self) -> bool:
-        """Whether it lives; an end that nobody caused is a fault."""
+        """Whether it is running; an exit that no fault caused is a failure."""
         assert self.process is not None
         if self.process.poll() is None:
             return True

@@ -1,11 +1,11 @@
-"""One device of the demo: publishes readings of this machine at QoS 1, and remembers what was acknowledged.
+"""One device of the demo: publishes readings of this machine at QoS 1, and records acknowledgements.
 
     python examples/demo/device.py KIND PORT SECONDS RESULT
 
-KIND is one of `readings.KINDS`. Every reading is a message of its own and carries its own id, so that
-one that had to be sent again (the bridge was killed before its acknowledgement came) can be told from
-two readings. When the time is over, the device waits for the acknowledgements that are still due and
-writes RESULT: how many readings it sent, which were acknowledged and when, how often it connected.
+KIND is one of `readings.KINDS`. Every reading is one message with a unique id. The id distinguishes a reading
+that was sent again (the bridge was killed before it acknowledged) from two readings. At the end, the device
+waits for pending acknowledgements and writes RESULT: how many readings it sent, which were acknowledged and
+when, and how often it connected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 60  # seconds to wait for the last acknowledgements
 
 
 class Device:
-    """A paho client that publishes as fast as acknowledgements come back."""
+    """A paho client that publishes as fast as acknowledgements arrive."""
 
     def __init__(self, kind: str, port: int) -> None:
         self.kind, self.sent, self.connects = kind, 0, 0
@@ -34,7 +34,7 @@ class Device:
         self.arrived: deque[tuple[int, float]] = deque()  # acknowledgements, as the network thread sees them
         self.acknowledged: dict[int, float] = {}  # reading -> when, on the machine's monotonic clock
         self.room = threading.Semaphore(WINDOW)
-        # A persistent session: what was not acknowledged is sent again after a reconnect.
+        # A persistent session: unacknowledged messages are sent again after a reconnect.
         self.client = mqtt.Client(
             mqtt.CallbackAPIVersion.VERSION2, client_id=f"device-{kind}", clean_session=False
         )
@@ -46,7 +46,7 @@ class Device:
         self.client.loop_start()
 
     def on_connect(self, *_: Any) -> None:
-        """Count connections: more than one shows that the bridge was away."""
+        """Count connections: more than one means that the bridge was restarted."""
         self.connects += 1
 
     def on_publish(self, _client: object, _data: object, message_id: int, *_: Any) -> None:
@@ -55,21 +55,21 @@ class Device:
         self.room.release()
 
     def settle(self) -> None:
-        """Match the acknowledgements that have arrived to readings, before a message id comes again."""
+        """Match the acknowledgements that have arrived to readings, before a message id is reused."""
         while self.arrived:
             message_id, when = self.arrived.popleft()
             self.acknowledged[self.waiting.pop(message_id)] = when
 
     def publish(self, topic: str, reading: dict[str, Any]) -> None:
-        """Send one reading, waiting for room in the window."""
+        """Send one reading; wait while the window is full."""
         self.room.acquire()
         body = json.dumps({"id": f"{self.kind}-{self.sent}", **reading}, separators=(",", ":"))
-        self.settle()  # before publishing: this message's own acknowledgement may be there at once
+        self.settle()  # before publishing: the acknowledgement of this message may arrive at once
         self.waiting[self.client.publish(f"machine/{topic}", body, qos=1).mid] = self.sent
         self.sent += 1
 
     def finish(self) -> bool:
-        """Wait for what is still in flight; whether all of it was acknowledged."""
+        """Wait for messages in flight; return whether all were acknowledged."""
         deadline = time.monotonic() + PATIENCE
         for _ in range(WINDOW):
             if not self.room.acquire(timeout=max(0.0, deadline - time.monotonic())):
@@ -81,7 +81,7 @@ class Device:
 
 
 def main(kind: str, port: str, seconds: str, result: str) -> int:
-    """Publish for so many seconds; 0 if everything was acknowledged."""
+    """Publish for some seconds; returns 0 if everything was acknowledged."""
     device = Device(kind, int(port))
     read = KINDS[kind]
     end = time.monotonic() + float(seconds)

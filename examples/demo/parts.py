@@ -1,4 +1,4 @@
-"""The moving parts of the demo: S3 stand-in, bridge, devices, and what is counted while they run."""
+"""The parts of the demo: S3 stand-in, bridge, devices, and the counters that it reads while they run."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ STREAMS = {
 
 
 def free_port() -> int:
-    """A TCP port that nobody uses now."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def wait_for(what: str, done: Callable[[], bool], seconds: float) -> None:
-    """Poll until `done`; raises TimeoutError that says what was waited for."""
+    """Poll until `done`; raises a TimeoutError that names `what`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -84,7 +84,7 @@ def wait_for(what: str, done: Callable[[], bool], seconds: float) -> None:
 
 
 def connects(port: int) -> bool:
-    """Whether somebody listens."""
+    """Whether there is a listener."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
@@ -100,7 +100,7 @@ class Storage:
         )
 
     def exported(self) -> int:
-        """How many messages the objects hold, by their names."""
+        """How many messages the objects hold, according to their names."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=PREFIX)
         keys = {item["Key"]: parse_key(item["Key"]) for page in pages for item in page.get("Contents", ())}
         return sum(key.last - key.first + 1 for key in keys.values() if key is not None)
@@ -108,7 +108,7 @@ class Storage:
 
 @contextmanager
 def storage(output: Path) -> Iterator[Storage]:
-    """Run the stand-in while the block runs."""
+    """Run the stand-in for the duration of the block."""
     port = free_port()
     with (output / "s3.log").open("wb") as log:
         server = subprocess.Popen(
@@ -123,7 +123,7 @@ def storage(output: Path) -> Iterator[Storage]:
 
 
 class Bridge:
-    """The service, started and killed as a process of its own."""
+    """The service, started and killed as a separate process."""
 
     def __init__(self, output: Path, endpoint: str) -> None:
         self.port, self.output = free_port(), output
@@ -164,7 +164,7 @@ class Bridge:
         return self.process.wait(60)
 
     def stored(self) -> int:
-        """How many messages its streams hold: read from their files, beside the running service."""
+        """How many messages its streams hold, read from their files while the service runs."""
         total = 0
         for stream in list_streams(self.output / "data"):
             reader = self._readers.setdefault(stream.name, StreamReader(stream.directory))
@@ -174,7 +174,7 @@ class Bridge:
 
 
 class Result(NamedTuple):
-    """What a device says at its end."""
+    """What a device reports at its end."""
 
     kind: str
     sent: int
@@ -196,15 +196,15 @@ class Devices:
         ]
 
     def running(self) -> bool:
-        """Whether one of them still publishes."""
+        """Whether a device still publishes."""
         return any(process.poll() is None for process in self._processes)
 
     def results(self) -> list[Result]:
-        """What each of them sent and what was acknowledged."""
+        """What each device sent, and what was acknowledged."""
         return [Result(**json.loads(path.read_text())) for path in self._results.values()]
 
     def stop(self) -> None:
-        """End them, however far they are."""
+        """Stop them, finished or not."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -212,7 +212,7 @@ class Devices:
 
 
 def read_table(output: Path) -> Any:
-    """The whole table, as Arrow, in the order of streams and numbers."""
+    """The complete table, as Arrow, sorted by stream and number."""
     from bridge.ingest.table import TableOptions, read
 
     order = [("stream", "ascending"), ("sequence_number", "ascending")]

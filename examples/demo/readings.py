@@ -1,6 +1,6 @@
 """What the devices of the demo measure: this machine, through psutil.
 
-Each function gives (topic, fields) pairs, one per message.
+Each function returns (topic, fields) pairs, one per message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def cpu() -> Readings:
 
 
 def load() -> Readings:
-    """Load averages, and what the kernel has scheduled and interrupted since the start."""
+    """Load averages, and the context switches and interrupts of the kernel since the start."""
     one, five, fifteen = psutil.getloadavg()
     yield "load", {"1m": one, "5m": five, "15m": fifteen}
     yield "scheduler", psutil.cpu_stats()._asdict()
@@ -34,7 +34,7 @@ def memory() -> Readings:
 
 
 def disk() -> Readings:
-    """Counters of each disk, and room in the root file system."""
+    """Counters of each disk, and free space in the root file system."""
     for name, counters in psutil.disk_io_counters(perdisk=True).items():
         yield f"disk/{name}", counters._asdict()
     yield "disk/root", psutil.disk_usage("/")._asdict()
@@ -62,5 +62,5 @@ KINDS: dict[str, Callable[[], Readings]] = {
 
 
 def present() -> list[str]:
-    """The kinds that this machine has something to say about."""
+    """The kinds that this machine has readings for."""
     return [name for name, read in KINDS.items() if any(True for _ in read())]

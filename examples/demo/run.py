@@ -1,16 +1,16 @@
-"""The whole way on real input: this machine's own readings, from a device's PUBLISH to a Spark table.
+"""The full path with real input: readings of this machine, from a PUBLISH of a device to a Spark table.
 
     make demo            (or: python examples/demo/run.py [--seconds 30] [--output demo-output])
 
-What happens, in this order:
+Steps:
  1. A stand-in for S3 (moto's server) and the bridge start.
- 2. Devices, each a paho client in a process of its own, publish readings of this machine at QoS 1.
- 3. In the middle the bridge is killed with SIGKILL and started again.
+ 2. Devices, each a paho client in a separate process, publish readings of this machine at QoS 1.
+ 3. In the middle, the bridge is killed with SIGKILL and started again.
  4. When the devices are done and everything is exported, the bridge is stopped with SIGTERM.
- 5. `streambridge ingest` reads the objects into an Iceberg table, and once more, which adds nothing.
- 6. The table is checked against what the devices know to be acknowledged.
+ 5. `streambridge ingest` loads the objects into an Iceberg table. A second run adds nothing.
+ 6. The table is compared with the acknowledgements that the devices recorded.
 
-Exit code 0 only if every acknowledged reading is in the table and no stored message is there twice.
+The exit code is 0 only if every acknowledged reading is in the table and no stored message is there twice.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def ingest(output: Path, endpoint: str) -> dict[str, Any]:
 
 
 def verify(results: list[parts.Result], table: Any) -> tuple[bool, list[tuple[str, str]]]:
-    """Hold the table against the devices' own knowledge; returns (good, facts to show)."""
+    """Compare the table with the records of the devices; returns (good, facts to show)."""
     ids = Counter(json.loads(payload)["id"] for payload in table["payload"].to_pylist())
     acknowledged = {f"{r.kind}-{number}" for r in results for number in r.acknowledged}
     positions = Counter(
@@ -131,15 +131,15 @@ def verify(results: list[parts.Result], table: Any) -> tuple[bool, list[tuple[st
         ("acknowledged", f"{len(acknowledged):,}"),
         ("acknowledged but not in the table", f"{lost:,}"),
         ("rows in the table", f"{table.num_rows:,}"),
-        ("stored messages that are there twice", f"{twice:,}"),
+        ("stored messages that occur twice", f"{twice:,}"),
         ("readings sent and stored again after the kill", f"{sent_again:,}"),
     ]
     return not lost and not twice and bool(acknowledged), facts
 
 
 def show(table: Any, report: dict[str, Any]) -> None:
-    """Print the table's first rows and the completeness report."""
-    rows = Table(title="The table's first rows", title_justify="left", expand=True)
+    """Print the first rows of the table and the completeness report."""
+    rows = Table(title="First rows of the table", title_justify="left", expand=True)
     for column, width in (("stream", 12), ("number", 6), ("ingest_time", 12), ("topic", 16)):
         rows.add_column(column, no_wrap=True, min_width=width)
     rows.add_column("payload", no_wrap=True, ratio=1)
@@ -167,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30, help="how long the devices publish [30]")
     parser.add_argument(
-        "--output", type=Path, default=Path("demo-output"), help="what it leaves behind [demo-output]"
+        "--output", type=Path, default=Path("demo-output"), help="output directory [demo-output]"
     )
     options = parser.parse_args()
     output = options.output.resolve()
@@ -198,10 +198,10 @@ def main() -> int:
             ", ".join(str(r.connects) for r in results),
         ),
         ("published and stored per second", f"{reached:,.0f}"),
-        ("ingested: rows, seconds with Spark's start", f"{first['rows']:,} in {spent:.1f}"),
-        ("a second run added rows", str(second["rows"])),
+        ("ingested: rows, seconds including the start of Spark", f"{first['rows']:,} in {spent:.1f}"),
+        ("rows added by a second run", str(second["rows"])),
     ]
-    summary = Table(title="What was checked", title_justify="left", show_header=False)
+    summary = Table(title="Checks", title_justify="left", show_header=False)
     for fact in facts:
         summary.add_row(*fact)
     console.print(summary)
@@ -215,7 +215,7 @@ def main() -> int:
 
 
 def results_seconds(line: Timeline) -> float:
-    """How long it took until the last message was stored."""
+    """The seconds until the last message was stored."""
     last = line.stored[-1]
     return line.seconds[line.stored.index(last)]
 

@@ -4,8 +4,8 @@
     identifier = "local"
     path = "/var/lib/plant.db"
 
-The table `messages` has one row per message. A batch may come again after a crash: rows have the
-stream, its epoch and the sequence number as their key, so that a second time changes nothing.
+The table `messages` has one row per message. A batch may arrive again after a crash. The key of a row is the
+stream, its epoch and the sequence number, so the second batch changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS messages (
 
 
 class SqliteConfig(BatchedConfig, kw_only=True, frozen=True):
-    """The keys of a configuration, beside those that all exports have."""
+    """The keys of a configuration, in addition to those of all exports."""
 
     path: str
     timeout_millis: int = 5000
@@ -60,11 +60,11 @@ class SqliteExporter(Exporter):
             for r in batch.records
         ]
         try:
-            # One transaction: the batch is there whole when this returns, or not at all.
+            # One transaction: the batch is in the table completely when this returns, or not at all.
             with closing(sqlite3.connect(self.config.path, timeout=self._timeout)) as database, database:
                 database.execute(SCHEMA)
                 database.executemany("INSERT OR IGNORE INTO messages VALUES (?, ?, ?, ?, ?, ?)", rows)
-        except sqlite3.OperationalError as error:  # locked, disk full, directory not there yet
+        except sqlite3.OperationalError as error:  # locked, disk full, no directory yet
             raise Retry(f"{self.config.path}: {error}") from error
         return ACCEPTED
 
