@@ -1,7 +1,7 @@
 """Prints the software bill of materials of the gateway, as CycloneDX 1.6 in JSON.
 
-It has what `pip install streambridge` brings, as it is installed here: every distribution that is needed
-without extras, with version, licence and what it needs itself. The same installation gives the same text.
+It lists what `pip install streambridge` installs without extras, as installed here: every distribution with
+its version, licence and dependencies. The same installation gives the same text.
 """
 
 from __future__ import annotations

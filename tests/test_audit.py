@@ -72,7 +72,7 @@ def test_the_audit_tells_of_a_flaw_in_what_is_installed() -> None:
     with advisories("msgspec") as (url, asked):
         done = audit(url)
     assert done.returncode == 1, done.stderr
-    assert f"msgspec {version('msgspec')}: PYSEC-2026-1, mended in 999.1" in done.stdout
+    assert f"msgspec {version('msgspec')}: PYSEC-2026-1, fixed in 999.1" in done.stdout
     assert {"package": {"name": "paho-mqtt", "ecosystem": "PyPI"}, "version": version("paho-mqtt")} in asked
     bill = json.loads((ROOT / "dist" / "streambridge.cdx.json").read_text())
     assert len(asked) == len(bill["components"])

@@ -96,9 +96,9 @@ def test_a_run_in_which_everything_holds_passes() -> None:
         (put(0, 12, 1, 4), {"no stored message is in the table twice"}),
         (put(0, 31, 1, 4), {HOLE}),
         (put(0, 30, 2, 4), {HOLE, "QoS 2 is stored once"}),
-        (put(0, 30, 9, 0), {HOLE, "nothing is in the table that no device has sent"}),
-        (put(0, 30, 1, 10), {HOLE, "nothing is in the table that no device has sent"}),
-        (put(1, 10, 1, 4), {HOLE, "nothing is in the table that no device has sent"}),
+        (put(0, 30, 9, 0), {HOLE, "the table has no message that no device sent"}),
+        (put(0, 30, 1, 10), {HOLE, "the table has no message that no device sent"}),
+        (put(1, 10, 1, 4), {HOLE, "the table has no message that no device sent"}),
     ],
 )
 def test_a_planted_fault_is_found(change: Callable[[list[list[int]]], Any], found: set[str]) -> None:

@@ -154,7 +154,7 @@ def nothing_invented(devices: Sequence[Seen], rows: Rows) -> Check:
             fits = (rows.device[found] == one.device.number) & (rows.message[found] < len(one.acknowledged))
             known[found[fits]] = True
     strange = int((~known).sum())
-    return Check("nothing is in the table that no device has sent", not strange, f"{strange:,} rows")
+    return Check("the table has no message that no device sent", not strange, f"{strange:,} rows")
 
 
 def in_order(devices: Sequence[Seen], rows: Rows) -> Check:
