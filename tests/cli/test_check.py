@@ -140,6 +140,17 @@ def test_a_data_directory_that_cannot_be_written_is_an_error(path: Path) -> None
     )
 
 
+def test_a_full_disk_is_no_reason_not_to_start_where_the_data_directory_is(path: Path, mounted: Path) -> None:
+    """It makes room there, and exports go on."""
+    data = mounted / "data"
+    data.mkdir()
+    (path.parent / "data").symlink_to(data)
+    subprocess.run(["mount", "-o", "remount,nr_inodes=2", mounted], check=True)  # no room for another name
+    with pytest.raises(OSError, match="No space left"):
+        (mounted / "more").mkdir()
+    assert not [line for line in check(path, QUIET) if line.startswith("error")]
+
+
 def test_a_read_only_file_system_is_named_as_that_with_the_remedy(
     path: Path, fill: Fill, mounted: Path
 ) -> None:

@@ -16,7 +16,7 @@ from bridge.access.users import read_users
 from bridge.config.checks.context import CheckContext, Finding, existing, read_only, unreadable
 from bridge.config.tomlfile import Keys
 from bridge.errors import ConfigError
-from bridge.streams.layout import STREAMS
+from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
 
 EXPIRES_SOON = timedelta(days=30)
@@ -83,6 +83,8 @@ def _cannot_create(parent: Path, missing: Sequence[str]) -> str:
         with tempfile.TemporaryDirectory(dir=parent, prefix=".streambridge-check-") as created:
             Path(created, *missing).mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno in FULL and not missing:  # the service starts there, and makes room
+            return ""
         return error.strerror or str(error)
     return ""
 
