@@ -85,7 +85,7 @@ def test_a_line_stays_one_line_and_leaves_the_terminal_alone(
 
 
 @pytest.mark.parametrize("style", ["text", "json"])
-def test_nothing_that_steers_a_terminal_reaches_the_log(
+def test_no_terminal_control_characters_reach_the_log(
     logger: logging.Logger, output: io.StringIO, style: Literal["text", "json"]
 ) -> None:
     logger.handlers[0].setFormatter(logs.LineFormatter(style))
@@ -116,7 +116,7 @@ def test_an_exception_is_one_key_and_its_traceback_is_for_debug() -> None:
     assert 'traceback="Traceback' in line
 
 
-def test_repeated_lines_are_counted_and_the_count_is_told_at_the_end() -> None:
+def test_repeated_lines_are_counted_and_the_count_is_logged_at_the_end() -> None:
     first, other, repeated = stderr_of("""
         logs.setup()
         log = logging.getLogger("bridge")
@@ -142,7 +142,7 @@ def test_a_flood_of_lines_that_differ_in_a_value_only_is_cut_short_and_counted()
     assert lines[-1].endswith('msg="client-999 closed: stream is full" alike=980')
 
 
-def test_the_count_is_told_by_itself_when_the_window_ends(
+def test_the_count_is_logged_without_another_line_when_the_window_ends(
     logger: logging.Logger, output: io.StringIO
 ) -> None:
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_a_journal_that_is_not_our_stderr_changes_nothing() -> None:
     assert not line.startswith("<")
 
 
-def test_chatty_third_parties_are_quiet_below_warning() -> None:
+def test_libraries_are_quiet_below_warning() -> None:
     lines = stderr_of("""
         logs.setup("debug")
         for name in ("s3transfer.tasks", "urllib3.connectionpool", "botocore.hooks", "bridge.mqtt"):

@@ -21,7 +21,7 @@ print(most, resident())
 """
 
 
-def test_memory_that_a_burst_has_left_in_holes_is_given_back() -> None:
+def test_memory_that_a_burst_has_left_in_holes_is_returned_to_the_system() -> None:
     done = subprocess.run([sys.executable, "-c", BURST], capture_output=True, text=True, check=True)
     most, now = map(int, done.stdout.split())
     assert now < most - 50

@@ -204,7 +204,7 @@ def test_a_step_of_the_wall_clock_changes_nothing_about_what_is_a_duplicate(
     run(work())
 
 
-def test_where_the_boot_has_no_name_the_time_of_a_restart_counts_and_that_of_another_boot_does_not(
+def test_without_a_boot_id_the_time_of_a_restart_counts_and_that_of_another_boot_does_not(
     house: House, machine: Machine
 ) -> None:
     async def work() -> None:

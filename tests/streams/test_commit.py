@@ -18,12 +18,12 @@ from .conftest import House, everything, payloads, put, run
 
 
 class SlowDisk(Files):
-    """A disk whose syncs wait until the test lets them through; counts how many wait at once."""
+    """A disk whose syncs wait until the test releases them; counts how many are blocked at once."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
-        self.waiting = 0
+        self.blocked = 0
         self.most = 0
         self.syncs = 0
         self._lock = threading.Lock()
@@ -34,11 +34,11 @@ class SlowDisk(Files):
             return
         with self._lock:
             self.syncs += 1
-            self.waiting += 1
-            self.most = max(self.most, self.waiting)
+            self.blocked += 1
+            self.most = max(self.most, self.blocked)
         self.gate.wait(30)
         with self._lock:
-            self.waiting -= 1
+            self.blocked -= 1
         super().sync(fd)
 
 
@@ -62,7 +62,7 @@ def test_streams_sync_at_the_same_time_and_the_loop_goes_on(house: House) -> Non
             disk.gate.clear()
             for stream in streams:
                 stream.append(b"t", b"x")
-            await until(lambda: disk.waiting == 4)
+            await until(lambda: disk.blocked == 4)
             assert all(stream.next_sequence == 0 for stream in streams)
             disk.gate.set()
             for stream in streams:
@@ -79,23 +79,23 @@ def test_what_arrives_during_a_sync_forms_one_next_group(house: House) -> None:
             disk.gate.clear()
             disk.syncs = 0
             stream.append(b"t", b"first")
-            await until(lambda: disk.waiting == 1)
+            await until(lambda: disk.blocked == 1)
             for n in range(500):
                 stream.append(b"t", b"%d" % n)
                 await asyncio.sleep(0)
-            told: list[StreamError | None] = []
-            stream.after_commit(told.append)
-            assert told == []
+            notified: list[StreamError | None] = []
+            stream.after_commit(notified.append)
+            assert notified == []
             disk.gate.set()
             await committed(stream)
-            assert told == [None]
+            assert notified == [None]
             assert disk.syncs == 2
             assert len(everything(stream)) == 501
 
     run(work())
 
 
-def test_waiters_are_told_in_the_order_of_their_calls_and_only_after_the_sync(house: House) -> None:
+def test_waiters_are_notified_in_the_order_of_their_calls_and_only_after_the_sync(house: House) -> None:
     async def work() -> None:
         disk = slow(house)
         async with house.stream(flush=True) as stream:
@@ -114,15 +114,15 @@ def test_waiters_are_told_in_the_order_of_their_calls_and_only_after_the_sync(ho
     run(work())
 
 
-def test_front_ends_are_told_when_too_much_waits_for_the_disk_and_when_it_is_done(
+def test_front_ends_are_notified_when_too_much_is_pending_and_when_it_is_stored(
     house: House,
 ) -> None:
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:
             stream = store.create("s", StorageSettings(flush=True, max_size=1 << 30), b"{}")
-            told: list[bool] = []
-            store.committer.on_pressure.append(told.append)
+            notified: list[bool] = []
+            store.committer.on_pressure.append(notified.append)
             disk.gate.clear()
             sent = 0
             while not store.committer.under_pressure:  # a front end reads on until it is told to stop
@@ -130,11 +130,11 @@ def test_front_ends_are_told_when_too_much_waits_for_the_disk_and_when_it_is_don
                     stream.append(b"t", bytes(10_000))
                     sent += 1
                 await asyncio.sleep(0)
-            assert told == [True]
+            assert notified == [True]
             assert HIGH < stream.pending_bytes < HIGH + 600_000
             disk.gate.set()
             await until(lambda: not store.committer.under_pressure)
-            assert told == [True, False]
+            assert notified == [True, False]
             assert stream.pending_bytes < LOW
             await committed(stream)
             assert stream.next_sequence == sent
@@ -153,7 +153,7 @@ def test_written_streams_are_synced_in_the_background_and_a_stop_syncs_everythin
             disk.gate.clear()
             await put(stream, b"b")  # committed although the disk is busy
             assert payloads(stream) == [b"a", b"b"]
-            await until(lambda: disk.waiting == 1)
+            await until(lambda: disk.blocked == 1)
             disk.gate.set()
             keeping.cancel()
             before = disk.syncs
@@ -163,7 +163,7 @@ def test_written_streams_are_synced_in_the_background_and_a_stop_syncs_everythin
     run(work())
 
 
-def test_a_stream_deleted_while_a_group_is_in_flight_disturbs_nobody(house: House, tmp_path: Path) -> None:
+def test_a_stream_deleted_while_a_group_is_in_flight_disturbs_no_other(house: House, tmp_path: Path) -> None:
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:
@@ -171,13 +171,13 @@ def test_a_stream_deleted_while_a_group_is_in_flight_disturbs_nobody(house: Hous
             other = store.create("other", StorageSettings(flush=True), b"{}")
             disk.gate.clear()
             stream.append(b"t", b"x")
-            told: list[StreamError | None] = []
-            stream.after_commit(told.append)
-            await until(lambda: disk.waiting == 1)
+            notified: list[StreamError | None] = []
+            stream.after_commit(notified.append)
+            await until(lambda: disk.blocked == 1)
             store.delete("s")
             disk.gate.set()
             assert await put(other, b"y") == [0]
-            await until(lambda: told)
+            await until(lambda: notified)
             assert store.create("s", StorageSettings(), b"{}").next_sequence == 0
 
     run(work())
@@ -196,7 +196,7 @@ class Flash(Files):
             time.sleep(2 * SLOW)
 
 
-def test_on_a_slow_disk_a_sync_covers_what_all_senders_have_under_way(house: House) -> None:
+def test_on_a_slow_disk_a_sync_covers_what_all_senders_have_in_flight(house: House) -> None:
     async def work() -> None:
         house.files = disk = Flash()
         senders, rounds = 20, 20
@@ -217,7 +217,9 @@ def test_on_a_slow_disk_a_sync_covers_what_all_senders_have_under_way(house: Hou
     run(work())
 
 
-def test_what_waits_for_more_is_stored_when_nothing_comes_and_when_the_store_closes(house: House) -> None:
+def test_a_group_that_waits_for_more_is_stored_when_nothing_comes_and_when_the_store_closes(
+    house: House,
+) -> None:
     async def work() -> None:
         house.files = Flash()
         async with house.stream(flush=True) as stream:
@@ -237,7 +239,7 @@ def test_what_waits_for_more_is_stored_when_nothing_comes_and_when_the_store_clo
     run(work())
 
 
-def test_senders_that_keep_a_time_of_their_own_are_waited_for_ever_more_seldom() -> None:
+def test_senders_with_their_own_timing_are_waited_for_less_and_less_often() -> None:
     pace, now, waited = Pace(), 100.0, 0
     for _ in range(200):
         pace.synced(now, took=0.04, under_way=10)
@@ -245,7 +247,7 @@ def test_senders_that_keep_a_time_of_their_own_are_waited_for_ever_more_seldom()
         assert not pace.wants_more(now + 0.04 / SHARE, pending=6)
         now += 10
     assert waited == 8  # after 0, 1, 3, 7, 15, 31, 63 and 63 groups that began at once
-    for _ in range(5):  # nobody waits in vain who sends nothing for a while
+    for _ in range(5):  # a client that pauses makes no group wait
         pace = Pace()
         pace.synced(now, took=1.0, under_way=10)
         assert pace.wants_more(now, pending=9)
@@ -256,7 +258,7 @@ def test_senders_that_keep_a_time_of_their_own_are_waited_for_ever_more_seldom()
     assert not pace.wants_more(now + LONGEST, pending=1)
 
 
-def test_a_group_of_many_small_messages_between_large_ones_is_stored_whole(house: House) -> None:
+def test_a_group_of_many_small_messages_between_large_ones_is_stored_completely(house: House) -> None:
     """It is written in pieces, and one system call takes 1,024 of them."""
 
     async def work() -> None:

@@ -26,8 +26,8 @@ FS_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
 
 
-def writer(root: Path, label: str, tell: int) -> None:
-    """Append to both streams for ever, and write each acknowledged payload to `tell`."""
+def writer(root: Path, label: str, report: int) -> None:
+    """Append to both streams without end, and write each acknowledged payload to `report`."""
 
     async def work() -> None:
         store = StreamStore(root / "data", root / "memory", on_event=lambda *what: None)
@@ -38,23 +38,23 @@ def writer(root: Path, label: str, tell: int) -> None:
         number = 0
         while True:
             streams = list(store.streams.values())
-            told = b""
+            acked = b""
             for stream in streams:
                 for _ in range(random.randrange(1, 30)):
                     payload = b"%s-%d-" % (label.encode(), number) + b"x" * random.randrange(200)
                     stream.append(b"t", payload)
-                    told += b"%s %d\n" % (stream.name.encode(), number)
+                    acked += b"%s %d\n" % (stream.name.encode(), number)
                     number += 1
             for stream in streams:
                 await committed(stream)
-            os.write(tell, told)
+            os.write(report, acked)
             assert not keeping.done()
 
     asyncio.run(work())
 
 
 def forked(root: Path, label: str) -> tuple[int, int]:
-    """Run `writer` in a child; returns its pid and the pipe that it tells acknowledgements on."""
+    """Run `writer` in a child; returns its pid and the pipe to which it writes acknowledgements."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -68,8 +68,8 @@ def forked(root: Path, label: str) -> tuple[int, int]:
 
 
 def acknowledged(pipe: int) -> list[tuple[str, int]]:
-    with os.fdopen(pipe, "rb") as told:
-        lines = told.read().split(b"\n")[:-1]  # the last line may be cut by the kill
+    with os.fdopen(pipe, "rb") as acked:
+        lines = acked.read().split(b"\n")[:-1]  # the last line may be cut by the kill
     return [(name.decode(), int(number)) for name, number in (line.split() for line in lines)]
 
 
@@ -79,7 +79,7 @@ def rounds(house: House, root: Path, number: int, seed: int) -> int:
     seen = {"written": 0, "synced": 0}
     total = 0
 
-    async def check(label: str, told: list[tuple[str, int]]) -> None:
+    async def check(label: str, acked: list[tuple[str, int]]) -> None:
         nonlocal total
         async with house.store() as store:
             for name, stream in store.streams.items():
@@ -92,7 +92,7 @@ def rounds(house: House, root: Path, number: int, seed: int) -> int:
                     assert rest.strip(b"x") == b""
                     numbers.append(int(count))
                 assert numbers == sorted(set(numbers)), "a message is there twice, or out of order"
-                mine = {number for stream_name, number in told if stream_name == name}
+                mine = {number for stream_name, number in acked if stream_name == name}
                 assert mine <= set(numbers), f"{name}: acknowledged, and not there: {mine - set(numbers)}"
                 seen[name] = stream.next_sequence
                 total += len(new)
@@ -102,9 +102,9 @@ def rounds(house: House, root: Path, number: int, seed: int) -> int:
         child, pipe = forked(root, label)
         time.sleep(draw.uniform(0.01, 0.06))  # the instant of the kill, not a wait for anything
         os.kill(child, signal.SIGKILL)
-        told = acknowledged(pipe)
+        acked = acknowledged(pipe)
         os.waitpid(child, 0)
-        run(check(label, told))
+        run(check(label, acked))
     return total
 
 
@@ -116,7 +116,7 @@ def test_nothing_acknowledged_is_missing_and_nothing_appears_after_hundreds_of_k
 
 @pytest.fixture
 def journaled(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of its own on a loop device, where the machine lets us have one."""
+    """An ext4 of its own on a loop device, if the machine can make one."""
     image, place = tmp_path / "image", tmp_path / "disk"
     place.mkdir()
     with image.open("wb") as file:
@@ -140,11 +140,11 @@ def test_with_flush_on_write_nothing_acknowledged_is_missing_after_a_power_cut(j
         fcntl.ioctl(fd, FS_IOC_SHUTDOWN, NO_LOG_FLUSH.to_bytes(4, "little"))
         os.close(fd)
         os.kill(child, signal.SIGKILL)
-        told = acknowledged(pipe)
+        acked = acknowledged(pipe)
         os.waitpid(child, 0)
         subprocess.run(["umount", journaled], check=True)
         subprocess.run(["mount", "-o", "loop", journaled.parent / "image", journaled], check=True)
-        synced = {n for name, n in told if name == "synced"}
+        synced = {n for name, n in acked if name == "synced"}
         house = House(journaled)
 
         async def check(house: House = house, number: int = number, synced: set[int] = synced) -> None:

@@ -29,10 +29,10 @@ def test_the_last_segment_cut_at_every_byte_loses_only_the_frames_that_are_cut(h
     async def work() -> None:
         await fill(house, 1 << 20)
         (path,) = house.directory().glob("*.seg")
-        whole = path.read_bytes()
+        intact = path.read_bytes()
         kept_before = -1
-        for size in range(len(whole) + 1):
-            path.write_bytes(whole[:size])
+        for size in range(len(intact) + 1):
+            path.write_bytes(intact[:size])
             async with house.stream() as stream:
                 rows = everything(stream)
                 assert [m.payload for m in rows] == CONTENT[: len(rows)]
@@ -52,7 +52,7 @@ def test_the_last_segment_cut_at_every_byte_loses_only_the_frames_that_are_cut(h
 async def _into_room(house: House, last: bytes) -> bytes:
     """The segment of a synced stream with a message and then `last`, as it is while the service runs.
 
-    Its last sector is room, as the sectors behind the last frame are.
+    Its last sector is preallocated space, as the sectors after the last frame.
     """
     async with house.stream(flush=True) as stream:
         await put(stream, b"first")
@@ -61,13 +61,13 @@ async def _into_room(house: House, last: bytes) -> bytes:
         content = path.read_bytes()
     assert len(content) > 100_000
     assert len(content) % 512 == 0
-    whole = path.read_bytes()
-    assert content.startswith(whole)
-    assert len(whole) < 4096, "a clean stop leaves no room behind"
+    intact = path.read_bytes()
+    assert content.startswith(intact)
+    assert len(intact) < 4096, "a clean stop leaves no preallocated space"
     return content
 
 
-def test_the_room_behind_the_last_frame_is_no_damage_after_a_crash(house: House) -> None:
+def test_preallocated_space_after_the_last_frame_is_no_damage_after_a_crash(house: House) -> None:
     async def work() -> None:
         content = await _into_room(house, b"last")
         (path,) = house.directory().glob("*.seg")
@@ -160,7 +160,7 @@ def test_a_flipped_bit_in_a_last_message_of_zeros_is_damage_and_its_number_is_us
 
 
 @pytest.mark.parametrize("payload", [b"x" * 1800, bytes(1800), b"x" * 1000 + bytes(800)])
-def test_a_flipped_bit_in_the_last_frame_before_the_room_is_damage_and_its_number_is_used_up(
+def test_a_flipped_bit_in_the_last_frame_before_preallocated_space_is_damage_and_its_number_is_used_up(
     house: House, payload: bytes
 ) -> None:
     async def work() -> None:
@@ -232,7 +232,7 @@ async def _check(house: House, true: dict[int, bytes], what: object) -> None:
         assert payloads(stream)[-1] == b"new"
 
 
-def test_a_damaged_sealed_segment_is_set_aside_its_sound_frames_kept_and_the_loss_recorded(
+def test_a_damaged_sealed_segment_is_quarantined_its_sound_frames_kept_and_the_loss_recorded(
     house: House,
 ) -> None:
     async def work() -> None:
@@ -331,9 +331,9 @@ def test_a_payload_that_looks_like_a_frame_is_never_taken_for_one(house: House) 
             forged = b"".join(segment.encode_frame(1, 0, 0, 0, [b"t", b"forged"]))
             await put(stream, b"x" * 100, forged, b"y" * 100)
         (path,) = house.directory().glob("*.seg")
-        whole = path.read_bytes()
-        at = whole.index(forged)
-        for broken in (whole[: at + len(forged)], whole[: at - 120] + b"?" + whole[at - 119 :]):
+        intact = path.read_bytes()
+        at = intact.index(forged)
+        for broken in (intact[: at + len(forged)], intact[: at - 120] + b"?" + intact[at - 119 :]):
             path.write_bytes(broken)
             async with house.stream() as stream:
                 assert payloads(stream) == [b"true"]

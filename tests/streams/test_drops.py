@@ -131,7 +131,7 @@ def test_a_purge_whose_record_could_not_be_written_is_written_at_the_stop(house:
     run(work())
 
 
-def test_compaction_of_a_long_record_keeps_real_losses_apart_from_legal_drops(house: House) -> None:
+def test_compaction_of_a_long_record_never_joins_real_losses_with_intended_drops(house: House) -> None:
     async def work() -> None:
         async with house.stream(segment_size=4096) as stream:
             for start in range(0, 4000, 10):
@@ -199,7 +199,7 @@ def flip(path: Path) -> None:
         file.write(bytes((byte ^ 1,)))
 
 
-def test_damage_that_a_time_to_live_meets_is_told_and_recorded(house: House) -> None:
+def test_damage_found_by_a_time_to_live_is_reported_and_recorded(house: House) -> None:
     async def work() -> None:
         async with house.store() as store:
             stream = store.create("s", StorageSettings(segment_size=1024, ttl=3_600_000), b"{}")
@@ -237,7 +237,7 @@ def test_a_damaged_frame_at_the_front_does_not_stop_the_limits(house: House, lim
     run(work())
 
 
-def test_a_full_stream_whose_room_the_disk_refuses_to_free_says_that_it_is_full(house: House) -> None:
+def test_a_full_stream_whose_space_the_disk_refuses_to_free_is_reported_as_full(house: House) -> None:
     async def work() -> None:
         house.files = files = Selective()
         async with house.stream(max_size=4096, overwrite=False, free_exported=True) as stream:
@@ -266,7 +266,7 @@ def test_a_reader_that_sees_half_a_record_sees_all_of_it_when_it_is_there(house:
                 before = log.read_bytes()
                 stream.drop([(0, 0), (2, 3)], DropReason.PURGED)
                 after = log.read_bytes()
-                assert len(before) == len(after), "written over the room"
+                assert len(before) == len(after), "written over the preallocated zeros"
                 log.write_bytes(after[:50] + before[50:])
                 assert reader.oldest() == 0
                 log.write_bytes(after)
@@ -275,7 +275,7 @@ def test_a_reader_that_sees_half_a_record_sees_all_of_it_when_it_is_there(house:
     run(work())
 
 
-def test_a_damaged_record_is_passed_over_and_those_behind_it_are_read(house: House) -> None:
+def test_a_damaged_record_is_skipped_and_those_after_it_are_read(house: House) -> None:
     async def work() -> None:
         async with house.stream() as stream:
             await put(stream, *(b"%d" % n for n in range(9)))

@@ -76,7 +76,7 @@ def files(house: House) -> Faulty:
 
 
 @pytest.mark.parametrize("flush", [False, True])
-def test_a_full_disk_refuses_clearly_reads_go_on_and_room_heals_it(
+def test_a_full_disk_refuses_clearly_reads_continue_and_free_space_ends_it(
     house: House, files: Faulty, flush: bool
 ) -> None:
     async def work() -> None:

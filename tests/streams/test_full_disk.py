@@ -1,4 +1,4 @@
-"""A disk that is really full: what is purged, expires or is overwritten makes room all the same."""
+"""A disk that is really full: what is purged, expires or is overwritten frees space anyway."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _fill(place: Path) -> None:
 
 
 async def _put_until_it_works(stream: Stream, payload: bytes) -> None:
-    """What was dropped is removed in a thread: its room is there some time later."""
+    """What was dropped is removed in a thread: its space is free some time later."""
     async with asyncio.timeout(10):
         while True:
             with contextlib.suppress(StorageFailed):
@@ -57,7 +57,7 @@ def test_on_a_really_full_disk_a_purge_makes_room_at_once(
     async def purge(stream: Stream) -> None:
         assert stream.drops.ranges == [], "nothing was ever dropped"
         before, end = set(stream.directory.glob("*.seg")), stream.next_sequence
-        if scattered:  # more records than there is room for
+        if scattered:  # more records than were preallocated
             stream.drop([(n, n) for n in range(0, end, 2)], DropReason.PURGED)
             stream.drop([(5, 5)], DropReason.DAMAGED)
         stream.drop_upto(end, DropReason.PURGED)
@@ -122,7 +122,7 @@ def _ballast(place: Path) -> None:
     "settings", [{"free_exported": True}, {"overwrite": True}], ids=["exported", "oldest"]
 )
 @pytest.mark.parametrize("segment_size", [16384, 1 << 20], ids=["segments", "active"])
-def test_on_a_disk_that_others_have_filled_what_may_go_makes_room_and_nothing_is_refused(
+def test_on_a_disk_that_others_have_filled_drops_free_space_and_nothing_is_refused(
     mounted: Path, segment_size: int, settings: dict[str, Any], flush: bool
 ) -> None:
     """Far below `max_size`; also when all of it is in the segment that is being written."""
@@ -158,8 +158,8 @@ def test_on_a_disk_that_others_have_filled_what_may_go_makes_room_and_nothing_is
     run(work())
 
 
-def test_room_comes_at_once_also_where_a_reader_has_the_oldest_segment_open(mounted: Path) -> None:
-    """A lagging export has it open; unlinked alone, it would keep its room, and more had to go."""
+def test_space_is_free_at_once_also_if_a_reader_has_the_oldest_segment_open(mounted: Path) -> None:
+    """A lagging export has it open; unlinked alone, it would keep its space, and more would be dropped."""
     house = House(mounted)
 
     async def work() -> None:
@@ -184,7 +184,7 @@ def test_room_comes_at_once_also_where_a_reader_has_the_oldest_segment_open(moun
     run(work())
 
 
-def test_what_other_streams_have_exported_makes_room_too_and_nothing_else_of_theirs(mounted: Path) -> None:
+def test_exported_messages_of_other_streams_are_dropped_too_and_nothing_else_of_theirs(mounted: Path) -> None:
     house = House(mounted)
 
     async def work() -> None:
@@ -226,7 +226,9 @@ def test_memory_streams_on_a_full_tmpfs_drop_their_oldest_messages(tmp_path: Pat
 
 
 @pytest.mark.parametrize("flush", [False, True])
-def test_a_definition_can_be_changed_on_a_full_disk_if_something_may_go(mounted: Path, flush: bool) -> None:
+def test_a_definition_can_be_changed_on_a_full_disk_if_something_can_be_dropped(
+    mounted: Path, flush: bool
+) -> None:
     house = House(mounted)
 
     async def work() -> None:

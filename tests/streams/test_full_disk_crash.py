@@ -133,4 +133,4 @@ def test_a_kill_at_any_call_while_room_is_made_neither_loses_nor_invents_a_messa
         killed, acknowledged = is_killed(root, call)
         run(check(root, acknowledged))
         shutil.rmtree(root)
-    assert call > 25, "room was made more than once"
+    assert call > 25, "space was freed more than once"

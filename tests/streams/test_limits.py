@@ -17,7 +17,7 @@ from .conftest import House, everything, payloads, put, run
 
 
 def limit(stream: Stream, **limits: int | bool | None) -> None:
-    """Change the exact limits, as an update would."""
+    """Change the message limits, as an update would."""
     stream.configure(msgspec.structs.replace(stream.settings, limits=MessageLimits(**limits)), b"{}")
 
 

@@ -106,7 +106,7 @@ class Against(RuleBasedStateMachine):
         self._limit()
 
     def _limit(self) -> None:
-        """What the exact limits leave, computed the slow way; then what the segments have left."""
+        """What the message limits leave, computed the slow way; then what the segments have left."""
         limits = self.limits
         if limits.max_messages_per_topic is not None:
             for topic in (b"a", b"b", b"c/d"):
@@ -120,7 +120,7 @@ class Against(RuleBasedStateMachine):
             and sum(len(t) + len(p) for t, p in self.model.values()) > limits.max_bytes
         ):
             del self.model[min(self.model)]
-        if self.stream.settings.overwrite:  # by whole segments: the model takes the store's word for how far
+        if self.stream.settings.overwrite:  # by segments: the model takes the range from the store
             overwritten = [d for d in self.stream.drops.ranges if d.reason == DropReason.OVERWRITTEN]
             for drop in overwritten:
                 for number in [n for n in self.model if drop.first <= n <= drop.last]:
@@ -184,7 +184,7 @@ class Against(RuleBasedStateMachine):
         self.store.committer.close()
         for stream in self.store.streams.values():
             stream.log.close()
-            stream.closed = True  # what its threads have still told the loop concerns nobody
+            stream.closed = True  # what its threads still report to the loop is ignored
         self._open()
 
     @invariant()

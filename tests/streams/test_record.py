@@ -22,7 +22,7 @@ RECORD = 32
 
 
 def problems(house: House) -> list[str]:
-    """What verify tells, file by file."""
+    """What verify reports, file by file."""
     (checked,) = verify(house.data_dir)
     return [f"{Path(problem.path).name}: {problem.what}" for problem in checked.problems]
 
@@ -68,7 +68,7 @@ def test_a_flipped_bit_anywhere_in_a_record_of_a_drop_is_found(house: House, rec
         ]
 
 
-def test_verify_names_a_damaged_record_of_drops_and_repair_sets_it_aside(house: House) -> None:
+def test_verify_names_a_damaged_record_of_drops_and_repair_quarantines_it(house: House) -> None:
     log = purged(house, 3, 7, 11)
     change(log, RECORD + 8)
     before = contents(house.data_dir)
@@ -98,25 +98,25 @@ def test_verify_names_a_damaged_record_of_drops_and_repair_sets_it_aside(house: 
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "reported"),
     [
         (lambda log: log.unlink(), "drops.log: it is missing"),
         (lambda log: log.write_bytes(b""), "drops.log: it was cut short"),
         (lambda log: log.write_bytes(log.read_bytes()[: ROOM - RECORD]), "drops.log: it was cut short"),
     ],
 )
-def test_a_record_of_drops_that_is_missing_or_cut_is_damage_also_where_nothing_else_tells_of_it(
-    house: House, harm: Callable[[Path], None], told: str
+def test_a_record_of_drops_that_is_missing_or_cut_is_damage_also_if_nothing_else_shows_it(
+    house: House, harm: Callable[[Path], None], reported: str
 ) -> None:
     log = purged(house, 3)
     harm(log)
-    told += "; messages that were dropped may be back"
-    assert problems(house) == [told]
+    reported += "; messages that were dropped may be back"
+    assert problems(house) == [reported]
 
     async def work() -> None:
         async with house.stream() as stream:
             assert len(house.events) == 1
-            assert house.events[0].startswith(f"s: {log.parent}/{told}; ")
+            assert house.events[0].startswith(f"s: {log.parent}/{reported}; ")
             assert house.events[0].endswith(
                 "rewritten with its sound records" if aside(house) else "recreated"
             )
@@ -126,7 +126,7 @@ def test_a_record_of_drops_that_is_missing_or_cut_is_damage_also_where_nothing_e
     assert problems(house) == []
 
 
-def test_a_record_that_was_never_written_whole_is_no_damage_and_the_next_one_takes_its_place(
+def test_an_incomplete_record_is_no_damage_and_the_next_one_takes_its_place(
     house: House,
 ) -> None:
     log = purged(house, 3, 7)
@@ -143,7 +143,7 @@ def test_a_record_that_was_never_written_whole_is_no_damage_and_the_next_one_tak
         assert problems(house) == []
         run(work())
         assert problems(house) == []
-        assert log.read_bytes()[RECORD : 3 * RECORD].count(0) > RECORD, "one record, and room"
+        assert log.read_bytes()[RECORD : 3 * RECORD].count(0) > RECORD, "one record, and zeros"
 
 
 def test_sectors_that_a_power_cut_kept_from_the_disk_are_no_damage_and_a_lost_record_among_others_is(
@@ -158,8 +158,8 @@ def test_sectors_that_a_power_cut_kept_from_the_disk_are_no_damage_and_a_lost_re
     for lost in (0, 5, 14):
         log.write_bytes(sound)
         clear(log, 512 + lost * RECORD, 512 + (lost + 1) * RECORD)
-        (told,) = problems(house)
-        assert told.startswith("drops.log: it is damaged, and 49 of its records are sound; ")
+        (reported,) = problems(house)
+        assert reported.startswith("drops.log: it is damaged, and 49 of its records are sound; ")
 
 
 def test_the_compact_form_is_sound_and_damage_in_it_is_found(house: House) -> None:
@@ -176,8 +176,8 @@ def test_the_compact_form_is_sound_and_damage_in_it_is_found(house: House) -> No
     run(work())
     assert problems(house) == []
     change(house.directory() / "drops.log", 2 * RECORD + 1)
-    (told,) = problems(house)
-    assert told.startswith("drops.log: it is damaged, and ")
+    (reported,) = problems(house)
+    assert reported.startswith("drops.log: it is damaged, and ")
 
 
 @pytest.mark.parametrize("overwritten", [False, True])
@@ -219,7 +219,7 @@ def test_a_definition_of_an_older_version_is_read_and_an_older_version_reads_our
     )
 
 
-def test_a_memory_stream_has_its_record_anew_at_each_start_and_its_absence_is_no_damage(house: House) -> None:
+def test_a_memory_stream_gets_a_new_record_at_each_start_and_its_absence_is_no_damage(house: House) -> None:
     async def work() -> None:
         async with house.stream(memory=True) as stream:
             await put(stream, b"a")

@@ -98,7 +98,7 @@ def test_what_a_message_costs_that_drops_another_does_not_grow_with_those_before
     run(work())
 
 
-def test_much_that_must_go_goes_in_steps_and_the_loop_has_its_turn_between_them(house: House) -> None:
+def test_many_messages_are_dropped_in_steps_and_the_loop_runs_between_them(house: House) -> None:
     async def work() -> None:
         async with house.stream() as stream:
             await put(stream, *[b"x"] * STEP * 4)
@@ -108,13 +108,13 @@ def test_much_that_must_go_goes_in_steps_and_the_loop_has_its_turn_between_them(
             while seen[-1]:
                 await asyncio.sleep(0)
                 seen.append(stream.live_messages())
-                assert len(seen) < 100, "nothing goes on"
+                assert len(seen) < 100, "nothing continues"
             assert [a - b for a, b in pairwise([STEP * 4, *seen]) if a > b] == [STEP] * 4
 
     run(work())
 
 
-def test_a_start_that_is_ended_while_it_drops_leaves_less_to_the_next_one(house: House) -> None:
+def test_a_start_that_is_interrupted_while_it_drops_leaves_less_to_the_next_one(house: House) -> None:
     async def work() -> None:
         async with house.stream() as stream:
             await put(stream, *[b"x"] * STEP * 4)
@@ -140,7 +140,7 @@ def test_a_commit_leaves_no_more_to_later_steps_than_it_found(house: House) -> N
     run(work())
 
 
-def test_the_file_of_the_front_is_let_go_of_when_it_is_dropped(house: House) -> None:
+def test_the_file_of_the_oldest_segment_is_closed_when_it_is_dropped(house: House) -> None:
     async def work() -> None:
         async with house.stream(segment_size=1024, limits=MessageLimits(max_bytes=2100)) as stream:
             for _ in range(3):
@@ -189,7 +189,7 @@ HOUR = 3_600_000
         (StorageSettings(), purge),
     ],
 )
-def test_with_a_limit_per_topic_what_is_dropped_at_the_front_does_not_have_all_the_rest_read_again(
+def test_with_a_limit_per_topic_a_drop_at_the_front_does_not_read_everything_again(
     house: House, settings: StorageSettings, drop: Callable[[StreamStore, Stream], Awaitable[None]]
 ) -> None:
     async def work() -> None:
@@ -233,7 +233,7 @@ def test_the_limit_per_topic_is_exact_while_the_front_is_overwritten_and_purged(
     run(work())
 
 
-def test_the_limit_per_topic_holds_also_behind_damage_that_nobody_had_noticed(house: House) -> None:
+def test_the_limit_per_topic_holds_also_after_unnoticed_damage(house: House) -> None:
     async def work() -> None:
         limits = MessageLimits(max_messages_per_topic=20)
         async with house.stream(segment_size=2048, limits=limits) as stream:

@@ -159,7 +159,7 @@ def test_a_full_stream_that_rejects_names_the_limit_and_keeps_what_it_has(house:
     run(work())
 
 
-def test_an_overwriting_stream_drops_whole_oldest_segments_and_stays_within_its_size(house: House) -> None:
+def test_an_overwriting_stream_drops_its_oldest_segments_and_stays_within_its_size(house: House) -> None:
     async def work() -> None:
         async with house.stream(max_size=8192, segment_size=1024, overwrite=True) as stream:
             for n in range(500):
@@ -263,7 +263,7 @@ def test_definitions_survive_and_either_copy_alone_is_enough(house: House) -> No
 
 
 class Stubborn(Files):
-    """Refuses calls on files so many times as a test says: "call file"."""
+    """Fails calls on files as many times as a test sets: "call file"."""
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
@@ -286,7 +286,7 @@ class Stubborn(Files):
 
 @pytest.mark.parametrize("call", ["open", "sync_directory"])
 @pytest.mark.parametrize("name", meta.NAMES)
-def test_an_update_that_fails_half_way_does_not_come_into_force_at_the_next_start(
+def test_an_update_that_fails_half_way_does_not_take_effect_at_the_next_start(
     house: House, name: str, call: str
 ) -> None:
     async def work() -> None:
@@ -372,28 +372,26 @@ def test_a_reader_under_which_segments_are_deleted_goes_on_at_the_new_oldest(hou
 
 
 @pytest.mark.parametrize("flush", [True, False])
-def test_many_appenders_at_once_are_all_committed_in_order_and_told_in_order(
-    house: House, flush: bool
-) -> None:
+def test_many_concurrent_appends_are_committed_and_notified_in_order(house: House, flush: bool) -> None:
     async def work() -> None:
         async with house.store() as store:
             streams = [
                 store.create(f"s{n}", StorageSettings(flush=flush, segment_size=4096), b"{}")
                 for n in range(4)
             ]
-            told: dict[str, list[int]] = {stream.name: [] for stream in streams}
+            notified: dict[str, list[int]] = {stream.name: [] for stream in streams}
 
             async def device(number: int) -> None:
                 stream = streams[number % 4]
                 for _ in range(50):
                     at = stream.append(b"t", b"%d" % stream.next_sequence)
                     await committed(stream)
-                    told[stream.name].append(at)
+                    notified[stream.name].append(at)
                     assert stream.next_sequence > at
 
             await asyncio.wait_for(asyncio.gather(*(device(n) for n in range(40))), 60)
             for stream in streams:
-                assert told[stream.name] == list(range(500))
+                assert notified[stream.name] == list(range(500))
                 assert [m.sequence_number for m in everything(stream)] == list(range(500))
 
     run(work())

@@ -64,13 +64,13 @@ def test_a_payload_of_forged_headers_behind_damage_does_not_hold_a_start_up(
                 await put(stream, b"y" * 50_000, b"z")
                 await put(stream, b"last")
         (path,) = house.directory().glob("*.seg")
-        whole = path.read_bytes()
+        intact = path.read_bytes()
         # A write that was cut short, or a bit that was flipped in the frame before sound ones.
-        path.write_bytes(whole[:-5] if cut else whole[:2000] + bytes((whole[2000] ^ 1,)) + whole[2001:])
+        path.write_bytes(intact[:-5] if cut else intact[:2000] + bytes((intact[2000] ^ 1,)) + intact[2001:])
         checked.clear()
         assert len(verify(house.data_dir)[0].problems) == 1
         async with house.stream() as stream:
-            assert sum(checked) < 100 * len(whole)
+            assert sum(checked) < 100 * len(intact)
             check(stream)
             if cut:
                 assert payloads(stream) == [b"true"]

@@ -26,7 +26,7 @@ from .test_threads import Unreadable
 
 
 class HeldSync(Files):
-    """A disk that holds the next sync back and then, if told so, fails it; it notes the files made."""
+    """A disk that holds the next sync back and then, on demand, fails it; it records new files."""
 
     def __init__(self) -> None:
         self.hold = self.fail = False
@@ -48,7 +48,7 @@ class HeldSync(Files):
         return super().open(path, flags)
 
 
-def test_a_group_that_is_synced_waits_for_a_background_sync_so_that_neither_hides_the_others_error(
+def test_a_group_to_sync_waits_for_a_background_sync_and_neither_hides_the_others_error(
     house: House,
 ) -> None:
     async def work() -> None:
@@ -124,7 +124,7 @@ def test_what_a_failed_group_left_under_the_next_segments_name_is_not_removed_la
     run(work())
 
 
-def test_room_that_could_not_be_cut_off_is_by_the_next_start(house: House) -> None:
+def test_preallocated_space_that_could_not_be_truncated_is_truncated_by_the_next_start(house: House) -> None:
     async def work() -> None:
         house.files = files = Faulty()
         async with house.stream(flush=True) as stream:
@@ -133,16 +133,16 @@ def test_room_that_could_not_be_cut_off_is_by_the_next_start(house: House) -> No
             stream.log.replace_active()
             await put(stream, b"b")
             files.fails = lambda call: 0
-            told = stream.total_bytes
+            reported = stream.total_bytes
         async with house.stream() as stream:
-            assert stream.total_bytes == told
-            assert sum(path.stat().st_size for path in house.directory().glob("*.seg")) == told
+            assert stream.total_bytes == reported
+            assert sum(path.stat().st_size for path in house.directory().glob("*.seg")) == reported
             assert verify(house.data_dir)[0].problems == []
 
     run(work())
 
 
-def test_the_writer_readers_and_verify_tell_one_size_while_there_is_room(house: House) -> None:
+def test_the_writer_readers_and_verify_report_the_same_size_with_preallocated_space(house: House) -> None:
     async def work() -> None:
         async with house.stream(flush=True) as stream:
             await put(stream, b"a")
@@ -154,7 +154,7 @@ def test_the_writer_readers_and_verify_tell_one_size_while_there_is_room(house: 
     run(work())
 
 
-def test_with_too_few_threads_streams_are_committed_by_those_there_are(
+def test_with_too_few_threads_streams_are_committed_by_the_existing_ones(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
@@ -176,8 +176,8 @@ def test_deleting_a_stream_that_caused_back_pressure_releases_it(house: House) -
         house.files = disk = HeldSync()
         async with house.store() as store:
             stream = store.create("s", StorageSettings(), b"{}")
-            told: list[bool] = []
-            store.committer.on_pressure.append(told.append)
+            reported: list[bool] = []
+            store.committer.on_pressure.append(reported.append)
             await put(stream, b"a")
             disk.hold = True
             syncing = asyncio.create_task(store.committer.sync([stream]))
@@ -185,9 +185,9 @@ def test_deleting_a_stream_that_caused_back_pressure_releases_it(house: House) -
             stream.configure(StorageSettings(flush=True), b"{}")
             for _ in range(12):
                 stream.append(b"t", bytes(1_000_000))
-            await until(lambda: told == [True])
+            await until(lambda: reported == [True])
             store.delete("s")
-            assert told == [True, False]
+            assert reported == [True, False]
             disk.gate.set()
             await syncing
 
@@ -195,7 +195,7 @@ def test_deleting_a_stream_that_caused_back_pressure_releases_it(house: House) -
 
 
 class Forgetful(Files):
-    """A disk that tells of a failed sync once, and has then lost what was written before it."""
+    """A disk that reports a failed sync once, and has then lost what was written before it."""
 
     def __init__(self) -> None:
         self.fail_next = False

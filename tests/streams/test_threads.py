@@ -1,4 +1,4 @@
-"""Errors and deletions while a worker thread writes or syncs: nobody else's file, no waiter left waiting."""
+"""Errors and deletions while a worker thread writes or syncs: other streams and waiters are unaffected."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_stream_deleted_behind_slow_syncs_never_touches_the_file_of_the_next_o
             disk.gate.clear()
             for stream in busy:
                 stream.append(b"t", b"x")
-            await until(lambda: disk.waiting == 8)  # every worker thread is taken
-            told: list[StreamError | None] = []
+            await until(lambda: disk.blocked == 8)  # every worker thread is taken
+            notified: list[StreamError | None] = []
             for _ in range(5):
                 gone.append(b"t", b"GONE" * 100)  # spans segments
-            gone.after_commit(told.append)
+            gone.after_commit(notified.append)
             await asyncio.sleep(0)
             store.delete("gone")
-            assert isinstance(told[0], StorageFailed)
+            assert isinstance(notified[0], StorageFailed)
             new = store.create("new", StorageSettings(), b"{}")
             await put(new, b"mine", b"mine too")
             with pytest.raises(StorageFailed, match="was deleted"):
@@ -61,7 +61,7 @@ def test_dropping_segments_during_a_background_sync_is_no_failed_sync(house: Hou
                 await put(stream, b"%d" % n * 30)
             disk.gate.clear()
             syncing = asyncio.create_task(store.committer.sync([stream]))
-            await until(lambda: disk.waiting == 1)
+            await until(lambda: disk.blocked == 1)
             stream.drop_upto(40, DropReason.PURGED)
             disk.gate.set()
             await syncing
@@ -72,7 +72,7 @@ def test_dropping_segments_during_a_background_sync_is_no_failed_sync(house: Hou
 
 
 class Unreadable(Files):
-    """Reading fails when the test says so."""
+    """Reading fails on demand."""
 
     failing = False
 
@@ -122,7 +122,9 @@ class Snapshots(Faulty):
         super()._maybe(call)
 
 
-def test_a_crash_at_any_instant_of_a_rescue_loses_nothing_and_reuses_no_number(tmp_path: Path) -> None:
+def test_a_crash_at_any_instant_of_rewriting_unsynced_data_loses_nothing_and_reuses_no_number(
+    tmp_path: Path,
+) -> None:
     async def work() -> None:
         house = House(tmp_path / "house")
         house.data_dir.parent.mkdir()
@@ -196,7 +198,7 @@ def fail_once_and_hold(disk: SlowDisk) -> None:
     disk.sync = sync  # type: ignore[method-assign]
 
 
-def test_a_stop_during_a_rescue_waits_for_it_and_keeps_what_is_acknowledged(house: House) -> None:
+def test_a_stop_while_unsynced_data_is_rewritten_waits_and_keeps_what_is_acknowledged(house: House) -> None:
     async def work() -> None:
         disk: SlowDisk = slow(house)
         async with house.store() as store:
@@ -204,14 +206,14 @@ def test_a_stop_during_a_rescue_waits_for_it_and_keeps_what_is_acknowledged(hous
             await put(stream, b"a")
             keeping = asyncio.create_task(store.keep(0.001))
             fail_once_and_hold(disk)
-            await until(lambda: stream.busy and disk.waiting)
+            await until(lambda: stream.busy and disk.blocked)
             keeping.cancel()
             stream.append(b"t", b"b")
-            waiting = asyncio.create_task(committed(stream))
+            waiter = asyncio.create_task(committed(stream))
             idle = asyncio.create_task(stream.idle())
             await asyncio.sleep(0)
             disk.gate.set()
-            await asyncio.wait_for(asyncio.gather(waiting, idle), 20)
+            await asyncio.wait_for(asyncio.gather(waiter, idle), 20)
         async with house.stream() as stream:
             assert payloads(stream) == [b"a", b"b"]
 
@@ -240,7 +242,7 @@ def test_damage_inside_the_deduplication_window_keeps_neither_the_service_down_n
     run(work())
 
 
-def test_what_is_dropped_during_a_rescue_is_let_go_of_after_it(house: House) -> None:
+def test_messages_dropped_while_unsynced_data_is_rewritten_are_deleted_afterwards(house: House) -> None:
     async def work() -> None:
         disk: SlowDisk = slow(house)
         async with house.store() as store:
@@ -249,7 +251,7 @@ def test_what_is_dropped_during_a_rescue_is_let_go_of_after_it(house: House) -> 
                 await put(stream, bytes((number,)) * 700)
             fail_once_and_hold(disk)
             syncing = asyncio.create_task(store.committer.sync([stream]))
-            await until(lambda: stream.busy and disk.waiting)
+            await until(lambda: stream.busy and disk.blocked)
             assert stream.drop_upto(2, DropReason.PURGED) == 2
             disk.gate.set()
             await asyncio.wait_for(syncing, 20)
@@ -260,7 +262,7 @@ def test_what_is_dropped_during_a_rescue_is_let_go_of_after_it(house: House) -> 
     run(work())
 
 
-def test_damage_that_is_met_while_a_group_is_in_flight_is_set_aside_afterwards(house: House) -> None:
+def test_damage_found_while_a_group_is_in_flight_is_repaired_afterwards(house: House) -> None:
     async def work() -> None:
         disk = slow(house)
         async with house.store() as store:

@@ -50,10 +50,10 @@ def test_a_sound_directory_verifies_with_exit_code_0_and_all_its_counts(house: H
     assert stream["problems"] == []
     before = contents(house.data_dir)
     assert command("repair", house.data_dir)[0] == 0
-    assert contents(house.data_dir) == before  # nothing to mend: nothing is made
+    assert contents(house.data_dir) == before  # nothing to repair, so nothing changes
 
 
-def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_mends_it(house: House) -> None:
+def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_repairs_it(house: House) -> None:
     run(fill(house))
     path = damage(house, 2)
     before = contents(house.data_dir)
@@ -85,7 +85,7 @@ def test_verify_names_file_and_lost_numbers_changes_nothing_and_repair_mends_it(
     run(work())
 
 
-def test_a_torn_tail_and_damaged_definition_and_index_are_found_and_mended(house: House) -> None:
+def test_a_torn_tail_and_a_damaged_definition_and_index_are_found_and_repaired(house: House) -> None:
     run(fill(house))
     last = max(house.directory().glob("*.seg"))
     last.write_bytes(last.read_bytes()[:-3])
@@ -118,7 +118,7 @@ def test_repair_writes_a_lost_definition_again_and_the_messages_are_there(house:
     run(work())
 
 
-def test_repair_refuses_while_the_service_has_the_directory_and_verify_does_not(house: House) -> None:
+def test_repair_refuses_while_the_service_runs_and_verify_does_not(house: House) -> None:
     async def work() -> None:
         await fill(house)
         async with house.stream() as stream:
