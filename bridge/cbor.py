@@ -2,8 +2,7 @@
 
     decode   maps with text keys, arrays, text, byte strings, integers, floats, booleans, null;
              definite and indefinite lengths (the Java SDK sends indefinite maps)
-    encode   dict, list, str, bytes, int, float, bool
-    messages stored messages, many at a time
+    messages stored messages, many at a time; cbor2 encodes everything else
 
 Any bytes either decode or raise `Malformed`, in time linear in their length. A general library accepts tags,
 with which a small body can demand much arithmetic (rationals, big numbers) or a structure that contains
@@ -14,9 +13,11 @@ us with cbor2.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any, Protocol
+
+import cbor2
 
 MAX_DEPTH = 16
 _BREAK = object()
@@ -216,41 +217,7 @@ def head(major: int, number: int) -> bytes:
     return bytes((major << 5 | 27,)) + number.to_bytes(8, "big")
 
 
-def encode(value: Any) -> bytes:
-    """Encode a value; raises TypeError for unsupported types (None is one)."""
-    out = bytearray()
-    _encode(value, out.extend)
-    return bytes(out)
-
-
-def _encode(value: Any, write: Callable[[bytes], None]) -> None:
-    if isinstance(value, str):
-        data = value.encode()
-        write(head(3, len(data)))
-        write(data)
-    elif isinstance(value, bool):
-        write(b"\xf5" if value else b"\xf4")
-    elif isinstance(value, int):
-        write(head(0, value) if value >= 0 else head(1, -1 - value))
-    elif isinstance(value, bytes):
-        write(head(2, len(value)))
-        write(value)
-    elif isinstance(value, dict):
-        write(head(5, len(value)))
-        for key, item in value.items():
-            _encode(key, write)
-            _encode(item, write)
-    elif isinstance(value, list):
-        write(head(4, len(value)))
-        for item in value:
-            _encode(item, write)
-    elif isinstance(value, float):
-        write(b"\xfb" + struct.pack(">d", value))
-    else:
-        raise TypeError(f"{type(value).__name__} is not sent on this protocol")
-
-
-_NUMBER, _TIME, _PAYLOAD = encode("sequenceNumber"), encode("ingestTime"), encode("payload")
+_NUMBER, _TIME, _PAYLOAD = map(cbor2.dumps, ("sequenceNumber", "ingestTime", "payload"))
 _FIXED = struct.Struct(f">{len(_NUMBER) + 1}sQ{len(_TIME) + 1}sQ{len(_PAYLOAD) + 1}sI")
 
 

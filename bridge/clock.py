@@ -110,7 +110,6 @@ class Deadline:
         return self.at - self._clock.now() / 1000
 
     def passed(self) -> bool:
-        """Whether it has passed."""
         return self.left() <= 0
 
 

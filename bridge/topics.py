@@ -89,17 +89,11 @@ class _Node(Generic[T]):
         self.set_edge(edge)
 
     def set_edge(self, edge: Sequence[str]) -> None:
-        """Change the levels of its edge."""
         self.edge = tuple(edge)
         positions = [at for at, level in enumerate(edge) if at and level != "+"]
         # One call in C compares all levels except the first, by which the node was found.
         self.pick = itemgetter(*positions) if positions else None
         self.literals = self.pick(self.edge) if self.pick is not None else None
-
-    @property
-    def mergeable(self) -> bool:
-        """Whether it can be merged with its only child."""
-        return len(self.children) == 1 and not self.values and "#" not in self.children
 
 
 class FilterTree(Generic[T]):
@@ -114,7 +108,6 @@ class FilterTree(Generic[T]):
         self._root: _Node[T] = _Node()
 
     def add(self, topic_filter: str, value: T) -> None:
-        """Add a value to a filter."""
         levels = topic_filter.split("/")
         size, node, at = len(levels), self._root, 0
         while at < size:
@@ -150,7 +143,7 @@ class FilterTree(Generic[T]):
             first = node.edge[0]
             if not node.values and not node.children:
                 del path[-1].children[first]
-            elif node.mergeable:
+            elif len(node.children) == 1 and not node.values and "#" not in node.children:
                 (below,) = node.children.values()
                 below.set_edge(node.edge + below.edge)
                 path[-1].children[first] = below

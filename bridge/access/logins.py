@@ -11,26 +11,20 @@ import asyncio
 import enum
 import hmac
 import os
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 from bridge.access import proofs
 from bridge.access.guesses import AT_A_TIME, Guesses
-from bridge.access.rules import Identity
+from bridge.access.rules import AccessRule, Identity
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from collections.abc import Set as AbstractSet
-    from pathlib import Path
-
-    from bridge.access.rules import AccessRule
-
 REMEMBERED = 10_000  # verified passwords, and networks that they came from
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 class Reason(enum.Enum):
@@ -93,7 +87,6 @@ class Access:
         self._nobody = Password(usual_iterations(users), b"", b"\0" * 64)
 
     def close(self) -> None:
-        """End the hashing thread."""
         self._hasher.shutdown(wait=False, cancel_futures=True)
 
     @property
@@ -189,7 +182,7 @@ class Access:
         _note(self._networks, network, None)
 
 
-def _note(memory: dict[K, V], key: K, value: V) -> None:
+def _note(memory: dict[Any, Any], key: object, value: object) -> None:
     """Put an entry at the end of a dict of bounded size, instead of the oldest one."""
     memory.pop(key, None)
     if len(memory) >= REMEMBERED:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import ssl
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Set as AbstractSet
-
-    from bridge.access.users import Password
+from bridge.access.users import Password
 
 SIZE = 16  # bytes of a digest
 

@@ -18,15 +18,13 @@ where a client may publish and which streams it may append to.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from msgspec import Struct
 
 from bridge.errors import Unauthorized
 from bridge.topics import covers, is_topic_filter, matches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 StreamRight = Literal["publish", "read", "manage"]
 
@@ -108,11 +106,9 @@ class Identity:
         return self.publish is None or any(matches(f, topic) for f in self.publish)
 
     def may_subscribe(self, topic_filter: str) -> bool:
-        """Whether it may subscribe to a filter."""
         return self.subscribe is None or any(covers(f, topic_filter) for f in self.subscribe)
 
     def may_read(self, topic: str) -> bool:
-        """Whether it may receive messages on a topic."""
         return self.read is None or any(matches(f, topic) for f in self.read)
 
     def may_read_all(self, topic_filter: str) -> bool:
@@ -120,7 +116,6 @@ class Identity:
         return self.read is None or any(covers(f, topic_filter) for f in self.read)
 
     def may(self, right: StreamRight, stream: str) -> bool:
-        """Whether it has a right on a stream."""
         filters: list[str] | None = getattr(self, right)
         return filters is None or any(matches(f, f"streams/{stream}") for f in filters)
 

@@ -14,13 +14,11 @@ import os
 import re
 import stat
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
 
 from bridge.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 ITERATIONS = 210_000  # OWASP's advice for PBKDF2 with SHA-512
 MAX_ITERATIONS = 10_000_000
@@ -47,7 +45,6 @@ def usual_iterations(users: Mapping[str, Password]) -> int:
 
 
 def hash_password(password: bytes) -> str:
-    """Hash a password for the users file."""
     salt = os.urandom(16)
     digest = hashlib.pbkdf2_hmac("sha512", password, salt, ITERATIONS)
     return f"$7${ITERATIONS}${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}"
@@ -66,29 +63,29 @@ def read_users(path: Path) -> dict[str, Password]:
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
-        found = _LINE.fullmatch(line.rstrip())
-        problem = (
-            "" if found else "not name:$7$iterations$salt$hash; make it with `streambridge hash-password`"
-        )
-        if found:
-            name, count = found[1], int(found[2])
+        try:
+            name, password = _parse(line.rstrip())
             if name in users:
-                problem = f"user {name!r} a second time"
-            elif not 0 < count <= MAX_ITERATIONS:
-                problem = f"{count} iterations; 1 to {MAX_ITERATIONS} are possible"
-            else:
-                try:
-                    users[name] = Password(
-                        count,
-                        base64.b64decode(found[3], validate=True),
-                        base64.b64decode(found[4], validate=True),
-                    )
-                except ValueError:
-                    problem = "salt or hash is not base64"
-        if problem:
-            raise ConfigError(f"mqtt.users_file {path}, line {number}: {problem}")
+                raise ValueError(f"user {name!r} a second time")
+        except ValueError as error:
+            raise ConfigError(f"mqtt.users_file {path}, line {number}: {error}") from None
+        users[name] = password
     if not users:
         raise ConfigError(
             f"mqtt.users_file {path}: no users in it; add one with `streambridge hash-password`"
         )
     return users
+
+
+def _parse(line: str) -> tuple[str, Password]:
+    found = _LINE.fullmatch(line)
+    if found is None:
+        raise ValueError("not name:$7$iterations$salt$hash; make it with `streambridge hash-password`")
+    iterations = int(found[2])
+    if not 0 < iterations <= MAX_ITERATIONS:
+        raise ValueError(f"{iterations} iterations; 1 to {MAX_ITERATIONS} are possible")
+    try:
+        salt, digest = (base64.b64decode(part, validate=True) for part in found.group(3, 4))
+    except ValueError:
+        raise ValueError("salt or hash is not base64") from None
+    return found[1], Password(iterations, salt, digest)

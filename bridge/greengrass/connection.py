@@ -27,6 +27,8 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import cbor2
+
 from bridge import cbor
 from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
@@ -306,7 +308,7 @@ class Connection(Flow):
             "supportedProtocolVersions": list(wire.VERSIONS),
             "serverVersion": wire.VERSIONS[0],
         }
-        self._send(bytes((wire.CONNECT_VERSION,)) + wire.frame(wire.CONNECT_RESPONSE, cbor.encode(body)))
+        self._send(bytes((wire.CONNECT_VERSION,)) + wire.frame(wire.CONNECT_RESPONSE, cbor2.dumps(body)))
 
     def identify(self) -> None:
         """Look up the client's rights, at its Connect and again when the rules have changed."""

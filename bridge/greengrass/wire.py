@@ -15,6 +15,8 @@ from enum import IntEnum
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
+import cbor2
+
 from bridge import cbor
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def frame(op: int, body: bytes) -> bytes:
 
 def reply(op: Op, request_id: str, result: dict[str, Any]) -> bytes:
     """The frame of a successful reply."""
-    return frame(REPLY_TO[op], cbor.encode({"requestId": request_id, "status": 0, **result}))
+    return frame(REPLY_TO[op], cbor2.dumps({"requestId": request_id, "status": 0, **result}))
 
 
 def failure(op: int, request_id: str, status: int, text: str, version: str = VERSIONS[0]) -> bytes:
@@ -85,11 +87,11 @@ def failure(op: int, request_id: str, status: int, text: str, version: str = VER
     if version == "1.0.0":
         status = _FOR_OLD.get(status, status)
     to = REPLY_TO[Op(op)] if op in REPLY_TO else UNKNOWN_OPERATION_ERROR
-    return frame(to, cbor.encode({"requestId": request_id, "status": status, "errorMessage": text}))
+    return frame(to, cbor2.dumps({"requestId": request_id, "status": status, "errorMessage": text}))
 
 
-_APPENDED = cbor.encode("status") + b"\0" + cbor.encode("sequenceNumber")
-_REQUEST_ID = cbor.encode("requestId")
+_APPENDED = cbor2.dumps("status") + b"\0" + cbor2.dumps("sequenceNumber")
+_REQUEST_ID = cbor2.dumps("requestId")
 
 
 def appended(request_id: str, number: int) -> bytes:
@@ -101,9 +103,9 @@ def appended(request_id: str, number: int) -> bytes:
 
 def read(request_id: str, stream: str, messages: Sequence[StreamMessage]) -> bytes:
     """The reply to a read."""
-    opening = cbor.encode({"requestId": request_id, "status": 0})
-    begin = b"\xa4" + cbor.encode("streamName") + cbor.encode(stream)
+    opening = cbor2.dumps({"requestId": request_id, "status": 0})
+    begin = b"\xa4" + cbor2.dumps("streamName") + cbor2.dumps(stream)
     pieces = cbor.messages(repeat(begin), messages)
-    pieces[0] = b"\xa3" + opening[1:] + cbor.encode("messages") + pieces[0]
+    pieces[0] = b"\xa3" + opening[1:] + cbor2.dumps("messages") + pieces[0]
     head = (sum(map(len, pieces)) + 1).to_bytes(4, "big") + b"\x0a"
     return b"".join((head, *pieces))

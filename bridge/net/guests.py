@@ -8,12 +8,10 @@ peers with most pending bytes, then the oldest. So a flood displaces itself.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from bridge.net.addresses import network_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 EACH = 4 * 1024  # bytes of a silent connection
 T = TypeVar("T")

@@ -8,15 +8,12 @@ socket the lowest free number, so at least that many descriptors are in use.
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from bridge.net.addresses import network_of
-
-if TYPE_CHECKING:
-    import asyncio
 
 SPARE_DESCRIPTORS = 200
 KEEP_ALIVE = (

@@ -6,12 +6,9 @@ import asyncio
 import errno
 import os
 import socket
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from bridge.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 BACKLOG = 1024  # connections that wait in the kernel to be accepted
 

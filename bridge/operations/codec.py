@@ -133,8 +133,8 @@ def _encode(request_id: str, result: Result, room: int, *, in_cbor: bool) -> byt
     fields: dict[str, Any] = {"requestId": request_id, "status": 0, "statusName": "Success"}
     if isinstance(result, Found):
         if in_cbor:
-            head = cbor.encode(fields)
-            return _in_cbor(result, room, bytes((head[0] + 1,)) + head[1:] + cbor.encode("messages"))
+            head = cbor2.dumps(fields)
+            return _in_cbor(result, room, bytes((head[0] + 1,)) + head[1:] + cbor2.dumps("messages"))
         fields["messages"] = _for_json(result, room)
     else:
         for name, attribute in zip(result.__struct_encode_fields__, result.__struct_fields__, strict=True):
@@ -176,9 +176,9 @@ def _for_json(found: Found, room: int) -> list[StoredMessage]:
 
 def _in_cbor(found: Found, room: int, opening: bytes) -> bytes:
     """`opening`, then a CBOR array of the messages that fit; repeated parts are encoded once."""
-    stream = cbor.encode("streamName") + cbor.encode(found.stream) + cbor.encode("topic")
+    stream = cbor2.dumps("streamName") + cbor2.dumps(found.stream) + cbor2.dumps("topic")
     topics = {row.topic for row in found.messages}
-    after = {topic: stream + cbor.encode(topic.decode()) for topic in topics}
+    after = {topic: stream + cbor2.dumps(topic.decode()) for topic in topics}
     plain = {topic: b"\xa5" + names for topic, names in after.items()}
     begins = [
         plain[row.topic] if not row.headers else b"\xa6" + after[row.topic] + _headers_in_cbor(row.headers)
@@ -199,4 +199,4 @@ def _fitting(found: Found, ends: list[int], room: int) -> int:
 
 def _headers_in_cbor(extra: bytes) -> bytes:
     decoded = msgspec.to_builtins(headers.decode(extra), builtin_types=(bytes,))
-    return cbor.encode("headers") + cbor2.dumps(decoded)
+    return cbor2.dumps("headers") + cbor2.dumps(decoded)

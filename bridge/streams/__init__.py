@@ -27,7 +27,7 @@ Modules, from the bottom up (`make lint` enforces the order):
 * `formats` (which format the directory has, and bringing an earlier one to it)
 * `reader` (read only, for any process), `recovery` (opening the files after a stop or a crash)
 * `queue` (what is not committed yet), `staging` (plans where a group is written), `directory` (the files as
-  threads use them), `obsolete` (files to delete), `log` (writes the groups)
+  threads use them, and those to delete), `log` (writes the groups)
 * `contents` (what a stream has stored), and the policies that read it: `segment_limits`, `message_limits`
   and `dedup` (recent message ids)
 * `stream` (appends, commits and drops; nobody else changes the log)

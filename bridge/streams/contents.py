@@ -69,7 +69,6 @@ class Contents:
 
     @property
     def name(self) -> str:
-        """The stream's name."""
         return self.meta.name
 
     @property
@@ -79,7 +78,6 @@ class Contents:
 
     @property
     def settings(self) -> StorageSettings:
-        """How the stream is stored."""
         return self.meta.settings
 
     @property
@@ -89,7 +87,6 @@ class Contents:
 
     @property
     def total_bytes(self) -> int:
-        """The size of the segment files."""
         return self.log.total_bytes
 
     @property
@@ -149,11 +146,6 @@ class Contents:
         self._damaged.discard(base)
         self._drop_obsolete()
         return True
-
-    def damaged(self, base: int) -> bool:
-        """A reader has met damage in a segment; as `repair`."""
-        self.count("corrupt_reads")
-        return self.repair(base)
 
     def _report(self, found: list[Damage]) -> None:
         for damage in found:

@@ -43,12 +43,10 @@ _NONE = Headers()
 
 
 def encode(headers: Headers) -> bytes:
-    """Encode headers as they are stored."""
     return b"" if headers == _NONE else _encoder.encode(headers)
 
 
 def decode(raw: bytes) -> Headers:
-    """Decode the headers of a stored message."""
     return _decoder.decode(raw) if raw else _NONE
 
 

@@ -83,7 +83,6 @@ class Files:
         os.fdatasync(fd)
 
     def truncate(self, fd: int, size: int) -> None:
-        """Truncate an open file."""
         os.ftruncate(fd, size)
 
     def unlink(self, path: Path) -> None:

@@ -26,11 +26,10 @@ from pathlib import Path
 
 from bridge.clock import Clock
 from bridge.streams import layout, recovery, segment
-from bridge.streams.directory import Directory
+from bridge.streams.directory import Directory, ObsoleteSegments
 from bridge.streams.drops import DropLog
 from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
-from bridge.streams.obsolete import ObsoleteSegments
 from bridge.streams.queue import Group
 from bridge.streams.recovery import Damage
 from bridge.streams.segment import HEADER, Indexer, SegmentSummary
@@ -90,7 +89,7 @@ class SegmentLog:
             else:
                 self.active = item
         if not bases:
-            self._take(self._create_if_room(first))
+            self._take(self._create(first, lazily=True))
         self.next = self.active.index.next
 
     def _reopened(self, path: Path, summary: SegmentSummary) -> OpenSegment:
@@ -211,8 +210,8 @@ class SegmentLog:
         base = max(self.next, first or 0)
         if base == self.active.index.base and not self._tainted:
             return  # it is empty already
-        lazily = lazily or self.active.fd < 0
-        fresh, old = self._create_if_room(base) if lazily else self._create(base), self.active
+        old = self.active
+        fresh = self._create(base, lazily=lazily or old.fd < 0)
         if old.fd < 0:
             self._resize(old.index.base, None)
             if old.index.base != base:
@@ -232,19 +231,15 @@ class SegmentLog:
         """Make the file of a new segment; raises OSError, and then there is none."""
         item.fd = self.directory.make(item.path, self._header(item.index.base))
 
-    def _create(self, base: int) -> OpenSegment:
+    def _create(self, base: int, *, lazily: bool) -> OpenSegment:
+        """A new segment; `lazily`: on a full disk its file is made with the first group. Raises OSError."""
         fresh = self._stager.new(base)
-        self._make(fresh)
-        return fresh
-
-    def _create_if_room(self, base: int) -> OpenSegment:
-        """A new segment; on a full disk its file is made by the first group. Raises OSError."""
         try:
-            return self._create(base)
+            self._make(fresh)
         except OSError as error:
-            if error.errno not in FULL:
+            if not lazily or error.errno not in FULL:
                 raise
-            return self._stager.new(base)
+        return fresh
 
     def _take(self, fresh: OpenSegment) -> None:
         self.active = fresh
@@ -252,11 +247,9 @@ class SegmentLog:
 
     # -- syncing ---------------------------------------------------------------------------------
     def unsynced(self) -> list[tuple[OpenSegment, int]]:
-        """The segments with committed bytes that are not known to be on the disk, with their sizes."""
-        return [(item, item.size) for item in self._not_synced()]
-
-    def _not_synced(self) -> list[OpenSegment]:
-        return [item for item in [*self.closing, self.active] if item.fd >= 0 and item.synced < item.size]
+        """The segments with committed bytes that may not be on the disk, with their sizes."""
+        items = [*self.closing, self.active]
+        return [(item, item.size) for item in items if item.fd >= 0 and item.synced < item.size]
 
     def sync(self, work: list[tuple[OpenSegment, int]]) -> None:
         """Wait until these are on the disk; raises OSError. May run in a thread."""
@@ -285,7 +278,7 @@ class SegmentLog:
         not replaced are unchanged. May run in a thread, while nothing else writes or deletes.
         """
         lost: list[tuple[int, int]] = []
-        work = self._not_synced()
+        work = [item for item, _ in self.unsynced()]
         for item in work:
             data = self._files.read(item.fd, item.size, 0)
             frames = list(segment.scan(data, HEADER.size, self._meta.salt))

@@ -100,7 +100,7 @@ class MessageLimitPolicy:
 
     def _rows_of(self, data: bytes, frame: Frame, start: int, end: int) -> Iterator[_Row]:
         base, sizes = frame.base, segment.sizes_of(data, frame)
-        topics = segment.topics_of(data, frame) if self._by_topic else [b""] * frame.number
+        topics = segment.columns(data, frame)[0] if self._by_topic else [b""] * frame.number
         for a, b in self._stream.drops.live(max(start, base), min(end, frame.next) - 1):
             for number in range(a, b + 1):
                 yield _Row(number, sizes[number - base], frame.age, topics[number - base])
@@ -235,20 +235,19 @@ class MessageLimitPolicy:
         """Read some messages at the front, in complete frames; False if there are none."""
         stream = self._stream
         start, end = max(self._head_end, stream.oldest), stream.log.next
-        if start < end and self._reader is None:
-            self._reader = stream.reader()
+        if start >= end:
+            return bool(self._head)
+        self._reader = self._reader or stream.reader()
         try:
-            for seen, (data, frame) in enumerate(self._frames(start, end), 1):
+            for seen, (data, frame) in enumerate(self._reader.frames(start, end), 1):
                 self._head.extend(self._rows_of(data, frame, start, end))
                 self._head_end = frame.next
                 if self._head and max(seen, len(self._head)) >= AHEAD:
                     break
         except CorruptData as error:
-            stream.damaged(error.segment)  # which sets `stale`
+            stream.count("corrupt_reads")
+            stream.repair(error.segment)  # which sets `stale`
         return bool(self._head)
-
-    def _frames(self, start: int, end: int) -> Iterable[tuple[bytes, Frame]]:
-        return self._reader.frames(start, end) if self._reader is not None else ()
 
     def _forget(self, row: _Row) -> None:
         if self._by_topic:

@@ -55,18 +55,6 @@ class CommitQueue:
     `Stream.append` adds to the pending group itself: a call for it costs 5 % of an append.
     """
 
-    __slots__ = (
-        "_committing",
-        "_released",
-        "_schedule",
-        "_waiters",
-        "busy",
-        "flight_size",
-        "group",
-        "next",
-        "scheduled",
-    )
-
     def __init__(self, number: int, schedule: Callable[[], None]) -> None:
         """The next message gets `number`; `schedule` is called when there is a group to commit."""
         self.next = number

@@ -200,7 +200,6 @@ class StreamReader:
         return self._drops.count(start, end - 1) if start < end else 0
 
     def lost(self) -> list[tuple[int, int]]:
-        """The ranges of numbers that were lost."""
         return [(drop.first, drop.last) for drop in self._drops.ranges if drop.reason in LOSSES]
 
     def total_bytes(self) -> int:

@@ -93,7 +93,6 @@ class Frame(Struct, frozen=True, gc=False):
 
     @property
     def next(self) -> int:
-        """The number after the frame's last one."""
         return self.base + self.number
 
     @property
@@ -276,11 +275,14 @@ def messages(data: bytes, frame: Frame) -> list[StreamMessage]:
 
 def columns(data: bytes, frame: Frame) -> tuple[list[bytes], list[bytes], Iterable[bytes]]:
     """Topics, payloads and headers of a sound frame's messages."""
-    n, bounds, topics, payloads = _topics_and_payloads(data, frame)
+    n, bounds = frame.number, _bounds(data, frame)
+    starts, middles, ends = bounds[0 : 2 * n : 2], bounds[1 : 2 * n : 2], bounds[2 : 2 * n + 1 : 2]
+    topics = [data[a:b] for a, b in zip(starts, middles, strict=True)]
+    payloads = [data[a:b] for a, b in zip(middles, ends, strict=True)]
     if not frame.columns & HEADERS:
         return topics, payloads, repeat(b"", n)
-    ends = zip(bounds[2 * n : 3 * n], bounds[2 * n + 1 :], strict=False)
-    return topics, payloads, [data[a:b] for a, b in ends]
+    parts = zip(bounds[2 * n : 3 * n], bounds[2 * n + 1 :], strict=False)
+    return topics, payloads, [data[a:b] for a, b in parts]
 
 
 def _bounds(data: bytes, frame: Frame) -> list[int]:
@@ -293,14 +295,6 @@ def _bounds(data: bytes, frame: Frame) -> list[int]:
     return list(accumulate(sizes, initial=start + 4 * fields))
 
 
-def _topics_and_payloads(data: bytes, frame: Frame) -> tuple[int, list[int], list[bytes], list[bytes]]:
-    n, bounds = frame.number, _bounds(data, frame)
-    starts, middles, ends = bounds[0 : 2 * n : 2], bounds[1 : 2 * n : 2], bounds[2 : 2 * n + 1 : 2]
-    topics = [data[a:b] for a, b in zip(starts, middles, strict=True)]
-    payloads = [data[a:b] for a, b in zip(middles, ends, strict=True)]
-    return n, bounds, topics, payloads
-
-
 def sizes_of(data: bytes, frame: Frame) -> list[int]:
     """Bytes of topic, payload, headers and id of each message of a sound frame."""
     bounds, n = _bounds(data, frame), frame.number
@@ -309,11 +303,6 @@ def sizes_of(data: bytes, frame: Frame) -> list[int]:
         part = bounds[column * n : (column + 1) * n + 1]
         sizes = [size + b - a for size, a, b in zip(sizes, part, part[1:], strict=False)]
     return sizes
-
-
-def topics_of(data: bytes, frame: Frame) -> list[bytes]:
-    """The topics of a sound frame's messages."""
-    return _topics_and_payloads(data, frame)[2]
 
 
 def ids_of(data: bytes, frame: Frame) -> dict[int, bytes]:
@@ -356,7 +345,6 @@ def resync(
 
 
 def encode_index(summary: SegmentSummary) -> bytes:
-    """The content of an index file."""
     entries = b"".join(ENTRY.pack(*entry) for entry in summary.entries)
     head = INDEX.pack(INDEX_MAGIC, *summary[:5], len(summary.entries), 0)[:-4]
     return head + crc32(entries, crc32(head)).to_bytes(4, "little") + entries

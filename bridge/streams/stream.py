@@ -135,7 +135,6 @@ class Stream(Contents):
         return window
 
     async def idle(self) -> None:
-        """Wait until no group is in flight."""
         await self.queue.idle()
 
     def abandon(self, name: Path) -> None:
@@ -374,7 +373,6 @@ class Stream(Contents):
         self.log.directory.pin()
 
     def unpin(self) -> None:
-        """A worker thread is done."""
         self.log.directory.unpin()
 
     def unsynced(self) -> list[tuple[OpenSegment, int]]:

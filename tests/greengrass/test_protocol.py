@@ -333,7 +333,6 @@ PLAIN = st.recursive(
 
 @given(st.dictionaries(st.text(), PLAIN))
 def test_the_codec_agrees_with_another_one(value: dict[str, Any]) -> None:
-    assert cbor2.loads(cbor.encode(value)) == value
     assert cbor.decode_map(cbor2.dumps(value)) == value
 
 

@@ -1,4 +1,4 @@
-"""Errors and deletions while a worker thread writes or syncs: other streams and waiters are unaffected."""
+"""Errors and deletions while a worker thread writes or syncs: other streams are unaffected."""
 
 from __future__ import annotations
 
