@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridge.ingest.columns import BASE, TIME
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.objectkeys import data_key
 
 EPOCH = 1_795_000_000_000
@@ -95,7 +95,7 @@ def content(made: Object) -> bytes:
     return gzip.compress("".join(lines).encode(), 6)
 
 
-def _make(place: Place, made: Object) -> int:
+def _make(place: StorageLocation, made: Object) -> int:
     data = content(made)
     place.open().put(
         data_key(made.gateway, made.stream, EPOCH, made.first, made.last, EPOCH + made.first * 10, made.form),
@@ -104,7 +104,7 @@ def _make(place: Place, made: Object) -> int:
     return len(data)
 
 
-def make(place: Place, wanted: list[Object]) -> int:
+def make(place: StorageLocation, wanted: list[Object]) -> int:
     """Upload them all and return their bytes."""
     with ProcessPoolExecutor(2) as pool:
         return sum(pool.map(_make, [place] * len(wanted), wanted, chunksize=8))

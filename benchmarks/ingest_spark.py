@@ -38,10 +38,10 @@ import psutil
 
 from benchmarks.ingest_data import PAYLOAD, make, objects
 from bridge.ingest.job import run
-from bridge.ingest.planner import Inventory, Limits, plan
+from bridge.ingest.planner import Inventory, RoundLimits, plan
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.session import open_session
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 
 MOTO = """
@@ -144,20 +144,20 @@ class Bench:
         self.spark = open_session("local[2]", app="benchmark")
         self.spark.conf.set("spark.sql.parquet.compression.codec", "zstd")
 
-    def upload(self, rows: int, form: str, local: bool) -> tuple[Place, str, int]:
+    def upload(self, rows: int, form: str, local: bool) -> tuple[StorageLocation, str, int]:
         import boto3
 
         wanted = list(objects(rows, 8, 10_000, form))
         bucket = f"bench-{uuid4().hex[:8]}"
         boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
-        place = Place(f"s3://{bucket}/export", self.endpoint)
+        place = StorageLocation(f"s3://{bucket}/export", self.endpoint)
         size = make(place, wanted)
         folder = str(self.folder / bucket)
         if local:
-            make(Place(folder), wanted)
+            make(StorageLocation(folder), wanted)
         return place, folder, size
 
-    def ours(self, place: Place, *, zlib_ng: bool = True) -> int:
+    def ours(self, place: StorageLocation, *, zlib_ng: bool = True) -> int:
         # Python workers get their environment with each function: a package of this name hides the real one
         hidden = self.folder / "hidden" / "zlib_ng"
         hidden.mkdir(parents=True, exist_ok=True)
@@ -245,14 +245,14 @@ def growth(bench: Bench, millions: list[float], rounds: int) -> dict[str, Any]:
 def many_keys(count: int) -> dict[str, Any]:
     gateways = 200
     with server(LISTING, str(count), str(gateways)) as endpoint:
-        store = Place("s3://listing", endpoint).open()
+        store = StorageLocation("s3://listing", endpoint).open()
         began, before = time.monotonic(), time.process_time()
         entries = list(store.list())
         listed, listed_cpu = time.monotonic() - began, time.process_time() - before
     began = time.monotonic()
     inventory = Inventory(entries)
     sorted_in = time.monotonic() - began
-    no_limits = Limits(objects=count, bytes=1 << 62)
+    no_limits = RoundLimits(objects=count, bytes=1 << 62)
     began = time.monotonic()
     work = plan(inventory.pending(), {}, (), no_limits).work
     planned = time.monotonic() - began

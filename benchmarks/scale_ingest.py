@@ -27,10 +27,10 @@ from typing import Any
 
 from benchmarks.ingest_data import EPOCH, Object, make
 from benchmarks.ingest_spark import server
-from bridge.ingest.heads import read_heads
+from bridge.ingest.gateway_reports import read_gateway_reports
 from bridge.ingest.job import Summary, run
 from bridge.ingest.session import open_session
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 from bridge.objectkeys import report_key
 
@@ -90,27 +90,27 @@ server.serve_forever()
 
 
 def requests(gateways: int, objects: int, wait: float) -> dict[str, float]:
-    """Seconds that reading the heads and listing take when every request takes `wait` ms."""
+    """Seconds that reading the gateway reports and listing take when every request takes `wait` ms."""
     with server(S3, str(gateways), str(objects), str(wait)) as endpoint:
-        store = Place("s3://landing", endpoint).open()
+        store = StorageLocation("s3://landing", endpoint).open()
         began = time.monotonic()
-        heads = read_heads(store)
+        reports = read_gateway_reports(store)
         read = time.monotonic() - began
         began = time.monotonic()
         entries = sum(1 for _ in store.list())
         listed = time.monotonic() - began
-    assert (len(heads.streams), entries) == (gateways, gateways * objects), (len(heads.streams), entries)
+    assert (len(reports.streams), entries) == (gateways, gateways * objects), (len(reports.streams), entries)
     return {"wait_ms": wait, "heads_seconds": round(read, 1), "list_seconds": round(listed, 1)}
 
 
-def upload(place: Place, gateways: int, objects: range) -> int:
-    """The objects of so many gateways, and their heads."""
+def upload(place: StorageLocation, gateways: int, objects: range) -> int:
+    """The objects of so many gateways, and their reports."""
     store = place.open()
     for g in range(gateways):
         newest = objects.stop * ROWS - 1
         stream = {"stream": "readings", "epoch": EPOCH, "oldest": 0, "newest": newest, "exported": newest}
-        head = {"gateway": f"gw-{g:05d}", "updated": EPOCH, "streams": [stream]}
-        store.put(report_key(head["gateway"]), json.dumps(head).encode())  # type: ignore[arg-type]
+        report = {"gateway": f"gw-{g:05d}", "updated": EPOCH, "streams": [stream]}
+        store.put(report_key(f"gw-{g:05d}"), json.dumps(report).encode())
 
     def all_of_them() -> Iterator[Object]:
         for g in range(gateways):
@@ -140,7 +140,7 @@ def stages(summary: Summary, state: Path) -> dict[str, Any]:
 
 def measure(spark: Any, gateways: int, objects: int, folder: Path) -> dict[str, Any]:
     """A first run, one with nothing new, one with one more object of each gateway."""
-    place, lake = Place(str(folder / "landing")), folder / "lake"
+    place, lake = StorageLocation(str(folder / "landing")), folder / "lake"
     upload(place, gateways, range(objects))
     sink = open_sink(TableOptions(warehouse=str(lake)))
     state = lake / "_streambridge" / "lake.messages"

@@ -1,8 +1,8 @@
-"""Accept that a stream is gone: what waited there is counted as trimmed, not as missing.
+"""Accept that a stream is gone: its pending messages count as trimmed, no longer as missing.
 
-It is the word of an operator, so it is recorded as one: in the state, in the head that was last known of
-the stream, as a range dropped with the reason `accepted`. Numbers that are missing for any other reason stay
-missing. If the gateway lists the stream again, its own head counts.
+An operator decides this, and the state records it: in the stream's last report, as a range dropped with the
+reason `accepted`. Numbers that are missing for any other reason stay missing. If the gateway lists the stream
+again, the gateway's own report counts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from bridge.ingest.planner import StreamId
 from bridge.ingest.report import GONE, survey
 from bridge.ingest.sinks.base import Sink
 from bridge.ingest.state import StateStore
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 
 ACCEPTED = "accepted"
 
 
-def accept(source: Place, sink: Sink, wanted: Iterable[str]) -> dict[str, int]:
-    """Accept the streams named GATEWAY/STREAM, in all epochs that are gone; returns how many numbers of each.
+def accept(source: StorageLocation, sink: Sink, wanted: Iterable[str]) -> dict[str, int]:
+    """Accept the streams named GATEWAY/STREAM in all epochs that are gone; return the count for each.
 
-    Raises IngestError, and accepts none, if nothing of one of them is known to be gone; Moved if another
+    Raises IngestError, and accepts none, if one of them is not known to be gone; CommitConflict if another
     run commits at the same time.
     """
     state, report = survey(source.open(), sink)
@@ -35,13 +35,15 @@ def accept(source: Place, sink: Sink, wanted: Iterable[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for path in wanted:
         if path not in gone:
-            there = f"there is {', '.join(sorted(gone))}" if gone else "nor is any other stream"
-            raise IngestError(f"{path}: nothing of it is known to be gone; {there}")
+            known = f"these are: {', '.join(sorted(gone))}" if gone else "neither is any other stream"
+            raise IngestError(f"{path}: this stream is not known to be gone; {known}")
         counts[path] = 0
         for name, dropped in gone[path].items():
-            head = state.streams[name].head
-            assert head is not None, name  # what waited is known from it
-            state.streams[name].head = replace(head, exported=head.newest, dropped=(*head.dropped, *dropped))
+            reported = state.streams[name].reported
+            assert reported is not None, name  # the hole was computed from it
+            state.streams[name].reported = replace(
+                reported, exported=reported.newest, dropped=(*reported.dropped, *dropped)
+            )
             counts[path] += sum(last - first + 1 for first, last, _ in dropped)
     previous = state.version
     sink.commit(previous, StateStore(sink.state()).save(state, previous), [])

@@ -17,20 +17,20 @@ BASE = pa.schema(
     ]
 )
 MESSAGES = BASE.append(pa.field("object_key", pa.string()))
-# every table of the job has these, the refined ones too: they say which message a row is, and when it came
+# every table of the job has these, refined ones too: they identify the message, and say when it was stored
 IDENTITY = pa.schema([field for field in BASE if field.name not in ("topic", "payload")])
 VARIANT = pa.struct([pa.field("value", pa.binary(), False), pa.field("metadata", pa.binary(), False)])
-PARTITIONS = ("ingest_date", "ingest_day")  # the sinks' own columns and partitions: no column has such a name
-MAX_EXTRAS = 100  # columns that objects may add to the table, all together
+PARTITIONS = ("ingest_date", "ingest_day")  # reserved by the sinks: no column of an object may use them
+MAX_EXTRAS = 100  # columns that all objects together may add to the table
 
 
 def is_variant(kind: pa.DataType) -> bool:
-    """Whether this is Spark's VARIANT: in Arrow a struct, marked at one of its fields."""
+    """Return whether this is Spark's VARIANT: in Arrow, a struct with a marker on one of its fields."""
     return pa.types.is_struct(kind) and any(
         (field.metadata or {}).get(b"variant") == b"true" for field in kind
     )
 
 
 def has_variant(kind: pa.DataType) -> bool:
-    """Whether it is one or has one within."""
+    """Return whether the type is a VARIANT or contains one."""
     return is_variant(kind) or any(has_variant(kind.field(at).type) for at in range(kind.num_fields))

@@ -1,6 +1,6 @@
-"""`streambridge ingest`: what the subcommands are; `options` and `console` have what they share.
+"""`streambridge ingest`: its subcommands. What they share is in `options` and `console`.
 
-Importing this module needs no Spark; the heavy imports are inside the functions.
+Importing this module needs no Spark: the heavy imports are inside the functions.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from bridge.ingest.console import (
     EXIT_QUARANTINED,
     Stopped,
     document,
-    outside,
+    external_reason,
+    log,
     result,
     result_line,
-    say,
     stop,
     usage,
 )
-from bridge.ingest.errors import Moved
+from bridge.ingest.errors import CommitConflict
 from bridge.ingest.options import Json, Source, Spark, spark, table, takes
-from bridge.ingest.planner import Limits
+from bridge.ingest.planner import RoundLimits
 from bridge.ingest.session import PACKAGES, require, require_java
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_existing, open_sink
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from bridge.ingest.report import Report
 
 _NOTHING = (
-    "no object and no head of any gateway, and the table is empty; "
-    "check the prefix, and whether a gateway's s3 export points to it"
+    "no object and no gateway report, and the table is empty; "
+    "check the prefix, and that a gateway's s3 export writes to it"
 )
 
 app = typer.Typer(
     help="Bring exported objects from S3 into a table, exactly once, and report what is missing.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
-    "4 numbers only in objects that were refused or could not be read, 5 other runs were always first, "
+    "4 numbers only in quarantined or unreadable objects, 5 other runs always committed first, "
     "6 nothing found or no such table, 143 stopped by SIGTERM.",
     no_args_is_help=True,
-    rich_markup_mode=None,  # it would take a default in [] for markup
+    rich_markup_mode=None,  # markup would swallow a default in []
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -70,15 +70,17 @@ def ingest(
         typer.Option("--source", help="Where the gateways export to: s3://bucket/prefix or a directory."),
     ] = None,
     where: TableOptions,
-    max_objects: Annotated[int, typer.Option(min=1, help="Objects per round at most.")] = Limits().objects,
+    max_objects: Annotated[
+        int, typer.Option(min=1, help="Objects per round at most.")
+    ] = RoundLimits().objects,
     max_bytes: Annotated[
         int, typer.Option(min=1, help="Bytes of objects per round at most.")
-    ] = Limits().bytes,
+    ] = RoundLimits().bytes,
     every: Annotated[
-        float | None, typer.Option(min=1, help="Go on: look for new objects every so many seconds [once].")
+        float | None, typer.Option(min=1, help="Keep running: look for new objects every N seconds [once].")
     ] = None,
     retry_quarantined: Annotated[
-        bool, typer.Option("--retry-quarantined", help="Read the objects once more that were refused.")
+        bool, typer.Option("--retry-quarantined", help="Read quarantined objects once more.")
     ] = False,
     on: Spark,
     as_json: Json = False,
@@ -92,32 +94,32 @@ def ingest(
             raise usage("--source is missing: s3://bucket/prefix or a directory")
         if retry_quarantined and every is not None:
             raise usage("--retry-quarantined is for a single run, without --every")
-        place = _landing(source, where.endpoint)
+        location = _landing(source, where.endpoint)
         require(*PACKAGES)
         require_java(on.remote)
         sink = open_sink(where)
         from bridge.ingest.job import run
         from bridge.ingest.render import summary_line
 
-        limits, tell = Limits(max_objects, max_bytes), _teller(as_json)
+        limits, on_round = RoundLimits(max_objects, max_bytes), _progress(as_json)
         with ExitStack() as opened:
 
             @cache
-            def session() -> SparkSession:  # seconds to start, so only when there is something new
+            def session() -> SparkSession:  # takes seconds to start, so only when there is something new
                 made = on.open("streambridge ingest")
                 opened.callback(made.stop)
                 return made
 
             def once() -> Report:
-                summary = run(session, place, sink, limits, tell, retry_quarantined=retry_quarantined)
+                summary = run(session, location, sink, limits, on_round, retry_quarantined=retry_quarantined)
                 if as_json:
                     document(summary.to_json(), out)
                 elif summary.rounds or (summary.report.streams and every is None):
-                    say(summary_line(summary))
+                    log(summary_line(summary))
                 return summary.report
 
             if every is not None:
-                _again_and_again(once, every, source)
+                _repeat(once, every, source)
                 return
             report = once()
         _finish(report, source, None if as_json else out)
@@ -131,7 +133,7 @@ def report(
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
-    """Report what the table holds and what is missing; reads no messages and needs no Spark."""
+    """Report what the table holds and what is missing. Reads no messages and needs no Spark."""
     with result() as out:
         require("pyarrow")
         store = _landing(source, where.endpoint).open()
@@ -149,15 +151,16 @@ def report(
 def accept(
     *,
     streams: Annotated[
-        list[str], typer.Argument(metavar="GATEWAY/STREAM", help="As the note in the report names them.")
+        list[str], typer.Argument(metavar="GATEWAY/STREAM", help="As named in the report's note.")
     ],
     source: Source,
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
-    """Accept that streams are gone from their gateways; what waited there is trimmed, no longer missing.
+    """Accept that streams are gone: their pending messages count as trimmed, no longer as missing.
 
-    For streams that were deleted on purpose. Nothing else that is missing is accepted. Needs no Spark.
+    For streams that were deleted on purpose. Numbers that are missing for another reason stay missing. Needs
+    no Spark.
     """
     with result() as out:
         require("pyarrow")
@@ -167,7 +170,7 @@ def accept(
         if as_json:
             document({"accepted": done}, out)
         for path, count in () if as_json else done.items():
-            result_line(f"{path}: {count:,} messages that waited there count as trimmed from now on", out)
+            result_line(f"{path}: {count:,} pending messages now count as trimmed", out)
 
 
 @app.command()
@@ -180,10 +183,10 @@ def refine(
     schema: Annotated[
         str,
         typer.Option(
-            "--schema", help='Columns as Spark DDL, such as "temp DOUBLE, unit STRING"; infer, or variant.'
+            "--schema", help='Columns as Spark DDL, such as "temp DOUBLE, unit STRING"; or infer; or variant.'
         ),
     ] = "infer",
-    form: Annotated[str, typer.Option("--format", help="Payloads are json or cbor.")] = "json",
+    form: Annotated[str, typer.Option("--format", help="Format of the payloads: json or cbor.")] = "json",
     stream: Annotated[
         list[str] | None, typer.Option("--stream", help="Only this stream, repeatable [all].")
     ] = None,
@@ -191,17 +194,17 @@ def refine(
     on: Spark,
     as_json: Json = False,
 ) -> None:
-    """Decode payloads into typed columns of the table --to; what does not fit goes to <to>_rejects.
+    """Decode payloads into typed columns of the table --to; rows that do not fit go to <to>_rejects.
 
-    Incremental and exactly once, like the first step.
+    Incremental and exactly once, like the ingest itself.
     """
     with result() as out:
         if form not in ("json", "cbor"):
-            raise usage(f"--format {form}: it is json or cbor")
+            raise usage(f"--format {form}: use json or cbor")
         require(*PACKAGES, *(["cbor2"] if form == "cbor" else []))
         messages = open_existing(where)
         session = on.open("streambridge ingest refine")
-        from bridge.ingest.refine import Step
+        from bridge.ingest.refine import Refinement
 
         def make(kind: str, columns: Any) -> Any:
             name = to if kind == "typed" else f"{to.rstrip('/')}_rejects"
@@ -209,7 +212,7 @@ def refine(
             return open_sink(replace(own, delta=name) if where.delta else replace(own, name=name), columns)
 
         try:
-            done = Step(messages, make, form, schema, stream or ()).run(session)
+            done = Refinement(messages, make, form, schema, stream or ()).run(session)
         finally:
             session.stop()
         if as_json:
@@ -227,16 +230,16 @@ def compact(
     expire_days: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Also delete files that no version of the last so many days uses [keep all]."
+            min=0, help="Also delete files that no table version of the last N days uses [keep all]."
         ),
     ] = None,
     where: TableOptions,
     on: Spark,
     as_json: Json = False,
 ) -> None:
-    """Put the table's small files together; with --expire-days delete what is no longer used.
+    """Merge the table's small files; with --expire-days also delete files that are no longer used.
 
-    No run may be longer than --expire-days: files that it has not committed yet would be deleted.
+    No run may take longer than --expire-days: its uncommitted files would be deleted.
     """
     with result() as out:
         require(*PACKAGES)
@@ -251,12 +254,12 @@ def compact(
             document({**asdict(done), "deleted": deleted}, out)
         else:
             left = (
-                f"; {done.left:,} left as they are, for another engine has deleted rows in them or a column "
-                "of theirs, or gave them partitions of its own: let it rewrite them "
+                f"; {done.left:,} files left as they are: another engine has deleted rows or a column in "
+                "them, or partitioned them differently; rewrite them with that engine "
                 "(Athena: OPTIMIZE, Spark: rewrite_data_files)"
             )
             result_line(
-                f"{done.before:,} files became {done.after:,}; {deleted:,} unused files deleted"
+                f"{done.before:,} files merged into {done.after:,}; {deleted:,} unused files deleted"
                 f"{left if done.left else ''}",
                 out,
             )
@@ -267,22 +270,24 @@ def compact(
 def prune(
     *,
     source: Source,
-    older_than_days: Annotated[float, typer.Option(min=0, help="Keep objects that are younger.")] = 7,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing, say what would go.")] = False,
+    older_than_days: Annotated[float, typer.Option(min=0, help="Keep younger objects.")] = 7,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Delete nothing; print what would be deleted.")
+    ] = False,
     trust_state: Annotated[
-        bool, typer.Option("--trust-state", help="Also when rows were deleted from the table on purpose.")
+        bool, typer.Option("--trust-state", help="Proceed although the table has fewer rows than its state.")
     ] = False,
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
-    """Delete exported objects that are provably in the table; quarantined ones stay. Needs no Spark."""
+    """Delete exported objects that are provably in the table. Quarantined ones stay. Needs no Spark."""
     with result() as out:
         require("pyarrow")
         from bridge.ingest.prune import prune as go
 
-        place = _landing(source, where.endpoint)
+        location = _landing(source, where.endpoint)
         sink = open_existing(where)
-        done = go(place, sink, older_than_days, dry_run=dry_run, trust_state=trust_state)
+        done = go(location, sink, older_than_days, dry_run=dry_run, trust_state=trust_state)
         if as_json:
             document(asdict(done), out)
         else:
@@ -297,46 +302,46 @@ def prune(
 
 @app.command()
 def package(
-    folder: Annotated[Path, typer.Argument(help="Where the files are written.")] = Path(),
+    folder: Annotated[Path, typer.Argument(help="Where to write the files.")] = Path(),
 ) -> None:
-    """Write the two files that spark-submit needs: the modules as a zip, and the script to start."""
+    """Write the two files that spark-submit needs: a zip with the modules, and the start script."""
     from bridge.ingest.package import write_package
 
     for path in write_package(folder):
         typer.echo(path)
 
 
-def _again_and_again(once: Callable[[], Report], every: float, source: str) -> None:
-    """Until SIGTERM; an S3 or a catalog that fails for a while is no reason to end."""
-    told = False
+def _repeat(once: Callable[[], Report], every: float, source: str) -> None:
+    """Run until SIGTERM. Failures of S3 or of the catalog are logged, and the next run tries again."""
+    reported = False
     with suppress(Stopped):
         while True:
             began = time.monotonic()
             try:
                 report = once()
-                if not report.streams and not told:
-                    say(f"streambridge ingest: nothing found under {source} yet: {_NOTHING}")
-                    told = True
+                if not report.streams and not reported:
+                    log(f"streambridge ingest: nothing found under {source} yet: {_NOTHING}")
+                    reported = True
             except Exception as error:
-                reason = str(error) if isinstance(error, Moved) else outside(error)
+                reason = str(error) if isinstance(error, CommitConflict) else external_reason(error)
                 if reason is None:
                     raise
-                say(f"streambridge ingest: {reason}; next try in {every:g} s")
+                log(f"streambridge ingest: {reason}; retrying in {every:g} s")
             time.sleep(max(0.0, every - (time.monotonic() - began)))
 
 
-def _landing(source: str, endpoint: str | None) -> Place:
-    """Where the objects are; a directory that is not there is a mistake, not an empty one."""
-    place = Place(source, endpoint)
+def _landing(source: str, endpoint: str | None) -> StorageLocation:
+    """Return the location of the objects. A directory that does not exist is a mistake, not an empty one."""
+    location = StorageLocation(source, endpoint)
     if "://" not in source and not Path(source).is_dir():
         raise usage(f"--source {source}: there is no such directory")
-    return place
+    return location
 
 
 def _finish(report: Report, source: str, out: TextIO | None) -> None:
-    """Print the report where people read it, and leave with what it says."""
+    """Print the report to `out`, if any, and exit with the code for its content."""
     if not report.streams:
-        say(f"streambridge ingest: nothing found under {source}: {_NOTHING}")
+        log(f"streambridge ingest: nothing found under {source}: {_NOTHING}")
         raise typer.Exit(EXIT_NOTHING)
     if out is not None:
         from rich.console import Console
@@ -350,10 +355,10 @@ def _finish(report: Report, source: str, out: TextIO | None) -> None:
         raise typer.Exit(EXIT_QUARANTINED)
 
 
-def _teller(as_json: bool) -> Any:
-    """Print every round: a line for people, or one JSON object a line; never on standard output."""
+def _progress(as_json: bool) -> Any:
+    """Return a function that logs a round to standard error, as text or as one line of JSON."""
     if as_json:
-        return lambda done: say(json.dumps(asdict(done), separators=(",", ":")))
+        return lambda done: log(json.dumps(asdict(done), separators=(",", ":")))
     from bridge.ingest.render import round_line
 
-    return lambda done: say(round_line(done))
+    return lambda done: log(round_line(done))

@@ -1,14 +1,13 @@
-"""What the command says, and with which exit code it ends.
+"""The output of the command, and its exit codes.
 
-Exit codes:
-  0  the table is up to date and complete
-  1  the run failed; nothing of the failed round is in the table
-  2  the options are wrong, or Java or a package is missing
-  3  numbers are missing (what is there was committed)
-  4  nothing is missing, but quarantined or unreadable objects hold numbers that are not in the table
-  5  other runs were always first; nothing was added twice
-  6  nothing was found: no object of any gateway under --source, and none in the table; or no such table
-  143  SIGTERM stopped it before it was done; a run with --every ends with 0
+0  the table is up to date and complete
+1  the run failed; nothing of the failed round is in the table
+2  an option is wrong, or Java or a package is missing
+3  numbers are missing (everything else was committed)
+4  nothing is missing, but numbers are only in quarantined or unreadable objects
+5  other runs always committed first; nothing was added twice
+6  nothing was found: no object under --source, and none in the table; or there is no such table
+143  SIGTERM stopped the run before it was done; a run with --every exits with 0
 """
 
 from __future__ import annotations
@@ -23,37 +22,38 @@ from typing import Any, TextIO
 
 import typer
 
-from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, NotInstalled
+from bridge.ingest.errors import BadOption, CommitConflict, IngestError, NoTable, NotInstalled
 from bridge.printable import printable, printable_json
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_MISSING = 3
 EXIT_QUARANTINED = 4
-EXIT_MOVED = 5
+EXIT_CONFLICT = 5
 EXIT_NOTHING = 6
 EXIT_STOPPED = 143
 
-OTHERS = (
+LIBRARIES = (
     "_internal",
     "botocore",
     "deltalake",
     "pyiceberg",
     "requests",
     "sqlalchemy",
-)  # the first: deltalake's
+)  # _internal: deltalake's
 ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\u21b3")  # colours and arrows of delta-rs
 
 
 class Stopped(BaseException):
-    """Raised by SIGTERM: a round that is not committed leaves nothing."""
+    """Raised by SIGTERM. An uncommitted round leaves nothing in the table."""
 
 
 def stop(number: int, frame: object) -> None:
     raise Stopped
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
+    """Print to standard error."""
     typer.echo("\n".join(map(printable, line.split("\n"))), err=True)
 
 
@@ -62,32 +62,32 @@ def document(content: dict[str, Any], out: TextIO) -> None:
 
 
 def result_line(line: str, out: TextIO) -> None:
-    """One line of the result for people."""
+    """Print one line of the result as text."""
     print(printable(line), file=out)
 
 
 def usage(message: str) -> typer.Exit:
-    say(f"streambridge ingest: {message}")
+    log(f"streambridge ingest: {message}")
     return typer.Exit(EXIT_USAGE)
 
 
 @contextmanager
 def result() -> Iterator[TextIO]:
-    """Standard output for the result alone; errors become one line and an exit code.
+    """Reserve standard output for the result; turn errors into one line and an exit code.
 
-    The JVM and the libraries write to file descriptor 1 as well, so for the run it is standard error.
+    The JVM and the libraries also write to file descriptor 1, so for the run it points to standard error.
     """
     sys.stdout.flush()
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # standard output is not a file, as in a test or a notebook
+    except (OSError, ValueError):  # standard output has no descriptor, as in a test or a notebook
         descriptor = -1
     if descriptor < 0:
         with errors():
             yield sys.stdout
         return
     kept = os.dup(descriptor)
-    # names of objects may be any bytes
+    # object keys may hold any bytes
     out = os.fdopen(kept, "w", encoding=sys.stdout.encoding or "utf-8", errors="backslashreplace")
     os.dup2(2, descriptor)
     try:
@@ -99,14 +99,13 @@ def result() -> Iterator[TextIO]:
         out.close()
 
 
-def outside(error: Exception) -> str | None:
-    """What an S3 or a catalog that fails or refuses says of it, for that needs no stack trace; else None.
+def external_reason(error: Exception) -> str | None:
+    """Return the error of S3 or of a catalog as one line, which needs no stack trace; None for any other.
 
-    It is one line. Arrow and delta-rs raise an OSError for it, without the errno that one of a file or a
-    socket of this machine has.
+    Arrow and delta-rs raise an OSError for these, without the errno that a local file or socket sets.
     """
     package = type(error).__module__.split(".")[0]
-    if package in OTHERS or (isinstance(error, OSError) and error.errno is None):
+    if package in LIBRARIES or (isinstance(error, OSError) and error.errno is None):
         return f"{type(error).__name__}: {' '.join(ORNAMENTS.sub('', str(error)).split())}"
     if package in ("pyspark", "py4j"):  # in a task
         found = re.search(r"botocore\.\w+\.(\w+: .*)|bridge\.ingest\.errors\.\w+: (.*)", str(error))
@@ -120,21 +119,21 @@ def errors() -> Iterator[None]:
         yield
     except (BadOption, NotInstalled) as error:
         raise usage(str(error)) from None
-    except Moved as error:
-        say(f"streambridge ingest: {error}; nothing was added")
-        raise typer.Exit(EXIT_MOVED) from None
+    except CommitConflict as error:
+        log(f"streambridge ingest: {error}; nothing was added")
+        raise typer.Exit(EXIT_CONFLICT) from None
     except NoTable as error:
-        say(f"streambridge ingest: {error}")
+        log(f"streambridge ingest: {error}")
         raise typer.Exit(EXIT_NOTHING) from None
     except IngestError as error:
-        say(f"streambridge ingest: {error}")
+        log(f"streambridge ingest: {error}")
         raise typer.Exit(EXIT_FAILED) from None
     except Stopped:
-        say("streambridge ingest: stopped by SIGTERM; nothing of a round that was not told is in the table")
+        log("streambridge ingest: stopped by SIGTERM; only the rounds that were logged are in the table")
         raise typer.Exit(EXIT_STOPPED) from None
     except Exception as error:
-        reason = outside(error)
+        reason = external_reason(error)
         if reason is None:
             raise
-        say(f"streambridge ingest: {reason}")
+        log(f"streambridge ingest: {reason}")
         raise typer.Exit(EXIT_FAILED) from None

@@ -1,20 +1,20 @@
-"""The bytes of one object to a checked Arrow table; no Spark, no S3.
+"""Decode one object into a checked Arrow table; no Spark, no S3.
 
-The name of an object is a promise: rows of that gateway, stream and epoch, numbered exactly first..last.
-Whatever does not keep it (truncated, foreign, empty, lying) raises `BadObject`, and none of its rows
-is used. What the process lacks (memory, a module, a codec that its Arrow was built without) is no fault of
-the object and raises `Unreadable`.
+An object key is a promise: rows of this gateway, stream and epoch, numbered exactly first..last. An object
+that breaks it (truncated, foreign, empty, wrong count) raises `BadObject`, and none of its rows is used.
+When the process lacks something (memory, a module, a codec that its Arrow was built without), the object is
+not at fault, and `Unreadable` is raised.
 
-What an object takes in memory and how deep it is nested is bounded before a library decodes it, and its rows
-are counted first: an object is a few hundred bytes that a stranger chose, and a process that dies of one ends
-the run for all. Rows are flat, so depth is what nobody needs.
+Every object is hostile input: a few hundred bytes can expand without limit, and a crashed process would stop
+the run for all objects. So rows are counted first, and memory and nesting depth are bounded before a library
+decodes anything. Rows are flat; they need no depth.
 
-Both formats give the same seven columns, all required. Further columns are kept when they have a plain
-name and a simple type: `extras` says which ones the table has already, and `NewColumns` is raised for
-others, so that the driver adds them before any row is written.
+Both formats give the same seven columns, all required. Additional columns are kept if they have a plain name
+and a simple type. `extras` are those that the table already has; for others `NewColumns` is raised, so that
+the driver adds them before any row is written.
 
-NDJSON is parsed by msgspec where it is installed (three times as fast) and by Arrow's reader where it
-is not, as on a cluster without compiled extras, and for objects with further columns.
+NDJSON is parsed by msgspec if it is installed, which is three times as fast. Arrow's reader serves where it
+is not, as on a cluster without compiled packages, and for objects with additional columns.
 """
 
 from __future__ import annotations
@@ -44,24 +44,22 @@ try:
 except ImportError:
     msgspec = None  # type: ignore[assignment]
 
-MAX_UNPACKED = (
-    512 << 20
-)  # an object that unpacks to more is refused: one task must not take the executor down
-CHUNK = 32 << 20  # bytes of lines that are Python objects at once
-MEMBER_CHUNK = 64 << 10  # bytes given to the decoder of each gzip member behind the first
-FIRST_ROW = 1 << 20  # bytes: of a longer one the columns are not guessed
-MAX_DEPTH = 16  # of a line: a row is flat, and one that is not deeper is refused by what it holds
+MAX_UNPACKED = 512 << 20  # bytes: one object must not exhaust the memory of an executor
+CHUNK = 32 << 20  # bytes of lines that are Python objects at the same time
+MEMBER_CHUNK = 64 << 10  # bytes given at a time to the decoder of each gzip member after the first
+FIRST_ROW = 1 << 20  # bytes: the columns of a longer first row are not guessed
+MAX_DEPTH = 16  # nesting of a line: rows are flat, and a shallower one is refused by its column's type
 PLAIN_NAME = re.compile(r"[a-z][a-z0-9_]{0,62}\Z")
 
-TEXT = re.compile(rb'"([^"\n]*)"(\s*:)?')  # in lines without escapes; with a colon it is a column's name
+TEXT = re.compile(rb'"([^"\n]*)"(\s*:)?')  # in lines without escapes; before a colon it is a column name
 
-YEARS = (0, 253_402_300_800_000_000)  # us of 1970 and of 10000: no calendar has what is outside
+YEARS = (0, 253_402_300_800_000_000)  # us: the years 1970 to 9999, as far as calendars reach
 
 Extras = Mapping[str, pa.DataType]
 
 
 class NewColumns(Exception):  # noqa: N818 # not an error: a question to the driver
-    """Raised when an object is good and has columns that the table does not have yet."""
+    """Raised when an object is good, but has columns that the table does not have yet."""
 
     def __init__(self, columns: dict[str, pa.DataType]) -> None:
         super().__init__(", ".join(columns))
@@ -69,12 +67,15 @@ class NewColumns(Exception):  # noqa: N818 # not an error: a question to the dri
 
 
 def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
-    """Read and check an object; the result has the columns of BASE and those of `extras` that it holds."""
+    """Decode and check an object; the result has the columns of BASE, and those of `extras` that it holds.
+
+    Raises BadObject, Unreadable or NewColumns, and nothing else.
+    """
     if not data:
         raise BadObject("empty: 0 bytes")
     promised = key.last - key.first + 1
     if promised > MAX_ROWS:
-        raise BadObject(f"the name promises {promised} rows, an object may have {MAX_ROWS}")
+        raise BadObject(f"the key promises {promised} rows, an object may have {MAX_ROWS}")
     try:
         table = _parquet(data, key, extras) if key.format == "parquet" else _ndjson(data, key, extras)
         new = _new_columns(table.schema, extras)
@@ -89,15 +90,16 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
         raise
     except (MemoryError, ImportError) as error:
         raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
-    # Arrow, zlib and msgspec raise their own kinds, and a damaged file can raise any of them
+    # Arrow, zlib and msgspec raise their own exceptions, and a damaged file can raise any of them
     except Exception as error:
         raise BadObject(f"{type(error).__name__}: {line(error)}") from error
 
 
 def _new_columns(found: pa.Schema, extras: Extras) -> dict[str, pa.DataType]:
-    """The columns that the table would have to get; raises BadObject at those that it cannot have.
+    """Return the columns to be added to the table.
 
-    And at one of the contract that is missing, or that no cast could bring to its type.
+    Raises BadObject for a column that the table cannot have, for a required column that is missing, and for
+    a type that no cast can convert.
     """
     known = set(found.names)
     if absent := [name for name in BASE.names if name not in known]:
@@ -114,7 +116,7 @@ def _new_columns(found: pa.Schema, extras: Extras) -> dict[str, pa.DataType]:
 
 
 def _is_simple(kind: pa.DataType) -> bool:
-    """Whether it is flat and a value takes 8 bytes, or as many as it has: what the bounds count on."""
+    """Return whether values are flat and take 8 bytes, or their own length: the bounds assume it."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
@@ -127,7 +129,7 @@ def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey) -> None:
     numbers = columns["sequence_number"]
     promised = key.last - key.first + 1
     if len(numbers) != promised:
-        raise BadObject(f"{len(numbers)} rows, but the name promises {promised}")
+        raise BadObject(f"{len(numbers)} rows, but the key promises {promised}")
     for name, column in columns.items():
         if column.null_count:
             raise BadObject(f"null in column {name}")
@@ -140,7 +142,7 @@ def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey) -> None:
     for name, expected in (("gateway", key.gateway), ("stream", key.stream), ("epoch", str(key.epoch))):
         values = pc.unique(columns[name]).to_pylist()
         if values != [expected]:
-            raise BadObject(f"{name} is {values[0]!r} in the rows and {expected!r} in the name")
+            raise BadObject(f"{name} is {values[0]!r} in the rows and {expected!r} in the key")
 
 
 def _cast(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
@@ -149,21 +151,21 @@ def _cast(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
         column = column.cast(column.type.value_type)
     try:
         column = column if column.type == wanted else column.cast(wanted)
-        column.validate(full=True)  # text must be UTF-8, or the whole table could not be read any more
+        column.validate(full=True)  # text that is not UTF-8 would make the whole table unreadable
     except pa.ArrowInvalid as error:
         raise BadObject(f"column {name} does not fit {wanted}: {line(error)}") from error
     return column
 
 
 def _plain(field: pa.Field, extras: Extras) -> pa.DataType:
-    """The type that a new column gets in the table."""
+    """Return the type of a new column in the table; raises BadObject if the table cannot have it."""
     name, found = field.name, field.type
     if not PLAIN_NAME.match(name) or name in MESSAGES.names:
         raise BadObject(f"column {name!r} cannot be added to the table: not a plain name")
     if name in PARTITIONS:
-        raise BadObject(f"column {name!r} cannot be added to the table: its partition has that name")
-    if same := [known for known in extras if known.lower() == name]:  # one column to most engines
-        raise BadObject(f"column {name!r} cannot be added to the table: it has {same[0]!r}, another case")
+        raise BadObject(f"column {name!r} cannot be added to the table: its partition has this name")
+    if same := [known for known in extras if known.lower() == name]:  # most engines ignore the case
+        raise BadObject(f"column {name!r} cannot be added to the table: it has {same[0]!r} in another case")
     if pa.types.is_dictionary(found):
         found = found.value_type
     if pa.types.is_integer(found):
@@ -191,12 +193,12 @@ def _parquet(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
         if sizes.rows_at_once >= sizes.rows:
             return file.read(use_threads=False)
         return _in_batches(file, sizes.rows_at_once)
-    except pa.ArrowNotImplementedError as error:  # another build or version of Arrow can read it
+    except pa.ArrowNotImplementedError as error:  # another build or version of Arrow may read it
         raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
 
 
 def _in_batches(file: pq.ParquetFile, rows: int) -> pa.Table:
-    """Read so many rows at a time, for their dictionaries could make more of them than there is room."""
+    """Read so many rows at a time: expanding all dictionaries at once could exceed the budget."""
     tables: list[pa.Table] = []
     room = MAX_UNPACKED
     for batch in file.iter_batches(rows, use_threads=False):
@@ -212,9 +214,9 @@ def _in_batches(file: pq.ParquetFile, rows: int) -> pa.Table:
 
 
 def _gunzip(data: bytes, rows: int) -> bytes:
-    """Unpack; several members one after the other are one legal file, but not more of them than rows.
+    """Unpack a gzip file. It may have several members, but not more than rows.
 
-    What is behind the end of a member is copied, so only the first one is given all there is.
+    zlib copies all input after the end of a member, so only the first member is given the whole input.
     """
     parts: list[bytes] = []
     view = memoryview(data)
@@ -223,10 +225,10 @@ def _gunzip(data: bytes, rows: int) -> bytes:
         unpacker = decompressobj(wbits=GZIP)
         members += 1
         if members > rows:
-            raise BadObject(f"more gzip members than the {rows} rows that the name promises")
+            raise BadObject(f"more gzip members than the {rows} rows that the key promises")
         while not unpacker.eof and start < len(data):
             given = view[start : start + step]
-            part = unpacker.decompress(given, room + 1)  # 0 would be no limit
+            part = unpacker.decompress(given, room + 1)  # 0 would mean no limit
             room -= len(part)
             if room < 0:
                 raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
@@ -245,12 +247,12 @@ def _ndjson(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
         try:
             return _by_msgspec(lines, key, promised)
         except msgspec.ValidationError:
-            pass  # further columns, most likely; the other reader names what is wrong if it is something else
+            pass  # additional columns, most likely; for anything else the other reader names the mistake
     return _by_arrow(lines, promised, extras)
 
 
 def _chunks(lines: bytes) -> Iterator[bytes]:
-    """The lines in pieces of about `CHUNK` bytes: their rows are Python objects for a while."""
+    """Split the lines into chunks of about `CHUNK` bytes, since their rows become Python objects."""
     if len(lines) <= CHUNK:
         yield lines
         return
@@ -263,7 +265,7 @@ def _chunks(lines: bytes) -> Iterator[bytes]:
 
 @lru_cache(maxsize=1024)
 def _decoder(gateway: str, stream: str, epoch: str) -> Any:
-    """Decode rows of one stream; a literal is compared in place, which costs much less than a new string."""
+    """Return a decoder for rows of one stream. A literal is compared in place, which saves a new string."""
     row = msgspec.defstruct(
         "Row",
         [
@@ -282,13 +284,13 @@ def _decoder(gateway: str, stream: str, epoch: str) -> Any:
 
 
 def _by_msgspec(lines: bytes, key: ObjectKey, rows: int) -> pa.Table:
-    """Rows are of known fields, so nothing in them can be nested."""
+    """Decode rows that have exactly the seven columns, so nothing in them can be nested."""
     tables: list[pa.Table] = []
     for chunk in _chunks(lines):
         tables.append(_rows(chunk, key))
         rows -= tables[-1].num_rows
         if rows < 0:
-            break  # too many, as the check of the whole will say
+            break  # too many: `_check` reports it
     return pa.concat_tables(tables)
 
 
@@ -311,15 +313,17 @@ _TEXT = {name: pa.string() for name in ("gateway", "stream", "epoch", "ingest_ti
 
 
 def _by_arrow(lines: bytes, rows: int, extras: Extras) -> pa.Table:
-    """Arrow, when it infers columns, recurses once for each level and makes a column of every name.
+    """Decode rows with additional columns.
 
-    So it is given the columns of the first row, usually those of all; anything else is an error at once.
+    When Arrow infers columns, it recurses once per level and creates a column for every name. So it is first
+    given the columns of the first row, which usually are those of all rows; it infers them only if that
+    fails, and after depth and names have been checked.
     """
-    if lines[-2:].isspace():  # a copy, so only where it is needed
+    if lines[-2:].isspace():  # rstrip copies
         lines = lines.rstrip()
     found = lines.count(b"\n") + (not lines.endswith(b"\n")) if lines else 0
     if found != rows:
-        raise BadObject(f"{found} rows, but the name promises {rows}")
+        raise BadObject(f"{found} rows, but the key promises {rows}")
     types = {**_TEXT, "sequence_number": pa.int64()}
     try:
         table = _read_json(lines, _of_first_row(lines, extras) | types, "error")
@@ -328,7 +332,7 @@ def _by_arrow(lines: bytes, rows: int, extras: Extras) -> pa.Table:
             raise BadObject(f"nested deeper than {MAX_DEPTH}") from None
         _check_names(lines, rows, extras)
         table = _read_json(lines, types, "infer")
-        # Arrow takes text that looks like a time for one, and another object may hold other text there
+        # Arrow infers a time from text that looks like one, and another object may have other text there
         guessed = {f.name: pa.string() for f in table.schema if pa.types.is_timestamp(f.type)}
         if guessed:
             table = _read_json(lines, types | guessed, "infer")
@@ -339,7 +343,7 @@ def _by_arrow(lines: bytes, rows: int, extras: Extras) -> pa.Table:
 
 
 def _of_first_row(lines: bytes, extras: Extras) -> dict[str, pa.DataType]:
-    """The further columns of the first row, with the types of their values."""
+    """Return the additional columns of the first row, with the types of their values."""
     kinds: dict[type, pa.DataType] = {
         bool: pa.bool_(),
         int: pa.int64(),
@@ -349,7 +353,7 @@ def _of_first_row(lines: bytes, extras: Extras) -> dict[str, pa.DataType]:
     try:
         row = json.loads(lines[: min(lines.find(b"\n") + 1 or len(lines), FIRST_ROW)])
     except (ValueError, RecursionError):
-        return {}  # cut or malformed; the readers say what is wrong
+        return {}  # cut or malformed: the readers report it
     if not isinstance(row, dict) or len(row) > len(BASE) + len(extras) + MAX_EXTRAS:
         return {}
     return {
@@ -360,7 +364,7 @@ def _of_first_row(lines: bytes, extras: Extras) -> dict[str, pa.DataType]:
 
 
 def _check_names(lines: bytes, rows: int, extras: Extras) -> None:
-    """Raise BadObject if the rows have more names than a table can have columns, or memory has room for."""
+    """Raise BadObject if the rows have more names than a table may have columns, or than fit in memory."""
     names: set[bytes] = set()
     most = len(BASE) + len(extras) + 2 * MAX_EXTRAS
     for found in TEXT.finditer(lines.replace(b"\\\\", b"").replace(b'\\"', b"")):

@@ -1,4 +1,4 @@
-"""What can go wrong in an ingest run, beside `bridge.errors`."""
+"""The errors of an ingest run, in addition to `bridge.errors`."""
 
 # ruff: noqa: N818 # named for what happened, as there
 
@@ -7,20 +7,20 @@ from __future__ import annotations
 from bridge.errors import StreamBridgeError
 from bridge.printable import printable
 
-REASON = 200  # characters: what others wrote may be in a reason, and every state has it until it is cured
+REASON = 200  # characters: a reason may quote others' text, and every state keeps it until it is resolved
 
 
-def line(said: object) -> str:
-    """What an error or anything else says, short, in one line, and fit for a terminal."""
-    return printable(" ".join(str(said)[: 10 * REASON].split()))[:REASON]
+def line(text: object) -> str:
+    """Return the text of an error, or of anything else, as one short line that is safe for a terminal."""
+    return printable(" ".join(str(text)[: 10 * REASON].split()))[:REASON]
 
 
 class IngestError(StreamBridgeError):
-    """The base of what stops a run; the message says what to do."""
+    """The base of all errors that stop a run; the message says what to do."""
 
 
 class BadOption(IngestError):
-    """Raised when the options cannot be meant as they are."""
+    """Raised when an option is wrong, or options contradict each other."""
 
 
 class NotInstalled(IngestError):
@@ -28,35 +28,35 @@ class NotInstalled(IngestError):
 
 
 class NoTable(IngestError):
-    """Raised when there is no such table, for who works on one that is there and makes none."""
+    """Raised by commands that need an existing table and never create one."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
-            f"{where}: there is no such table; check the options, or let `streambridge ingest` make it"
+            f"{where}: there is no such table; check the options, or create it with `streambridge ingest`"
         )
 
 
 class StateMissing(IngestError):
-    """Raised when the table points to a state document that is not there; going on would store twice."""
+    """Raised when the table's state document is missing or damaged; to continue would store rows twice."""
 
 
-class Moved(IngestError):
-    """Raised when another run committed to the table after this one had planned: nothing was added."""
+class CommitConflict(IngestError):
+    """Raised when another run committed to the table after this run had planned; nothing was added."""
 
 
 class BadObject(StreamBridgeError):
-    """Raised when an object does not hold what its name promises; it is quarantined with this reason."""
+    """Raised when an object does not hold what its key promises; it is quarantined with this reason."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(line(reason))
 
 
 class Vanished(StreamBridgeError):
-    """Raised when an object is no longer there, such as when it expired after it had been listed."""
+    """Raised when an object no longer exists, for example because it expired after the listing."""
 
 
 class Unreadable(StreamBridgeError):
-    """Raised when an object cannot be read now and may be good: the next run tries it again."""
+    """Raised when an object cannot be read now but may be good; the next run tries it again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(line(reason))

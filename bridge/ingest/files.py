@@ -1,8 +1,8 @@
-"""Parquet data files of the table, written by one Spark task.
+"""The Parquet data files that one Spark task writes.
 
-One file per day of ingest time (UTC). Rows wait per day until there are enough for a row group, so that
-many small objects do not become many small row groups; whatever waits is bounded by `BUFFERED` bytes, and
-what is written goes to disk (or is spooled there on the way to S3). A file gets its name at the start and
+One file per day of ingest time (UTC). Rows are buffered per day until they fill a row group, so that many
+small objects do not become many small row groups. The buffers of all days hold at most `BUFFERED` bytes;
+what is written goes to disk (or is spooled there on its way to S3). A file has its name from the start, and
 counts only once a commit names it.
 """
 
@@ -18,18 +18,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 
 GROUP_ROWS = 200_000
 GROUP_BYTES = 64 << 20
 BUFFERED = 128 << 20
-OPEN = 64  # files at a time, for an object may hold a message a day of many years
+OPEN = 64  # files at a time: an object may hold one message a day for many years
 STATISTICS = ["gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic"]
 
 
 @dataclass(slots=True)
 class DataFile:
-    """A written data file, with the bounds that readers prune by; times are in us since 1970."""
+    """A written data file, with the bounds by which readers skip files; times are in us since 1970."""
 
     path: str  # relative to the table
     day: str  # YYYY-MM-DD
@@ -43,15 +43,17 @@ class DataFile:
 
 
 class _Day:
-    """One open file and the rows that wait for it."""
+    """One open file and its buffered rows."""
 
-    def __init__(self, place: Place, schema: pa.Schema, day: str, folder: str, label: str) -> None:
+    def __init__(
+        self, location: StorageLocation, schema: pa.Schema, day: str, folder: str, label: str
+    ) -> None:
         self.file = DataFile(f"{folder}={day}/{label}{uuid4()}.parquet", day)
         self.schema = schema
-        self.waiting: list[pa.Table] = []
+        self.pending: list[pa.Table] = []
         self.rows = self.bytes = 0
         self.stack = ExitStack()
-        self.sink = self.stack.enter_context(place.open().writer(self.file.path))
+        self.sink = self.stack.enter_context(location.open().writer(self.file.path))
         self.writer = self.stack.enter_context(
             pq.ParquetWriter(
                 self.sink,
@@ -63,16 +65,16 @@ class _Day:
         )
 
     def add(self, table: pa.Table) -> None:
-        self.waiting.append(table)
+        self.pending.append(table)
         self.rows += table.num_rows
         self.bytes += table.nbytes
         if self.rows >= GROUP_ROWS or self.bytes >= GROUP_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        if self.waiting:
-            self.writer.write_table(pa.concat_tables(self.waiting), row_group_size=GROUP_ROWS)
-            self.waiting.clear()
+        if self.pending:
+            self.writer.write_table(pa.concat_tables(self.pending), row_group_size=GROUP_ROWS)
+            self.pending.clear()
             self.file.rows += self.rows
             self.rows = self.bytes = 0
 
@@ -85,14 +87,14 @@ class _Day:
 
 
 class DayFiles:
-    """The files of one task; use it as a context: they are complete when the block ends.
+    """The files of one task, as a context manager: they are complete when the block ends.
 
-    `schema` is that of the files (with the field ids of the table, where it has such), `folder` what
-    stands before the `=` of a file's folder, `label` how the names of the files begin.
+    `schema` is the schema of the files (with the field ids of the table, if it has any), `folder` the part of
+    a file's folder before the `=`, and `label` the prefix of the file names.
     """
 
-    def __init__(self, place: Place, schema: pa.Schema, folder: str, label: str = "") -> None:
-        self.place, self.schema, self.folder, self.label = place, schema, folder, label
+    def __init__(self, location: StorageLocation, schema: pa.Schema, folder: str, label: str = "") -> None:
+        self.location, self.schema, self.folder, self.label = location, schema, folder, label
         self._days: dict[str, _Day] = {}
         self.written: list[DataFile] = []
 
@@ -100,7 +102,7 @@ class DayFiles:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        opened = ExitStack()  # one end for all: after an error none of them appears
+        opened = ExitStack()  # closes all files together: after an error none of them appears
         for day in self._days.values():
             opened.push(day.stack)
         if raised[0] is not None:
@@ -129,7 +131,7 @@ class DayFiles:
         if day is None:
             if len(self._days) == OPEN:
                 self.written.append(self._days.pop(next(iter(self._days))).finish())
-            day = self._days[name] = _Day(self.place, self.schema, name, self.folder, self.label)
+            day = self._days[name] = _Day(self.location, self.schema, name, self.folder, self.label)
         for column in ("gateway", "stream", "epoch", "sequence_number"):
             ends = pc.min_max(part[column]).as_py()
             day.file.widen(column, ends["min"], ends["max"])
@@ -147,7 +149,7 @@ class DayFiles:
 
 
 def _repeating(schema: pa.Schema) -> list[str]:
-    """Columns worth a dictionary; trying it on payloads costs a sixth of the writing, for nothing."""
+    """Return the columns worth a dictionary. Trying one on payloads takes a sixth of the time for nothing."""
     return [field.name for field in schema if pa.types.is_string(field.type)]
 
 
@@ -156,5 +158,5 @@ def _day_of(micros: int) -> str:
 
 
 def day_number(day: str) -> int:
-    """Days since 1970, as Iceberg stores them."""
+    """Return the days since 1970, as Iceberg stores them."""
     return date.fromisoformat(day).toordinal() - date(1970, 1, 1).toordinal()

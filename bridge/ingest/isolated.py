@@ -1,8 +1,8 @@
-"""Objects one by one, each in a process apart: what a task does when its worker died before.
+"""Objects read one by one in a child process: what a task does when its worker died before.
 
-A library that crashes at an object, or takes all memory, ends the worker with all that it had read. Spark
-tries the task again, and here the object that is guilty ends only a child: it is refused with the reason, and
-the others are taken. One child takes object after object; one that died is replaced.
+A library that crashes at an object, or uses all memory, ends the worker and loses all that it had read. Spark
+retries the task. Here such an object ends only a child process: the object is quarantined with the reason,
+and the others are taken. One child reads object after object; one that died is replaced.
 """
 
 from __future__ import annotations
@@ -20,36 +20,41 @@ from pathlib import Path
 from typing import IO, Any
 
 from bridge.ingest.errors import IngestError
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import Target, process
 
-FIRST_VICTIM = "1000"  # for the kernel when memory is short: rather the child than the worker or the JVM
+FIRST_VICTIM = "1000"  # oom_score_adj: the kernel kills the child rather than the worker or the JVM
 START = "from bridge.ingest.isolated import main; main()"
 
 
-def one_by_one(work: list[Any], source: Place, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Like `worker.process`, but an object that ends the process is a row as well."""
+def one_by_one(
+    work: list[Any], source: StorageLocation, target: Target
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Like `worker.process`, but an object that ends the process gives a row too.
+
+    Raises IngestError for a failure that is not about one object.
+    """
     with ExitStack() as stack:
         child: subprocess.Popen[str] | None = None
         for one in work:
             if child is None:
                 child = stack.enter_context(_child(source, target))
-            answer = _asked(child, one)
-            if not answer.endswith("\n"):  # it is dead, or will be: what it wrote last is not known
-                with suppress(BrokenPipeError):  # what it has not read is still to be written
+            answer = _send(child, one)
+            if not answer.endswith("\n"):  # the child died, perhaps in the middle of its answer
+                with suppress(BrokenPipeError):  # closing flushes what it has not read
                     child.stdin.close()  # type: ignore[union-attr] # it is a pipe
                 key, etag = one[:2]
                 reason = f"the process that read it alone {_ended(child.wait())}"
                 yield "object", {"key": key, "etag": etag, "status": "bad", "reason": reason}
                 child = None
                 continue
-            said = json.loads(answer)
-            if "error" in said:
-                raise IngestError(said["error"])
-            yield from ((kind, body) for kind, body in said["rows"])
+            reply = json.loads(answer)
+            if "error" in reply:
+                raise IngestError(reply["error"])
+            yield from ((kind, body) for kind, body in reply["rows"])
 
 
-def _child(source: Place, target: Target) -> subprocess.Popen[str]:
+def _child(source: StorageLocation, target: Target) -> subprocess.Popen[str]:
     setting = asdict(target) | {"schema": base64.b64encode(target.schema).decode()}
     return subprocess.Popen(
         [sys.executable, "-c", START, json.dumps([asdict(source), setting])],
@@ -60,7 +65,7 @@ def _child(source: Place, target: Target) -> subprocess.Popen[str]:
     )
 
 
-def _asked(child: subprocess.Popen[str], one: Any) -> str:
+def _send(child: subprocess.Popen[str], one: Any) -> str:
     assert child.stdin is not None
     assert child.stdout is not None
     with suppress(BrokenPipeError):
@@ -79,7 +84,7 @@ def _ended(code: int) -> str:
 
 
 def main() -> None:
-    """The child: a line of work on standard input, a line of its rows on standard output."""
+    """Run the child: each line of standard input is one object, each line of standard output its rows."""
     with suppress(OSError):  # no /proc
         Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
     with os.fdopen(os.dup(1), "w") as out:
@@ -92,10 +97,10 @@ def _serve(lines: IO[str], out: IO[str]) -> None:
 
     pa.set_cpu_count(1)
     where, setting = json.loads(sys.argv[1])
-    source = Place(**where)
-    inner = setting["place"]
+    source = StorageLocation(**where)
+    inner = setting["location"]
     target = Target(
-        Place(**inner),
+        StorageLocation(**inner),
         setting["folder"],
         base64.b64decode(setting["schema"]),
         tuple(setting["extras"]),
@@ -103,8 +108,8 @@ def _serve(lines: IO[str], out: IO[str]) -> None:
     )
     for line in lines:
         try:
-            said: dict[str, Any] = {"rows": list(process([json.loads(line)], source, target))}
-        except Exception as error:  # of the network, for instance: Spark tries the task again
-            said = {"error": f"{type(error).__name__}: {error}"}
-        out.write(json.dumps(said) + "\n")
+            reply: dict[str, Any] = {"rows": list(process([json.loads(line)], source, target))}
+        except Exception as error:  # a network failure, for example: Spark retries the task
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        out.write(json.dumps(reply) + "\n")
         out.flush()

@@ -1,9 +1,9 @@
 """The job: list, plan, work in the executors, commit, until nothing is new.
 
-Crash anywhere and run again: before the commit there are unused data files and perhaps a state document
-that nothing points to; after it the round is done. Nothing is ever cleaned up by a later run in order
-to be right. A round that loses against another run is thrown away, with its files, and planned again on
-top of what the other one did.
+A run can crash at any point. Before the commit it leaves unused data files, and perhaps a state document that
+no table points to; after the commit the round is done. No later run has to clean up for its result to be
+correct. If another run commits first, the round is discarded with its files, and planned again on top of that
+commit.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.columns import MAX_EXTRAS
-from bridge.ingest.errors import Moved
+from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import DataFile
-from bridge.ingest.heads import Heads, read_heads
-from bridge.ingest.planner import Inventory, Limits, Plan, StreamId, Work, plan
+from bridge.ingest.gateway_reports import GatewayReports, read_gateway_reports
+from bridge.ingest.planner import Inventory, Plan, RoundLimits, StreamId, Work, plan
 from bridge.ingest.report import Name, Report, build
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, swept
-from bridge.ingest.state import Piece, Quarantined, State, StateStore
-from bridge.ingest.store import Place
+from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, sweep_on_error
+from bridge.ingest.state import Piece, Quarantined, StateStore, TableState
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import STATUS, Target, pack, task
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-TASK_BYTES = 32 << 20  # of objects, compressed: what one task reads
+TASK_BYTES = 32 << 20  # of objects, compressed, that one task reads
 DEAD_WORKER = re.compile(
     "Python worker exited unexpectedly|Python worker failed to connect|ExecutorLostFailure"
 )
-LOSSES = 5  # rounds lost in a row before a run gives way
+CONFLICTS = 5  # rounds in a row that lost against other runs, before this run gives up
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Round:
 
 @dataclass(slots=True)
 class Summary:
-    """What a run did, and what the table holds now."""
+    """The figures of a run, and the report on the table after it."""
 
     rounds: list[Round]
     rows: int
@@ -86,27 +86,28 @@ class Summary:
         }
 
 
-Tell = Callable[[Round], None]
-Aside = tuple[Work, str | None]  # an object that could not be read and why; None: it is there no more
+Skipped = tuple[Work, str | None]  # an object that could not be read, and why; None: it no longer exists
 
 
 def run(
     spark: SparkSession | Callable[[], SparkSession],
-    source: Place,
+    source: StorageLocation,
     sink: Sink,
-    limits: Limits | None = None,
-    tell: Tell = lambda done: None,
+    limits: RoundLimits | None = None,
+    on_round: Callable[[Round], None] = lambda done: None,
     *,
     retry_quarantined: bool = False,
 ) -> Summary:
-    """Bring the table up to date with the objects under `source`; `tell` is called after every commit.
+    """Bring the table up to date with the objects under `source`; calls `on_round` after every round.
 
-    With `retry_quarantined` the objects that earlier runs refused are read once more.
-    `spark` may be a function that opens the session: it is not called when there is nothing new.
+    With `retry_quarantined`, the objects that earlier runs quarantined are read once more.
+    `spark` may be a function that opens the session: it is not called if there is nothing new.
+    Raises IngestError, CommitConflict after five rounds in a row that lost against other runs, and whatever
+    Spark and the libraries raise.
     """
     began = time.monotonic()
     store = source.open()
-    heads = read_heads(store)
+    reports = read_gateway_reports(store)
     inventory = Inventory(store.list())
     listed = time.monotonic() - began
     states: StateStore | None = None
@@ -114,37 +115,37 @@ def run(
     rounds: list[Round] = []
     vanished: set[Name] = set()
     unreadable: dict[Name, Quarantined] = {}
-    retry: set[Name] | None = None if retry_quarantined else set()  # None: all that the state has
-    losses = 0
-    doubtful: set[StreamId] = set()  # with an object that this run has refused
+    retry: set[Name] | None = None if retry_quarantined else set()  # None: all quarantined in the state
+    conflicts = 0
+    doubtful: set[StreamId] = set()  # streams with an object that this run has quarantined
     while True:
         start = time.monotonic()
-        version = sink.pointer()  # before its place: a table that is made meanwhile has its own
+        version = sink.pointer()  # before its location, which changes when another run creates the table
         known = states or StateStore(sink.state())
         state = known.load(version)
         if retry is None:
             retry = set(state.quarantine)
         refused = state.quarantine.keys() - retry
-        todo = plan(pending, state.covered(), refused, limits or Limits(), doubtful)
+        todo = plan(pending, state.covered(), refused, limits or RoundLimits(), doubtful)
         if not todo.work:
             break
         target = sink.target()
-        states = StateStore(sink.state()) if version is None else known  # the table is made by now
+        states = StateStore(sink.state()) if version is None else known  # the table exists now
         done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
         try:
             session = spark() if callable(spark) else spark
-            aside = _one(session, source, sink, target, states, state, todo, heads, done)
-        except Moved:
-            losses += 1
-            if losses == LOSSES:
+            skipped = _round(session, source, sink, target, states, state, todo, reports, done)
+        except CommitConflict:
+            conflicts += 1
+            if conflicts == CONFLICTS:
                 raise
-            # the other run may have taken any of it, and lost objects may be needed again
+            # the other run may have taken any of these objects, and skipped ones may be needed again
             pending = inventory.pending()
             continue
-        losses = 0
+        conflicts = 0
         doubtful |= {work.stream for work in todo.work if (work.item.key, work.item.etag) in state.quarantine}
         retry -= {(work.item.key, work.item.etag) for work in todo.work}
-        for work, reason in aside:  # not to be planned again in this run
+        for work, reason in skipped:  # not to be planned again in this run
             items = [item for item in pending.get(work.stream, ()) if item.key != work.item.key]
             pending[work.stream] = items
             if reason is None:
@@ -152,7 +153,7 @@ def run(
             else:
                 unreadable[work.item.key, work.item.etag] = Quarantined(work.item.size, reason)
         rounds.append(done)
-        tell(done)
+        on_round(done)
     if state.version is not None:
         known.prune(state.version)
     return Summary(
@@ -164,25 +165,25 @@ def run(
         listed=inventory.objects,
         list_seconds=listed,
         seconds=time.monotonic() - began,
-        report=build(state, inventory, heads, sink.name, sink.rows(), vanished, unreadable),
+        report=build(state, inventory, reports, sink.name, sink.rows(), vanished, unreadable),
     )
 
 
-def _one(
+def _round(
     spark: SparkSession,
-    source: Place,
+    source: StorageLocation,
     sink: Sink,
     target: Target,
     states: StateStore,
-    state: State,
+    state: TableState,
     todo: Plan,
-    heads: Heads,
+    reports: GatewayReports,
     done: Round,
-) -> list[Aside]:
-    """Work and commit one plan; returns what could be neither taken nor refused."""
+) -> list[Skipped]:
+    """Carry out and commit one plan; returns the objects that were neither taken nor quarantined."""
     start = time.monotonic()
     target = labelled(target)
-    with swept(target):
+    with sweep_on_error(target):
         parts = split(todo, _slots(spark))
         done.tasks = len(parts)
         rows = _work(spark, [pack(part) for part in parts], source, target, f"round {done.number}")
@@ -193,9 +194,10 @@ def _one(
         done.work_seconds = time.monotonic() - start
 
         start = time.monotonic()
-        aside = _apply(state, todo.work, outcomes, done)
-        for stream, head in heads.streams.items():  # also where nothing was uploaded: it may be lost before
-            state.of(stream).head = head
+        skipped = _apply(state, todo.work, outcomes, done)
+        # also for streams without an object: they may be lost before the first upload
+        for stream, reported in reports.streams.items():
+            state.of(stream).reported = reported
         if done.new_columns:
             sink.add_columns(_columns(outcomes, MAX_EXTRAS - len(target.extras)))
         done.files, done.rows = len(files), sum(file.rows for file in files)
@@ -205,73 +207,74 @@ def _one(
     if commits:
         try:
             sink.commit(previous, version, files)
-        except Moved:
+        except CommitConflict:
             discard(sink, files)
             raise
         done.version = version
     done.commit_seconds = time.monotonic() - start
-    return aside
+    return skipped
 
 
-def _work(spark: SparkSession, parts: list[bytes], source: Place, target: Target, what: str) -> list[Any]:
-    """The status rows of the tasks; if a worker died and no attempt is left, once more, each object alone."""
+def _work(
+    spark: SparkSession, parts: list[bytes], source: StorageLocation, target: Target, what: str
+) -> list[Any]:
+    """Return the status rows of the tasks. If a worker died in the last attempt, run all again, isolated."""
 
-    def rows(*, alone: bool) -> list[Any]:
+    def rows(*, isolated: bool) -> list[Any]:
         frame: Any = spark.range(0, len(parts), 1, len(parts))
-        frame = frame.mapInArrow(task(parts, source, target, alone=alone), STATUS)
+        frame = frame.mapInArrow(task(parts, source, target, isolated=isolated), STATUS)
         found: list[Any] = watched(spark, what, frame.collect)
         return found
 
     try:
-        return rows(alone=False)
-    except Exception as error:  # of pyspark or py4j, by version
+        return rows(isolated=False)
+    except Exception as error:  # of pyspark or py4j, depending on the version
         if not DEAD_WORKER.search(str(error)):
             raise
     sweep(target)
-    return rows(alone=True)
+    return rows(isolated=True)
 
 
 def _apply(
-    state: State, work: Sequence[Work], outcomes: dict[str, dict[str, Any]], done: Round
-) -> list[Aside]:
-    """Bring the state up to what the tasks report."""
-    aside: list[Aside] = []
+    state: TableState, work: Sequence[Work], outcomes: dict[str, dict[str, Any]], done: Round
+) -> list[Skipped]:
+    """Update the state with the outcomes of the tasks."""
+    skipped: list[Skipped] = []
     columns: set[str] = set()
     known_last: dict[Any, int] = {}
-    once_bad: dict[str, list[Name]] = defaultdict(list)  # each upload of an object has an ETag of its own
+    once_bad: dict[str, list[Name]] = defaultdict(list)  # by key: each upload has its own ETag
     for refused in state.quarantine:
         once_bad[refused[0]].append(refused)
-    for piece_of in work:
-        outcome = outcomes[piece_of.item.key]
+    for planned in work:
+        item, outcome = planned.item, outcomes[planned.item.key]
         match outcome["status"]:
             case "taken":
-                stream = state.of(piece_of.stream)
-                last = known_last.setdefault(piece_of.stream, stream.covered.last if stream.covered else -1)
+                stream = state.of(planned.stream)
+                last = known_last.setdefault(planned.stream, stream.covered.last if stream.covered else -1)
                 stream.take([Piece(*piece) for piece in outcome["pieces"]], known_last=last)
-                for cured in once_bad.pop(piece_of.item.key, ()):  # uploaded again, and good now
-                    del state.quarantine[cured]
-                done.objects += 1
-                done.bytes += piece_of.item.size
-            case "bad":
-                name = piece_of.item.key, piece_of.item.etag
-                for earlier in once_bad.pop(name[0], ()):  # which is there no more
+                for earlier in once_bad.pop(item.key, ()):  # uploaded again, and good now
                     del state.quarantine[earlier]
-                state.quarantine[name] = Quarantined(piece_of.item.size, outcome["reason"])
+                done.objects += 1
+                done.bytes += item.size
+            case "bad":
+                for earlier in once_bad.pop(item.key, ()):  # that upload no longer exists
+                    del state.quarantine[earlier]
+                state.quarantine[item.key, item.etag] = Quarantined(item.size, outcome["reason"])
                 done.quarantined += 1
             case "gone":
                 done.vanished += 1
-                aside.append((piece_of, None))
+                skipped.append((planned, None))
             case "unreadable":
                 done.unreadable += 1
-                aside.append((piece_of, outcome["reason"]))
+                skipped.append((planned, outcome["reason"]))
             case "columns":
                 columns |= set(_schema_of(outcome).names)
     done.new_columns = sorted(columns)
-    return aside
+    return skipped
 
 
 def _columns(outcomes: dict[str, dict[str, Any]], room: int) -> dict[str, Any]:
-    """The new columns; where objects disagree on a type the first one counts, the others are quarantined."""
+    """Return the new columns. If objects disagree on a type, the first wins; the others are quarantined."""
     found: dict[str, Any] = {}
     for outcome in outcomes.values():
         if outcome["status"] == "columns":
@@ -292,7 +295,7 @@ def _bodies(rows: Sequence[Any], kind: str) -> list[dict[str, Any]]:
 
 
 def split(todo: Plan, slots: int) -> list[list[Work]]:
-    """Cut the work into tasks of about the same bytes, in order: at least one for every slot."""
+    """Split the work into tasks of about the same bytes, in order, with at least one for each slot."""
     per = max(1, min(TASK_BYTES, -(-todo.bytes // slots)))
     parts: list[list[Work]] = [[]]
     filled = 0
@@ -306,8 +309,8 @@ def split(todo: Plan, slots: int) -> list[list[Work]]:
 
 
 def _slots(spark: SparkSession) -> int:
-    """How many tasks run at once; Spark Connect does not say, so there it is a usual size."""
+    """Return how many tasks run at the same time; over Spark Connect, which does not report it, a guess."""
     try:
         return int(spark.sparkContext.defaultParallelism)
-    except Exception:  # Connect has no sparkContext, and each version says so in another way
+    except Exception:  # Connect has no sparkContext, and each version raises something else
         return 16

@@ -1,4 +1,4 @@
-"""The entry for spark-submit.
+"""The entry point for spark-submit.
 
     spark-submit --py-files streambridge-ingest.zip main.py --source s3://bucket/prefix --table a.b ...
 

@@ -1,22 +1,22 @@
-"""How deep JSON text is nested, without a parser that calls itself for each level."""
+"""The nesting depth of JSON text, without a parser that recurses."""
 
 from __future__ import annotations
 
 import re
 
-# in text without escapes; a string that does not end takes the rest of its line
+# in text without escapes; an unterminated string extends to the end of its line
 _STRING = re.compile(rb'"[^"\n]*"?')
 _OTHERS = bytes(byte for byte in range(256) if byte not in b"{}[]\n")
 
 
 def deeper(text: bytes, levels: int) -> bool:
-    """Whether a line of the text is nested deeper, or its brackets do not match. Linear in the length.
+    """Return whether any line is nested deeper, or has brackets that do not match. Linear in the length.
 
-    What a parser reads before it meets an error is never deeper than what is found here.
+    A parser that stops at an error has never gone deeper than this function reports.
     """
     if text.count(b"{") + text.count(b"[") <= levels:
         return False
-    # escapes from the left: where backslashes are even in number, the quote behind them ends its string
+    # escapes from the left: a quote after an even number of backslashes ends its string
     plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     brackets = _STRING.sub(b"", plain).translate(None, _OTHERS)
     for _ in range(levels):

@@ -1,6 +1,6 @@
-"""The options that several subcommands of `streambridge ingest` have, each said once.
+"""The options that several subcommands of `streambridge ingest` share, each declared once.
 
-A command asks for them by a parameter that `takes` replaces by the options of the function it names:
+A command declares a parameter, and `takes` replaces it with the options of the named function:
 
     @takes(where=table)
     def report(where: TableOptions) -> None: ...
@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 
 @dataclass(frozen=True, slots=True)
 class Spark:
-    """Which Spark does the work."""
+    """The Spark to use: a local master, a Spark Connect server, or what spark-submit provides."""
 
     master: str | None
     remote: str | None
@@ -47,7 +47,7 @@ def table(
     warehouse: Annotated[
         str | None,
         typer.Option(
-            "--warehouse", help="Directory or URL of the tables; a directory gets an SQLite catalog."
+            "--warehouse", help="Directory or URL for the tables; a directory gets an SQLite catalog."
         ),
     ] = None,
     catalog: Annotated[
@@ -61,13 +61,13 @@ def table(
     ] = None,
     state: Annotated[
         str | None,
-        typer.Option("--state", help="Where state documents are kept [WAREHOUSE/_streambridge/TABLE]."),
+        typer.Option("--state", help="Where to keep state documents [WAREHOUSE/_streambridge/TABLE]."),
     ] = None,
     endpoint_url: Annotated[
-        str | None, typer.Option("--endpoint-url", help="Endpoint of an S3 service that is not AWS.")
+        str | None, typer.Option("--endpoint-url", help="Endpoint of an S3 service other than AWS.")
     ] = None,
 ) -> TableOptions:
-    """Which table, and where."""
+    """Return which table to use, and where; raises BadOption."""
     properties: dict[str, str] = {}
     for text in catalog or ():
         key, equals, value = text.partition("=")
@@ -84,16 +84,14 @@ def spark(
     remote: Annotated[
         str | None, typer.Option("--remote", help="Spark Connect server, sc://host:port.")
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show what a local Spark itself says.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log of a local Spark.")] = False,
 ) -> Spark:
-    """Which Spark does the work."""
+    """Return which Spark to use."""
     return Spark(master, remote, verbose)
 
 
 def takes(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Put the options of each maker in place of the parameter that gets what it makes."""
+    """Replace each named parameter with the options of its maker, which makes the argument from them."""
 
     def around(command: Callable[..., None]) -> Callable[..., None]:
         options: list[Parameter] = []

@@ -1,7 +1,7 @@
-"""What a cluster needs of this repository, as two files for spark-submit.
+"""The part of this repository that a cluster needs, as two files for spark-submit.
 
-`streambridge-ingest.zip` holds the ingest package and the few modules it uses: the gateway's own packages
-(MQTT, plugins) are not needed there.
+`streambridge-ingest.zip` holds the ingest package and the few modules that it uses, without the gateway's
+packages (MQTT, plugins).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ARCHIVE = "streambridge-ingest.zip"
 ENTRY = "streambridge_ingest.py"
-_STAMP = (2020, 1, 1, 0, 0, 0)  # the same sources give the same archive
+_STAMP = (2020, 1, 1, 0, 0, 0)  # the same sources give the same archive, byte for byte
 
 
 def write_package(folder: Path) -> list[Path]:

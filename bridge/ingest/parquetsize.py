@@ -1,14 +1,14 @@
-"""What a Parquet file takes in memory, known before Arrow decodes any of it.
+"""The memory that a Parquet file needs, known before Arrow decodes any of it.
 
-Arrow believes what a file says of itself: it recurses once for each level of the schema, allocates what
-the header of a page names, and repeats a value of a dictionary as often as rows name it. Sizes in the footer
-bound none of that, for nobody compares them with the pages. So the headers are read here, at the places where
-Arrow reads them: the footer (`FileMetaData` of parquet.thrift) and those of all pages, in Thrift's compact
-protocol. Bounded are the footer, the depth and the number of its columns, the number of pages, and what these
-unpack to. Values cannot get larger than their pages but by a dictionary; `rows_at_once` says how many rows
-may be decoded together so that even then they fit.
+Arrow trusts a file: it recurses once per level of the schema, allocates the size that a page header gives,
+and repeats a dictionary value as often as rows refer to it. The sizes in the footer bound none of this,
+because Arrow does not compare them with the pages. So this module reads the headers where Arrow reads them,
+in Thrift's compact protocol: the footer (`FileMetaData` of parquet.thrift), and the header of every page. It
+bounds the footer, the depth and number of columns, the number of pages, and the size that they unpack to.
+Only a dictionary can make values larger than their pages; `rows_at_once` is the number of rows that can be
+decoded together and still fit.
 
-Encodings whose output has no bound in the size of the page (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY) are
+Encodings whose output is not bounded by the size of the page (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY) are
 refused; no gateway writes them.
 """
 
@@ -22,26 +22,25 @@ from bridge.ingest.errors import BadObject
 
 MAGIC = b"PAR1"
 END = 8  # bytes: the length of the footer, and the magic
-MAX_FOOTER = 4 << 20  # bytes: 1,000 row groups of seven columns take one quarter of it
-MAX_ELEMENTS = 1000  # of a schema: columns, and what is nested in them
+MAX_FOOTER = 4 << 20  # bytes: 1,000 row groups of seven columns take a quarter of it
+MAX_ELEMENTS = 1000  # of a schema: columns, and the fields nested in them
 MAX_DEPTH = 16  # of a schema, and of Thrift's structs
 MAX_PAGES = 100_000
 BYTE_ARRAYS = (6, 7)  # physical types: BYTE_ARRAY, FIXED_LEN_BYTE_ARRAY
 DICTIONARY_PAGE = 2
 INDEX_PAGE = 1
-ENCODINGS = frozenset(
-    {0, 2, 3, 4, 5, 8, 9}
-)  # PLAIN, dictionaries, RLE, DELTA_BINARY_PACKED, BYTE_STREAM_SPLIT
+# PLAIN, PLAIN_DICTIONARY, RLE, BIT_PACKED, DELTA_BINARY_PACKED, RLE_DICTIONARY, BYTE_STREAM_SPLIT
+ENCODINGS = frozenset({0, 2, 3, 4, 5, 8, 9})
 
 Struct = dict[int, Any]  # the fields of a Thrift struct by their ids
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the headers of a file promise, and its pages cannot exceed."""
+    """The bounds that the headers of a file give, and its pages cannot exceed."""
 
     rows: int
-    rows_at_once: int  # how many rows can be decoded within the budget, whatever the pages hold
+    rows_at_once: int  # rows that can be decoded within the budget, whatever the pages hold
 
 
 def check_parquet(data: bytes, rows: int, budget: int) -> Sizes:
@@ -51,19 +50,19 @@ def check_parquet(data: bytes, rows: int, budget: int) -> Sizes:
     length = int.from_bytes(data[-END:-4], "little")
     start = len(data) - END - length
     if length > MAX_FOOTER or start < len(MAGIC):
-        raise BadObject(f"its footer of {length} bytes is larger than {MAX_FOOTER} or the object")
+        raise BadObject(f"its footer of {length} bytes is larger than {MAX_FOOTER}, or than the object")
     footer = _Reader(data, len(data) - END).struct(start)[0]
     groups = _list(footer, 4)
     columns = _check_schema(_list(footer, 2))
     counted = [_int(footer, 3), sum(_int(group, 3) for group in groups)]
     if any(found != rows for found in counted) or any(_int(group, 3) < 0 for group in groups):
         found = " or ".join(map(str, dict.fromkeys(counted)))
-        raise BadObject(f"{found} rows, but the name promises {rows}")
+        raise BadObject(f"{found} rows, but the key promises {rows}")
     if rows * columns * 8 > budget:
         raise BadObject(f"unpacks to more than {budget} bytes: {rows} rows of {columns} columns")
     left, pages, repeated = budget, MAX_PAGES, 0
     for group in groups:
-        values = 0  # bytes: the largest values that a row of this group can repeat
+        values = 0  # bytes: the largest dictionary values that one row of this group can refer to
         for column in _list(group, 1):
             if 1 in column:
                 raise BadObject("a column is in another file")
@@ -81,11 +80,11 @@ def check_parquet(data: bytes, rows: int, budget: int) -> Sizes:
         repeated = max(repeated, values)
     if repeated * rows <= budget:
         return Sizes(rows, rows)
-    return Sizes(rows, max(1, budget // 8 // repeated))  # what was read before is in memory as well
+    return Sizes(rows, max(1, budget // 8 // repeated))  # the batches read before are in memory as well
 
 
 def _check_schema(elements: list[Any]) -> int:
-    """Return the number of columns; raises BadObject if the schema is too deep, too large or no tree."""
+    """Return the number of columns; raises BadObject if the schema is too deep, too large, or not a tree."""
     if not 2 <= len(elements) <= MAX_ELEMENTS:
         raise BadObject(f"its schema has {len(elements)} elements, not 2 to {MAX_ELEMENTS}")
     open_groups: list[int] = []  # how many children each group still lacks
@@ -108,9 +107,9 @@ def _check_schema(elements: list[Any]) -> int:
 
 
 def _pages(data: bytes, meta: Struct, end_of_pages: int) -> Iterator[tuple[int, int]]:
-    """The type and the unpacked size of each page of a column chunk."""
+    """Yield the type and the unpacked size of each page of a column chunk."""
     pos, length = _int(meta, 9), _int(meta, 7)
-    if 11 in meta and 0 < _int(meta, 11) < pos:  # the dictionary stands before the data
+    if 11 in meta and 0 < _int(meta, 11) < pos:  # the dictionary comes before the data
         pos = _int(meta, 11)
     end = pos + length
     if pos < 0 or length < 0 or end > end_of_pages:
@@ -126,39 +125,39 @@ def _pages(data: bytes, meta: Struct, end_of_pages: int) -> Iterator[tuple[int, 
             inner = _struct(header, {0: 5, DICTIONARY_PAGE: 7, 3: 8}.get(kind, 5))
             encoding = _int(inner, 4 if kind == 3 else 2)
             if encoding not in ENCODINGS:
-                raise BadObject(f"a page has the encoding {encoding}, whose size has no bound")
+                raise BadObject(f"a page has the encoding {encoding}, whose output has no bound")
         yield kind, size
 
 
 def _int(fields: Struct, name: int) -> int:
     value = fields.get(name)
     if not isinstance(value, int):
-        raise BadObject(f"its headers are not Parquet's: field {name} is no number")
+        raise BadObject(f"its headers are not Parquet's: field {name} is not a number")
     return value
 
 
 def _list(fields: Struct, name: int) -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadObject(f"its headers are not Parquet's: field {name} is no list of structs")
+        raise BadObject(f"its headers are not Parquet's: field {name} is not a list of structs")
     return value
 
 
 def _struct(fields: Struct, name: int) -> Struct:
     value = fields.get(name)
     if not isinstance(value, dict):
-        raise BadObject(f"its headers are not Parquet's: field {name} is no struct")
+        raise BadObject(f"its headers are not Parquet's: field {name} is not a struct")
     return value
 
 
 class _Reader:
-    """Thrift's compact protocol, as far as Parquet has it; raises BadObject for anything else."""
+    """Thrift's compact protocol, as far as Parquet uses it; raises BadObject for anything else."""
 
     def __init__(self, data: bytes, end: int) -> None:
         self._data, self._end = data, end
 
     def struct(self, pos: int, depth: int = 0) -> tuple[Struct, int]:
-        """The struct at `pos`, and where it ends. A field must not come twice: the last one would count."""
+        """Return the struct at `pos` and its end. Repeated fields are refused: Arrow would use the last."""
         if depth > MAX_DEPTH:
             raise BadObject(f"its headers are nested deeper than {MAX_DEPTH}")
         fields: Struct = {}
@@ -174,7 +173,7 @@ class _Reader:
             kind = head & 15
             if name in fields:
                 raise BadObject(f"its headers have the field {name} twice")
-            if kind in (1, 2):  # a boolean is in the type itself
+            if kind in (1, 2):  # the type itself holds a boolean
                 fields[name] = kind == 1
             else:
                 fields[name], pos = self._value(kind, pos, depth)
@@ -187,7 +186,7 @@ class _Reader:
                 return self._byte(pos)
             case 8:
                 length, pos = self._varint(pos)
-                return None, self._skip(pos, length)  # names and statistics: nobody asks for them here
+                return None, self._skip(pos, length)  # names and statistics are not needed
             case 12:
                 return self.struct(pos, depth + 1)
             case 9 | 10:

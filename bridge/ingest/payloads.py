@@ -1,13 +1,14 @@
 """Payloads as JSON text, and the schema of typed columns.
 
-`texts` runs in the executors: it makes JSON text of every payload, for Spark's `from_json` to type. A
-payload that is not JSON text (UTF-8) or not CBOR gives None. So does one that is larger than `MAX_TEXT` or
-nested deeper than `MAX_DEPTH`, as CBOR or as JSON, and CBOR whose parts refer to each other.
+`texts` runs in the executors: it converts every payload to JSON text, which Spark's `from_json` then types. A
+payload that is not UTF-8 or not CBOR gives None. So does one that is larger than `MAX_TEXT` or nested deeper
+than `MAX_DEPTH`, as CBOR or as JSON, and CBOR whose parts refer to each other.
 
-A schema is Spark DDL ("temp DOUBLE, unit STRING"), given or inferred from a sample: whole numbers are
-BIGINT, numbers DOUBLE, lists ARRAY, objects STRUCT; what is not the same in all samples is STRING, which
-takes any JSON value as its text. So is an object within the payload whose keys cannot be fields: they differ
-in case only, which engines tell apart or not, or are empty or hold a backtick; and what is nested too deep.
+A schema is Spark DDL ("temp DOUBLE, unit STRING"), given or inferred from a sample: integers are BIGINT,
+other numbers DOUBLE, lists ARRAY, objects STRUCT. A value whose type differs between samples is STRING, which
+takes any JSON value as text. So is a value that is nested too deep, and an object within the payload whose
+keys cannot all be fields: keys that are empty, hold a backtick, or differ only in case, which some engines
+ignore.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from typing import Any
 from bridge.ingest.columns import PARTITIONS
 from bridge.ingest.nesting import deeper
 
-MAX_TEXT = 16 << 20  # bytes of a payload or of its JSON: Spark has each of them in memory several times
-MAX_DEPTH = 100  # of nesting: what reads JSON or VARIANT later on recurses once for each level
-MAX_FIELDS = 1000  # of an inferred schema, on all levels: any device may add to it
+MAX_TEXT = 16 << 20  # bytes of a payload or of its JSON: Spark holds several copies of each in memory
+MAX_DEPTH = 100  # of nesting: later readers of JSON and VARIANT recurse once per level
+MAX_FIELDS = 1000  # of an inferred schema, on all levels: any device can add to it
 TAG = 6
 REFERENCES = frozenset((25, 28, 29, 256))  # tags: stringref, shareable, sharedref, stringref namespace
-# what may be the head of one of them, in any width; it may be a part of other data as well
+# bytes that may be the head of such a tag, in any width; other data may contain them too
 _REFERENCE = re.compile(
     rb"\xd8[\x19\x1c\x1d]|\xd9(?:\x00[\x19\x1c\x1d]|\x01\x00)|\xda\x00\x00|\xdb\x00\x00\x00\x00\x00\x00"
 )
-LEVELS = 32  # of nesting that become types: engines read schemas recursively
+LEVELS = 32  # of nesting that become types: engines read a schema recursively
 KEYS = ("gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic")
 
 Shape = str | dict[str, Any] | list[Any]  # a DDL type, a struct, or [shape of the elements]
 
 
 def texts(payloads: Iterable[bytes], form: str) -> list[str | None]:
-    """JSON text of each payload, or None."""
+    """Return the JSON text of each payload, or None."""
     return [_cbor(payload) if form == "cbor" else _utf8(payload) for payload in payloads]
 
 
@@ -58,7 +59,7 @@ def _cbor(payload: bytes) -> str | None:
         return None
     try:
         text = json.dumps(cbor2.loads(payload), default=_plain)
-    # a hostile payload can raise nearly anything in a decoder, and it is one row of many
+    # a hostile payload can raise nearly anything in a decoder, and must not stop the other rows
     except Exception:
         return None
     if len(text) > MAX_TEXT or (len(text) > MAX_DEPTH and deeper(text.encode(), MAX_DEPTH)):
@@ -67,9 +68,9 @@ def _cbor(payload: bytes) -> str | None:
 
 
 def _refers(payload: bytes) -> bool:
-    """Whether something in it is a reference to another part: a few bytes could stand for any number.
+    """Return whether the payload has a reference between its parts: a few bytes could expand without limit.
 
-    Goes from head to head (RFC 8949, section 3), whatever is nested in what; linear in the length.
+    Goes from one data item head to the next (RFC 8949, section 3), at all levels; linear in the length.
     """
     pos = 0
     while pos < len(payload):
@@ -82,13 +83,13 @@ def _refers(payload: bytes) -> bool:
             pos += width
         if major == TAG and number in REFERENCES:
             return True
-        if major in (2, 3) and info < 28:  # a string; of one in pieces the pieces have heads of their own
+        if major in (2, 3) and info < 28:  # a string; in one of indefinite length each chunk has a head
             pos += number
     return False
 
 
 def _plain(value: Any) -> Any:
-    """What CBOR has and JSON has not."""
+    """Convert a CBOR value that JSON lacks."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, date | datetime):
@@ -99,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def infer(sample: Iterable[str | None]) -> str:
-    """The DDL that fits all samples that are JSON objects; empty when these have no keys."""
+    """Return the DDL that fits all samples that are JSON objects; empty if these have no keys."""
     merged: dict[str, Any] = {}
     for text in sample:
         try:
@@ -108,11 +109,9 @@ def infer(sample: Iterable[str | None]) -> str:
             continue
         if isinstance(value, dict):
             more = _merge_structs(merged, _shape(value))
-            if (
-                _fields(more) <= MAX_FIELDS
-            ):  # what has more keys than a table should have columns teaches none
+            if _fields(more) <= MAX_FIELDS:  # else the sample is ignored
                 merged = more
-    # here keys may differ in case only: each becomes a column with a name of its own
+    # keys of the payload itself may differ only in case: each becomes a column with its own name
     return ", ".join(f"{_quoted(name)} {_ddl(shape)}" for name, shape in merged.items() if name)
 
 
@@ -181,7 +180,7 @@ def _quoted(name: str) -> str:
 def column_names(
     fields: Iterable[str], taken: Iterable[str] = (*KEYS, *PARTITIONS, "payload", "reason", "fits")
 ) -> dict[str, str]:
-    """A column for each field of the payload: lower case and plain, for Athena, and no name twice."""
+    """Name a column for each field of the payload: lower case and plain, for Athena, and unique."""
     used = set(taken)
     names: dict[str, str] = {}
     for field in fields:

@@ -1,13 +1,13 @@
-"""Decide what to read from the names of the objects alone: no data is read, no Spark is needed.
+"""Plan which objects to read, from their keys alone: no data is read, no Spark is needed.
 
-`Inventory` is one listing, sorted by stream. `plan` compares it with what the table covers:
+`Inventory` is one listing, sorted by stream. `plan` compares it with the numbers that the table covers:
 
-* nothing fresh in first..last: a duplicate, never read;
-* all of it fresh: read whole; a part of it: read, and only the fresh numbers are kept.
+* no number of first..last is new: a duplicate, never read;
+* all are new: the object is read whole; some are new: it is read, and only those are kept.
 
-Within a plan an object counts as covered once it is planned, so two overlapping objects share their
-numbers between them and no join, shuffle or `dropDuplicates` is ever needed. A known bad object
-(same key, same ETag) is passed over until it is uploaded again.
+Within a plan, numbers count as covered once an object with them is planned. So two overlapping objects divide
+their numbers between them, and no join, shuffle or `dropDuplicates` is ever needed. A known bad object (same
+key, same ETag) is skipped until it is uploaded again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.store import Entry
 from bridge.objectkeys import REPORTS, parse_key
 
-MAX_ROWS = 5_000_000  # of an object: 100 bytes of memory for each, of the 512 MiB that one may take
+MAX_ROWS = 5_000_000  # of an object: 100 bytes of memory each, of the 512 MiB that an object may take
 
 
 class StreamId(NamedTuple):
-    """One stream's life on one gateway; `epoch` is a number of its own: Unix time in ms of its
-    creation, with a random part where the clock was not synchronised."""
+    """One stream of one gateway. `epoch` tells a stream from another one that had its name before: the
+    Unix time in ms of its creation, with a random part if the clock was not synchronised then."""
 
     gateway: str
     stream: str
@@ -33,7 +33,7 @@ class StreamId(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A data object of one stream; tuples sort by first, then the longest, then the key."""
+    """A data object of one stream. Tuples sort by first number, then longest first, then key."""
 
     first: int
     minus_last: int
@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
 
 class Work(NamedTuple):
-    """An object to read and the numbers to keep of it; none: it is only checked."""
+    """An object to read, and which of its numbers to keep; if none, it is only checked."""
 
     stream: StreamId
     item: Item
@@ -56,8 +56,8 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How much one round takes at most."""
+class RoundLimits:
+    """The most that one round reads."""
 
     objects: int = 20_000
     bytes: int = 16 << 30
@@ -74,7 +74,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Tally:
-    """What the names of a stream's objects add up to."""
+    """The totals of a stream's object keys."""
 
     objects: int = 0
     rows: int = 0
@@ -87,13 +87,13 @@ class Tally:
 
 
 class Inventory:
-    """The objects under a prefix, by stream; what is not named like a data object is `foreign`."""
+    """The objects under a prefix, by stream. Other keys, but for gateway reports, are `foreign`."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.foreign: list[str] = []
         self.streams: dict[StreamId, list[Item]] = {}
         self.objects = 0
-        names: dict[str, StreamId] = {}  # parsing costs more than anything else here, and folders repeat
+        names: dict[str, StreamId] = {}  # a cache by folder: parsing keys is the most expensive step here
         for key, length, etag, modified in entries:
             folder, _, name = key.rpartition("/")
             stream = names.get(folder)
@@ -114,11 +114,11 @@ class Inventory:
             items.sort()
 
     def pending(self) -> dict[StreamId, list[Item]]:
-        """A copy that rounds may shorten while they take what is in it."""
+        """Return a copy that `plan` may shorten, round by round."""
         return dict(self.streams)
 
     def tally(self, without: Container[tuple[str, str]]) -> dict[StreamId, Tally]:
-        """Count objects and rows per stream, but for those of these keys and ETags."""
+        """Count objects and rows per stream, without the objects of these keys and ETags."""
         result: dict[StreamId, Tally] = {}
         for stream, items in self.streams.items():
             total = Tally()
@@ -134,7 +134,7 @@ class Inventory:
 
 
 def _is_text(key: str) -> bool:
-    """Whether a column of text can hold the key: names of local folders may be any bytes."""
+    """Return whether a text column can hold the key: names of local folders may hold any bytes."""
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -143,7 +143,7 @@ def _is_text(key: str) -> bool:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name in a known folder may be read without the full check of `parse_key`."""
+    """Return whether a name in a known folder can be read without the full check of `parse_key`."""
     return (
         name[41:] in (".ndjson.gz", ".parquet")
         and name[20:21] == "-"
@@ -158,13 +158,14 @@ def plan(
     pending: dict[StreamId, list[Item]],
     covered: Mapping[StreamId, Ranges],
     quarantined: Container[tuple[str, str]],
-    limits: Limits,
+    limits: RoundLimits,
     doubtful: Container[StreamId] = (),
 ) -> Plan:
-    """Plan one round; `covered` is not changed, and `pending` loses what needs no more looking at.
+    """Plan one round. `covered` is not changed; objects that are done are removed from `pending`.
 
-    Of a `doubtful` stream, one with refused objects, all objects are read that are not in the table: those
-    whose numbers others have as well are only checked, so that a thousand bad ones take no thousand rounds.
+    A `doubtful` stream has quarantined objects. All of its objects that are not in the table are read, and
+    those whose numbers are also in others are only checked. So a thousand bad objects do not take a thousand
+    rounds.
     """
     result = Plan()
     for stream in sorted(pending):
@@ -181,11 +182,11 @@ def plan(
             if full:
                 rest += pending[stream][index:]
                 break
-            # also when a planned object covers it: if that one proves bad, this one is needed
+            # even if a planned object covers it: if that one turns out bad, this one is needed
             rest.append(item)
             fresh = reach.missing(item.first, item.last)
             if fresh or stream in doubtful:
-                if item.last - item.first < MAX_ROWS:  # else it is refused, and covers nothing
+                if item.last - item.first < MAX_ROWS:  # else it will be refused, and covers nothing
                     reach.update(fresh)
                 result.work.append(Work(stream, item, fresh))
                 result.rows += size(fresh)

@@ -1,8 +1,8 @@
 """Retention of the landing prefix: delete objects that are provably in the table.
 
-An object goes when all of its numbers are in the table's state, it is older than asked for, and the
-table really holds as many rows as its state says, with all columns. Quarantined, foreign and head objects
-always stay.
+An object is deleted when all of its numbers are in the table's state, it is older than requested, and the
+table holds as many rows as its state says, with all columns. Quarantined objects, foreign objects and gateway
+reports always stay.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from bridge.ingest.errors import IngestError
 from bridge.ingest.planner import Inventory
 from bridge.ingest.sinks.base import Sink, check
 from bridge.ingest.state import load_state
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 
 DAY_MS = 24 * 3600 * 1000
 
 
 @dataclass(slots=True)
 class Pruned:
-    """What went, or would go in a dry run, and what stays."""
+    """What was deleted, or would be in a dry run, and what stays."""
 
     deleted: int = 0
     deleted_bytes: int = 0
@@ -30,8 +30,14 @@ class Pruned:
     dry_run: bool = False
 
 
-def prune(source: Place, sink: Sink, older_than_days: float, *, dry_run: bool, trust_state: bool) -> Pruned:
-    """Delete what is in the table and older than so many days."""
+def prune(
+    source: StorageLocation, sink: Sink, older_than_days: float, *, dry_run: bool, trust_state: bool
+) -> Pruned:
+    """Delete objects that are in the table and older than so many days.
+
+    Raises IngestError, and deletes nothing, if the table does not have the rows of its state (not with
+    `trust_state`), or lacks a column.
+    """
     store = source.open()
     check(sink.name, sink.differences())
     inventory = Inventory(store.list())
@@ -42,7 +48,7 @@ def prune(source: Place, sink: Sink, older_than_days: float, *, dry_run: bool, t
         if found != promised:
             raise IngestError(
                 f"{sink.name}: its state says {promised} rows and it has {found}, so nothing is deleted; "
-                "if rows were deleted from the table on purpose, say --trust-state"
+                "if somebody deleted rows from the table on purpose, use --trust-state"
             )
     covered = state.covered()
     limit = time.time_ns() // 1_000_000 - older_than_days * DAY_MS

@@ -1,7 +1,7 @@
 """Sets of sequence numbers as intervals.
 
 `Ranges` holds closed intervals that are sorted, disjoint and never touch: 0..4 and 5..9 are 0..9. A
-healthy stream is one interval however long it is, so a set costs what its holes cost.
+healthy stream is one interval, however long it is, so the cost of a set is that of its holes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Pair = tuple[int, int]
 
 
 class Ranges:
-    """A set of whole numbers that is cheap when they are mostly contiguous."""
+    """A set of integers that is small when they are mostly contiguous."""
 
     __slots__ = ("_high", "_low")
 
@@ -44,7 +44,7 @@ class Ranges:
             self.add(first, last)
 
     def missing(self, first: int, last: int) -> list[Pair]:
-        """What of first..last is not in the set."""
+        """Return the parts of first..last that are not in the set."""
         holes: list[Pair] = []
         index = bisect_left(self._high, first)
         while first <= last and index < len(self._low) and self._low[index] <= last:
@@ -57,7 +57,7 @@ class Ranges:
         return holes
 
     def common(self, first: int, last: int) -> list[Pair]:
-        """What of first..last is in the set."""
+        """Return the parts of first..last that are in the set."""
         shared: list[Pair] = []
         index = bisect_left(self._high, first)
         while first <= last and index < len(self._low) and self._low[index] <= last:
@@ -66,7 +66,7 @@ class Ranges:
         return shared
 
     def take(self, first: int, last: int) -> list[Pair]:
-        """Remove first..last, and return what of it was in the set."""
+        """Remove first..last, and return the parts that were in the set."""
         taken = self.common(first, last)
         if taken:
             left = bisect_left(self._high, first)
@@ -78,7 +78,7 @@ class Ranges:
         return taken
 
     def covers(self, first: int, last: int) -> bool:
-        """Whether all of first..last is in the set."""
+        """Return whether all of first..last is in the set."""
         index = bisect_left(self._high, first)
         return index < len(self._low) and self._low[index] <= first and last <= self._high[index]
 
@@ -99,7 +99,7 @@ class Ranges:
         return self._high[-1]
 
     def count(self) -> int:
-        """How many numbers are in the set."""
+        """Return how many numbers are in the set."""
         return sum(self._high) - sum(self._low) + len(self._low)
 
     def __iter__(self) -> Iterator[Pair]:
@@ -111,12 +111,12 @@ class Ranges:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ranges) and self._low == other._low and self._high == other._high
 
-    __hash__ = None  # type: ignore[assignment] # it changes
+    __hash__ = None  # type: ignore[assignment] # mutable
 
     def __repr__(self) -> str:
         return f"Ranges({list(self)})"
 
 
 def size(pairs: Iterable[Pair]) -> int:
-    """How many numbers disjoint intervals hold."""
+    """Return how many numbers disjoint intervals hold."""
     return sum(last - first + 1 for first, last in pairs)

@@ -1,14 +1,14 @@
-"""The second step: payloads as typed columns, in a table of their own.
+"""Refine: decode payloads into typed columns of a second table.
 
-What fits the schema goes to the typed table, what does not, with its payload and the reason, to
-`<table>_rejects`. Spark types the rows (`from_json`); reading and writing are this package's.
+Rows that fit the schema go to the typed table. The others go to `<table>_rejects`, with payload and reason.
+Spark types the rows (`from_json`); this package reads and writes them.
 
-Incremental and exactly once, as the first step: the state of each of the two tables says which numbers
-it has seen, and changes in the same commit as its rows. A crash between the two commits leaves one table
-ahead; the next run brings up the other one first. Two runs at once double nothing: a commit on top of
-anything but the state that was planned from is refused (`Moved`), and its files are deleted. Only data
-files that were added since the last run are read; should numbers be missing from those (another engine
-compacted in between), all files are.
+Refining is incremental and exactly once, like the ingest: the state of each of the two tables lists the
+numbers that it has seen, and changes in the same commit as its rows. A crash between the two commits leaves
+one table ahead, and the next run first brings the other one up to date. Two runs at once add nothing twice: a
+commit succeeds only on top of the state that it was planned from; otherwise it raises `CommitConflict`, and
+its files are deleted. Only data files added since the last run are read, or all files if numbers are missing
+there because another engine has compacted the table.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any
 import pyspark
 
 from bridge.ingest.columns import has_variant, is_variant
-from bridge.ingest.errors import BadOption, IngestError, Moved
+from bridge.ingest.errors import BadOption, CommitConflict, IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.payloads import KEYS, column_names, infer
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import LiveFile, Sink, described, discard, labelled, sweep, swept
-from bridge.ingest.state import State, StateStore, load_state
+from bridge.ingest.sinks.base import LiveFile, Sink, described, discard, labelled, sweep, sweep_on_error
+from bridge.ingest.state import StateStore, TableState, load_state
 from bridge.ingest.worker import STATUS
 
 if TYPE_CHECKING:
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
-SAMPLE = 1000  # payloads looked at to infer a schema
-SAMPLE_TEXT = 64 << 10  # characters: all of them come to the driver
-TASK_BYTES = 64 << 20  # of data files: what one task reads
+SAMPLE = 1000  # payloads from which a schema is inferred
+SAMPLE_TEXT = 64 << 10  # characters of a payload: the sample is held by the driver
+TASK_BYTES = 64 << 20  # of data files that one task reads
 MISFIT = "_misfit"
-VARIANT = "value VARIANT"  # what --schema variant means: the whole payload in this column
+VARIANT = "value VARIANT"  # the meaning of --schema variant: this column has the whole payload
 
 
 @dataclass(slots=True)
 class Refined:
-    """What one run did."""
+    """The result of one run."""
 
     rows: int = 0
     rejected: int = 0
@@ -57,21 +57,21 @@ class Refined:
 
 @dataclass(slots=True)
 class Output:
-    """One of the two tables, and the state that this run plans from: the last one it read or committed."""
+    """One of the two tables, and the state that this run plans from: the last that it read or committed."""
 
     sink: Sink
-    state: State
+    state: TableState
 
 
 @dataclass(slots=True)
-class Step:
-    """One refinement: from which table, of which streams, by which format and schema.
+class Refinement:
+    """A table of messages to refine: its streams (none: all), the format of payloads, and the schema.
 
-    The schema is DDL, "infer", or "variant" for the whole payload in one column of Spark's VARIANT.
+    The schema is DDL, "infer", or "variant": the whole payload in one column of Spark's VARIANT.
     """
 
     messages: Sink
-    make: Callable[[str, pa.Schema], Sink]  # opens "typed" or "rejects" with these columns
+    make: Callable[[str, pa.Schema], Sink]  # opens the table "typed" or "rejects" with these columns
     form: str = "json"
     schema: str = "infer"
     streams: Collection[str] = ()
@@ -79,7 +79,11 @@ class Step:
     done: Refined = field(default_factory=Refined)
 
     def run(self, spark: SparkSession) -> Refined:
-        """Refine all that the table of messages has and the typed table has not."""
+        """Refine all messages that the typed table does not have yet.
+
+        Raises BadOption for the schema, IngestError if numbers are in no data file or rows were deleted, and
+        CommitConflict if another run commits at the same time.
+        """
         source = load_state(self.messages)
         wanted = {
             name: state.covered
@@ -96,7 +100,7 @@ class Step:
         types = _renamed(_parsed(spark, ddl))
         columns = _arrow(types)
         if any(has_variant(column.type) and not is_variant(column.type) for column in columns):
-            raise BadOption(f"--schema {ddl}: VARIANT can be a column of its own, not a part of one")
+            raise BadOption(f"--schema {ddl}: VARIANT can be a whole column, but not part of one")
         typed = self.make("typed", _joined(keys, columns))
         _same_types(ddl, typed)
         typed.add_columns({column.name: column.type for column in columns})
@@ -113,7 +117,7 @@ class Step:
         if self.schema == "variant":
             if min(int(version.split(".")[0]) for version in (spark.version, pyspark.__version__)) < 4:
                 raise BadOption(
-                    f"--schema variant: Spark {spark.version} has no VARIANT, it came with Spark 4.0"
+                    f"--schema variant: Spark {spark.version} has no VARIANT, it needs Spark 4.0 or newer"
                 )
             return VARIANT
         if self.schema != "infer":
@@ -128,7 +132,7 @@ class Step:
         ddl = infer(row.text for row in short.limit(SAMPLE).collect())
         if not ddl:
             raise BadOption(
-                "no payload is a JSON object with keys: there is no schema to infer, give --schema"
+                "no payload is a JSON object with keys, so no schema can be inferred: give --schema"
             )
         return ddl
 
@@ -141,21 +145,22 @@ class Step:
         fresh: Fresh,
         files: Sequence[LiveFile],
     ) -> None:
-        """Rounds until nothing is fresh: first over files added since the last run, then over all."""
-        marks = [int(output.state.notes.get("added", "-1")) for output in outputs.values()]
+        """Run rounds until no number is fresh: first over files added since the last run, then over all."""
+        done = min(int(output.state.notes.get("added", "-1")) for output in outputs.values())
         newest = max(file.added for file in files)
-        new = [file for file in files if file.added > min(marks)]
+        new = [file for file in files if file.added > done]
         for candidates in (new, list(files)):
             for group in _groups(candidates, self.max_bytes):
                 if not any(fresh.values()):
                     return
                 last = group[-1] is candidates[-1]
-                self._round(spark, ddl, types, outputs, fresh, group, newest if last else min(marks))
+                self._round(spark, ddl, types, outputs, fresh, group, newest if last else done)
         if any(fresh.values()):
             stream, ranges = next((stream, ranges) for stream, ranges in fresh.items() if ranges)
             raise IngestError(
                 f"{self.messages.name}: its state has {stream.gateway} {stream.stream} {ranges.first}.."
-                f"{ranges.last}, but no data file does; was something deleted from the table?"
+                f"{ranges.last}, but no data file has these numbers; check whether rows were deleted from "
+                "the table"
             )
 
     def _round(
@@ -166,19 +171,19 @@ class Step:
         outputs: dict[str, Output],
         fresh: Fresh,
         files: Sequence[LiveFile],
-        mark: int,
+        added: int,
     ) -> None:
-        if marked := sum(file.marked for file in files):
+        if changed := sum(file.has_deletes for file in files):
             raise IngestError(
-                f"{self.messages.name}: another engine has deleted rows in {marked} data file(s), and these "
-                "are still in there, so none is refined; let it rewrite them (Athena: OPTIMIZE, Spark: "
-                "rewrite_data_files, Delta: REORG TABLE ... APPLY (PURGE)) and run again"
+                f"{self.messages.name}: another engine has deleted rows in {changed} data file(s) that still "
+                "contain them, so nothing is refined; rewrite the files with that engine (Athena: OPTIMIZE, "
+                "Spark: rewrite_data_files, Delta: REORG TABLE ... APPLY (PURGE)) and run again"
             )
         parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
         frame = _typed(self._read(spark, parts, fresh), ddl, types, self.form)
         targets = {kind: labelled(output.sink.target()) for kind, output in outputs.items()}
         work: Any = frame.mapInArrow(writing(targets), STATUS)
-        with swept(*targets.values()):
+        with sweep_on_error(*targets.values()):
             rows = watched(spark, f"round {self.done.rounds + 1}", work.collect)
         seen: Fresh = {}
         for row in rows:
@@ -191,11 +196,11 @@ class Step:
         if any(json.loads(row.body)["number"] for row in rows if row.kind == "attempt"):
             for kind, target in targets.items():
                 sweep(target, keep=written[kind])
-        notes = {"schema": ddl, "added": str(mark)}
+        notes = {"schema": ddl, "added": str(added)}
         for kind in list(written):
             try:
                 _commit(outputs[kind], seen, written[kind], notes)
-            except Moved:
+            except CommitConflict:
                 for rest, unused in written.items():
                     discard(outputs[rest].sink, unused)
                 raise
@@ -216,7 +221,7 @@ class Step:
 
 
 def _parsed(spark: SparkSession, ddl: str) -> StructType:
-    """The schema as Spark reads it."""
+    """Return the schema as Spark reads it; raises BadOption."""
     from pyspark.errors import PySparkException
 
     try:
@@ -231,13 +236,13 @@ def _same_types(ddl: str, typed: Sink) -> None:
     for wanted, found in typed.differences():
         if found is not None:
             raise BadOption(
-                f"--schema {ddl}: it has the column {described(wanted)}, and {typed.name} has "
-                f"{described(found)} since an earlier run; give that type, or refine --to another table"
+                f"--schema {ddl}: it has the column {described(wanted)}, but {typed.name} has "
+                f"{described(found)} from an earlier run; use that type, or refine --to another table"
             )
 
 
 def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFrame:
-    """Type the text; `fits` is whether all of it could be typed."""
+    """Type the text; the column `fits` says whether all of it could be typed."""
     from pyspark.sql import functions as f
     from pyspark.sql.types import StringType, StructField, StructType
 
@@ -248,7 +253,7 @@ def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFram
             *KEYS, "payload", reason.alias("reason"), value.isNotNull().alias("fits"), value.alias("value")
         )
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": MISFIT}
-    # a cast goes by position: it names the columns as in the table, where no name is there twice
+    # a cast goes by position: it gives the columns their names in the table, which are unique
     named = StructType([*types, StructField(MISFIT, StringType())])
     payload = f.from_json("text", f"{ddl}, `{MISFIT}` STRING", options).cast(named)
     parsed = frame.withColumn("parsed", payload)
@@ -264,11 +269,11 @@ def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFram
     )
 
 
-def _load(sink: Sink) -> State:
+def _load(sink: Sink) -> TableState:
     return load_state(sink)
 
 
-def _fresh(wanted: Fresh, state: State) -> Fresh:
+def _fresh(wanted: Fresh, state: TableState) -> Fresh:
     known = state.covered()
     return {
         name: Ranges(hole for pair in ranges for hole in known.get(name, Ranges()).missing(*pair))
@@ -277,7 +282,7 @@ def _fresh(wanted: Fresh, state: State) -> Fresh:
 
 
 def _commit(output: Output, seen: Fresh, files: Sequence[DataFile], notes: dict[str, str]) -> None:
-    """Commit on top of the state that was planned from; raises `Moved` if the table has another by now."""
+    """Commit on top of the state that was planned from; raises CommitConflict if the table has another."""
     sink, state = output.sink, output.state
     states = StateStore(sink.state())
     for name, ranges in seen.items():
@@ -325,7 +330,7 @@ def _joined(keys: pa.Schema, more: pa.Schema) -> pa.Schema:
 
 
 def _renamed(schema: StructType) -> StructType:
-    """The fields of the payload as columns of the table."""
+    """Return the fields of the payload under their column names in the table."""
     from pyspark.sql.types import StructField, StructType
 
     names = column_names(schema.names)

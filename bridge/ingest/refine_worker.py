@@ -1,9 +1,9 @@
-"""What runs in the Python workers of a refine round: before and after Spark types the payloads.
+"""The Python workers of a refine round, before and after Spark types the payloads.
 
     reading: data files of the table -> rows that are not refined yet, with the payload as JSON text
     writing: typed rows -> data files of the typed table and of its rejects, and status rows
 
-Both ends and Spark's own expressions between them are one stage: no shuffle, nothing on the driver.
+Both, and Spark's own expressions between them, are one stage: no shuffle, nothing on the driver.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Function = Callable[[Iterable[Any]], Iterator[Any]]
 
 
 def pack_fresh(fresh: Fresh) -> bytes:
-    """Numbers per stream, small enough to travel in the closure."""
+    """Serialize the numbers per stream, small enough to travel in the closure."""
     return zlib.compress(json.dumps([[*stream, list(ranges)] for stream, ranges in fresh.items()]).encode())
 
 
 def reading(parts: list[list[str]], messages: Target, packed: bytes, form: str) -> Function:
-    """For `spark.range(len(parts)).mapInArrow`: each id is the paths of some data files of the messages."""
+    """Return the function for `spark.range(len(parts)).mapInArrow`: each id is one part, a list of paths."""
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
         import pyarrow as pa
@@ -54,7 +54,7 @@ def reading(parts: list[list[str]], messages: Target, packed: bytes, form: str) 
             (gateway, stream, str(epoch)): Ranges(pairs)
             for gateway, stream, epoch, pairs in json.loads(zlib.decompress(packed))
         }
-        store = shared(messages.place)
+        store = shared(messages.location)
         for batch in batches:
             for part in batch.column(0).to_pylist():
                 for path in parts[part]:
@@ -71,7 +71,7 @@ def reading(parts: list[list[str]], messages: Target, packed: bytes, form: str) 
 
 
 def _fresh_rows(batch: pa.RecordBatch, fresh: dict[tuple[str, str, str], Ranges]) -> pa.Table:
-    """The rows of the batch whose numbers are not refined yet; runs of one stream are cut, not filtered."""
+    """Return the rows whose numbers are not refined yet; runs of contiguous numbers are sliced."""
     import pyarrow as pa
 
     table = pa.Table.from_batches([batch])
@@ -85,7 +85,7 @@ def _fresh_rows(batch: pa.RecordBatch, fresh: dict[tuple[str, str, str], Ranges]
 
 
 def runs(table: pa.Table) -> Iterator[tuple[tuple[str, str, str], int, int, int]]:
-    """Stretches of one stream with contiguous numbers: (stream, first, last, at which row)."""
+    """Yield the runs of contiguous numbers of one stream: (stream, first, last, index of the first row)."""
     import pyarrow.compute as pc
 
     count = table.num_rows
@@ -103,7 +103,7 @@ def runs(table: pa.Table) -> Iterator[tuple[tuple[str, str, str], int, int, int]
 
 
 def writing(targets: dict[str, Target]) -> Function:
-    """For `mapInArrow` over typed rows: `fits` says which of the tables gets a row."""
+    """Return the function for `mapInArrow` over typed rows; the column `fits` selects the table."""
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
         import pyarrow as pa
@@ -116,7 +116,9 @@ def writing(targets: dict[str, Target]) -> Function:
         with ExitStack() as stack:
             for kind, target in targets.items():
                 schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-                files[kind] = stack.enter_context(DayFiles(target.place, schema, target.folder, target.label))
+                files[kind] = stack.enter_context(
+                    DayFiles(target.location, schema, target.folder, target.label)
+                )
             for batch in batches:
                 table = pa.Table.from_batches([batch])
                 for stream, first, last, _ in runs(table):

@@ -1,4 +1,4 @@
-"""The report and the figures of a round, for people."""
+"""The report and the figures of a round, as text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bridge.ingest.job import Round, Summary
 from bridge.ingest.report import Report, StreamReport
 from bridge.printable import printable
 
-HOLES = 20  # printed at most; --json has all of them
+HOLES = 20  # printed at most; --json has all
 REMARKS = ("missing", "quarantined", "unreadable", "trimmed", "waiting", "duplicates", "late_rows")
 BAD = REMARKS[:3]
 
 
 def round_line(done: Round) -> str:
-    """One line of progress."""
+    """Return the figures of a round as one line."""
     seconds = done.plan_seconds + done.work_seconds + done.commit_seconds
     parts = [f"round {done.number}: {done.objects:,} objects, {done.rows:,} rows, {done.bytes / 1e6:,.1f} MB"]
     parts += [f"in {done.tasks} tasks, {seconds:.1f} s ({done.rows / seconds:,.0f} rows/s)"]
@@ -30,7 +30,7 @@ def round_line(done: Round) -> str:
     if done.vanished:
         parts.append(f"{done.vanished} vanished")
     if done.new_columns:
-        parts.append(f"new columns {', '.join(done.new_columns)}: their objects come with the next round")
+        parts.append(f"new columns {', '.join(done.new_columns)}: their objects follow in the next round")
     return ", ".join(parts)
 
 
@@ -45,7 +45,7 @@ def summary_line(summary: Summary) -> str:
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the report: a row for every stream, then what needs a look."""
+    """Print the report: one row per stream, then everything that needs attention."""
     several = len({(s.gateway, s.stream) for s in report.streams}) < len(report.streams)
     table = Table(
         title=f"Completeness of {printable(report.table)}",
@@ -69,22 +69,22 @@ def show(report: Report, console: Console) -> None:
             *(Text(printable(name)) for name in names),
             numbers,
             f"{stream.rows:,}",
-            _since(stream),
-            _said(figures, between),
+            _lag(stream),
+            _remarks(figures, between),
         )
     if len(report.streams) > 1:
         table.add_section()
         blank = [""] * (3 if several else 2)
         figures = {name: report.total(name) for name in REMARKS}
-        table.add_row("total", *blank, f"{report.total('rows'):,}", "", _said(figures, between))
+        table.add_row("total", *blank, f"{report.total('rows'):,}", "", _remarks(figures, between))
     console.print(table)
     console.print()
-    for line in _below(report):
+    for line in _details(report):
         console.print(Text(printable(line)))
 
 
-def _said(figures: dict[str, int], between: str) -> Text:
-    """What is not plainly in the table, and nothing of what is zero."""
+def _remarks(figures: dict[str, int], between: str) -> Text:
+    """Return the figures that are not zero."""
     parts = [
         Text(f"{count:,} {name.removesuffix('_rows')}", style="bold red" if name in BAD else "")
         for name, count in figures.items()
@@ -93,8 +93,8 @@ def _said(figures: dict[str, int], between: str) -> Text:
     return Text(between).join(parts)
 
 
-def _since(stream: StreamReport) -> str:
-    """How old the newest row is, in one unit."""
+def _lag(stream: StreamReport) -> str:
+    """Return the age of the newest row, in one unit."""
     if stream.lag_seconds is None:
         return "-"
     for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
@@ -103,7 +103,7 @@ def _since(stream: StreamReport) -> str:
     return f"{stream.lag_seconds:.0f} s"
 
 
-def _below(report: Report) -> Iterator[str]:
+def _details(report: Report) -> Iterator[str]:
     holes = [(stream, hole) for stream in report.streams for hole in stream.holes]
     for stream, hole in holes[:HOLES]:
         data = stream.to_json()["holes"][stream.holes.index(hole)]

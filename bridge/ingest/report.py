@@ -1,25 +1,27 @@
-"""The completeness report: what is in the table, and what is not, by stream.
+"""The completeness report: what is in the table and what is not, by stream.
 
-It comes from the state, the names of the objects and the gateways' head objects; the table's rows are never
-read, so it costs the same at a thousand messages and at a billion. Numbers that are not in the table are,
-in this order of precedence:
+It is made from the state, the object keys and the gateway reports, never from the table's rows. So it costs
+the same for a thousand messages and for a billion. A number that is not in the table is, in this order of
+precedence:
 
-* waiting      they are in an object that no run has taken yet
-* trimmed      the gateway declared that it dropped them (overwritten, expired, purged)
-* quarantined  an object that should hold them was refused
-* unreadable   an object that should hold them could not be read in this run; the next one tries it again
-* waiting      the gateway has not uploaded them yet
-* missing      none of these, or the gateway says that they were damaged or are gone unexplained: lost
+* waiting      in an object that no run has taken yet
+* trimmed      dropped by the gateway, on purpose (overwritten, expired, purged)
+* quarantined  in an object that was refused
+* unreadable   in an object that this run could not read; the next run tries it again
+* waiting      not uploaded by the gateway yet
+* missing      none of these, or damaged or gone without explanation according to the gateway: lost
 
-Of drops long ago a gateway keeps ranges with a count (`joined:<count>`). Where no more numbers than that
-are neither in the table nor explained otherwise, they are those that it dropped: trimmed. Where there are
-more, something was lost; which ones cannot be told, so all of them are missing.
+A gateway merges old drops into ranges with a count (`joined:<count>`). If such a range has at most that many
+numbers that are not in the table and not explained otherwise, the gateway dropped them: they are trimmed. If
+it has more, some were lost. Nobody knows which, so all of them count as missing.
 
-A stream starts at 0 where its gateway's head is known, else at the first number that is in the table or in an
-object; it ends at the newest that anybody knows of. Without a head a lost tail is not seen, so that is said.
+A stream starts at 0 if its gateway has reported it, otherwise at the first number in the table or in an
+object. It ends at the highest known number. Without a gateway report a lost tail would go unnoticed, and a
+note says so.
 
-A stream that its gateway's head no longer lists was deleted, is no longer exported, or its disk was replaced.
-What waited there according to the last head in the state comes no more: missing, unless somebody accepts it.
+If a gateway's report no longer lists a stream, the stream was deleted, is no longer exported, or was on a
+disk that was replaced. Its pending messages, according to the last report in the state, will never arrive:
+they are missing, unless an operator accepts that.
 """
 
 from __future__ import annotations
@@ -32,28 +34,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bridge.ingest.heads import Head, Heads, read_heads
+from bridge.ingest.gateway_reports import GatewayReports, ReportedStream, read_gateway_reports
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
-from bridge.ingest.state import Quarantined, State, StreamState, load_state
-from bridge.ingest.store import Store
+from bridge.ingest.state import Quarantined, StreamState, TableState, load_state
+from bridge.ingest.store import ObjectStore
 from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
 
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
 
 KINDS = ("trimmed", "quarantined", "unreadable", "waiting", "missing")
-SHOWN = 5  # gateways named in one line
+SHOWN = 5  # gateways or streams named in one line
 Name = tuple[str, str]  # of an object: key and ETag
 Cause = tuple[str, str, Iterable[Pair]]  # kind of hole, reason, and the numbers that it explains
-Part = tuple[int, int, str, str]  # of a gap: first and last number, kind and reason
+Part = tuple[int, int, str, str]  # of a gap: first and last number, kind, reason
 GONE = "its stream is gone"
 UPLOADED = "uploaded, not taken yet"
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Numbers that are not in the table, and the ingest times (ms) of their neighbours that are."""
+    """Numbers that are not in the table, and the ingest times (ms) of the nearest rows before and after."""
 
     first: int
     last: int
@@ -86,17 +88,17 @@ class StreamReport:
     late_objects: int = 0
     late_rows: int = 0
     newest_ms: int | None = None
-    head_ms: int | None = None  # when the gateway last said how far it is
+    reported_ms: int | None = None  # time of the gateway report
     lag_seconds: float | None = None
     holes: list[Hole] = field(default_factory=list)
 
     @property
     def path(self) -> str:
-        """What people call the stream, whatever its epoch."""
+        """The name of the stream for users, without its epoch."""
         return f"{self.gateway}/{self.stream}"
 
     def to_json(self) -> dict[str, Any]:
-        names = [name for name in self.__slots__ if name not in ("holes", "newest_ms", "head_ms")]
+        names = [name for name in self.__slots__ if name not in ("holes", "newest_ms", "reported_ms")]
         holes = [
             {
                 "first": hole.first,
@@ -111,28 +113,28 @@ class StreamReport:
         ]
         return {name: getattr(self, name) for name in names} | {
             "newest": _iso(self.newest_ms),
-            "head": _iso(self.head_ms),
+            "head": _iso(self.reported_ms),
             "holes": holes,
         }
 
 
 @dataclass(slots=True)
 class Report:
-    """All streams, and what is not about one stream."""
+    """All streams, and the findings that concern no single stream."""
 
     table: str
     streams: list[StreamReport]
     refused: list[dict[str, Any]]  # quarantined objects
-    unreadable: list[dict[str, Any]]  # objects that the run of this report could not read
-    foreign: list[str]  # objects that are not named like data
-    problems: list[str]  # why what it says may not be all
+    unreadable: list[dict[str, Any]]  # objects that this run could not read
+    foreign: list[str]  # keys that are not those of data objects
+    problems: list[str]  # why the report may be incomplete
 
     def total(self, figure: str) -> int:
         return sum(getattr(stream, figure) for stream in self.streams)
 
     @property
     def complete(self) -> bool:
-        """Whether all is there; where nothing is known, nothing is proven."""
+        """Whether nothing is missing. A report without any stream proves nothing and is not complete."""
         return bool(self.streams) and not any(map(self.total, ("missing", "quarantined", "unreadable")))
 
     def to_json(self) -> dict[str, Any]:
@@ -149,27 +151,27 @@ class Report:
         }
 
 
-def survey(store: Store, sink: Sink) -> tuple[State, Report]:
-    """Report on the table and the prefix as they are, without a run."""
-    heads = read_heads(store)
+def survey(store: ObjectStore, sink: Sink) -> tuple[TableState, Report]:
+    """Return the state and the report of the table and the prefix as they are, without a run."""
+    reports = read_gateway_reports(store)
     inventory = Inventory(store.list())
     state = load_state(sink)
-    return state, build(state, inventory, heads, sink.name, sink.rows())
+    return state, build(state, inventory, reports, sink.name, sink.rows())
 
 
 def build(
-    state: State,
+    state: TableState,
     inventory: Inventory,
-    heads: Heads,
+    reports: GatewayReports,
     table: str,
     rows: int,
     vanished: Iterable[Name] = (),
     unreadable: Mapping[Name, Quarantined] | None = None,
 ) -> Report:
-    """Put the report together; reads nothing. `rows` is what the table itself says it has.
+    """Build the report; reads nothing. `rows` is the number of rows according to the table's metadata.
 
-    Of the listed objects, `vanished` are those that a run has found to be there no more, `unreadable` those
-    that it could not read, and why.
+    Of the listed objects, `vanished` are those that no longer existed when the run came to them, `unreadable`
+    those that it could not read, with the reason.
     """
     unreadable = unreadable or {}
     tallies = inventory.tally(state.quarantine.keys() | unreadable.keys() | set(vanished))
@@ -180,13 +182,13 @@ def build(
     )
     refused, held = _numbers(state.quarantine), _numbers(unreadable)
     listing = {name for name, tally in tallies.items() if tally.numbers}
-    names = set(state.streams) | set(heads.streams) | set(refused) | set(held) | listing
+    names = set(state.streams) | set(reports.streams) | set(refused) | set(held) | listing
     now = time.time_ns() // 1_000_000
     streams = [
         _stream(
             name,
             state.streams.get(name, StreamState()),
-            heads,
+            reports,
             tallies.get(name, Tally()),
             refused.get(name, Ranges()),
             held.get(name, Ranges()),
@@ -194,9 +196,11 @@ def build(
         )
         for name in sorted(names)
     ]
-    problems = [*heads.problems, *_gone(streams), *_unseen(streams, inventory, heads)]
+    problems = [*reports.problems, *_gone(streams), *_unseen(streams, inventory, reports)]
     if rows != state.rows():
-        problems.append(f"{table} has {rows} rows and its state says {state.rows()}: it was changed")
+        problems.append(
+            f"{table} has {rows} rows and its state says {state.rows()}: something else changed the table"
+        )
     documents = [
         {"key": key, "size": entry.size, "reason": entry.reason, "present": (key, etag) in listed}
         for (key, etag), entry in sorted(state.quarantine.items())
@@ -206,52 +210,58 @@ def build(
 
 
 def _numbers(objects: Iterable[Name]) -> dict[StreamId, Ranges]:
-    """The numbers that objects promise by their names."""
+    """Return the numbers that the object keys promise, by stream."""
     found: dict[StreamId, Ranges] = defaultdict(Ranges)
     for key, _ in objects:
         name = parse_key(key)
-        assert name is not None, key  # only such keys are ever read
+        assert name is not None, key  # the planner plans no other key
         found[StreamId(name.gateway, name.stream, name.epoch)].add(name.first, name.last)
     return found
 
 
 def _gone(streams: list[StreamReport]) -> Iterator[str]:
-    """The streams whose gateway no longer has what waited there, and what to do about it."""
+    """Name the streams that are gone with pending messages, and the remedy."""
     gone = sorted({stream.path for stream in streams if any(hole.reason == GONE for hole in stream.holes)})
     if gone:
         more = f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else ""
         yield (
-            f"no longer listed by its gateway: {', '.join(gone[:SHOWN])}{more}; what waited there is lost, "
-            "unless the export is set up again; if the stream was deleted on purpose, say so: "
+            f"no longer listed by its gateway: {', '.join(gone[:SHOWN])}{more}; its pending messages are "
+            "lost, unless the export is set up again; if the stream was deleted on purpose, accept that: "
             f"streambridge ingest accept {shlex.join(gone[:SHOWN])} with these options"
         )
 
 
-def _unseen(streams: list[StreamReport], inventory: Inventory, heads: Heads) -> Iterator[str]:
-    """Where the heads are missing that would show a lost tail."""
+def _unseen(streams: list[StreamReport], inventory: Inventory, reports: GatewayReports) -> Iterator[str]:
+    """Name the prefixes and gateways whose lost tails would go unnoticed, for lack of a gateway report."""
     below = {key.partition(f"/{REPORTS}")[0] for key in inventory.foreign if f"/{REPORTS}" in key}
     for prefix in sorted(below):
-        yield f"the heads of gateways are in {prefix}/: end --source with it, or lost tails are not seen"
-    now = {name.gateway for name in heads.streams} | set(heads.gateways)
-    silent = sorted({s.gateway for s in streams if s.head_ms is None or s.gateway not in now})
+        yield f"the gateway reports are in {prefix}/: end --source with it, or lost tails go unnoticed"
+    now = {name.gateway for name in reports.streams} | set(reports.updated)
+    silent = sorted({s.gateway for s in streams if s.reported_ms is None or s.gateway not in now})
     if silent:
         more = f" and {len(silent) - SHOWN} more" if len(silent) > SHOWN else ""
-        yield f"no head of {', '.join(silent[:SHOWN])}{more}: a lost tail would not be seen"
+        yield f"no report of {', '.join(silent[:SHOWN])}{more}: a lost tail would go unnoticed"
 
 
 def _stream(
-    name: StreamId, state: StreamState, heads: Heads, tally: Tally, refused: Ranges, held: Ranges, now: int
+    name: StreamId,
+    state: StreamState,
+    reports: GatewayReports,
+    tally: Tally,
+    refused: Ranges,
+    held: Ranges,
+    now: int,
 ) -> StreamReport:
-    head = heads.streams.get(name, state.head)
-    # a run that began later may have left a head in the state that is newer than the one read here
+    reported = reports.streams.get(name, state.reported)
+    # a run that started later may have saved a newer report in the state than the one read here
     gone = (
-        name not in heads.streams
-        and head is not None
-        and heads.gateways.get(name.gateway, -1) >= head.updated
+        name not in reports.streams
+        and reported is not None
+        and reports.updated.get(name.gateway, -1) >= reported.updated
     )
     covered = state.covered
     report = StreamReport(*name, duplicates=tally.duplicates)
-    report.head_ms = head.updated if head else None
+    report.reported_ms = reported.updated if reported else None
     report.late_objects, report.late_rows = state.late_objects, state.late_rows
     if covered:
         report.first, report.last, report.rows = covered.first, covered.last, covered.count()
@@ -260,12 +270,12 @@ def _stream(
             round((now - report.newest_ms) / 1000, 3) if report.newest_ms is not None else None
         )
     known = [given for given in (covered, refused, held, tally.numbers) if given]
-    ends = [given.last for given in known] + ([head.newest] if head else [])
-    starts = [0] if head else [given.first for given in known]
+    ends = [given.last for given in known] + ([reported.newest] if reported else [])
+    starts = [0] if reported else [given.first for given in known]
     if not starts or not ends:
         return report
     gaps = covered.missing(min(starts), max(ends))
-    causes = _causes(head, tally.numbers, refused, held, gone=gone)
+    causes = _causes(reported, tally.numbers, refused, held, gone=gone)
     report.holes = list(_holes(gaps, _explain(gaps, causes), state.times))
     for kind in KINDS:
         setattr(report, kind, sum(hole.count for hole in report.holes if hole.kind == kind))
@@ -273,10 +283,10 @@ def _stream(
 
 
 def _causes(
-    head: Head | None, uploaded: Ranges, refused: Ranges, held: Ranges, *, gone: bool
+    reported: ReportedStream | None, uploaded: Ranges, refused: Ranges, held: Ranges, *, gone: bool
 ) -> Iterator[Cause]:
-    """Why numbers may be missing; the first cause counts."""
-    dropped = head.dropped if head else ()
+    """Yield the possible causes for missing numbers; the first match counts."""
+    dropped = reported.dropped if reported else ()
     joined = [drop for drop in dropped if drop[2].startswith(JOINED)]
     yield "waiting", UPLOADED, uploaded
     for first, last, reason in dropped:
@@ -284,15 +294,15 @@ def _causes(
             yield "missing" if reason in LOSSES else "trimmed", reason, [(first, last)]
     yield "quarantined", "", refused
     yield "unreadable", "", held
-    if head and head.newest > head.exported:
+    if reported and reported.newest > reported.exported:
         kind, reason = ("missing", GONE) if gone else ("waiting", "")
-        yield kind, reason, [(head.exported + 1, head.newest)]
-    for first, last, reason in joined:  # last: what is explained otherwise does not count there
+        yield kind, reason, [(reported.exported + 1, reported.newest)]
+    for first, last, reason in joined:  # last: numbers explained otherwise do not count here
         yield JOINED, reason, [(first, last)]
 
 
 def _explain(gaps: Iterable[Pair], causes: Iterable[Cause]) -> list[Part]:
-    """Cut what is missing by why it is; each range of a cause costs a search, however many gaps there are."""
+    """Split the gaps by cause. Each range of a cause costs one search, however many gaps there are."""
     rest = Ranges(gaps)
     found: list[Part] = []
     for kind, reason, numbers in causes:
@@ -305,7 +315,7 @@ def _explain(gaps: Iterable[Pair], causes: Iterable[Cause]) -> list[Part]:
 
 
 def _judge(reason: str, gone: int) -> tuple[str, str]:
-    """Whether what is gone in a joined range is no more than what was dropped there."""
+    """Return kind and reason for a joined range: trimmed if no more numbers are gone than were dropped."""
     text = reason.removeprefix(JOINED)
     dropped = int(text) if re.fullmatch("[0-9]{1,20}", text) else 0
     if gone <= dropped:
@@ -314,7 +324,7 @@ def _judge(reason: str, gone: int) -> tuple[str, str]:
 
 
 def _holes(gaps: list[Pair], parts: Iterable[Part], times: Mapping[int, int]) -> Iterator[Hole]:
-    """The parts of the gaps, both in order, with the times of their neighbours."""
+    """Yield the parts of the gaps, both sorted, with the times of the rows around each gap."""
     following = iter(gaps)
     first = last = -1
     for part in parts:

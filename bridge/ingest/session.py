@@ -1,4 +1,4 @@
-"""The Spark session: what spark-submit or a notebook has made, or a local one on this machine."""
+"""The Spark session: that of spark-submit or a notebook, or a local one on this machine."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ appender.stderr.layout.pattern = spark: %p %c{1}: %m%n
 
 
 def require(*packages: str) -> None:
-    """Say in one line what is not installed."""
+    """Raise NotInstalled if one of the packages is not installed."""
     absent = [name for name in packages if importlib.util.find_spec(name) is None]
     if absent:
         verb = "is" if len(absent) == 1 else "are"
@@ -58,7 +58,7 @@ def require(*packages: str) -> None:
 
 
 def require_java(remote: str | None = None) -> None:
-    """Say in one line when Spark could not start its Java virtual machine here."""
+    """Raise NotInstalled if Spark could not start its Java virtual machine here."""
     if remote is not None or is_submitted():
         return
     remedy = "install a Java 17 runtime (Debian: apt install openjdk-17-jre-headless) or set JAVA_HOME to one"
@@ -68,8 +68,8 @@ def require_java(remote: str | None = None) -> None:
         raise NotInstalled(
             f"Spark needs Java and there is none{f' in JAVA_HOME={home}' if home else ''}: {remedy}"
         )
-    told = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
-    found = re.search(r'version "(?:1\.)?(\d+)', told)
+    output = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
+    found = re.search(r'version "(?:1\.)?(\d+)', output)
     import pyspark
 
     needed = 17 if int(pyspark.__version__.split(".")[0]) >= 4 else 8
@@ -81,7 +81,7 @@ def require_java(remote: str | None = None) -> None:
 
 
 def is_submitted() -> bool:
-    """Whether spark-submit, pyspark or a platform has started this process, with settings of its own."""
+    """Return whether spark-submit, pyspark or a platform started this process, with its own settings."""
     return "PYSPARK_GATEWAY_PORT" in os.environ or "SPARK_REMOTE" in os.environ
 
 
@@ -92,7 +92,7 @@ def open_session(
     *,
     verbose: bool = False,
 ) -> SparkSession:
-    """The session to work in; a local one of all cores, which says little, unless another is asked for."""
+    """Open the session to work in: by default a local one with all cores that logs only errors."""
     require(*PACKAGES)
     require_java(remote)
     from pyspark.sql import SparkSession
@@ -102,14 +102,14 @@ def open_session(
         return builder.remote(remote).getOrCreate()
     if is_submitted():
         return builder.getOrCreate()
-    # the Python workers must find this package and this Python, wherever it was started from
+    # the Python workers must find this package and this Python, whatever the current directory
     home = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     for name, value in LOCAL.items():
         builder = builder.config(name, value)
-    with tempfile.TemporaryDirectory() as folder:  # the JVM reads it once, at its start
+    with tempfile.TemporaryDirectory() as folder:  # the JVM reads it once, at start
         log = Path(folder, "log4j2.properties")
         log.write_text(LOGGING.replace("LEVEL", "info" if verbose else "error"))
         builder = builder.config(
@@ -121,7 +121,7 @@ def open_session(
 
 @contextmanager
 def _without_greeting() -> Iterator[None]:
-    """Leave out of standard error what every JVM that is started in the block says, and has no option for."""
+    """Filter out of standard error the greeting of a JVM started in the block; no option turns it off."""
     reader, writer = os.pipe()
     kept = os.dup(2)
     os.dup2(writer, 2)
@@ -141,21 +141,21 @@ def _without_greeting() -> Iterator[None]:
 
 
 def watched(spark: SparkSession, what: str, work: Callable[[], T], every: float = 5.0) -> T:
-    """Do the work of a Spark job, and say on standard error how far its tasks are when it takes long.
+    """Run a Spark job; if it takes long, log the progress of its tasks to standard error.
 
-    It is done in a thread of its own: one that has asked the JVM for something is deaf to signals until the
-    answer is there. A signal's exception cancels the job, and none that others have in this session.
+    The job runs in a thread of its own: a thread that waits for the JVM gets no signals. An exception raised
+    by a signal cancels this job, and no other job of the session.
     """
     try:
         context: Any = spark.sparkContext
-    except Exception:  # Spark Connect has none, and each version says so in another way
+    except Exception:  # Spark Connect has none, and each version raises something else
         context = None
     tracker = context.statusTracker() if context else None
     group = f"streambridge-{uuid4()}"
 
     def grouped() -> T:
         if context:
-            context.setJobGroup(group, what)  # of this thread's jobs, as is a tag
+            context.setJobGroup(group, what)  # it applies to this thread's jobs, like a tag
         else:
             spark.addTag(group)
         return work()

@@ -4,11 +4,11 @@
     register(spark)
     frame = spark.read.format("streambridge").option("endpoint", "http://...").load("s3://bucket/prefix")
 
-For those who want the landing prefix in their own job; the table of `streambridge ingest` is not needed.
-Every number comes once, as in the table: objects that overlap are read by one task, in order, each for what
-those before it did not give; one that has nothing new is not read. An object that does not keep its promise
-fails the query, or is passed over with `badObjects` = `skip`. Further columns come when the schema that the
-query gives has them. Options: path, endpoint, badObjects.
+For jobs that read the landing prefix themselves; no table of `streambridge ingest` is needed. Every number
+comes once, as in the table: one task reads objects that overlap, in order, and takes from each only the
+numbers that are still missing; an object without any is not read. An object that breaks the promise of its
+key fails the query, or is skipped with `badObjects` = `skip`. Additional columns are read if the query's
+schema has them. Options: path, endpoint, badObjects.
 
 Spark 4.0 or newer (Python data sources); on Spark 3.5 use the table.
 """
@@ -24,7 +24,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from bridge.ingest.errors import BadObject, BadOption, IngestError, Vanished
 from bridge.ingest.planner import Inventory, Item
 from bridge.ingest.ranges import Ranges
-from bridge.ingest.store import Place, shared
+from bridge.ingest.store import StorageLocation, shared
 from bridge.ingest.worker import MAX_OBJECT
 from bridge.objectkeys import ObjectKey, parse_key
 
@@ -43,7 +43,7 @@ BATCH_ROWS = 10_000
 
 @dataclass
 class Part(InputPartition):
-    """Objects of one task: groups of keys whose numbers overlap."""
+    """The objects of one task: groups of keys whose numbers overlap."""
 
     groups: list[list[str]]
 
@@ -61,21 +61,23 @@ class StreamBridgeSource(DataSource):
     def reader(self, schema: StructType) -> ObjectReader:
         options = {name.lower(): value for name, value in self.options.items()}
         if "path" not in options:
-            raise BadOption('streambridge: say where the objects are: .load("s3://bucket/prefix")')
+            raise BadOption('streambridge: the path is missing: .load("s3://bucket/prefix")')
         bad = options.get("badobjects", "fail")
         if bad not in ("fail", "skip"):
-            raise BadOption(f"streambridge: badObjects is {bad!r}; it is fail or skip")
-        return ObjectReader(Place(options["path"], options.get("endpoint")), schema, skip=bad == "skip")
+            raise BadOption(f"streambridge: badObjects is {bad!r}; use fail or skip")
+        return ObjectReader(
+            StorageLocation(options["path"], options.get("endpoint")), schema, skip=bad == "skip"
+        )
 
 
 class ObjectReader(DataSourceReader):
     """Plans on the driver, reads in the tasks."""
 
-    def __init__(self, place: Place, schema: StructType, *, skip: bool) -> None:
-        self.place, self.columns, self.skip = place, schema, skip
+    def __init__(self, location: StorageLocation, schema: StructType, *, skip: bool) -> None:
+        self.location, self.columns, self.skip = location, schema, skip
 
     def partitions(self) -> Sequence[InputPartition]:
-        streams = Inventory(self.place.open().list()).streams
+        streams = Inventory(self.location.open().list()).streams
         parts: list[Part] = []
         filled = 0
         for stream in sorted(streams):
@@ -93,7 +95,7 @@ class ObjectReader(DataSourceReader):
 
         assert isinstance(partition, Part)
         pa.set_cpu_count(1)
-        store = shared(self.place)
+        store = shared(self.location)
         wanted = _arrow(self.columns)
         for keys in partition.groups:
             given = Ranges()
@@ -108,7 +110,7 @@ class ObjectReader(DataSourceReader):
                 except (BadObject, Vanished) as error:
                     if self.skip:
                         continue
-                    raise IngestError(f"{key}: {error}; option badObjects = skip passes it over") from error
+                    raise IngestError(f"{key}: {error}; option badObjects = skip skips it") from error
                 given.update(fresh)
                 for low, high in fresh:
                     part = table.slice(low - name.first, high - low + 1)
@@ -123,8 +125,8 @@ class ObjectReader(DataSourceReader):
         extras = {field.name: field.type for field in wanted if field.name not in MESSAGES.names}
         try:
             table = decode(data, name, extras)
-        except NewColumns as news:  # nobody asked for them
-            table = decode(data, name, extras | news.columns)
+        except NewColumns as new:  # the query does not ask for them
+            table = decode(data, name, extras | new.columns)
         table = table.append_column("object_key", pa.repeat(pa.scalar(key), table.num_rows))
         have = set(table.column_names)
         columns = [
@@ -135,7 +137,7 @@ class ObjectReader(DataSourceReader):
 
 
 def _overlapping(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Cut the objects of a stream, which are sorted, where no object goes over the cut."""
+    """Group the sorted objects of a stream so that objects of different groups never overlap."""
     group: list[Item] = []
     last = -1
     for item in items:
@@ -154,7 +156,7 @@ def register(spark: SparkSession) -> None:
 
 
 def _arrow(schema: StructType) -> pa.Schema:
-    """What Spark expects of the batches, exactly: times in us of UTC, everything nullable."""
+    """Return the exact schema that Spark expects of the batches: times in us of UTC, everything nullable."""
     import pyarrow as pa
     from pyspark.sql.pandas.types import to_arrow_type
     from pyspark.sql.types import TimestampType

@@ -1,14 +1,15 @@
-"""What the table holds, as one small document per commit.
+"""The state of a table: which numbers it holds, as one small document per commit.
 
     <state>/<version, 20 digits>.json
     {"format": 1, "version": v, "previous": v0, "streams": [{"gateway", "stream", "epoch",
      "covered": [[first, last, ms of first, ms of last], ...], "late": [objects, rows], "head": {...}}],
      "quarantine": [[key, etag, size, reason], ...], "notes": {...}}
 
-A document is written under a new name before the commit, and the commit of the table carries its
-version: the commit decides which document is true, and one that was never committed is never read. It
-costs O(streams + holes), not O(objects). Versions grow, and hold when they were made (ms in the upper bits).
-Earlier ones may be one or two folders up, where other tables may have theirs: they are read there, and stay.
+A document is written under a new name before the commit, and the table's commit carries its version. So the
+commit decides which document is current, and one that was never committed is never read. A document takes
+O(streams + holes), not O(objects). Versions increase, and contain their time (ms in the upper bits). Earlier
+versions of the job wrote documents one or two folders up, where other tables may have theirs too: they are
+read there, and never deleted.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.ingest.errors import StateMissing, Vanished, line
-from bridge.ingest.heads import Head
+from bridge.ingest.gateway_reports import ReportedStream
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Pair, Ranges
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
 
 FORMAT = 1
-KEEP_MS = 7 * 24 * 3600 * 1000  # a table may be rolled back by as much
-RANDOM_BITS = 20  # two drivers in the same ms still get versions of their own
+KEEP_MS = 7 * 24 * 3600 * 1000  # documents are kept for a rollback of up to a week
+RANDOM_BITS = 20  # two drivers get different versions in the same ms
 
 
 class Piece(NamedTuple):
-    """Numbers taken from one object, and the ingest times (ms) of the first and the last of them."""
+    """Numbers taken from one object, and the ingest times (ms) of the first and the last."""
 
     first: int
     last: int
@@ -47,16 +48,16 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class StreamState:
-    """What the table holds of one stream."""
+    """The numbers of one stream that are in the table, and its last report by the gateway."""
 
     covered: Ranges = field(default_factory=Ranges)
     times: dict[int, int] = field(default_factory=dict)  # of the first and last number of each interval
     late_objects: int = 0
     late_rows: int = 0
-    head: Head | None = None
+    reported: ReportedStream | None = None
 
     def take(self, pieces: Iterable[Piece], *, known_last: int) -> None:
-        """Add what one object brought; `known_last` is how far the stream went before this round."""
+        """Add the numbers of one object; `known_last` is the stream's highest number before this round."""
         late = 0
         for piece in pieces:
             self.covered.add(piece.first, piece.last)
@@ -67,21 +68,21 @@ class StreamState:
         self.late_rows += late
 
     def tidy(self) -> None:
-        """Forget the times of numbers that no longer bound an interval."""
+        """Drop the times of numbers that no longer bound an interval."""
         self.times = {
             number: self.times[number] for pair in self.covered for number in pair if number in self.times
         }
 
 
 class Quarantined(NamedTuple):
-    """Why an object was refused."""
+    """The size of a quarantined object, and the reason."""
 
     size: int
     reason: str
 
 
 @dataclass(slots=True)
-class State:
+class TableState:
     """The content of one state document."""
 
     version: int | None = None
@@ -93,7 +94,7 @@ class State:
         return {stream: state.covered for stream, state in self.streams.items()}
 
     def rows(self) -> int:
-        """How many rows the table has if nobody else changed it."""
+        """Return how many rows the table has if nothing else has changed it."""
         return sum(stream.covered.count() for stream in self.streams.values())
 
     def of(self, stream: StreamId) -> StreamState:
@@ -101,28 +102,29 @@ class State:
 
 
 class StateStore:
-    """The documents under one URL."""
+    """The state documents at one location."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self._store = place.open()
+    def __init__(self, location: StorageLocation) -> None:
+        self.location = location
+        self._store = location.open()
 
-    def load(self, version: int | None) -> State:
-        """Read the document that the table points to; no pointer is an empty table."""
+    def load(self, version: int | None) -> TableState:
+        """Read the document that the table points to; None is an empty table. Raises StateMissing."""
         if version is None:
-            return State()
+            return TableState()
         raw = self._known(version)
         try:
             return self._parsed(version, raw)
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
             raise self._damaged(version, error) from error
 
-    def _parsed(self, version: int, raw: dict[str, Any]) -> State:
+    def _parsed(self, version: int, raw: dict[str, Any]) -> TableState:
         if raw.get("format") != FORMAT:
             raise StateMissing(
-                f"{self.place.url}/{_name(version)}: format {raw.get('format')!r} is not known here"
+                f"{self.location.url}/{_name(version)}: format {raw.get('format')!r} is not supported; "
+                "use the version of streambridge that wrote it"
             )
-        state = State(version)
+        state = TableState(version)
         for stream in raw["streams"]:
             name = StreamId(stream["gateway"], stream["stream"], stream["epoch"])
             state.streams[name] = _stream_from_json(stream)
@@ -133,7 +135,7 @@ class StateStore:
         return state
 
     def previous(self, version: int) -> int | None:
-        """The version that the round of this one was planned from; None: it was the first."""
+        """Return the version from which the round of this one was planned; None for the first."""
         found = self._known(version).get("previous")
         if not isinstance(found, int | None):
             raise self._damaged(version, found)
@@ -144,12 +146,12 @@ class StateStore:
             return self._read(version)
         except Vanished as error:
             raise StateMissing(
-                f"{self.place.url}/{_name(version)}: the table points to this state and it is gone; "
-                "restore it, or roll the table back to a snapshot whose state is there"
+                f"{self.location.url}/{_name(version)}: the table points to this state, which is gone; "
+                "restore it, or roll the table back to a snapshot whose state exists"
             ) from error
 
     def _read(self, version: int) -> dict[str, Any]:
-        for store in (self._store, *map(Place.open, _above(self.place))):
+        for store in (self._store, *map(StorageLocation.open, _above(self.location))):
             with suppress(Vanished):
                 data = store.get(_name(version))
                 try:
@@ -159,16 +161,16 @@ class StateStore:
                 if not isinstance(document, dict):
                     raise self._damaged(version, type(document).__name__)
                 return document
-        raise Vanished(f"{_name(version)}: no such document")
+        raise Vanished(f"{_name(version)}: there is no such document")
 
     def _damaged(self, version: int, why: object) -> StateMissing:
         return StateMissing(
-            f"{self.place.url}/{_name(version)}: not a state document ({line(why)}); restore it, or roll the "
-            "table back to a snapshot whose state is good"
+            f"{self.location.url}/{_name(version)}: not a state document ({line(why)}); restore it, or roll "
+            "the table back to a snapshot whose state is good"
         )
 
-    def save(self, state: State, previous: int | None) -> int:
-        """Write the state as a new document and return its version; it counts once the table points to it."""
+    def save(self, state: TableState, previous: int | None) -> int:
+        """Write the state as a new document and return its version. It counts once the table points to it."""
         fresh = (time.time_ns() // 1_000_000) << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
         version = max(fresh, (previous or 0) + 1)
         document = {
@@ -183,10 +185,11 @@ class StateStore:
         return version
 
     def prune(self, current: int) -> None:
-        """Remove documents that nobody needs who rolls the table back by a week.
+        """Delete documents that are not needed for a rollback of up to a week.
 
-        A week ago the table pointed to what the first document since then was planned from, however old that
-        is. The newest of the older ones need not be it: it may be of a run that was killed before its commit.
+        A week ago the table pointed to the document from which the first newer one was planned, however old
+        that is. It need not be the newest of the old ones: that may be of a run that was killed before its
+        commit.
         """
         oldest = time.time_ns() // 1_000_000 - KEEP_MS
         names = sorted(entry.key for entry in self._store.list() if entry.key.endswith(".json"))
@@ -195,24 +198,24 @@ class StateStore:
         since = versions[len(old) :]
         try:
             needed = {current, self.previous(since[0]) if old and since else None}
-        except StateMissing:  # somebody else wrote there: what is needed cannot be known
+        except StateMissing:  # something else wrote there, so which documents are needed is unknown
             return
         self._store.delete(_name(version) for version in old if version not in needed)
 
 
-def load_state(sink: Sink) -> State:
-    """The state that the table points to; an empty one if there is no table, or nothing was committed."""
-    version = sink.pointer()  # first: a table that another run makes meanwhile has its state elsewhere
+def load_state(sink: Sink) -> TableState:
+    """Return the state that the table points to; an empty one if there is no table, or no commit yet."""
+    version = sink.pointer()  # before the location, which changes when another run creates the table
     return StateStore(sink.state()).load(version)
 
 
-def _above(place: Place) -> Iterator[Place]:
-    """The folders one and two levels up, as far as there are such."""
-    url = place.url.rstrip("/")
+def _above(location: StorageLocation) -> Iterator[StorageLocation]:
+    """Yield the folders one and two levels up, if they exist."""
+    url = location.url.rstrip("/")
     for _ in range(2):
         url = url.rpartition("/")[0]
         if url and not url.endswith("/"):
-            yield Place(url, place.endpoint)
+            yield StorageLocation(url, location.endpoint)
 
 
 def _name(version: int) -> str:
@@ -225,7 +228,7 @@ def _stream_to_json(name: StreamId, state: StreamState) -> dict[str, Any]:
         **name._asdict(),
         "covered": [[low, high, state.times.get(low), state.times.get(high)] for low, high in state.covered],
         "late": [state.late_objects, state.late_rows],
-        "head": state.head.to_json() if state.head else None,
+        "head": state.reported.to_json() if state.reported else None,
     }
 
 
@@ -234,6 +237,6 @@ def _stream_from_json(data: dict[str, Any]) -> StreamState:
     times: dict[int, int] = {}
     for low, high, low_ms, high_ms in data["covered"]:
         times |= {number: ms for number, ms in ((low, low_ms), (high, high_ms)) if ms is not None}
-    head = Head.from_json(data["head"], data["head"]["updated"]) if data["head"] else None
+    reported = ReportedStream.from_json(data["head"], data["head"]["updated"]) if data["head"] else None
     late_objects, late_rows = data["late"]
-    return StreamState(Ranges(pairs), times, late_objects, late_rows, head)
+    return StreamState(Ranges(pairs), times, late_objects, late_rows, reported)

@@ -1,11 +1,11 @@
-"""Objects under a URL: `s3://bucket/prefix` (also s3a, s3n) by boto3, `file:///dir` or a path locally.
+"""Objects under a URL: `s3://bucket/prefix` (also s3a, s3n) by boto3; `file:///dir` or a path locally.
 
-The job reads with this and not with Spark's readers, because a reader of Spark either fails the whole
-query at one truncated object or, told to ignore it, silently gives a part of it.
+The job does not use Spark's readers: at one truncated object these either fail the whole query or, configured
+to ignore it, silently return part of it.
 
-Keys are relative to the URL. `put` and `writer` are atomic: a reader sees the whole object or none.
-Missing objects raise `Vanished`; everything else (network, throttling, credentials) raises what the
-library raises, so that Spark tries the task again. A `Place` travels to the executors; a store does not.
+Keys are relative to the URL. `put` and `writer` are atomic: a reader sees the whole object or none. Missing
+objects raise `Vanished`; for everything else (network, throttling, credentials) the library's exception is
+raised, and Spark retries the task. A `StorageLocation` travels to the executors; a store does not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from uuid import uuid4
 from bridge.ingest.errors import BadObject, BadOption, IngestError, Unreadable, Vanished
 
 S3_SCHEMES = ("s3", "s3a", "s3n")
-LISTERS = 16  # prefixes listed at the same time: a LIST call is a round trip per 1000 keys
-READS = 4  # of an object whose connection breaks, before its whole task is tried again
+LISTERS = 16  # prefixes listed at the same time: a LIST request returns 1000 keys
+READS = 4  # attempts to read an object whose connection breaks, before Spark retries the whole task
 RETRY_INTERVAL = 0.5
 ALWAYS = float("inf")
-SPOOL = 32 << 20  # what a writer to S3 holds in memory before it goes to a local temporary file
+SPOOL = 32 << 20  # bytes that a writer to S3 holds in memory before it uses a local temporary file
 
-# with these S3 refuses one object and may well hand out the next
-OF_THE_OBJECT = frozenset(
+# S3 returns these for one object; the next one may well be readable
+OBJECT_ERRORS = frozenset(
     {
         "AccessDenied",
         "InvalidObjectState",  # archived (Glacier)
@@ -49,7 +49,7 @@ OF_THE_OBJECT = frozenset(
 
 
 class Entry(NamedTuple):
-    """One object as a listing shows it; `modified` is Unix time in ms."""
+    """One object of a listing; `modified` is Unix time in ms."""
 
     key: str
     size: int
@@ -57,8 +57,8 @@ class Entry(NamedTuple):
     modified: int
 
 
-class Store(Protocol):
-    """What the job needs from a place that holds objects."""
+class ObjectStore(Protocol):
+    """The storage operations that the job needs."""
 
     def list(self) -> Iterator[Entry]: ...
     def under(self, prefix: str) -> Iterator[Entry]: ...
@@ -71,10 +71,10 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where objects are: a URL and, for S3 services that are not AWS, their endpoint.
+class StorageLocation:
+    """Where objects are: a URL and, for S3 services other than AWS, their endpoint.
 
-    Raises BadOption at a URL of any other store: it must not be taken for a path.
+    Raises BadOption for a URL with any other scheme, which would otherwise be taken for a path.
     """
 
     url: str
@@ -84,65 +84,68 @@ class Place:
         scheme = urlparse(self.url).scheme
         if scheme not in ("", "file", *S3_SCHEMES):
             raise BadOption(
-                f"{self.url}: objects cannot be kept at {scheme}:, use s3://bucket/prefix or a directory "
-                f"(one of that name as ./{self.url})"
+                f"{self.url}: {scheme}: is not supported; use s3://bucket/prefix or a directory "
+                f"(for a directory of this name: ./{self.url})"
             )
 
     @property
     def is_s3(self) -> bool:
         return urlparse(self.url).scheme in S3_SCHEMES
 
-    def open(self) -> Store:
-        """Open the store; one is enough for a process and its threads."""
+    def open(self) -> ObjectStore:
+        """Open the store; a process and its threads can share one."""
         parsed = urlparse(self.url)
         if self.is_s3:
             return S3Store(parsed.netloc, parsed.path.strip("/"), self.endpoint)
         return LocalStore(Path(unquote(parsed.path) if parsed.scheme else self.url))
 
-    def join(self, name: str) -> Place:
-        return Place(f"{self.url.rstrip('/')}/{name}", self.endpoint)
+    def join(self, name: str) -> StorageLocation:
+        return StorageLocation(f"{self.url.rstrip('/')}/{name}", self.endpoint)
 
 
 def table_folder(option: str, given: str, refused: str) -> Path:
-    """The directory of a local table, absolute; `refused` are characters that mean something in URLs."""
+    """Return the absolute directory of a local table; `refused` are characters with a meaning in URLs.
+
+    Raises BadOption if the path has one of these.
+    """
     folder = Path(re.sub("^file:(//)?", "", given, flags=re.IGNORECASE)).resolve()
     for character in refused:
         if character in str(folder):
-            raise BadOption(f"{option} {folder}: the path of a local table may not have {character!r} in it")
+            raise BadOption(f"{option} {folder}: the path of a local table must not contain {character!r}")
     return folder
 
 
 @lru_cache
-def shared(place: Place) -> Store:
-    """The store of a place, one for all tasks of an executor's process; a task that fails ends that.
+def shared(location: StorageLocation) -> ObjectStore:
+    """Return the store of a location; the tasks of a worker process share it until one of them fails.
 
-    To open one for S3 costs as much as 100,000 rows. Not for the driver, which may get new credentials.
+    Opening one for S3 costs as much as 100,000 rows. Not for the driver, whose credentials may change.
     """
-    return place.open()
+    return location.open()
 
 
-def read(store: Store, key: str, size: int, most: int) -> bytes:
-    """The object that a listing showed with this size.
+def read(store: ObjectStore, key: str, size: int, most: int) -> bytes:
+    """Read an object that was listed with this size.
 
-    Raises BadObject if it has more than `most` bytes, unread, Vanished if it is there no more, and Unreadable
-    for what is about this object alone and may change (archived, no right to it or to its key). Whatever is
-    about no single object is raised as the library does.
+    Raises BadObject, without reading, if it has more than `most` bytes; Vanished if it no longer exists; and
+    Unreadable for a failure that concerns this object alone and may pass (archived, no right to it or to its
+    encryption key). For any other failure the library's exception is raised.
     """
     if size > most:
-        raise BadObject(f"{size} bytes are more than the {most} that one object may have")
+        raise BadObject(f"{size} bytes are more than the {most} that an object may have")
     try:
         return store.get(key, most)
     except PermissionError as error:  # of a file
         raise Unreadable(f"{type(error).__name__}: {error.strerror}") from error
     except Exception as error:
-        said = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
-        if said.get("Code") not in OF_THE_OBJECT:
+        details = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
+        if details.get("Code") not in OBJECT_ERRORS:
             raise
-        raise Unreadable(f"{said['Code']}: {said.get('Message')}") from error
+        raise Unreadable(f"{details['Code']}: {details.get('Message')}") from error
 
 
 class LocalStore:
-    """Objects as files below a directory; names that end in `.tmp` are unfinished ones."""
+    """Objects as files below a directory; files that end in `.tmp` are unfinished."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -165,7 +168,7 @@ class LocalStore:
                 yield Entry(os.path.relpath(path, self.root), found.st_size, f"{stamp:x}", stamp // 1_000_000)
 
     def get(self, key: str, most: int | None = None) -> bytes:
-        """All of an object; raises BadObject if it has more than `most` bytes by now."""
+        """Read an object; raises BadObject if it has grown to more than `most` bytes, and Vanished."""
         try:
             with (self.root / key).open("rb") as file:
                 return _at_most(file, most)
@@ -173,7 +176,7 @@ class LocalStore:
             raise Vanished(f"{key}: no such file") from error
 
     def tail(self, key: str, size: int) -> bytes:
-        """The last bytes of an object, all of a smaller one."""
+        """Read the last `size` bytes of an object, or all of a smaller one."""
         try:
             with (self.root / key).open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - size))
@@ -187,7 +190,7 @@ class LocalStore:
 
     @contextmanager
     def writer(self, key: str) -> Iterator[BinaryIO]:
-        """Open a new object for writing; it appears when the block ends without an error."""
+        """Open a new object for writing. It appears when the block ends without an error."""
         path = self.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
@@ -205,9 +208,9 @@ class LocalStore:
             (self.root / key).unlink(missing_ok=True)
 
     def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int:
-        """Delete what begins with `label` in folders that begin with `prefix`, also if it is unfinished.
+        """Delete files named `label...` in folders named `prefix...`, unfinished ones too; return how many.
 
-        Of what is older than `before` (Unix time in ms), and not in `keep`; says how many that were.
+        Only those older than `before` (Unix time in ms) that are not in `keep`.
         """
         gone = 0
         for folder, _, names in os.walk(self.root / prefix.rpartition("/")[0]):
@@ -224,22 +227,22 @@ class LocalStore:
 
 def _at_most(body: Any, most: int | None) -> bytes:
     data: bytes = body.read() if most is None else body.read(most + 1)
-    if most is not None and len(data) > most:  # it was replaced since it was listed
-        raise BadObject(f"it has more than the {most} bytes that one object may have")
+    if most is not None and len(data) > most:  # replaced since the listing
+        raise BadObject(f"it has more than the {most} bytes that an object may have")
     return data
 
 
 def _unlisted(error: OSError) -> None:
-    """Raise that something cannot be listed; what is there no more, or never was, is no error."""
+    """Raise IngestError for a file or folder that cannot be listed; one that does not exist is no error."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise IngestError(
             f"{error.filename}: cannot be listed: {error.strerror}; "
-            "let the user of this process read it, or move it elsewhere"
+            "give the user of this process the right to read it, or move it elsewhere"
         ) from error
 
 
 class S3Store:
-    """Objects below a prefix of a bucket, by boto3's own chain of credentials."""
+    """Objects below a prefix of a bucket, with boto3's default credential chain."""
 
     def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
         import boto3
@@ -249,7 +252,7 @@ class S3Store:
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
         inner = botocore.session.get_session()
-        # times stay text: parsing them is most of what a listing of a million objects costs
+        # times stay text: parsing them would be most of the cost of a large listing
         inner.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
         session = boto3.session.Session(botocore_session=inner)
         self.client = session.client(
@@ -260,7 +263,7 @@ class S3Store:
         )
 
     def list(self) -> Iterator[Entry]:
-        """List everything, the gateways at the same time."""
+        """List everything, with the folders of gateways in parallel."""
         with ThreadPoolExecutor(LISTERS) as pool:
             folders: list[str] = []
             for page in self._pages("", Delimiter="/"):
@@ -283,11 +286,11 @@ class S3Store:
             yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
 
     def get(self, key: str, most: int | None = None) -> bytes:
-        """All of an object; raises BadObject if it has more than `most` bytes by now."""
+        """Read an object; raises BadObject if it has grown to more than `most` bytes, and Vanished."""
         return self._get(key, most)
 
     def tail(self, key: str, size: int) -> bytes:
-        """The last bytes of an object, all of a smaller one."""
+        """Read the last `size` bytes of an object, or all of a smaller one."""
         return self._get(key, None, Range=f"bytes=-{size}")
 
     def _get(self, key: str, most: int | None, **what: str) -> bytes:
@@ -301,7 +304,7 @@ class S3Store:
                 data = _at_most(found["Body"], most)
             except self.client.exceptions.NoSuchKey as error:
                 raise Vanished(f"{key}: no such object") from error
-            except (HTTPClientError, IncompleteReadError):  # boto3 tries a request again, but not its body
+            except (HTTPClientError, IncompleteReadError):  # boto3 retries a request, but not its body
                 if not left:
                     raise
                 time.sleep(RETRY_INTERVAL)
@@ -313,7 +316,7 @@ class S3Store:
 
     @contextmanager
     def writer(self, key: str) -> Iterator[BinaryIO]:
-        """Open a new object for writing; it is uploaded when the block ends without an error."""
+        """Open a new object for writing. It is uploaded when the block ends without an error."""
         with tempfile.SpooledTemporaryFile(SPOOL) as file:
             yield file  # type: ignore[misc] # it has all of BinaryIO that writers of Parquet use
             file.seek(0)
@@ -325,13 +328,13 @@ class S3Store:
             batch: Any = {"Objects": wanted[start : start + 1000], "Quiet": True}
             refused = self.client.delete_objects(Bucket=self.bucket, Delete=batch).get("Errors", ())
             for error in refused:
-                raise IngestError(f"{error.get('Key')}: could not be deleted: {error.get('Message')}")
+                raise IngestError(f"{error.get('Key')}: cannot be deleted: {error.get('Message')}")
 
     def sweep(self, prefix: str, label: str, keep: Container[str], before: float = ALWAYS) -> int:
-        """Delete what begins with `label` in folders that begin with `prefix`, also uploads in parts.
+        """Delete objects named `label...` in folders named `prefix...`; return how many.
 
-        Of what is older than `before` (Unix time in ms), and not in `keep`; says how many that were, without
-        uploads in parts: not everybody who may write may list these.
+        Only those older than `before` (Unix time in ms) that are not in `keep`. Multipart uploads are aborted
+        too, but not counted: a role that may write need not have the right to list them.
         """
         from botocore.exceptions import ClientError
 

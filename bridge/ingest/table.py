@@ -1,4 +1,4 @@
-"""Open the table that the job writes, by the same options as the command."""
+"""Open the table that the job writes, with the same options as the command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.errors import BadOption, NoTable
 from bridge.ingest.session import require
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class TableOptions:
     """Which table, and where.
 
-    `name` is `namespace.table` of an Iceberg catalog: the one that `catalog` describes (pyiceberg's
-    properties), or else an SQLite file in the directory `warehouse`. With `delta` the table is the Delta
-    table at that URL. `state` is where the state documents are, by default beside the table.
+    `name` is `namespace.table` in an Iceberg catalog: that of `catalog` (pyiceberg's properties), or else an
+    SQLite file in the directory `warehouse`. With `delta`, the table is the Delta table at that URL. `state`
+    is the location of the state documents, by default beside the table.
     """
 
     name: str = "lake.messages"
@@ -34,7 +34,7 @@ class TableOptions:
 
 
 def open_existing(options: TableOptions) -> Sink:
-    """The table as a sink; raises NoTable if it is not there, and makes nothing, no directory either."""
+    """Open an existing table as a sink. Raises NoTable if it does not exist, and creates nothing."""
     sink = open_sink(options, make=False)
     if not sink.exists():
         raise NoTable(options.delta or f"{options.name} in {options.warehouse or 'the catalog'}")
@@ -42,15 +42,15 @@ def open_existing(options: TableOptions) -> Sink:
 
 
 def open_sink(options: TableOptions, schema: pa.Schema | None = None, *, make: bool = True) -> Sink:
-    """The table as a sink; nothing is created before the first round, then with these columns.
+    """Open a table as a sink. The first round creates the table, with the columns of `schema`.
 
-    But for an SQLite catalog: it is made here, or without `make` NoTable is raised if there is none.
+    An SQLite catalog is created here; without `make`, NoTable is raised if there is none.
     """
     require("pyarrow")
     from bridge.ingest.columns import MESSAGES
 
     schema = MESSAGES if schema is None else schema
-    Place(options.state or "")  # a place that cannot be is refused before anything is made
+    StorageLocation(options.state or "")  # a wrong URL is refused before anything is created
     if options.delta:
         require("deltalake")
         from bridge.ingest.sinks.delta import DeltaSink
@@ -70,5 +70,5 @@ def open_sink(options: TableOptions, schema: pa.Schema | None = None, *, make: b
 
 
 def read(options: TableOptions, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
-    """Rows of the table as an Arrow table; with `limit` only the first ones are read."""
+    """Return rows of the table as an Arrow table; with `limit`, only the first ones are read."""
     return open_sink(options).read(columns, limit)

@@ -1,19 +1,19 @@
-"""What runs in the Python workers of the executors.
+"""The tasks that run in the Python workers of the executors.
 
-A task gets the names of its objects and gives back status rows (`STATUS`); messages go from S3 through
-Arrow into data files without ever crossing to the JVM or the driver. Kinds of rows, each with a JSON body:
+A task gets the keys of its objects and returns status rows (`STATUS`). Messages go from S3 through Arrow into
+data files, and never reach the JVM or the driver. The kinds of rows, each with a JSON body:
 
-* object: {key, etag, status, reason, rows, pieces}, status one of taken, good (it was only
-  checked), bad, gone, unreadable, columns (good, but the table has to get the columns of `columns` first);
-* file:   a `DataFile` that the task has written;
-* attempt: {number}, 0 unless the task was tried before: then it may have left files.
+* object: {key, etag, status, reason, rows, pieces}. The status is taken, good (only checked), bad, gone,
+  unreadable, or columns (good, but the table needs the columns of `columns` first).
+* file:   a `DataFile` that the task has written.
+* attempt: {number}, 0 for the first. An earlier attempt may have left files.
 
-An object that does not keep its promise is a row, never an exception: it must not stop the others. Nor
-must one that S3 does not hand out (archived, no right to it or to its key) or that this process cannot
-unpack; but that may change while the object stays the same, so it is `unreadable`, and the next run tries it
-again. What is about no single object (network, throttling, credentials) is raised, and Spark tries the task
-again. A worker that dies of an object is no exception: from the second attempt on, objects are read one by
-one in processes apart (`isolated`).
+An object that breaks the promise of its key gives a row, never an exception, so that it does not stop the
+others. The same holds for one that S3 does not return (archived, no right to it or to its encryption key), or
+that this process cannot unpack. That may change while the object stays the same, so it is `unreadable`, and
+the next run tries it again. Failures that concern no single object (network, throttling, credentials) are
+raised, and Spark retries the task. If an object kills its worker, the next attempt reads objects one by one
+in child processes (`isolated`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.errors import BadObject, Unreadable, Vanished
 from bridge.ingest.planner import Work
-from bridge.ingest.store import Place, read, shared
+from bridge.ingest.store import StorageLocation, read, shared
 from bridge.objectkeys import parse_key
 
 if TYPE_CHECKING:
@@ -36,36 +36,36 @@ if TYPE_CHECKING:
 
 STATUS = "kind string, body string"
 AHEAD = 2  # objects fetched while one is decoded
-# The largest object that the s3 exporter makes: 256 MiB of payloads and topics (the most that `sizeHintBytes`
-# can be; gzip brings base64 back to the size of what is in it), the rest of 100,000 lines (two names of at
-# most 255 characters, epoch, number, time and keys), and 2 % for what packing adds to what it cannot shrink.
-# A larger one is refused unread: three of them are in memory at once.
+# The largest object that the s3 exporter writes: 256 MiB of payloads and topics (the maximum of
+# `sizeHintBytes`; gzip undoes the growth by base64), the rest of 100,000 lines (two names of at most 255
+# characters, epoch, number, time and keys), and 2 % that gzip adds to what it cannot compress. A larger one
+# is refused unread: three objects are in memory at once.
 MAX_OBJECT = (256 * 1024 * 1024 + 100_000 * 700) * 102 // 100
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where and how the data files of a table are written; it travels to the executors."""
+    """Where and how to write the data files of a table. It travels to the executors."""
 
-    place: Place
+    location: StorageLocation
     folder: str
-    schema: bytes  # serialized Arrow schema: it reads the same in every version of pyarrow
-    extras: tuple[str, ...]  # columns of the table beyond those of the contract
-    label: str = ""  # how the names of its files begin: what a round left can be found by it
+    schema: bytes  # serialized Arrow schema, which every version of pyarrow can read
+    extras: tuple[str, ...]  # columns of the table in addition to the required ones
+    label: str = ""  # prefix of the file names, by which the leftovers of a round are found
 
 
 def pack(work: Sequence[Work]) -> bytes:
-    """The work of one task, small enough to travel in the closure: names repeat, so they shrink well."""
+    """Serialize the work of one task, small enough to travel in the closure: keys compress well."""
     rows = [(one.item.key, one.item.etag, one.item.size, one.fresh) for one in work]
     return zlib.compress(json.dumps(rows).encode())
 
 
 def task(
-    parts: list[bytes], source: Place, target: Target, *, alone: bool = False
+    parts: list[bytes], source: StorageLocation, target: Target, *, isolated: bool = False
 ) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """The function for `spark.range(len(parts)).mapInArrow`: each id is one part.
+    """Return the function for `spark.range(len(parts)).mapInArrow`: each id is one part.
 
-    With `alone` also the first attempt reads objects in processes apart.
+    With `isolated`, the first attempt too reads objects in child processes.
     """
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
@@ -75,7 +75,7 @@ def task(
 
         pa.set_cpu_count(1)  # Spark has a task per core already
         number = attempt()
-        take = one_by_one if alone or number else process
+        take = one_by_one if isolated or number else process
         for batch in batches:
             for part in batch.column(0).to_pylist():
                 rows = list(take(json.loads(zlib.decompress(parts[part])), source, target))
@@ -89,21 +89,21 @@ def task(
 
 
 def attempt() -> int:
-    """How often this task was tried before."""
+    """Return how many attempts of this task were made before."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     return context.attemptNumber() if context else 0
 
 
-def process(work: list[Any], source: Place, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+def process(work: list[Any], source: StorageLocation, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read, check and write the objects of one task."""
     import pyarrow as pa
 
     from bridge.ingest.files import DayFiles
 
     schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-    with DayFiles(target.place, schema, target.folder, target.label) as files:
+    with DayFiles(target.location, schema, target.folder, target.label) as files:
         for key, etag, fresh, fetched in _fetch(work, source):
             yield (
                 "object",
@@ -113,8 +113,10 @@ def process(work: list[Any], source: Place, target: Target) -> Iterator[tuple[st
         yield "file", asdict(file)
 
 
-def _fetch(work: list[Any], source: Place) -> Iterator[tuple[str, str, list[list[int]], Future[bytes]]]:
-    """Yield the objects in order, the next ones already on their way."""
+def _fetch(
+    work: list[Any], source: StorageLocation
+) -> Iterator[tuple[str, str, list[list[int]], Future[bytes]]]:
+    """Yield the objects in order, while the next ones are being fetched."""
     store = shared(source)
     with ThreadPoolExecutor(AHEAD) as pool:
         coming: list[Future[bytes]] = []
@@ -138,7 +140,7 @@ def _take(
     from bridge.ingest.decode import NewColumns, decode
 
     name = parse_key(key)
-    assert name is not None, key  # the planner has read it
+    assert name is not None, key  # the planner plans no other key
     try:
         table = decode(fetched.result(), name, {extra: schema.field(extra).type for extra in extras})
     except BadObject as error:
@@ -147,8 +149,8 @@ def _take(
         return {"status": "gone", "reason": str(error)}
     except Unreadable as error:
         return {"status": "unreadable", "reason": str(error)}
-    except NewColumns as news:
-        found = pa.schema(list(news.columns.items()))
+    except NewColumns as new:
+        found = pa.schema(list(new.columns.items()))
         return {"status": "columns", "columns": base64.b64encode(found.serialize()).decode()}
     if not fresh:
         return {"status": "good"}

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import pytest
 
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 
 MOTO = """
@@ -54,19 +54,19 @@ def s3_endpoint(credentials: None) -> Iterator[str]:
 
 
 @pytest.fixture
-def bucket(s3_endpoint: str) -> Place:
+def bucket(s3_endpoint: str) -> StorageLocation:
     """An S3 prefix in a bucket of its own."""
     import boto3
 
     name = f"landing-{uuid4().hex[:12]}"
     boto3.client("s3", endpoint_url=s3_endpoint, region_name="us-east-1").create_bucket(Bucket=name)
-    return Place(f"s3://{name}/site/one", s3_endpoint)
+    return StorageLocation(f"s3://{name}/site/one", s3_endpoint)
 
 
 @pytest.fixture
-def landing(tmp_path: Path) -> Place:
+def landing(tmp_path: Path) -> StorageLocation:
     """A local prefix."""
-    return Place(str(tmp_path / "landing"))
+    return StorageLocation(str(tmp_path / "landing"))
 
 
 @pytest.fixture

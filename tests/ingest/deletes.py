@@ -50,7 +50,7 @@ def delete_rows(
     """Delete rows of one of the sink's files, which stays as it is; the table is a local one."""
     table = sink.table()
     if isinstance(table, DeltaTable):
-        _by_vector(Path(sink.place.url), file.path, positions)
+        _by_vector(Path(sink.location.url), file.path, positions)
         return
     of = f"{table.location()}/{file.path}"
     path = f"{table.location()}/data/{uuid4()}-deletes.parquet"

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.objectkeys import data_key, report_key
 
 EPOCH = 1_795_000_000_000
@@ -64,7 +64,7 @@ def parquet(content: list[dict[str, Any]]) -> bytes:
 class Gateway:
     """Exports to a place under one gateway id."""
 
-    def __init__(self, place: Place, name: str = "gw-a") -> None:
+    def __init__(self, place: StorageLocation, name: str = "gw-a") -> None:
         self.store, self.name = place.open(), name
 
     def export(
@@ -88,12 +88,12 @@ class Gateway:
         self.store.put(key, data)
         return key
 
-    def head(self, *streams: dict[str, Any], updated: int = START) -> None:
+    def report(self, *streams: dict[str, Any], updated: int = START) -> None:
         document = {"gateway": self.name, "updated": updated, "streams": list(streams)}
         self.store.put(report_key(self.name), json.dumps(document).encode())
 
 
-def head_of(
+def reported(
     newest: int, exported: int | None = None, stream: str = "s0", epoch: Any = EPOCH, **more: Any
 ) -> dict[str, Any]:
     entry = {"stream": stream, "epoch": epoch, "oldest": 0, "newest": newest, "dropped": []}

@@ -39,7 +39,7 @@ def packed(*text: bytes) -> bytes:
 
 
 def deep_object() -> bytes:
-    """Nested in a column that nobody knows; a few hundred bytes when it is packed."""
+    """Nested in an unknown column; a few hundred bytes when packed."""
     return packed(with_field(lines(1)[0], b'"a":' + b'{"a":' * DEEP + b"1" + b"}" * DEEP))
 
 
@@ -222,14 +222,14 @@ def patched(data: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def lying_rows() -> bytes:
-    """The footer says 10 rows, its row group has a million."""
+    """The footer has 10 rows, its row group a million."""
     data = written(table(1_000_000), use_dictionary=False)
     # the length of a number is part of its encoding: a longer one of the same value keeps the offsets
     return patched(data, zigzag(1_000_000), b"\x94\x80\x00")
 
 
 def lying_size() -> bytes:
-    """The footer says that 530 MB of a column are some bytes."""
+    """The footer gives a few bytes for a column of 530 MB."""
     data = page_bomb()
     meta = pq.read_metadata(io.BytesIO(data)).row_group(0)
     old, total = zigzag(meta.column(6).total_uncompressed_size), zigzag(meta.total_byte_size)
@@ -245,7 +245,7 @@ def typed_fixed() -> bytes:
 
 
 Make = Callable[[], bytes]
-NDJSON: dict[str, tuple[Make, int, str]] = {  # object, rows that its name promises, reason
+NDJSON: dict[str, tuple[Make, int, str]] = {  # object, rows that its key promises, reason
     "nested objects": (deep_object, 1, "nested deeper than 16"),
     "nested lists": (deep_list, 1, "nested deeper than 16"),
     "nested in a later row": (deep_later, 2, "nested deeper than 16"),
@@ -275,7 +275,7 @@ PARQUET: dict[str, tuple[Make, int, str]] = {
     ),
     "rows that cost nothing": (constant_rows, 20_000_000, "promises 20000000 rows"),
     "a page bomb": (page_bomb, 1, "unpacks to more than"),
-    "a repeating encoding": (without_bounds, 1_000, "whose size has no bound"),
+    "a repeating encoding": (without_bounds, 1_000, "whose output has no bound"),
     "a deep schema": (deep_schema, 10, "its schema has 100001 elements"),
     "a schema of 500 levels": (
         lambda: footer([element(1)] * 500 + [element(None)]),

@@ -16,16 +16,16 @@ from typing import Any
 import boto3
 import pytest
 
-from bridge.ingest.console import outside
+from bridge.ingest.console import external_reason
 from bridge.ingest.errors import IngestError
-from bridge.ingest.heads import Head
+from bridge.ingest.gateway_reports import ReportedStream
 from bridge.ingest.job import run
 from bridge.ingest.planner import StreamId
-from bridge.ingest.state import State, StateStore
-from bridge.ingest.store import Place
+from bridge.ingest.state import StateStore, TableState
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink, read
 from tests.ingest.conftest import need_java
-from tests.ingest.gateway import EPOCH, START, Gateway, head_of
+from tests.ingest.gateway import EPOCH, START, Gateway, reported
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,13 +44,13 @@ def command(*arguments: str, folder: Path = ROOT, **environment: str) -> subproc
 
 @pytest.mark.spark
 def test_a_run_prints_progress_and_the_report_and_its_exit_code_says_whether_all_is_there(
-    bucket: Place, tmp_path: Path
+    bucket: StorageLocation, tmp_path: Path
 ) -> None:
     need_java()
     gateway = Gateway(bucket)
     gateway.export(0, 99)
     gateway.export(120, 199, form="parquet")
-    gateway.head(head_of(199))
+    gateway.report(reported(199))
     warehouse = str(tmp_path / "warehouse")
     assert bucket.endpoint is not None
     where = ("--source", bucket.url, "--endpoint-url", bucket.endpoint, "--warehouse", warehouse)
@@ -67,7 +67,7 @@ def test_a_run_prints_progress_and_the_report_and_its_exit_code_says_whether_all
     second = command(*where, "--master", "local[2]")
     assert second.returncode == 0, second.stderr
     assert "round 1: 1 objects, 20 rows" in second.stderr
-    # what Spark and Java have to say is left out; NOTE is of the options that these tests give to Java
+    # the logs of Spark and Java are left out; NOTE comes from the options that these tests give to Java
     assert {line.split()[0] for line in second.stderr.splitlines()} <= {"round", "20", "NOTE:"}
     assert "Completeness of lake.messages" in second.stdout
     assert "complete: 200 rows, missing 0" in second.stdout
@@ -79,7 +79,9 @@ def test_a_run_prints_progress_and_the_report_and_its_exit_code_says_whether_all
 
 
 @pytest.mark.spark
-def test_a_continuous_run_takes_what_comes_and_ends_at_sigterm(landing: Place, tmp_path: Path) -> None:
+def test_a_continuous_run_takes_what_comes_and_ends_at_sigterm(
+    landing: StorageLocation, tmp_path: Path
+) -> None:
     need_java()
     Gateway(landing).export(0, 9)
     where = ("--source", landing.url, "--warehouse", str(tmp_path), "--master", "local[2]")
@@ -102,10 +104,10 @@ def test_a_continuous_run_takes_what_comes_and_ends_at_sigterm(landing: Place, t
 
 @pytest.mark.spark
 def test_a_continuous_run_outlives_an_s3_that_fails_for_a_while(
-    bucket: Place, s3_endpoint: str, tmp_path: Path
+    bucket: StorageLocation, s3_endpoint: str, tmp_path: Path
 ) -> None:
     need_java()
-    late = Place(f"{bucket.url.partition('/site')[0]}-late/x", s3_endpoint)
+    late = StorageLocation(f"{bucket.url.partition('/site')[0]}-late/x", s3_endpoint)
     where = ("--source", late.url, "--endpoint-url", s3_endpoint, "--warehouse", str(tmp_path))
     with subprocess.Popen(
         [sys.executable, "-m", "bridge.ingest.main", *where, "--every", "1", "--master", "local[2]"],
@@ -116,7 +118,7 @@ def test_a_continuous_run_outlives_an_s3_that_fails_for_a_while(
     ) as running:
         assert running.stderr is not None
         lines = iter(running.stderr)
-        failure = next(line for line in lines if "next try in 1 s" in line)
+        failure = next(line for line in lines if "retrying in 1 s" in line)
         assert "NoSuchBucket" in failure
         boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket=f"{late.url.split('/')[2]}")
         assert "nothing found under s3://" in next(line for line in lines if "NoSuchBucket" not in line)
@@ -127,7 +129,9 @@ def test_a_continuous_run_outlives_an_s3_that_fails_for_a_while(
 
 
 @pytest.mark.spark
-def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(landing: Place, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(
+    landing: StorageLocation, tmp_path: Path
+) -> None:
     need_java()
     held = Path(landing.url) / Gateway(landing).export(0, 9)
     held.unlink()
@@ -161,11 +165,11 @@ def test_a_run_that_is_stopped_in_the_middle_does_not_look_done(landing: Place, 
 def test_a_directory_that_cannot_be_read_ends_a_run_and_is_not_taken_for_an_empty_one(
     tmp_path: Path, iceberg: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    landing = Place(str(tmp_path / "landing"))
+    landing = StorageLocation(str(tmp_path / "landing"))
     Gateway(landing).export(0, 9)
     closed, scandir = str(tmp_path / "landing" / "gateway=gw-a"), os.scandir
 
-    def denied(path: Any) -> Any:  # root, who may run this, can read every directory
+    def denied(path: Any) -> Any:  # root can read every directory, and may run this test
         if str(path) == closed:
             raise PermissionError(errno.EACCES, "Permission denied", closed)
         return scandir(path)
@@ -175,12 +179,12 @@ def test_a_directory_that_cannot_be_read_ends_a_run_and_is_not_taken_for_an_empt
         run(pytest.fail, landing, iceberg())
 
 
-def test_a_folder_whose_name_is_no_text_is_told_of_and_stops_nothing(tmp_path: Path) -> None:
-    landing = Place(str(tmp_path / "landing"))
+def test_a_folder_whose_name_is_not_text_is_reported_and_stops_nothing(tmp_path: Path) -> None:
+    landing = StorageLocation(str(tmp_path / "landing"))
     need_java()
     Gateway(landing).export(0, 9)
     latin = tmp_path / "landing" / os.fsdecode(b"Z\xfcrich")
-    key = Gateway(Place(str(latin)), "gw-b").export(0, 9)
+    key = Gateway(StorageLocation(str(latin)), "gw-b").export(0, 9)
     where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"))
     done = command(*where, "--master", "local[2]")
     assert done.returncode == 0, done.stderr
@@ -197,7 +201,7 @@ def test_a_url_of_another_store_is_refused_and_not_taken_for_a_directory(
     done = command("report", *(part for pair in given.items() for part in pair), folder=tmp_path)
     assert done.returncode == 2, done.stderr
     scheme = url.partition(":")[0]
-    assert f"{url}: objects cannot be kept at {scheme}:, use s3://bucket/prefix or" in done.stderr
+    assert f"{url}: {scheme}: is not supported; use s3://bucket/prefix or" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -205,8 +209,8 @@ def test_a_url_of_another_store_is_refused_and_not_taken_for_a_directory(
 def test_a_report_on_a_table_that_is_not_there_says_so_and_makes_nothing(
     tmp_path: Path, mistake: str
 ) -> None:
-    landing = Place(str(tmp_path / "landing"))
-    Gateway(landing).head(head_of(-1))
+    landing = StorageLocation(str(tmp_path / "landing"))
+    Gateway(landing).report(reported(-1))
     open_sink(TableOptions(warehouse=str(tmp_path / "lake"))).target()
     (tmp_path / "other").mkdir()
     table = {
@@ -225,40 +229,40 @@ def test_a_report_on_a_table_that_is_not_there_says_so_and_makes_nothing(
     assert sorted(tmp_path.rglob("*")) == there
 
 
-def test_a_report_between_upload_and_the_next_run_tells_of_no_loss(tmp_path: Path) -> None:
-    landing = Place(str(tmp_path / "landing"))
+def test_a_report_between_an_upload_and_the_next_run_shows_no_loss(tmp_path: Path) -> None:
+    landing = StorageLocation(str(tmp_path / "landing"))
     open_sink(TableOptions(warehouse=str(tmp_path / "lake"))).target()  # makes the table
     gateway = Gateway(landing)
     gateway.export(0, 49)
-    gateway.head(head_of(49))
+    gateway.report(reported(49))
     done = command("report", "--source", landing.url, "--warehouse", str(tmp_path / "lake"))
     assert done.returncode == 0, done.stderr
     assert "waiting (uploaded, not taken yet): gw-a s0 0..49 (50)" in done.stdout
 
 
 def test_a_stream_that_is_gone_is_reported_with_the_command_that_accepts_it(tmp_path: Path) -> None:
-    landing = Place(str(tmp_path / "landing"))
+    landing = StorageLocation(str(tmp_path / "landing"))
     where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"))
-    state, sink = State(), open_sink(TableOptions(warehouse=str(tmp_path / "lake")))
-    state.of(StreamId("gw-a", "s0", EPOCH)).head = Head(START, 0, 99, -1)
+    state, sink = TableState(), open_sink(TableOptions(warehouse=str(tmp_path / "lake")))
+    state.of(StreamId("gw-a", "s0", EPOCH)).reported = ReportedStream(START, 0, 99, -1)
     sink.target()  # makes the table
     sink.commit(None, StateStore(sink.state()).save(state, None), [])
-    Gateway(landing).head(updated=START + 1)  # it has no stream any more
+    Gateway(landing).report(updated=START + 1)  # it has no stream any more
     lost = command("report", *where)
     assert lost.returncode == 3, lost.stderr
     assert "missing (its stream is gone): gw-a s0 0..99 (100)" in lost.stdout
     assert "streambridge ingest accept gw-a/s0" in lost.stdout
     typo = command("accept", "gw-a/s1", *where)
-    assert (typo.returncode, "there is gw-a/s0" in typo.stderr) == (1, True), typo.stderr
+    assert (typo.returncode, "these are: gw-a/s0" in typo.stderr) == (1, True), typo.stderr
     accepted = command("accept", "gw-a/s0", *where)
     assert accepted.returncode == 0, accepted.stderr
-    assert accepted.stdout == "gw-a/s0: 100 messages that waited there count as trimmed from now on\n"
+    assert accepted.stdout == "gw-a/s0: 100 pending messages now count as trimmed\n"
     report = command("report", *where)
     assert report.returncode == 0, report.stderr
     assert "trimmed (accepted): gw-a s0 0..99 (100)" in report.stdout
 
 
-def test_an_s3_that_cannot_be_reached_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_unreachable_s3_is_reported_in_one_line(tmp_path: Path) -> None:
     open_sink(TableOptions(warehouse=str(tmp_path))).target()  # makes the table
     done = command(
         *("report", "--source", "s3://nowhere/x", "--endpoint-url", "http://127.0.0.1:1"),
@@ -281,7 +285,7 @@ def of_an_iceberg_table(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["delta", "iceberg"])
-def test_a_table_on_an_s3_that_cannot_be_reached_is_said_in_one_line_and_tried_again_by_a_continuous_run(
+def test_a_table_on_an_unreachable_s3_is_reported_in_one_line_and_a_continuous_run_retries(
     tmp_path: Path, kind: str
 ) -> None:
     need_java()
@@ -306,19 +310,19 @@ def test_a_table_on_an_s3_that_cannot_be_reached_is_said_in_one_line_and_tried_a
     ) as running:
         assert running.stderr is not None
         for _ in range(2):
-            assert running.stderr.readline().endswith("; next try in 1 s\n")
+            assert running.stderr.readline().endswith("; retrying in 1 s\n")
         running.terminate()
         assert running.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize("module", ["exceptions", "errorfactory"])  # what S3 refuses is of the second
-def test_what_s3_says_in_a_task_is_said_without_the_stack_traces_of_spark(module: str) -> None:
+def test_an_error_of_s3_in_a_task_is_reported_without_the_stack_traces_of_spark(module: str) -> None:
     pyspark = pytest.importorskip("pyspark.errors")
     trace = f"Job aborted\n  File ...\nbotocore.{module}.NoSuchBucket: An error occurred\n\tat org.apache"
-    assert outside(pyspark.PySparkException(trace)) == "NoSuchBucket: An error occurred"
+    assert external_reason(pyspark.PySparkException(trace)) == "NoSuchBucket: An error occurred"
 
 
-def test_missing_java_is_said_in_one_line_with_the_remedy(tmp_path: Path) -> None:
+def test_missing_java_is_reported_in_one_line_with_the_remedy(tmp_path: Path) -> None:
     done = command("--source", str(tmp_path), "--warehouse", str(tmp_path), JAVA_HOME=str(tmp_path))
     assert done.returncode == 2
     assert done.stdout == ""
@@ -352,7 +356,7 @@ def test_without_the_spark_extra_the_command_says_what_to_install(tmp_path: Path
             ["--source", "s3://x", "--table", "messages", "--warehouse", "{tmp}"],
             "write it as namespace.table",
         ),
-        (["--source", "s3://x"], "which catalog? give --warehouse DIR"),
+        (["--source", "s3://x"], "no catalog: give --warehouse DIR"),
         (
             ["--source", "s3://x", "--every", "9", "--retry-quarantined"],
             "--retry-quarantined is for a single run, without --every",
@@ -367,21 +371,23 @@ def test_wrong_options_are_named(arguments: list[str], complaint: str, tmp_path:
 
 
 @pytest.mark.parametrize("subcommand", [[], ["report"]])
-def test_a_prefix_without_any_gateway_does_not_look_complete(bucket: Place, subcommand: list[str]) -> None:
+def test_a_prefix_without_any_gateway_does_not_look_complete(
+    bucket: StorageLocation, subcommand: list[str]
+) -> None:
     need_java()
-    Gateway(bucket.join("deeper")).head(head_of(9))  # a typo, or one level too high
+    Gateway(bucket.join("deeper")).report(reported(9))  # a typo, or one level too high
     where = ("--source", bucket.url, "--endpoint-url", str(bucket.endpoint))
     if subcommand:
         open_sink(TableOptions(delta=f"{bucket.url}-lake", endpoint=bucket.endpoint)).target()
     done = command(*subcommand, *where, "--delta", f"{bucket.url}-lake")
     assert done.returncode == 6
-    assert f"nothing found under {bucket.url}: no object and no head of any gateway" in done.stderr
+    assert f"nothing found under {bucket.url}: no object and no gateway report" in done.stderr
     assert "complete" not in done.stdout
     document = json.loads(command(*subcommand, *where, "--delta", f"{bucket.url}-lake", "--json").stdout)
     found = document if subcommand else document["report"]
     assert found["complete"] is False
     assert found["problems"] == [
-        "the heads of gateways are in deeper/: end --source with it, or lost tails are not seen"
+        "the gateway reports are in deeper/: end --source with it, or lost tails go unnoticed"
     ]
 
 

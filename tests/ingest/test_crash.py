@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from bridge.ingest import job
-from bridge.ingest.errors import Moved
+from bridge.ingest.errors import CommitConflict
 from bridge.ingest.job import run
-from bridge.ingest.planner import Limits
+from bridge.ingest.planner import RoundLimits
 from bridge.ingest.state import StateStore
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_job import numbers
 
@@ -46,11 +46,11 @@ def kill_at(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool, ro
 @pytest.mark.parametrize("round_number", [1, 2])
 @pytest.mark.parametrize("point", ["planned", "worked", "state written", "committed"])
 def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
-    spark: Any, landing: Place, sink: Callable[[], Any], point: str, round_number: int
+    spark: Any, landing: StorageLocation, sink: Callable[[], Any], point: str, round_number: int
 ) -> None:
     for first in range(0, 40, 10):
         Gateway(landing).export(first, first + 9)
-    limits = Limits(objects=2)
+    limits = RoundLimits(objects=2)
     places = {
         "planned": (job, "split", False),
         "worked": (job, "_apply", False),
@@ -71,7 +71,7 @@ def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
 
 
 def test_a_commit_that_was_made_but_reported_as_lost_keeps_its_files(
-    spark: Any, landing: Place, sink: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, sink: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the answer to a commit is lost, its retry is refused, and another run commits meanwhile."""
     Gateway(landing).export(0, 9)
@@ -85,7 +85,7 @@ def test_a_commit_that_was_made_but_reported_as_lost_keeps_its_files(
             lost.append(version)
             Gateway(landing).export(10, 19)
             run(spark, landing, sink())
-            raise Moved("another run committed first")
+            raise CommitConflict("another run committed first")
 
     monkeypatch.setattr(kind, "commit", unlucky)
     assert run(spark, landing, sink()).rows == 0
@@ -93,7 +93,7 @@ def test_a_commit_that_was_made_but_reported_as_lost_keeps_its_files(
 
 
 def test_a_killed_python_worker_is_replaced_and_nothing_is_doubled(
-    spark: Any, landing: Place, iceberg: Callable[[], Any]
+    spark: Any, landing: StorageLocation, iceberg: Callable[[], Any]
 ) -> None:
     gateway = Gateway(landing)
     for first in range(0, 40, 10):

@@ -22,8 +22,8 @@ from bridge.ingest import decode as module
 from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
 from bridge.ingest.decode import NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable
-from bridge.ingest.planner import Inventory, Limits, plan
-from bridge.ingest.store import Place, Store, read
+from bridge.ingest.planner import Inventory, RoundLimits, plan
+from bridge.ingest.store import ObjectStore, StorageLocation, read
 from bridge.ingest.worker import MAX_OBJECT, Target, pack, process
 from bridge.objectkeys import ObjectKey, data_key, parse_key
 from bridge.plugin import discovery
@@ -72,11 +72,11 @@ def swap(row: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda r: r.pop(), "9 rows, but the name promises 10"),
+        (lambda r: r.pop(), "9 rows, but the key promises 10"),
         (lambda r: r[5].update(sequence_number=4), "sequence numbers are not 0..9 in order"),
         (swap, "sequence numbers are not 0..9 in order"),
         (lambda r: r[5].update(gateway="gw-b"), "gateway is"),
-        (lambda r: r[0].update(stream="s1"), "stream is 's1' in the rows and 's0' in the name"),
+        (lambda r: r[0].update(stream="s1"), "stream is 's1' in the rows and 's0' in the key"),
         (lambda r: r[9].update(epoch="7"), "epoch is"),
         (lambda r: r[2].update(topic=None), "null in column topic"),
         (lambda r: r[7].update(ingest_time=-1), "ingest_time is not between the years 1970 and 9999"),
@@ -213,13 +213,15 @@ def test_the_largest_object_that_a_gateway_makes_is_taken(form: str) -> None:
 
 
 def test_an_object_of_more_bytes_than_a_worker_holds_is_refused_unread(tmp_path: Path) -> None:
-    landing = Place(str(tmp_path))
+    landing = StorageLocation(str(tmp_path))
     name = data_key("gw-a", "s0", EPOCH, 0, 9, EPOCH, "parquet")
     (tmp_path / name).parent.mkdir(parents=True)
     with (tmp_path / name).open("wb") as file:
         file.truncate(MAX_OBJECT + 1)  # sparse
-    work = plan(Inventory(landing.open().list()).pending(), {}, (), Limits()).work
-    target = Target(Place(str(tmp_path / "lake")), "data/ingest_day", MESSAGES.serialize().to_pybytes(), ())
+    work = plan(Inventory(landing.open().list()).pending(), {}, (), RoundLimits()).work
+    target = Target(
+        StorageLocation(str(tmp_path / "lake")), "data/ingest_day", MESSAGES.serialize().to_pybytes(), ()
+    )
     ((kind, outcome),) = process(json.loads(zlib.decompress(pack(work))), landing, target)
     assert (kind, outcome["status"]) == ("object", "bad")
     assert "bytes are more than the" in outcome["reason"]
@@ -250,7 +252,7 @@ def test_what_the_worker_lacks_is_not_the_fault_of_the_object(
 def test_a_codec_that_this_arrow_was_built_without_is_not_the_fault_of_the_object(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def read(file: Any, **options: Any) -> Any:  # as Arrow says it; what is installed here has all codecs
+    def read(file: Any, **options: Any) -> Any:  # as Arrow reports it; the installed one has all codecs
         raise pa.ArrowNotImplementedError("Support for codec 'zstd' not built")
 
     monkeypatch.setattr(module.pq.ParquetFile, "read", read)
@@ -271,18 +273,18 @@ class Refusing:
 @pytest.mark.parametrize(
     "code", ["InvalidObjectState", "AccessDenied", "InvalidRequest", "KMS.DisabledException"]
 )
-def test_an_object_that_s3_does_not_hand_out_is_unreadable(code: str) -> None:
+def test_an_object_that_s3_does_not_return_is_unreadable(code: str) -> None:
     with pytest.raises(Unreadable, match=f"{code}: no way"):
-        read(cast(Store, Refusing(code)), "key", 10, 100)
+        read(cast(ObjectStore, Refusing(code)), "key", 10, 100)
 
 
-def test_what_s3_says_is_kept_in_short() -> None:
+def test_the_message_of_s3_is_shortened() -> None:
     with pytest.raises(Unreadable) as refused:
-        read(cast(Store, Refusing("AccessDenied", "no way " * 1000)), "key", 10, 100)
+        read(cast(ObjectStore, Refusing("AccessDenied", "no way " * 1000)), "key", 10, 100)
     assert len(str(refused.value)) <= 200
 
 
 @pytest.mark.parametrize("code", ["ExpiredToken", "SlowDown", "InternalError", "NoSuchBucket"])
 def test_a_failure_of_s3_that_is_not_about_the_object_is_raised_and_tried_again(code: str) -> None:
     with pytest.raises(ClientError, match=code):
-        read(cast(Store, Refusing(code)), "key", 10, 100)
+        read(cast(ObjectStore, Refusing(code)), "key", 10, 100)

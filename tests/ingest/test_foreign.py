@@ -1,4 +1,4 @@
-"""What others write into the bucket or beside the table stops no run and speaks for nobody else."""
+"""Foreign objects and documents stop no run, and are never taken for those of a gateway."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import pytest
 from botocore.exceptions import ClientError
 from rich.console import Console
 
-from bridge.ingest import heads as module
 from bridge.ingest.errors import BadObject, StateMissing
-from bridge.ingest.heads import read_heads
-from bridge.ingest.planner import Inventory, Limits, StreamId, plan
+from bridge.ingest.gateway_reports import MAX_REPORT, read_gateway_reports
+from bridge.ingest.planner import Inventory, RoundLimits, StreamId, plan
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.render import show
 from bridge.ingest.report import survey
-from bridge.ingest.state import State, StateStore
-from bridge.ingest.store import Entry, LocalStore, Place, read
+from bridge.ingest.state import StateStore, TableState
+from bridge.ingest.store import Entry, LocalStore, StorageLocation, read
 from bridge.objectkeys import data_key, parse_key, report_key
 from bridge.printable import printable
-from tests.ingest.gateway import EPOCH, Gateway, head_of
+from tests.ingest.gateway import EPOCH, Gateway, reported
 
 
 def test_below_its_own_folder_no_gateway_writes_for_another_one() -> None:
@@ -43,21 +42,23 @@ def test_below_its_own_folder_no_gateway_writes_for_another_one() -> None:
         {"stream": "s0", "epoch": -1, "newest": 1},
     ],
 )
-def test_a_head_counts_as_a_whole_or_not_at_all(landing: Place, stream: dict[str, Any]) -> None:
-    Gateway(landing).head(head_of(9), stream)
-    Gateway(landing, "gw-b").head(head_of(9))
-    found = read_heads(landing.open())
+def test_a_gateway_report_counts_as_a_whole_or_not_at_all(
+    landing: StorageLocation, stream: dict[str, Any]
+) -> None:
+    Gateway(landing).report(reported(9), stream)
+    Gateway(landing, "gw-b").report(reported(9))
+    found = read_gateway_reports(landing.open())
     assert list(found.streams) == [StreamId("gw-b", "s0", EPOCH)]
-    assert list(found.gateways) == ["gw-b"]
+    assert list(found.updated) == ["gw-b"]
     assert [problem.split(":")[0] for problem in found.problems] == ["_gateway/gw-a.json"]
 
 
-def test_a_head_of_many_bytes_is_a_problem_and_is_not_read(tmp_path: Path) -> None:
+def test_a_gateway_report_of_many_bytes_is_a_problem_and_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / report_key("gw-a")
     path.parent.mkdir(parents=True)
     with path.open("wb") as file:
-        file.truncate(module.MAX_HEAD + 1)  # sparse
-    (problem,) = read_heads(LocalStore(tmp_path)).problems
+        file.truncate(MAX_REPORT + 1)  # sparse
+    (problem,) = read_gateway_reports(LocalStore(tmp_path)).problems
     assert "bytes are more than the" in problem
 
 
@@ -69,15 +70,17 @@ def test_an_object_that_grew_since_it_was_listed_is_refused_before_it_is_in_memo
 
 
 class Archived(LocalStore):
-    """S3 as it answers for a head that a lifecycle rule archived."""
+    """S3 with a gateway report that a lifecycle rule archived."""
 
     def get(self, key: str, most: int | None = None) -> bytes:
         raise ClientError({"Error": {"Code": "InvalidObjectState", "Message": "archived"}}, "GetObject")
 
 
-def test_a_head_that_s3_does_not_hand_out_is_a_problem_and_ends_no_run(landing: Place) -> None:
-    Gateway(landing).head(head_of(9))
-    assert read_heads(Archived(Path(landing.url))).problems == [
+def test_a_gateway_report_that_s3_does_not_return_is_a_problem_and_ends_no_run(
+    landing: StorageLocation,
+) -> None:
+    Gateway(landing).report(reported(9))
+    assert read_gateway_reports(Archived(Path(landing.url))).problems == [
         "_gateway/gw-a.json: InvalidObjectState: archived"
     ]
 
@@ -93,18 +96,18 @@ def test_a_head_that_s3_does_not_hand_out_is_a_problem_and_ends_no_run(landing: 
         b'{"format":1,"streams":[{}],"notes":{},"quarantine":[]}',
     ],
 )
-def test_a_damaged_state_document_is_named_with_what_to_do(tmp_path: Path, content: bytes) -> None:
-    states = StateStore(Place(str(tmp_path)))
-    version = states.save(State(), None)
+def test_a_damaged_state_document_is_named_with_the_remedy(tmp_path: Path, content: bytes) -> None:
+    states = StateStore(StorageLocation(str(tmp_path)))
+    version = states.save(TableState(), None)
     (tmp_path / f"{version:020d}.json").write_bytes(content)
     with pytest.raises(StateMissing):
         states.load(version)
 
 
-def test_documents_of_strangers_beside_the_state_end_no_run_and_cost_no_state(tmp_path: Path) -> None:
-    states = StateStore(Place(str(tmp_path)))
+def test_foreign_documents_beside_the_state_end_no_run_and_cost_no_state(tmp_path: Path) -> None:
+    states = StateStore(StorageLocation(str(tmp_path)))
     old = (tmp_path / "00000000000000000007.json", tmp_path / "0000000000000000000x.json")
-    version = states.save(State(), None)
+    version = states.save(TableState(), None)
     for path in (*old, tmp_path / "99999999999999999999.json"):
         path.write_text("no document")
     first_since = version - (1 << 20)  # the oldest one that is not older than a week
@@ -120,7 +123,7 @@ def items(*ranges: tuple[int, int]) -> Inventory:
 
 def test_a_name_that_promises_what_no_object_can_hold_keeps_no_other_object_waiting() -> None:
     inventory = items(*((0, 2**63 - 1 - n) for n in range(100)), (0, 9), (10, 19))
-    todo = plan(inventory.pending(), {}, (), Limits())
+    todo = plan(inventory.pending(), {}, (), RoundLimits())
     assert len(todo.work) == 102
     assert [work.fresh for work in todo.work if work.item.last < 20] == [[(0, 9)], [(10, 19)]]
 
@@ -131,7 +134,7 @@ def test_many_bad_objects_of_the_same_numbers_take_few_rounds() -> None:
     pending, refused, rounds = inventory.pending(), set(), 0
     doubtful: set[StreamId] = set()
     covered: dict[StreamId, Ranges] = {}
-    while (todo := plan(pending, covered, refused, Limits(), doubtful)).work:
+    while (todo := plan(pending, covered, refused, RoundLimits(), doubtful)).work:
         rounds += 1
         for work in todo.work:
             if work.item.last > 501:  # the last one is good
@@ -143,7 +146,9 @@ def test_many_bad_objects_of_the_same_numbers_take_few_rounds() -> None:
     assert covered == {StreamId("gw-a", "s0", EPOCH): Ranges([(0, 501)])}
 
 
-def test_names_of_strangers_reach_no_terminal_raw(landing: Place, iceberg: Callable[[], Any]) -> None:
+def test_names_of_strangers_reach_no_terminal_raw(
+    landing: StorageLocation, iceberg: Callable[[], Any]
+) -> None:
     evil = "gw\x1b[2J\u202e\x9b"
     Gateway(landing, evil).export(0, 9, stream="s\r0")
     landing.open().put("note\x1b[31m", b"")

@@ -31,11 +31,11 @@ for name, (make, rows, _) in getattr(hostile, kind).items():
     try:
         key = parse_key(data_key("gw-a", "s0", EPOCH, 0, rows - 1, EPOCH, form))
         module.decode(data, key, {})
-        said = "taken"
+        outcomes = "taken"
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        outcomes = f"{type(error).__name__}: {error}"
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(json.dumps([name, said]), flush=True)
+    print(json.dumps([name, outcomes]), flush=True)
 """
 
 
@@ -49,13 +49,13 @@ def test_hostile_objects_are_refused_with_a_reason_in_bounded_memory(
     done = subprocess.run(
         [sys.executable, "-c", READ, kind, form, plain], capture_output=True, text=True, timeout=240
     )
-    said = dict(json.loads(line) for line in done.stdout.splitlines())
+    outcomes = dict(json.loads(line) for line in done.stdout.splitlines())
     cases: dict[str, Any] = getattr(hostile, kind)
-    assert (done.returncode, list(said)) == (0, list(cases)), done.stderr[-500:]
+    assert (done.returncode, list(outcomes)) == (0, list(cases)), done.stderr[-500:]
     wrong = {
-        name: said[name]
+        name: outcomes[name]
         for name, (_, _, reason) in cases.items()
-        if not said[name].startswith("BadObject: ") or reason not in said[name]
+        if not outcomes[name].startswith("BadObject: ") or reason not in outcomes[name]
     }
     assert wrong == {}
 

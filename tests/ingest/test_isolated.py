@@ -13,9 +13,9 @@ import pytest
 from bridge.ingest.columns import MESSAGES
 from bridge.ingest.isolated import one_by_one
 from bridge.ingest.job import run
-from bridge.ingest.planner import Inventory, Limits, plan
+from bridge.ingest.planner import Inventory, RoundLimits, plan
 from bridge.ingest.sinks.base import labelled
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import Target, pack
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_job import numbers
@@ -56,7 +56,7 @@ def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(folder)
 
 
-def export(place: Place, count: int, guilty: int) -> str:
+def export(place: StorageLocation, count: int, guilty: int) -> str:
     """Objects of ten messages; returns the key of the one that kills its reader."""
     gateway = Gateway(place)
     keys = [
@@ -67,11 +67,13 @@ def export(place: Place, count: int, guilty: int) -> str:
 
 
 def test_an_object_that_ends_its_process_is_a_row_and_the_others_are_taken(
-    landing: Place, tmp_path: Path, deadly: str
+    landing: StorageLocation, tmp_path: Path, deadly: str
 ) -> None:
     guilty = export(landing, 4, 1)
-    todo = plan(Inventory(landing.open().list()).pending(), {}, (), Limits()).work
-    target = labelled(Target(Place(str(tmp_path / "lake")), "data/d", MESSAGES.serialize().to_pybytes(), ()))
+    todo = plan(Inventory(landing.open().list()).pending(), {}, (), RoundLimits()).work
+    target = labelled(
+        Target(StorageLocation(str(tmp_path / "lake")), "data/d", MESSAGES.serialize().to_pybytes(), ())
+    )
     rows = list(one_by_one(json.loads(zlib.decompress(pack(todo))), landing, target))
     outcomes = {body["key"]: body for kind, body in rows if kind == "object"}
     assert [outcomes[work.item.key]["status"] for work in todo] == ["taken", "bad", "taken", "taken"]
@@ -83,11 +85,11 @@ def test_an_object_that_ends_its_process_is_a_row_and_the_others_are_taken(
     assert all(Path(path).name.startswith(target.label) for path in written)
 
 
-def test_a_failure_that_is_not_about_the_object_is_raised(landing: Place, tmp_path: Path) -> None:
+def test_a_failure_that_is_not_about_the_object_is_raised(landing: StorageLocation, tmp_path: Path) -> None:
     export(landing, 1, 0)
-    todo = plan(Inventory(landing.open().list()).pending(), {}, (), Limits()).work
+    todo = plan(Inventory(landing.open().list()).pending(), {}, (), RoundLimits()).work
     (tmp_path / "lake").write_text("a file where the table's folder should be")
-    target = Target(Place(str(tmp_path / "lake")), "data/d", MESSAGES.serialize().to_pybytes(), ())
+    target = Target(StorageLocation(str(tmp_path / "lake")), "data/d", MESSAGES.serialize().to_pybytes(), ())
     with pytest.raises(Exception, match="NotADirectoryError"):
         list(one_by_one(json.loads(zlib.decompress(pack(todo))), landing, target))
 
@@ -107,14 +109,14 @@ def deadly_spark(deadly: str, spark: Any) -> Iterator[Any]:
 
 @pytest.mark.spark
 def test_a_run_whose_worker_dies_of_an_object_takes_all_others_and_leaves_no_file(
-    deadly_spark: Any, landing: Place, sink: Callable[[], Any]
+    deadly_spark: Any, landing: StorageLocation, sink: Callable[[], Any]
 ) -> None:
     guilty = export(landing, 6, 2)
     summary = run(deadly_spark, landing, sink())
     assert numbers(sink()) == [*range(20), *range(30, 60)]
     assert [document["key"] for document in summary.report.refused] == [guilty]
     assert summary.report.refused[0]["reason"] == "the process that read it alone was ended by SIGSEGV"
-    folder = Path(sink().target().place.url.removeprefix("file://"))
+    folder = Path(sink().target().location.url.removeprefix("file://"))
     files = {path for day in folder.rglob("ingest_*=*") for path in day.iterdir()}
     assert files == {folder / file.path for file in sink().files()}
     assert run(deadly_spark, landing, sink()).rounds == []

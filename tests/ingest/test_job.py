@@ -19,10 +19,10 @@ from bridge.ingest import job
 from bridge.ingest.accept import accept
 from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
-from bridge.ingest.planner import Limits
-from bridge.ingest.state import Quarantined, State, StateStore
-from bridge.ingest.store import Place
-from tests.ingest.gateway import EPOCH, Gateway, head_of, ndjson, rows
+from bridge.ingest.planner import RoundLimits
+from bridge.ingest.state import Quarantined, StateStore, TableState
+from bridge.ingest.store import StorageLocation
+from tests.ingest.gateway import EPOCH, Gateway, ndjson, reported, rows
 
 pytestmark = pytest.mark.spark
 Sink = Callable[[], Any]
@@ -38,7 +38,7 @@ def numbers(sink: Any) -> list[int]:
 
 
 def test_every_message_of_both_formats_is_in_the_table_unchanged(
-    spark: Any, bucket: Place, sink: Sink
+    spark: Any, bucket: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(bucket)
     gateway.export(0, 99)
@@ -63,7 +63,7 @@ def test_every_message_of_both_formats_is_in_the_table_unchanged(
     assert table["payload"].to_pylist()[7] == b'{"n":7,"temp":20.70}'
 
 
-def test_a_second_run_with_nothing_new_adds_nothing(spark: Any, landing: Place, sink: Sink) -> None:
+def test_a_second_run_with_nothing_new_adds_nothing(spark: Any, landing: StorageLocation, sink: Sink) -> None:
     Gateway(landing).export(0, 99)
     run(spark, landing, sink())
     before = sink().pointer()
@@ -72,7 +72,7 @@ def test_a_second_run_with_nothing_new_adds_nothing(spark: Any, landing: Place, 
     assert numbers(sink()) == list(range(100))
 
 
-def test_only_new_objects_are_read(spark: Any, landing: Place, sink: Sink) -> None:
+def test_only_new_objects_are_read(spark: Any, landing: StorageLocation, sink: Sink) -> None:
     gateway = Gateway(landing)
     old = gateway.export(0, 99)
     run(spark, landing, sink())
@@ -83,7 +83,7 @@ def test_only_new_objects_are_read(spark: Any, landing: Place, sink: Sink) -> No
     assert numbers(sink()) == list(range(150))
 
 
-def test_duplicates_of_all_kinds_are_stored_once(spark: Any, landing: Place, sink: Sink) -> None:
+def test_duplicates_of_all_kinds_are_stored_once(spark: Any, landing: StorageLocation, sink: Sink) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
     gateway.export(0, 99, form="parquet")  # the same range in another object
@@ -92,14 +92,14 @@ def test_duplicates_of_all_kinds_are_stored_once(spark: Any, landing: Place, sin
     gateway.export(100, 109)  # the same numbers cut elsewhere
     gateway.export(110, 160)
     gateway.export(0, 160, form="parquet")  # one that swallows all
-    summary = run(spark, landing, sink(), Limits(objects=2))
+    summary = run(spark, landing, sink(), RoundLimits(objects=2))
     assert numbers(sink()) == list(range(161))
     assert summary.report.streams[0].duplicates == 100 * 4 + 10 + 51 + 161 - 161
     assert summary.report.complete
 
 
 def test_bad_objects_are_quarantined_with_a_reason_and_stop_nothing(
-    spark: Any, bucket: Place, sink: Sink
+    spark: Any, bucket: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(bucket)
     gateway.export(0, 99)
@@ -119,7 +119,7 @@ def test_bad_objects_are_quarantined_with_a_reason_and_stop_nothing(
     assert set(reasons) == {truncated, cut, empty, lying, foreign}
     assert reasons[cut] == "truncated: the gzip stream has no end"
     assert reasons[empty] == "empty: 0 bytes"
-    assert reasons[lying] == "51 rows, but the name promises 100"
+    assert reasons[lying] == "51 rows, but the key promises 100"
     assert reasons[foreign] == "sequence numbers are not 0..99 in order"
     assert summary.report.foreign == ["notes.txt"]
     assert (summary.report.total("missing"), summary.report.total("quarantined")) == (0, 500)
@@ -132,8 +132,8 @@ def test_bad_objects_are_quarantined_with_a_reason_and_stop_nothing(
     assert numbers(sink()) == [*range(100), *range(200, 300), *range(500, 510)]
 
 
-def test_a_bad_object_that_says_much_leaves_little_in_the_state(
-    spark: Any, landing: Place, iceberg: Sink
+def test_a_bad_object_with_long_content_leaves_little_in_the_state(
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     much = "x" * 1_000_000
     gateway = Gateway(landing)
@@ -146,7 +146,9 @@ def test_a_bad_object_that_says_much_leaves_little_in_the_state(
     assert sum(entry.size for entry in iceberg().state().open().list()) < 2000
 
 
-def test_a_stream_made_again_under_its_name_is_another_one(spark: Any, landing: Place, sink: Sink) -> None:
+def test_a_stream_made_again_under_its_name_is_another_one(
+    spark: Any, landing: StorageLocation, sink: Sink
+) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
     run(spark, landing, sink())
@@ -156,20 +158,22 @@ def test_a_stream_made_again_under_its_name_is_another_one(spark: Any, landing: 
     assert sum(taken(sink()).values()) == len(taken(sink())) == 150
 
 
-def test_rounds_are_bounded_and_each_is_committed(spark: Any, landing: Place, iceberg: Sink) -> None:
+def test_rounds_are_bounded_and_each_is_committed(
+    spark: Any, landing: StorageLocation, iceberg: Sink
+) -> None:
     for name in ("gw-a", "gw-b", "gw-c"):
         for first in range(0, 50, 10):
             Gateway(landing, name).export(first, first + 9)
     seen: list[int] = []
     summary = run(
-        spark, landing, iceberg(), Limits(objects=4), lambda done: seen.append(len(taken(iceberg())))
+        spark, landing, iceberg(), RoundLimits(objects=4), lambda done: seen.append(len(taken(iceberg())))
     )
     assert [done.objects for done in summary.rounds] == [4, 4, 4, 3]
     assert seen == [40, 80, 120, 150]
 
 
 def test_a_gap_that_is_filled_late_is_taken_once_and_counted_late(
-    spark: Any, landing: Place, sink: Sink
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 9)
@@ -188,13 +192,13 @@ def test_a_gap_that_is_filled_late_is_taken_once_and_counted_late(
     )
 
 
-def test_heads_show_the_lost_tail_the_waiting_and_the_legally_dropped(
-    spark: Any, landing: Place, sink: Sink
+def test_gateway_reports_show_the_lost_tail_the_pending_and_the_dropped_on_purpose(
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(100, 199)
     dropped = [[0, 79, "overwritten"], [80, 89, "damaged"]]
-    gateway.head(head_of(259, exported=219, dropped=dropped), head_of(9, stream="s1", epoch=str(EPOCH)))
+    gateway.report(reported(259, exported=219, dropped=dropped), reported(9, stream="s1", epoch=str(EPOCH)))
     report = run(spark, landing, sink()).report
     first, second = report.streams
     assert (first.trimmed, first.missing, first.waiting) == (80, 10 + 10 + 20, 40)
@@ -209,35 +213,37 @@ def test_heads_show_the_lost_tail_the_waiting_and_the_legally_dropped(
 
 
 def test_the_tail_of_a_gateway_that_was_replaced_is_missing_until_it_is_accepted(
-    spark: Any, landing: Place, sink: Sink
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway, new = Gateway(landing), EPOCH + 10**9
     gateway.export(0, 89)
-    gateway.head(head_of(99, exported=89), head_of(9, exported=-1, stream="never exported"))
+    gateway.report(reported(99, exported=89), reported(9, exported=-1, stream="never exported"))
     assert run(spark, landing, sink()).report.total("waiting") == 20
     gateway.export(0, 9, epoch=new)
-    gateway.head(head_of(9, epoch=new), updated=new)  # its disk died: an empty one, under the same id
+    gateway.report(reported(9, epoch=new), updated=new)  # its disk died: an empty one, under the same id
     report = run(spark, landing, sink()).report
     assert (report.total("waiting"), report.total("missing"), report.complete) == (0, 20, False)
-    with pytest.raises(IngestError, match="gw-a/s1: nothing of it is known to be gone; there is gw-a/never"):
+    with pytest.raises(
+        IngestError, match="gw-a/s1: this stream is not known to be gone; these are: gw-a/never"
+    ):
         accept(landing, sink(), ["gw-a/s0", "gw-a/s1"])
     assert accept(landing, sink(), ["gw-a/s0"]) == {"gw-a/s0": 10}
     assert accept(landing, sink(), ["gw-a/never exported"]) == {"gw-a/never exported": 10}
     gateway.export(10, 19, epoch=new)
-    gateway.head(head_of(19, epoch=new), updated=new + 1)
+    gateway.report(reported(19, epoch=new), updated=new + 1)
     report = run(spark, landing, sink()).report  # it is in the state now, and stays there
     assert (report.total("trimmed"), report.total("missing"), report.complete) == (20, 0, True)
     assert {hole.reason for stream in report.streams for hole in stream.holes} == {"accepted"}
     assert numbers(sink()) == sorted([*range(90), *range(20)])
 
 
-def test_an_object_that_vanishes_after_the_listing_is_missing_and_not_waited_for(
-    spark: Any, landing: Place, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+def test_an_object_that_vanishes_after_the_listing_is_missing_and_not_waiting(
+    spark: Any, landing: StorageLocation, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 9)
     second = gateway.export(10, 19)
-    gateway.head(head_of(19))
+    gateway.report(reported(19))
     planned = job.plan
 
     def and_delete(*arguments: Any) -> Any:
@@ -251,7 +257,7 @@ def test_an_object_that_vanishes_after_the_listing_is_missing_and_not_waited_for
 
 
 def test_an_archived_object_is_reported_stops_nothing_and_is_tried_again(
-    spark: Any, bucket: Place, sink: Sink
+    spark: Any, bucket: StorageLocation, sink: Sink
 ) -> None:
     archived = Gateway(bucket).export(0, 9)
     Gateway(bucket, "gw-b").export(0, 9)
@@ -273,13 +279,13 @@ def test_an_archived_object_is_reported_stops_nothing_and_is_tried_again(
     assert (summary.rows, summary.report.complete, summary.report.unreadable) == (10, True, [])
 
 
-def test_quarantined_objects_are_read_again_when_somebody_asks_for_it(
-    spark: Any, landing: Place, sink: Sink
+def test_quarantined_objects_are_read_again_on_request(
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(landing)
     good, bad = gateway.export(0, 9), gateway.export(10, 19, data=b"")
     gateway.export(20, 29)
-    known, table = State(), sink()
+    known, table = TableState(), sink()
     for entry in landing.open().list():
         if entry.key in (good, bad):
             known.quarantine[entry.key, entry.etag] = Quarantined(entry.size, "by a version that erred")
@@ -287,7 +293,7 @@ def test_quarantined_objects_are_read_again_when_somebody_asks_for_it(
     table.commit(None, StateStore(table.state()).save(known, None), [])
     assert run(spark, landing, sink()).rows == 10
     assert run(spark, landing, sink()).rounds == []
-    summary = run(spark, landing, sink(), Limits(objects=1), retry_quarantined=True)
+    summary = run(spark, landing, sink(), RoundLimits(objects=1), retry_quarantined=True)
     assert (summary.rows, summary.quarantined) == (10, 1)
     assert [(document["key"], document["reason"]) for document in summary.report.refused] == [
         (bad, "empty: 0 bytes")
@@ -296,7 +302,7 @@ def test_quarantined_objects_are_read_again_when_somebody_asks_for_it(
 
 
 def test_columns_that_objects_add_later_are_added_to_the_table(
-    spark: Any, landing: Place, sink: Sink
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 9)
@@ -314,7 +320,7 @@ def test_columns_that_objects_add_later_are_added_to_the_table(
 
 
 def test_an_object_with_a_column_that_a_table_keeps_for_itself_is_quarantined(
-    spark: Any, landing: Place, sink: Sink
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 9)
@@ -323,10 +329,12 @@ def test_an_object_with_a_column_that_a_table_keeps_for_itself_is_quarantined(
     assert numbers(sink()) == list(range(10))
     reasons = {document["key"]: document["reason"] for document in summary.report.refused}
     assert set(reasons) == set(reserved)
-    assert all("its partition has that name" in reason for reason in reasons.values())
+    assert all("its partition has this name" in reason for reason in reasons.values())
 
 
-def test_messages_of_many_days_land_in_a_file_for_each_day(spark: Any, landing: Place, iceberg: Sink) -> None:
+def test_messages_of_many_days_land_in_a_file_for_each_day(
+    spark: Any, landing: StorageLocation, iceberg: Sink
+) -> None:
     Gateway(landing).export(0, 9, step_ms=12 * 3_600_000)
     summary = run(spark, landing, iceberg())
     files = iceberg().table().inspect.files()
@@ -337,7 +345,7 @@ def test_messages_of_many_days_land_in_a_file_for_each_day(spark: Any, landing: 
 
 
 def test_two_runs_at_once_store_everything_once(
-    spark: Any, landing: Place, sink: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
@@ -360,7 +368,7 @@ def test_two_runs_at_once_store_everything_once(
 
 
 def test_a_run_that_is_stopped_ends_its_own_jobs_and_none_of_others_in_the_session(
-    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+    spark: Any, landing: StorageLocation, tmp_path: Path, iceberg: Sink
 ) -> None:
     started, go = tmp_path / "started", tmp_path / "go"
 

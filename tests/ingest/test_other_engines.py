@@ -1,4 +1,4 @@
-"""What other engines do to the table: it costs no rows and no values, and the job says what it cannot do."""
+"""Changes by other engines cost no rows and no values, and the job reports what it cannot do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pyiceberg.types import BinaryType
 from bridge.ingest.errors import IngestError, StateMissing
 from bridge.ingest.job import run
 from bridge.ingest.prune import prune
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import open_sink
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_command import command
@@ -29,7 +29,7 @@ Sink = Callable[[], Any]
 
 def altered(sink: Any, **fields: dict[str, Any]) -> None:
     """Change fields of a Delta table's schema in its log, as an engine with column mapping does."""
-    log = Path(sink.place.url) / "_delta_log"
+    log = Path(sink.location.url) / "_delta_log"
     versions = sorted(log.glob("*.json"))
     actions = [json.loads(line) for version in versions for line in version.read_text().splitlines()]
     meta = [action["metaData"] for action in actions if "metaData" in action][-1]
@@ -47,7 +47,7 @@ def altered(sink: Any, **fields: dict[str, Any]) -> None:
 
 
 def renamed(sink: Any, old: str, new: str) -> None:
-    if hasattr(sink, "place"):
+    if hasattr(sink, "location"):
         altered(sink, **{old: {"name": new}})
         return
     with sink.table().update_schema() as update:
@@ -55,7 +55,7 @@ def renamed(sink: Any, old: str, new: str) -> None:
 
 
 def test_a_column_of_the_job_that_was_renamed_stops_the_run_before_anything_is_written(
-    spark: Any, landing: Place, sink: Sink
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     Gateway(landing).export(0, 9)
     run(spark, landing, sink())
@@ -71,7 +71,7 @@ def test_a_column_of_the_job_that_was_renamed_stops_the_run_before_anything_is_w
 
 
 def test_a_column_that_is_renamed_while_a_round_works_stops_its_commit(
-    spark: Any, landing: Place, sink: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, sink: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Gateway(landing).export(0, 9)
     mine = sink()
@@ -88,17 +88,21 @@ def test_a_column_that_is_renamed_while_a_round_works_stops_its_commit(
     assert sink().rows() == 0
 
 
-def test_a_column_of_the_job_with_another_type_stops_the_run(spark: Any, landing: Place, sink: Sink) -> None:
+def test_a_column_of_the_job_with_another_type_stops_the_run(
+    spark: Any, landing: StorageLocation, sink: Sink
+) -> None:
     Gateway(landing).export(0, 9)
     table = sink()
     table.schema = table.schema.set(6, pa.field("payload", pa.string()))
     table.target()  # somebody made the table beforehand
-    with pytest.raises(IngestError, match=r"its column payload \(binary\) .*: it has payload \(string\)"):
+    with pytest.raises(
+        IngestError, match=r"its column payload \(binary\) .*: the table has payload \(string\)"
+    ):
         run(spark, landing, sink())
 
 
 def test_a_column_that_files_have_under_another_name_stops_the_run(
-    spark: Any, landing: Place, delta: Sink
+    spark: Any, landing: StorageLocation, delta: Sink
 ) -> None:
     Gateway(landing).export(0, 9, qos=1)
     run(spark, landing, delta())
@@ -115,7 +119,7 @@ def test_a_column_that_files_have_under_another_name_stops_the_run(
 
 
 def test_an_object_with_a_column_that_the_table_has_in_another_case_is_quarantined(
-    spark: Any, landing: Place, sink: Sink
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 9)
@@ -125,7 +129,7 @@ def test_an_object_with_a_column_that_the_table_has_in_another_case_is_quarantin
     gateway.export(20, 29, Temp=2.5)
     summary = run(spark, landing, sink())
     assert [(document["key"], document["reason"]) for document in summary.report.refused] == [
-        (bad, "column 'temp' cannot be added to the table: it has 'Temp', another case")
+        (bad, "column 'temp' cannot be added to the table: it has 'Temp' in another case")
     ]
     assert numbers(sink()) == [*range(10), *range(20, 30)]
     sink().add_columns({"temp": pa.float64()})  # of a round that had planned before
@@ -138,7 +142,7 @@ def values(sink: Any) -> list[dict[str, Any]]:
 
 
 def test_compaction_keeps_the_values_of_columns_that_were_renamed(
-    spark: Any, landing: Place, iceberg: Sink
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     for first in (0, 10):
         Gateway(landing).export(first, first + 9, qos=lambda n: n)
@@ -153,7 +157,7 @@ def test_compaction_keeps_the_values_of_columns_that_were_renamed(
 
 
 def test_compaction_leaves_files_alone_that_hold_a_column_which_was_dropped(
-    spark: Any, landing: Place, iceberg: Sink
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     for first in (0, 10, 20, 30):
         Gateway(landing).export(first, first + 9, **({"qos": 1} if first < 20 else {}))
@@ -168,8 +172,8 @@ def test_compaction_leaves_files_alone_that_hold_a_column_which_was_dropped(
     assert old["qos"].to_pylist() == [1] * 20
 
 
-def test_compaction_refuses_a_table_that_does_not_say_any_more_which_message_a_row_is(
-    spark: Any, landing: Place, iceberg: Sink
+def test_compaction_refuses_a_table_whose_rows_no_longer_name_their_message(
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     iceberg().compact(spark)
     assert iceberg().table() is None
@@ -180,7 +184,7 @@ def test_compaction_refuses_a_table_that_does_not_say_any_more_which_message_a_r
         iceberg().compact(spark)
 
 
-def test_a_refined_table_can_be_compacted(spark: Any, landing: Place, tmp_path: Path) -> None:
+def test_a_refined_table_can_be_compacted(spark: Any, landing: StorageLocation, tmp_path: Path) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     for first in (0, 10):
         Gateway(landing).export(first, first + 9, payload=b'{"n":1,"at":{"lat":[47.1]},"tags":["a","b"]}')
@@ -193,8 +197,8 @@ def test_a_refined_table_can_be_compacted(spark: Any, landing: Place, tmp_path: 
     assert lake.rows("readings") == before
 
 
-def test_files_that_unpack_to_much_are_not_put_together_in_one(
-    spark: Any, landing: Place, iceberg: Sink
+def test_files_that_unpack_to_much_are_not_merged_into_one(
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     big = bytes(1 << 20)
     for first in (0, 100, 200):
@@ -209,7 +213,7 @@ def test_files_that_unpack_to_much_are_not_put_together_in_one(
 
 
 def test_values_that_another_engine_has_stored_only_once_stay_so_in_compaction(
-    spark: Any, landing: Place, iceberg: Sink
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     for first in (0, 10):
         Gateway(landing).export(first, first + 9, qos=lambda n: n)
@@ -237,7 +241,7 @@ def other_partitions(sink: Any, evolution: str) -> None:
 
 @pytest.mark.parametrize("evolution", ["added", "replaced", "removed"])
 def test_partitions_that_another_engine_has_changed_do_not_matter(
-    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink, evolution: str
+    spark: Any, landing: StorageLocation, tmp_path: Path, iceberg: Sink, evolution: str
 ) -> None:
     day = 86_400_000
     for first in (0, 4):
@@ -266,7 +270,7 @@ def test_partitions_that_another_engine_has_changed_do_not_matter(
 
 
 def test_files_of_days_are_compacted_also_when_the_table_has_other_partitions_by_now(
-    spark: Any, landing: Place, iceberg: Sink
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     for first in (0, 10):
         Gateway(landing).export(first, first + 9)
@@ -279,7 +283,7 @@ def test_files_of_days_are_compacted_also_when_the_table_has_other_partitions_by
 
 
 def test_a_table_that_was_never_partitioned_by_day_is_refused(
-    spark: Any, landing: Place, iceberg: Sink
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     iceberg().target()
     schema = iceberg().table().schema()
@@ -310,7 +314,7 @@ def rolled_back(sink: Any, snapshot: int) -> None:
     sink.table().manage_snapshots().rollback_to_snapshot(snapshot).commit()
 
 
-def taken(spark: Any, landing: Place, iceberg: Sink, first: int) -> int:
+def taken(spark: Any, landing: StorageLocation, iceberg: Sink, first: int) -> int:
     Gateway(landing).export(first, first + 9)
     assert run(spark, landing, iceberg()).rows == 10
     return newest(iceberg())
@@ -318,7 +322,7 @@ def taken(spark: Any, landing: Place, iceberg: Sink, first: int) -> int:
 
 @pytest.mark.parametrize("compacted", [False, True], ids=["plain", "compacted"])
 def test_a_table_rolled_back_to_a_snapshot_of_another_engine_takes_again_what_it_lost_and_no_more(
-    spark: Any, landing: Place, iceberg: Sink, compacted: bool
+    spark: Any, landing: StorageLocation, iceberg: Sink, compacted: bool
 ) -> None:
     before = [taken(spark, landing, iceberg, first) for first in (0, 10)]
     then = rewritten(iceberg())
@@ -336,7 +340,7 @@ def test_a_table_rolled_back_to_a_snapshot_of_another_engine_takes_again_what_it
 
 
 def test_a_table_whose_rounds_have_expired_is_not_ingested_anew(
-    spark: Any, landing: Place, iceberg: Sink
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     before = taken(spark, landing, iceberg, 0)
     rewritten(iceberg())
@@ -346,29 +350,31 @@ def test_a_table_whose_rounds_have_expired_is_not_ingested_anew(
     assert numbers(iceberg()) == list(range(20))
 
 
-def test_after_a_rollback_to_a_snapshot_of_an_unknown_state_the_run_says_so(
-    spark: Any, landing: Place, iceberg: Sink
+def test_a_rollback_to_a_snapshot_of_an_unknown_state_is_reported(
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     before = taken(spark, landing, iceberg, 0)
     then, between = rewritten(iceberg()), rewritten(iceberg())
     taken(spark, landing, iceberg, 10)
     rolled_back(iceberg(), then)
     expired(iceberg(), [before, between])
-    with pytest.raises(StateMissing, match="it was rolled back, and the snapshots that said which state"):
+    with pytest.raises(StateMissing, match="it was rolled back, and the snapshots that named its state"):
         run(spark, landing, iceberg())
 
 
-def test_rows_of_files_without_statistics_are_counted(spark: Any, landing: Place, delta: Sink) -> None:
+def test_rows_of_files_without_statistics_are_counted(
+    spark: Any, landing: StorageLocation, delta: Sink
+) -> None:
     for first in (0, 10):
         Gateway(landing).export(first, first + 9)
         run(spark, landing, delta())
-    log = max((Path(delta().place.url) / "_delta_log").glob("*.json"))
+    log = max((Path(delta().location.url) / "_delta_log").glob("*.json"))
     actions = [json.loads(line) for line in log.read_text().splitlines()]
     for action in actions:
         action.get("add", {}).pop("stats", None)
     log.write_text("".join(json.dumps(action) + "\n" for action in actions))
     summary = run(spark, landing, delta())
-    assert not any("it was changed" in problem for problem in summary.report.problems)
+    assert not any("something else changed the table" in problem for problem in summary.report.problems)
     assert (delta().rows(), [file.rows for file in delta().files()]) == (20, [10, 10])
 
 
@@ -378,7 +384,9 @@ def swapped(sink: Any, one: str, other: str) -> None:
     renamed(sink, "between", other)
 
 
-def test_refine_reads_the_column_that_has_the_name_now(spark: Any, landing: Place, tmp_path: Path) -> None:
+def test_refine_reads_the_column_that_has_the_name_now(
+    spark: Any, landing: StorageLocation, tmp_path: Path
+) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     Gateway(landing).export(0, 4, form="parquet", raw=b'{"n":77}')
     lake.ingest()
@@ -388,7 +396,7 @@ def test_refine_reads_the_column_that_has_the_name_now(spark: Any, landing: Plac
 
 
 def test_refine_says_in_one_line_which_file_has_no_payloads(
-    landing: Place, tmp_path: Path, spark: Any
+    landing: StorageLocation, tmp_path: Path, spark: Any
 ) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     Gateway(landing).export(0, 4)
@@ -406,7 +414,7 @@ def test_refine_says_in_one_line_which_file_has_no_payloads(
 
 
 def test_refine_adds_no_column_to_a_table_whose_files_have_one_under_another_name(
-    spark: Any, landing: Place, tmp_path: Path, delta: Sink
+    spark: Any, landing: StorageLocation, tmp_path: Path, delta: Sink
 ) -> None:
     lake = Lake(spark, landing, "delta", tmp_path)
     Gateway(landing).export(0, 4)

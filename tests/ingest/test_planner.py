@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.ingest.planner import Inventory, Limits, StreamId, plan
+from bridge.ingest.planner import Inventory, RoundLimits, StreamId, plan
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import Entry
 from bridge.objectkeys import data_key
@@ -44,7 +44,7 @@ def test_whatever_is_exported_every_number_is_taken_exactly_once(
     pending, covered = inventory.pending(), {STREAM: Ranges()}
     quarantined: set[tuple[str, str]] = set()
     taken: Counter[int] = Counter()
-    while todo := plan(pending, covered, quarantined, Limits(objects=limit)).work:
+    while todo := plan(pending, covered, quarantined, RoundLimits(objects=limit)).work:
         assert len(todo) <= limit
         for work in todo:
             name = (work.item.key, work.item.etag)
@@ -66,17 +66,17 @@ def test_whatever_is_exported_every_number_is_taken_exactly_once(
 
 def test_an_object_without_fresh_numbers_is_never_planned() -> None:
     inventory = Inventory([entry(0, 9), entry(2, 5), entry(10, 19)])
-    todo = plan(inventory.pending(), {STREAM: Ranges([(0, 9)])}, (), Limits())
+    todo = plan(inventory.pending(), {STREAM: Ranges([(0, 9)])}, (), RoundLimits())
     assert [(work.item.first, work.fresh) for work in todo.work] == [(10, [(10, 19)])]
 
 
 def test_rounds_are_bounded_by_bytes_but_always_take_one_object() -> None:
     inventory = Inventory([entry(n * 10, n * 10 + 9, size=100) for n in range(5)])
-    assert len(plan(inventory.pending(), {}, (), Limits(bytes=250)).work) == 2
-    assert len(plan(inventory.pending(), {}, (), Limits(bytes=1)).work) == 1
+    assert len(plan(inventory.pending(), {}, (), RoundLimits(bytes=250)).work) == 2
+    assert len(plan(inventory.pending(), {}, (), RoundLimits(bytes=1)).work) == 1
 
 
-def test_names_that_are_not_data_are_foreign_and_heads_are_not() -> None:
+def test_keys_that_are_not_data_are_foreign_and_gateway_reports_are_not() -> None:
     good = entry(0, 9).key
     folder = good.rpartition("/")[0]
     strange = [

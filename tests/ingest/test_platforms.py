@@ -12,7 +12,7 @@ import pytest
 
 from bridge.ingest.job import run
 from bridge.ingest.package import write_package
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_command import ROOT
 
@@ -41,7 +41,7 @@ def test_workers_need_none_of_the_gateways_packages(what: str, tmp_path: Path) -
 
 
 def test_the_work_is_one_map_over_arrow_batches_without_a_shuffle(
-    spark: Any, landing: Place, iceberg: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, iceberg: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver gets names of files: what comes back is much smaller than what went through."""
     plans: list[str] = []
@@ -64,7 +64,7 @@ def test_the_work_is_one_map_over_arrow_batches_without_a_shuffle(
     assert int(plans[1]) < 10_000 < summary.bytes
 
 
-def test_the_data_source_gives_every_number_once(spark: Any, bucket: Place) -> None:
+def test_the_data_source_gives_every_number_once(spark: Any, bucket: StorageLocation) -> None:
     pytest.importorskip("pyspark.sql.datasource", reason="Python data sources need Spark 4.0")
     from bridge.ingest.source import register
 
@@ -84,7 +84,7 @@ def test_the_data_source_gives_every_number_once(spark: Any, bucket: Place) -> N
     assert with_qos.where("qos = 1").count() == 100
 
 
-def test_the_data_source_fails_at_a_bad_object_or_passes_it_over(spark: Any, landing: Place) -> None:
+def test_the_data_source_fails_at_a_bad_object_or_skips_it(spark: Any, landing: StorageLocation) -> None:
     pytest.importorskip("pyspark.sql.datasource", reason="Python data sources need Spark 4.0")
     from bridge.ingest.source import register
 
@@ -97,7 +97,9 @@ def test_the_data_source_fails_at_a_bad_object_or_passes_it_over(spark: Any, lan
     assert reader.option("badObjects", "skip").load(landing.url).count() == 10
 
 
-def test_what_a_bad_object_shares_with_good_ones_is_given_from_those(spark: Any, landing: Place) -> None:
+def test_what_a_bad_object_shares_with_good_ones_is_given_from_those(
+    spark: Any, landing: StorageLocation
+) -> None:
     pytest.importorskip("pyspark.sql.datasource", reason="Python data sources need Spark 4.0")
     from bridge.ingest.source import register
 

@@ -1,4 +1,4 @@
-"""The second step: payloads become typed columns, once each; what does not fit is kept aside."""
+"""Refining: payloads become typed columns, once each; the others go to the rejects, with the reason."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import pyspark
 import pytest
 
 from bridge.ingest import refine
-from bridge.ingest.errors import BadOption, IngestError, Moved
+from bridge.ingest.errors import BadOption, CommitConflict, IngestError
 from bridge.ingest.job import run
 from bridge.ingest.payloads import column_names, infer, texts
-from bridge.ingest.refine import Step
-from bridge.ingest.store import Place
+from bridge.ingest.refine import Refinement
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 from tests.ingest.deletes import delete_rows
 from tests.ingest.gateway import Gateway
@@ -28,7 +28,7 @@ from tests.ingest.gateway import Gateway
 class Lake:
     """The table of messages and what is refined from it, opened anew each time as other processes would."""
 
-    def __init__(self, spark: Any, landing: Place, kind: str, folder: Path) -> None:
+    def __init__(self, spark: Any, landing: StorageLocation, kind: str, folder: Path) -> None:
         self.spark, self.landing, self.folder, self.kind = spark, landing, folder, kind
         self.options = TableOptions(warehouse=str(folder / "lake"))
         if kind == "delta":
@@ -46,7 +46,7 @@ class Lake:
         def make(kind: str, schema: Any) -> Any:
             return open_sink(self._options("readings" if kind == "typed" else "rejects"), schema)
 
-        return Step(open_sink(self.options), make, **settings).run(self.spark)
+        return Refinement(open_sink(self.options), make, **settings).run(self.spark)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         table = open_sink(self._options(name)).read()
@@ -57,14 +57,14 @@ class Lake:
 
 
 @pytest.fixture(params=["iceberg", "delta"])
-def lake(request: pytest.FixtureRequest, spark: Any, landing: Place, tmp_path: Path) -> Lake:
+def lake(request: pytest.FixtureRequest, spark: Any, landing: StorageLocation, tmp_path: Path) -> Lake:
     if request.param == "delta":
         request.getfixturevalue("delta")
     return Lake(spark, landing, request.param, tmp_path)
 
 
 @pytest.mark.spark
-def test_only_what_is_new_is_refined_and_nothing_twice(lake: Lake, landing: Place) -> None:
+def test_only_what_is_new_is_refined_and_nothing_twice(lake: Lake, landing: StorageLocation) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
     lake.ingest()
@@ -82,7 +82,9 @@ def test_only_what_is_new_is_refined_and_nothing_twice(lake: Lake, landing: Plac
 
 
 @pytest.mark.spark
-def test_payloads_that_do_not_fit_are_kept_aside_with_the_reason(lake: Lake, landing: Place) -> None:
+def test_payloads_that_do_not_fit_go_to_the_rejects_with_the_reason(
+    lake: Lake, landing: StorageLocation
+) -> None:
     payloads = [
         b'{"temp":1.5,"unit":"C","at":{"lat":47.1},"tags":["a","b"]}',
         b'{"temp":"hot"}',
@@ -101,9 +103,9 @@ def test_payloads_that_do_not_fit_are_kept_aside_with_the_reason(lake: Lake, lan
     typed = lake.rows("readings")
     assert [(row["sequence_number"], row["temp"]) for row in typed] == [(0, 1.5), (5, 2.0), (6, None)]
     assert (typed[0]["at"], typed[0]["tags"]) == ({"lat": 47.1}, ["a", "b"])
-    aside = lake.rows("rejects")
-    assert [row["payload"] for row in aside] == [payloads[n] for n in (1, 2, 3, 4, 7)]
-    assert [row["reason"] for row in aside] == [
+    rejected = lake.rows("rejects")
+    assert [row["payload"] for row in rejected] == [payloads[n] for n in (1, 2, 3, 4, 7)]
+    assert [row["reason"] for row in rejected] == [
         "does not fit the schema",
         "not an object",
         "not an object",
@@ -113,7 +115,7 @@ def test_payloads_that_do_not_fit_are_kept_aside_with_the_reason(lake: Lake, lan
 
 
 @pytest.mark.spark
-def test_cbor_payloads_are_typed(spark: Any, landing: Place, tmp_path: Path) -> None:
+def test_cbor_payloads_are_typed(spark: Any, landing: StorageLocation, tmp_path: Path) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     content = [cbor2.dumps({"temp": 1.5, "raw": b"\x00\xff"}), b"\xff"]
     Gateway(landing).export(0, 1, payload=lambda n: content[n])
@@ -126,7 +128,7 @@ def test_cbor_payloads_are_typed(spark: Any, landing: Place, tmp_path: Path) -> 
 @pytest.mark.spark
 @pytest.mark.parametrize("form", ["json", "cbor"])
 def test_whole_payloads_become_one_variant_column_of_a_delta_table(
-    spark: Any, landing: Place, tmp_path: Path, form: str
+    spark: Any, landing: StorageLocation, tmp_path: Path, form: str
 ) -> None:
     if pyspark.__version__ < "4":
         pytest.skip("VARIANT came with Spark 4.0")
@@ -157,7 +159,7 @@ def test_whole_payloads_become_one_variant_column_of_a_delta_table(
 
 @pytest.mark.spark
 def test_a_variant_column_beside_typed_ones_can_come_later(
-    spark: Any, landing: Place, tmp_path: Path
+    spark: Any, landing: StorageLocation, tmp_path: Path
 ) -> None:
     if pyspark.__version__ < "4":
         pytest.skip("VARIANT came with Spark 4.0")
@@ -176,31 +178,33 @@ def test_a_variant_column_beside_typed_ones_can_come_later(
 
 @pytest.mark.spark
 def test_a_variant_that_the_table_cannot_hold_is_refused_before_anything_is_done(
-    spark: Any, landing: Place, tmp_path: Path
+    spark: Any, landing: StorageLocation, tmp_path: Path
 ) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     Gateway(landing).export(0, 4)
     lake.ingest()
-    with pytest.raises(BadOption, match=r"Iceberg table cannot get a VARIANT column here.* use --delta"):
+    with pytest.raises(BadOption, match=r"Iceberg table cannot have a VARIANT column yet.* use --delta"):
         lake.refine(schema="variant")
     assert (lake.numbers("readings"), lake.numbers("rejects")) == ([], [])
 
 
 @pytest.mark.spark
-def test_a_schema_that_spark_cannot_read_is_named(spark: Any, landing: Place, tmp_path: Path) -> None:
+def test_a_schema_that_spark_cannot_read_is_named(
+    spark: Any, landing: StorageLocation, tmp_path: Path
+) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     Gateway(landing).export(0, 4)
     lake.ingest()
     with pytest.raises(BadOption, match="--schema temp DUOBLE: Spark cannot read it"):
         lake.refine(schema="temp DUOBLE")
     if pyspark.__version__ >= "4":
-        with pytest.raises(BadOption, match="VARIANT can be a column of its own, not a part of one"):
+        with pytest.raises(BadOption, match="VARIANT can be a whole column, but not part of one"):
             lake.refine(schema="at STRUCT<lat: DOUBLE, more: VARIANT>")
 
 
 @pytest.mark.spark
-def test_a_crash_between_the_commits_of_the_two_tables_is_made_good(
-    lake: Lake, landing: Place, monkeypatch: pytest.MonkeyPatch
+def test_a_crash_between_the_commits_of_the_two_tables_is_repaired_by_the_next_run(
+    lake: Lake, landing: StorageLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     payloads = [b'{"temp":1}', b"bad"]
     Gateway(landing).export(0, 9, payload=lambda n: payloads[n % 2])
@@ -228,7 +232,7 @@ def test_a_crash_between_the_commits_of_the_two_tables_is_made_good(
 @pytest.mark.spark
 @pytest.mark.parametrize("at", [1, 2], ids=["rejects", "typed"])
 def test_two_runs_at_once_store_everything_once(
-    lake: Lake, landing: Place, monkeypatch: pytest.MonkeyPatch, at: int
+    lake: Lake, landing: StorageLocation, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     payloads = [b'{"temp":1}', b"bad"]
     Gateway(landing).export(0, 9, payload=lambda n: payloads[n % 2])
@@ -244,19 +248,21 @@ def test_two_runs_at_once_store_everything_once(
 
     with monkeypatch.context() as patch:
         patch.setattr(refine, "_commit", after_another)
-        with pytest.raises(Moved, match="another run committed first"):
+        with pytest.raises(CommitConflict, match="another run committed first"):
             lake.refine(schema="temp INT")
     assert (lake.numbers("readings"), lake.numbers("rejects")) == ([*range(0, 10, 2)], [*range(1, 10, 2)])
     for name in ("readings", "rejects"):  # the files of the round that lost are gone
         sink = open_sink(lake._options(name), pa.schema([]))
         target = sink.target()
-        written = {entry.key for entry in target.place.open().list() if entry.key.startswith(target.folder)}
+        written = {
+            entry.key for entry in target.location.open().list() if entry.key.startswith(target.folder)
+        }
         assert written == {file.path for file in sink.files()}
     assert lake.refine(schema="temp INT").rounds == 0
 
 
 @pytest.mark.spark
-def test_rows_that_another_engine_has_deleted_are_not_refined(lake: Lake, landing: Place) -> None:
+def test_rows_that_another_engine_has_deleted_are_not_refined(lake: Lake, landing: StorageLocation) -> None:
     Gateway(landing).export(0, 9)
     lake.ingest()
     assert lake.refine().rows == 10
@@ -275,7 +281,9 @@ def test_rows_that_another_engine_has_deleted_are_not_refined(lake: Lake, landin
 
 
 @pytest.mark.spark
-def test_columns_that_a_later_schema_adds_are_added(spark: Any, landing: Place, tmp_path: Path) -> None:
+def test_columns_that_a_later_schema_adds_are_added(
+    spark: Any, landing: StorageLocation, tmp_path: Path
+) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     Gateway(landing).export(0, 4)
     lake.ingest()
@@ -296,7 +304,7 @@ def test_columns_that_a_later_schema_adds_are_added(spark: Any, landing: Place, 
     ],
 )
 def test_a_later_schema_with_another_type_for_a_column_is_refused_before_anything_is_done(
-    lake: Lake, landing: Place, old: str, new: str, types: str
+    lake: Lake, landing: StorageLocation, old: str, new: str, types: str
 ) -> None:
     Gateway(landing).export(0, 4)
     lake.ingest()
@@ -311,7 +319,7 @@ def test_a_later_schema_with_another_type_for_a_column_is_refused_before_anythin
 
 
 @pytest.mark.spark
-def test_one_stream_can_be_refined_alone(spark: Any, landing: Place, tmp_path: Path) -> None:
+def test_one_stream_can_be_refined_alone(spark: Any, landing: StorageLocation, tmp_path: Path) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     for stream in ("s0", "s1"):
         Gateway(landing).export(0, 4, stream=stream)
@@ -322,7 +330,7 @@ def test_one_stream_can_be_refined_alone(spark: Any, landing: Place, tmp_path: P
 
 
 @pytest.mark.spark
-def test_any_keys_of_a_payload_become_columns(lake: Lake, landing: Place) -> None:
+def test_any_keys_of_a_payload_become_columns(lake: Lake, landing: StorageLocation) -> None:
     payloads = [
         b"{}",
         b'{"Temp":1,"temp":2,"at":{"Lat":1,"lat":2},"a`b":3,"a.b":4,"":5}',
@@ -356,7 +364,7 @@ def test_any_keys_of_a_payload_become_columns(lake: Lake, landing: Place) -> Non
 
 @pytest.mark.spark
 def test_where_no_payload_has_a_key_there_is_no_schema_to_infer(
-    spark: Any, landing: Place, tmp_path: Path
+    spark: Any, landing: StorageLocation, tmp_path: Path
 ) -> None:
     lake = Lake(spark, landing, "iceberg", tmp_path)
     Gateway(landing).export(0, 1, payload=b"{}")

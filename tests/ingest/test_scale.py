@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.ingest_data import make, objects
 from bridge.ingest.job import run
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 from tests.ingest.conftest import need_java
 from tests.ingest.gateway import Gateway
@@ -65,7 +65,7 @@ def counted(sink: Any) -> dict[str, Any]:
 
     seen: dict[str, Any] = {}
     rows = twice = 0
-    root = Path(sink.target().place.url.removeprefix("file://"))
+    root = Path(sink.target().location.url.removeprefix("file://"))
     for file in sink.files():
         table = pq.read_table(root / file.path, columns=["gateway", "sequence_number"])
         rows += table.num_rows
@@ -86,7 +86,7 @@ def pa_equal(column: Any, value: str) -> Any:
 def test_ten_million_messages_of_200_gateways_one_of_them_skewed_in_bounded_memory(
     spark: Any, tmp_path: Path
 ) -> None:
-    landing = Place(str(tmp_path / "landing"))
+    landing = StorageLocation(str(tmp_path / "landing"))
     wanted = list(objects(ROWS, GATEWAYS, 20_000, "parquet", skewed=0.4))
     make(landing, wanted)
     cut_otherwise = list(objects(ROWS, GATEWAYS, 7_000, "parquet", skewed=0.4))
@@ -111,7 +111,7 @@ def test_ten_million_messages_of_200_gateways_one_of_them_skewed_in_bounded_memo
 
 def test_the_command_killed_again_and_again_ends_with_every_message_once(tmp_path: Path) -> None:
     need_java()
-    landing = Place(str(tmp_path / "landing"))
+    landing = StorageLocation(str(tmp_path / "landing"))
     for name in ("gw-a", "gw-b"):
         for first in range(0, 60_000, 2000):
             Gateway(landing, name).export(first, first + 1999, form="parquet")
@@ -162,7 +162,7 @@ def clean_work_folder() -> Iterator[None]:
 def test_a_killed_executor_is_replaced_and_nothing_is_doubled(tmp_path: Path) -> None:
     """Executors in processes of their own, as on a cluster; one dies in the middle of its task."""
     need_java()
-    landing = Place(str(tmp_path / "landing"))
+    landing = StorageLocation(str(tmp_path / "landing"))
     gateway = Gateway(landing)
     for first in range(0, 4000, 100):
         gateway.export(first, first + 99)
@@ -194,7 +194,7 @@ def test_a_killed_executor_is_replaced_and_nothing_is_doubled(tmp_path: Path) ->
 
 def test_two_commands_at_once_store_every_message_once(tmp_path: Path) -> None:
     need_java()
-    landing = Place(str(tmp_path / "landing"))
+    landing = StorageLocation(str(tmp_path / "landing"))
     for first in range(0, 80_000, 2000):
         Gateway(landing).export(first, first + 1999, form="parquet")
     where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"), "--max-objects", "5")

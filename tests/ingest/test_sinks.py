@@ -16,11 +16,11 @@ import pytest
 
 from bridge.ingest import state
 from bridge.ingest.decode import decode
-from bridge.ingest.errors import BadOption, Moved, StateMissing
+from bridge.ingest.errors import BadOption, CommitConflict, StateMissing
 from bridge.ingest.files import DataFile, DayFiles
 from bridge.ingest.job import run
-from bridge.ingest.state import State, StateStore, load_state
-from bridge.ingest.store import Place
+from bridge.ingest.state import StateStore, TableState, load_state
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 from bridge.objectkeys import parse_key
 from tests.ingest.gateway import Gateway
@@ -49,7 +49,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> O
     kind = request.param
     if kind.startswith("delta"):
         request.getfixturevalue("delta")
-    place: Place = request.getfixturevalue("bucket") if " in " in kind else Place("")
+    place: StorageLocation = request.getfixturevalue("bucket") if " in " in kind else StorageLocation("")
     rest = {"type": "rest"}
     if kind.endswith("rest"):
         rest["uri"] = stack.enter_context(serving(tmp_path))
@@ -68,7 +68,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> O
     return lambda: open_sink(options)
 
 
-def written(sink: Any, landing: Place, first: int, last: int, **extra: Any) -> list[DataFile]:
+def written(sink: Any, landing: StorageLocation, first: int, last: int, **extra: Any) -> list[DataFile]:
     """Data files with these rows, as a task would have written them."""
     gateway = Gateway(landing)
     key = gateway.export(first, last, **extra)
@@ -77,7 +77,7 @@ def written(sink: Any, landing: Place, first: int, last: int, **extra: Any) -> l
     target = sink.target()
     schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
     rows = decode(gateway.store.get(key), name, {extra: schema.field(extra).type for extra in target.extras})
-    with DayFiles(target.place, schema, target.folder) as files:
+    with DayFiles(target.location, schema, target.folder) as files:
         files.add(rows.append_column("object_key", pa.repeat(pa.scalar(key), rows.num_rows)))
     return files.written
 
@@ -90,7 +90,7 @@ def test_a_table_that_is_not_there_is_empty_and_points_nowhere(table: Open) -> N
     assert (table().pointer(), table().files(), table().rows(), table().read().num_rows) == (None, [], 0, 0)
 
 
-def test_files_and_pointer_become_visible_together(table: Open, landing: Place) -> None:
+def test_files_and_pointer_become_visible_together(table: Open, landing: StorageLocation) -> None:
     files = written(table(), landing, 0, 9)
     assert table().pointer() is None
     assert numbers(table()) == []
@@ -105,23 +105,25 @@ def test_files_and_pointer_become_visible_together(table: Open, landing: Place) 
     assert table().read(limit=3).num_rows == 3
 
 
-def test_a_commit_on_top_of_another_runs_is_refused_and_adds_nothing(table: Open, landing: Place) -> None:
+def test_a_commit_on_top_of_another_runs_is_refused_and_adds_nothing(
+    table: Open, landing: StorageLocation
+) -> None:
     files = written(table(), landing, 0, 9)
     table().commit(None, 7, files)
     for previous in (None, 6):
-        with pytest.raises(Moved):
+        with pytest.raises(CommitConflict):
             table().commit(previous, 8, written(table(), landing, 0, 9))
     assert (table().pointer(), numbers(table())) == (7, list(range(10)))
 
 
-def test_a_commit_whose_answer_was_lost_is_not_made_twice(table: Open, landing: Place) -> None:
+def test_a_commit_whose_answer_was_lost_is_not_made_twice(table: Open, landing: StorageLocation) -> None:
     files = written(table(), landing, 0, 9)
     table().commit(None, 7, files)
     table().commit(None, 7, files)  # the same again
     assert numbers(table()) == list(range(10))
 
 
-def test_columns_are_added_once_and_older_rows_have_none(table: Open, landing: Place) -> None:
+def test_columns_are_added_once_and_older_rows_have_none(table: Open, landing: StorageLocation) -> None:
     table().commit(None, 7, written(table(), landing, 0, 9))
     for _ in range(2):
         table().add_columns({"qos": pa.int64(), "note": pa.string()})
@@ -133,9 +135,9 @@ def test_columns_are_added_once_and_older_rows_have_none(table: Open, landing: P
 
 def test_state_documents_are_found_by_whoever_opens_the_table(table: Open) -> None:
     table().target()
-    version = StateStore(table().state()).save(State(notes={"who": "me"}), None)
+    version = StateStore(table().state()).save(TableState(notes={"note": "mine"}), None)
     table().commit(None, version, [])
-    assert StateStore(table().state()).load(table().pointer()).notes == {"who": "me"}
+    assert StateStore(table().state()).load(table().pointer()).notes == {"note": "mine"}
 
 
 def committed(sink: Any, note: str) -> int:
@@ -143,7 +145,7 @@ def committed(sink: Any, note: str) -> int:
     sink.target()
     states = StateStore(sink.state())
     known = states.load(sink.pointer())
-    version = states.save(State(notes={"note": note}), known.version)
+    version = states.save(TableState(notes={"note": note}), known.version)
     sink.commit(known.version, version, [])
     states.prune(version)
     return version
@@ -162,13 +164,13 @@ def test_a_table_can_be_rolled_back_by_a_week_though_its_state_then_was_older(
     monkeypatch.setattr(state, "time", days_ago(9))
     then = committed(table(), "what the table had for the last week")
     monkeypatch.setattr(state, "time", days_ago(8))
-    StateStore(table().state()).save(State(), then)  # of a run that was killed before its commit
+    StateStore(table().state()).save(TableState(), then)  # of a run that was killed before its commit
     monkeypatch.setattr(state, "time", time)
     now = committed(table(), "now")
     states = StateStore(table().state())
     assert states.load(then).notes == {"note": "what the table had for the last week"}
     assert states.load(now).notes == {"note": "now"}
-    assert len(list(states.place.open().list())) == 2
+    assert len(list(states.location.open().list())) == 2
     with pytest.raises(StateMissing):
         states.load(older)
 
@@ -219,14 +221,14 @@ def test_tables_whose_names_are_alike_never_lose_their_state_to_each_other(
 
 
 def test_a_table_that_is_not_made_yet_deletes_no_state_of_its_namesake(
-    tmp_path: Path, landing: Place, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, landing: StorageLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Gateway(landing).head()
+    Gateway(landing).report()
     options = TableOptions(warehouse=str(tmp_path / "old"), state=str(tmp_path / "state"))
     open_sink(options).target()
     monkeypatch.setattr(state, "time", days_ago(8))
-    at = Place(str(tmp_path / "state" / "lake.messages"))  # where earlier versions had it
-    version = StateStore(at).save(State(notes={"note": "old"}), None)
+    at = StorageLocation(str(tmp_path / "state" / "lake.messages"))  # where earlier versions had it
+    version = StateStore(at).save(TableState(notes={"note": "old"}), None)
     open_sink(options).commit(None, version, [])
     monkeypatch.setattr(state, "time", time)
     run(pytest.fail, landing, open_sink(replace(options, warehouse=str(tmp_path / "new"))))
@@ -244,7 +246,7 @@ def test_a_state_that_an_earlier_version_wrote_is_found(tmp_path: Path, kind: st
 
     opened().target()
     older = tmp_path / "state" / (name if folder else "")
-    before = StateStore(Place(str(older))).save(State(notes={"note": "before"}), None)
+    before = StateStore(StorageLocation(str(older))).save(TableState(notes={"note": "before"}), None)
     opened().commit(None, before, [])
     assert StateStore(opened().state()).load(opened().pointer()).notes == {"note": "before"}
     committed(opened(), "after")
@@ -261,14 +263,14 @@ def test_the_state_of_a_table_in_a_catalog_is_found_without_naming_the_warehouse
     open_sink(TableOptions(warehouse=str(tmp_path), catalog=sql)).target()
     known = open_sink(TableOptions(catalog=sql)).state()
     assert known.url.rpartition("/")[0] == f"{tmp_path}/_streambridge/lake.messages"
-    with pytest.raises(BadOption, match="where is its state"):
+    with pytest.raises(BadOption, match="the location of its state is unknown"):
         open_sink(TableOptions("lake.other", catalog=sql)).state()
 
 
 @pytest.mark.parametrize("kind", ["warehouse", "delta"])
 @pytest.mark.parametrize("name", ["my lake", "Zähler", "day=1+2"])
 def test_a_table_in_a_directory_with_any_usual_name_can_be_read(
-    tmp_path: Path, landing: Place, kind: str, name: str
+    tmp_path: Path, landing: StorageLocation, kind: str, name: str
 ) -> None:
     options = TableOptions(**{kind: str(tmp_path / name)})  # type: ignore[arg-type]
     open_sink(options).commit(None, 7, written(open_sink(options), landing, 0, 9))
@@ -284,7 +286,7 @@ def test_a_table_in_a_directory_with_any_usual_name_can_be_read(
 def test_a_directory_whose_name_libraries_take_for_something_else_is_refused(
     tmp_path: Path, kind: str, name: str
 ) -> None:
-    message = f"--{kind} {tmp_path / name}: the path of a local table may not have '"
+    message = f"--{kind} {tmp_path / name}: the path of a local table must not contain '"
     with pytest.raises(BadOption, match=re.escape(message)):
         open_sink(TableOptions(**{kind: str(tmp_path / name)}))  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from botocore.exceptions import BotoCoreError
 
 from bridge.ingest import store
 from bridge.ingest.errors import Vanished
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -51,16 +51,18 @@ def test_an_object_whose_connection_breaks_is_read_again_and_not_its_whole_task(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     with breaking(store.READS - 1) as endpoint:
-        assert Place("s3://bucket", endpoint).open().get("key") == CONTENT
+        assert StorageLocation("s3://bucket", endpoint).open().get("key") == CONTENT
     with breaking(store.READS) as endpoint, pytest.raises(BotoCoreError):
-        Place("s3://bucket", endpoint).open().get("key")
+        StorageLocation("s3://bucket", endpoint).open().get("key")
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
 def test_the_end_of_an_object_can_be_read_alone(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    place: Place = request.getfixturevalue("bucket") if kind == "bucket" else Place(str(tmp_path))
+    place: StorageLocation = (
+        request.getfixturevalue("bucket") if kind == "bucket" else StorageLocation(str(tmp_path))
+    )
     place.open().put("key", b"0123456789")
     assert [place.open().tail("key", size) for size in (4, 10, 99)] == [b"6789", *[b"0123456789"] * 2]
     with pytest.raises(Vanished):
@@ -68,7 +70,7 @@ def test_the_end_of_an_object_can_be_read_alone(
 
 
 def test_what_a_killed_writer_left_is_swept_by_its_label_and_age(tmp_path: Path) -> None:
-    store = Place(str(tmp_path)).open()
+    store = StorageLocation(str(tmp_path)).open()
     for name in ("r1-a.parquet", "r1-b.parquet", "r1-c.parquet.x.tmp", "r2-a.parquet"):
         path = tmp_path / "data" / "day=1" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +88,7 @@ def test_what_a_killed_writer_left_is_swept_by_its_label_and_age(tmp_path: Path)
     assert left() == {"other/r1-a.parquet"}
 
 
-def test_uploads_in_parts_that_nobody_finished_are_swept(bucket: Place) -> None:
+def test_unfinished_multipart_uploads_are_swept(bucket: StorageLocation) -> None:
     import boto3
 
     client = boto3.client("s3", endpoint_url=bucket.endpoint, region_name="us-east-1")

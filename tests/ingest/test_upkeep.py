@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 from pyiceberg.manifest import DataFileContent
 
-from bridge.ingest.errors import Moved
+from bridge.ingest.errors import CommitConflict
 from bridge.ingest.job import run
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from tests.ingest.deletes import delete_rows
-from tests.ingest.gateway import Gateway, head_of
+from tests.ingest.gateway import Gateway, reported
 from tests.ingest.test_command import command
 from tests.ingest.test_job import numbers
 
 Sink = Callable[[], Any]
 
 
-def rounds(spark: Any, landing: Place, sink: Sink, count: int = 3) -> None:
+def rounds(spark: Any, landing: StorageLocation, sink: Sink, count: int = 3) -> None:
     for first in range(0, count * 10, 10):
         Gateway(landing).export(first, first + 9, **({"qos": 1} if first else {}))
         run(spark, landing, sink())
 
 
 @pytest.mark.spark
-def test_compaction_makes_one_file_of_small_ones_and_keeps_every_row(
-    spark: Any, landing: Place, sink: Sink
+def test_compaction_merges_small_files_and_keeps_every_row(
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     rounds(spark, landing, sink)
     before = sink().read().sort_by("sequence_number").to_pylist()
@@ -45,7 +45,7 @@ def test_compaction_makes_one_file_of_small_ones_and_keeps_every_row(
 
 @pytest.mark.spark
 def test_compaction_and_a_round_at_the_same_time_both_count(
-    spark: Any, landing: Place, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds(spark, landing, iceberg)
     mine = iceberg()
@@ -64,7 +64,7 @@ def test_compaction_and_a_round_at_the_same_time_both_count(
 
 @pytest.mark.spark
 def test_compaction_leaves_files_alone_in_which_another_engine_has_deleted_rows(
-    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+    spark: Any, landing: StorageLocation, tmp_path: Path, iceberg: Sink
 ) -> None:
     rounds(spark, landing, iceberg)
     delete_rows(iceberg(), iceberg().files()[0], [0, 1, 2])
@@ -72,8 +72,8 @@ def test_compaction_leaves_files_alone_in_which_another_engine_has_deleted_rows(
     assert numbers(iceberg()) == left
     done = command("compact", "--warehouse", str(tmp_path / "warehouse"))
     assert done.stdout == (
-        "2 files became 1; 0 unused files deleted; 1 left as they are, for another engine has deleted rows "
-        "in them or a column of theirs, or gave them partitions of its own: let it rewrite them "
+        "2 files merged into 1; 0 unused files deleted; 1 files left as they are: another engine has deleted "
+        "rows or a column in them, or partitioned them differently; rewrite them with that engine "
         "(Athena: OPTIMIZE, Spark: rewrite_data_files)\n"
     )
     assert numbers(iceberg()) == left
@@ -84,7 +84,7 @@ def test_compaction_leaves_files_alone_in_which_another_engine_has_deleted_rows(
 
 @pytest.mark.spark
 def test_rows_that_another_engine_deletes_during_compaction_stay_deleted(
-    spark: Any, landing: Place, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds(spark, landing, iceberg)
     mine = iceberg()
@@ -95,14 +95,14 @@ def test_rows_that_another_engine_deletes_during_compaction_stay_deleted(
         replace(*arguments)
 
     monkeypatch.setattr(mine, "replace", late)
-    with pytest.raises(Moved, match="another engine has deleted rows in what was to be compacted"):
+    with pytest.raises(CommitConflict, match="another engine has deleted rows in files to be compacted"):
         mine.compact(spark)
     assert numbers(iceberg()) == list(range(3, 30))
 
 
 @pytest.mark.spark
 def test_with_deletes_that_may_be_of_any_file_nothing_is_compacted(
-    spark: Any, landing: Place, iceberg: Sink
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     rounds(spark, landing, iceberg)
     delete_rows(iceberg(), iceberg().files()[0], [0], DataFileContent.EQUALITY_DELETES)
@@ -112,22 +112,24 @@ def test_with_deletes_that_may_be_of_any_file_nothing_is_compacted(
 
 @pytest.mark.spark
 def test_a_table_of_which_another_engine_has_deleted_rows_has_not_the_rows_of_its_state(
-    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+    spark: Any, landing: StorageLocation, tmp_path: Path, iceberg: Sink
 ) -> None:
     rounds(spark, landing, iceberg)
     delete_rows(iceberg(), iceberg().files()[0], [0, 1, 2])
     report = run(spark, landing, iceberg()).report
-    assert "lake.messages has 27 rows and its state says 30: it was changed" in report.problems
+    assert (
+        "lake.messages has 27 rows and its state says 30: something else changed the table" in report.problems
+    )
     where = ("--source", landing.url, "--warehouse", str(tmp_path / "warehouse"), "--older-than-days", "0")
     assert "its state says 30 rows and it has 27, so nothing is deleted" in command("prune", *where).stderr
 
 
 @pytest.mark.spark
 def test_expiry_deletes_files_that_no_version_uses_and_those_of_crashed_runs(
-    spark: Any, landing: Place, sink: Sink
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     rounds(spark, landing, sink)
-    place = sink().target().place
+    place = sink().target().location
     folder = Path(sink().files()[0].path).parent
     crashed = f"{folder}/of-a-run-that-crashed.parquet"
     place.open().put(crashed, b"half a file")
@@ -141,13 +143,13 @@ def test_expiry_deletes_files_that_no_version_uses_and_those_of_crashed_runs(
 
 @pytest.mark.spark
 def test_retention_deletes_only_objects_that_are_in_the_table(
-    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+    spark: Any, landing: StorageLocation, tmp_path: Path, iceberg: Sink
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
     gateway.export(50, 120, form="parquet")
     bad = gateway.export(121, 130, data=b"broken")
-    gateway.head()
+    gateway.report()
     run(spark, landing, iceberg())
     new = gateway.export(131, 140)
     where = ("--source", landing.url, "--warehouse", str(tmp_path / "warehouse"), "--json")
@@ -165,9 +167,9 @@ def test_retention_deletes_only_objects_that_are_in_the_table(
 
 @pytest.mark.spark
 def test_retention_deletes_nothing_when_the_table_has_not_the_rows_of_its_state(
-    spark: Any, landing: Place, tmp_path: Path, iceberg: Sink
+    spark: Any, landing: StorageLocation, tmp_path: Path, iceberg: Sink
 ) -> None:
-    Gateway(landing).head(head_of(99))
+    Gateway(landing).report(reported(99))
     Gateway(landing).export(0, 9)
     run(spark, landing, iceberg())
     Gateway(landing).export(10, 99)
@@ -175,7 +177,9 @@ def test_retention_deletes_nothing_when_the_table_has_not_the_rows_of_its_state(
     assert report.problems == []
     iceberg().replace(iceberg().files()[:1], [])  # somebody deletes rows
     report = run(spark, landing, iceberg()).report
-    assert report.problems == ["lake.messages has 90 rows and its state says 100: it was changed"]
+    assert report.problems == [
+        "lake.messages has 90 rows and its state says 100: something else changed the table"
+    ]
     where = ("--source", landing.url, "--warehouse", str(tmp_path / "warehouse"), "--older-than-days", "0")
     refused = command("prune", *where)
     assert refused.returncode == 1
@@ -186,8 +190,8 @@ def test_retention_deletes_nothing_when_the_table_has_not_the_rows_of_its_state(
 
 
 @pytest.mark.spark
-def test_a_table_that_is_rolled_back_takes_again_what_it_lost(
-    spark: Any, landing: Place, iceberg: Sink
+def test_a_table_that_was_rolled_back_gets_its_lost_rows_again(
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     rounds(spark, landing, iceberg)
     table = iceberg().table()

@@ -27,7 +27,7 @@ from typing import Any
 import pyspark
 import pytest
 
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, read
 from tests.ingest.conftest import need_java
 from tests.ingest.gateway import Gateway
@@ -54,7 +54,7 @@ def python() -> Callable[[str], Path]:
         content = hashlib.sha256(" ".join((sys.version, *NEEDS[version])).encode()).hexdigest()[:12]
         place = ROOT / ".sdks" / f"spark-{version}-{content}"
         done = place / "complete"
-        if not done.exists():  # a venv cannot be moved, so a mark says that it is whole
+        if not done.exists():  # a venv cannot be moved, so a file marks it as complete
             shutil.rmtree(place, ignore_errors=True)
             subprocess.run([sys.executable, "-m", "venv", place], check=True)
             pip = [place / "bin" / "pip", "install", "--quiet", *NEEDS[version]]
@@ -74,7 +74,7 @@ def environment(python: Path, **more: str) -> dict[str, str]:
     return kept | {"PATH": path, "PYSPARK_PYTHON": str(python), "SPARK_LOCAL_IP": "127.0.0.1"} | more
 
 
-def works(bucket: Place, lake: Path, job: Callable[..., dict[str, Any]]) -> None:
+def works(bucket: StorageLocation, lake: Path, job: Callable[..., dict[str, Any]]) -> None:
     """Ingest both formats, twice, refine and compact; `job` runs the command and gives its document."""
     gateway = Gateway(bucket)
     gateway.export(0, 99)
@@ -117,7 +117,7 @@ def document(line: list[Any], where: Path, variables: dict[str, str], exit_code:
 
 @pytest.mark.parametrize("version", NEEDS)
 def test_spark_submit_needs_nothing_of_this_repository_but_the_package(
-    bucket: Place, tmp_path: Path, python: Callable[[str], Path], version: str
+    bucket: StorageLocation, tmp_path: Path, python: Callable[[str], Path], version: str
 ) -> None:
     need_java()
     own = python(version)
@@ -159,14 +159,14 @@ def server(version: str, python: Path, log: Path) -> Iterator[str]:
         try:
             until = time.monotonic() + 120
             while True:
-                ended, said = running.poll() is not None, log.read_text()
-                if port := re.search(r"Spark Connect server started at: \S+:(\d+)\s", said):
+                ended, output = running.poll() is not None, log.read_text()
+                if port := re.search(r"Spark Connect server started at: \S+:(\d+)\s", output):
                     break
-                if "UNRESOLVED DEPENDENCIES" in said:
+                if "UNRESOLVED DEPENDENCIES" in output:
                     why = f"Maven Central cannot be reached, and {CONNECT_JAR} names no jar of it"
                     pytest.skip(f"{CONNECT_SERVER} is not to be had: {why}")
-                assert not ended, said[-3000:]
-                assert time.monotonic() < until, said[-3000:]
+                assert not ended, output[-3000:]
+                assert time.monotonic() < until, output[-3000:]
                 time.sleep(0.2)
             yield f"sc://127.0.0.1:{port[1]}"
         finally:
@@ -189,7 +189,7 @@ print(frame.load(sys.argv[2]).where("topic like 'plant/%'").count())
     ("client", "of_server"), [("3.5.6", "3.5.6"), ("3.5.6", "4.1.1"), ("4.1.1", "4.1.1"), ("4.3.0", "4.3.0")]
 )
 def test_the_job_runs_over_spark_connect(
-    bucket: Place, tmp_path: Path, python: Callable[[str], Path], client: str, of_server: str
+    bucket: StorageLocation, tmp_path: Path, python: Callable[[str], Path], client: str, of_server: str
 ) -> None:
     need_java()
     own = python(client)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.certificates import Authority
-from bridge.ingest.store import Place
-from tests.ingest.gateway import Gateway, head_of
+from bridge.ingest.store import StorageLocation
+from tests.ingest.gateway import Gateway, reported
 from tests.systemd.machine import Machine, until
 from tests.test_packaging import CHECKOUT, copy_sources, run
 
@@ -197,9 +197,9 @@ def test_the_timer_runs_the_ingest_job_in_its_sandbox_as_the_documentation_sets_
     if machine.run("/usr/bin/python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])") != version:
         pytest.skip(f"the system's Python is not {version}, and cannot use this environment's Spark")
     install(machine)
-    gateway = Gateway(Place(str(tmp_path / "landing")))
+    gateway = Gateway(StorageLocation(str(tmp_path / "landing")))
     gateway.export(0, 99)
-    gateway.head(head_of(99))
+    gateway.report(reported(99))
     shutil.copytree(tmp_path / "landing", machine.file("/srv/landing"))
     machine.file("/etc/systemd/system/streambridge-ingest.timer.d/test.conf").write_text(
         "[Timer]\nOnCalendar=*:*:0/2\nRandomizedDelaySec=0\nAccuracySec=100ms\n"

@@ -1,1 +1,1 @@
-"""Tables that a round can be committed to, all at once or not at all."""
+"""Tables to which a round is committed as a whole or not at all."""

@@ -1,8 +1,8 @@
 """The contract of a sink.
 
-A commit makes a set of data files and the version of the state that includes them visible together. It
-succeeds only if the table still points to `previous`; if another run was first, it raises `Moved` and
-nothing was added. Commits of others that leave the pointer alone (compaction) are no obstacle.
+A commit makes data files and the version of the state that includes them visible together. It succeeds only
+if the table still points to `previous`; if another run committed first, it raises `CommitConflict`, and
+nothing is added. Commits of others that leave the pointer unchanged (compaction) do not conflict.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from bridge.ingest.errors import IngestError
 from bridge.ingest.files import DataFile
-from bridge.ingest.store import Place
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LiveFile:
-    """A data file that the table consists of; a file that came later has a larger `added`."""
+    """A data file of the current table; a file that was added later has a larger `added`."""
 
     path: str  # relative to the table
-    day: str  # empty: another engine wrote it, and put it into partitions of its own
+    day: str  # empty: another engine wrote it, with other partitions
     size: int
     rows: int
     added: int
-    # Another engine has marked rows of it as deleted (merge-on-read): they are in it yet.
-    marked: bool = False
+    has_deletes: bool = False  # another engine deleted rows that are still in the file (merge-on-read)
 
 
 @dataclass(slots=True)
 class Compacted:
-    """What was put together: files before and after, and the rows in them.
+    """The result of a compaction: merged files before and after, and their rows.
 
-    `left` are files that another engine has changed so that they are left alone.
+    `left` counts the files left as they are, because of changes by another engine.
     """
 
     before: int = 0
@@ -50,7 +49,7 @@ class Compacted:
 
 
 class Difference(NamedTuple):
-    """A column that a table should have, and what it has by that name, in whatever case; None: nothing."""
+    """A column that a table should have, and the one that it has by that name, in any case, or None."""
 
     wanted: pa.Field
     found: pa.Field | None
@@ -61,102 +60,102 @@ class Sink(Protocol):
 
     @property
     def name(self) -> str:
-        """What the table is called in messages."""
+        """The name of the table in messages."""
 
     def exists(self) -> bool:
-        """Whether the table has been made."""
+        """Return whether the table exists."""
 
     def pointer(self) -> int | None:
-        """The version of the state that the table's content agrees with; None: nothing committed yet."""
+        """Return the version of the state that matches the table's content; None: nothing committed yet."""
 
     def differences(self) -> list[Difference]:
-        """The columns of the job that the table, if there is one, lacks or has with another type."""
+        """Return the columns of the job that an existing table lacks or has with another type."""
 
     def target(self) -> Target:
-        """Where and with which columns data files are to be written; makes the table if there is none.
+        """Return where and with which columns to write data files; creates the table if there is none.
 
-        Raises IngestError if another engine has renamed, dropped or changed a column of the job: its values
-        would be written where nobody reads them.
+        Raises IngestError if another engine has renamed, dropped or changed a column of the job, whose values
+        would be written where nothing reads them.
         """
 
-    def state(self) -> Place:
-        """Where the state documents are; a table that is made has a place that no other one has."""
+    def state(self) -> StorageLocation:
+        """Return where the state documents are: for a table that exists, a location of its own."""
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
-        """Add columns that the table does not have yet; names that differ in case only are the same."""
+        """Add columns that the table does not have yet; names that differ only in case are the same."""
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
-        """Add the files and point to `version`, in one step."""
+        """Add the files and point to `version`, in one commit; raises CommitConflict."""
 
     def files(self) -> list[LiveFile]:
-        """The table's data files, in the order of `added`."""
+        """Return the table's data files, in the order of `added`."""
 
     def rows(self) -> int:
-        """How many rows the table has, from its metadata; less those that it says are deleted."""
+        """Return the number of rows according to the table's metadata, without deleted ones."""
 
     def compact(self, spark: SparkSession) -> Compacted:
-        """Put small data files together; the rows stay the same."""
+        """Merge small data files; the rows stay the same."""
 
     def expire(self, days: float) -> int:
-        """Forget versions older than so many days, delete files that only they used, and say how many."""
+        """Drop versions older than so many days, delete the files that only they used; return how many."""
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
-        """Rows of the table as an Arrow table in this process: a few of them, or all of a small table."""
+        """Return rows as an Arrow table in this process: a few of them, or all of a small table."""
 
 
 def differences(wanted: pa.Schema, found: pa.Schema) -> list[Difference]:
-    """What of `wanted` is not in `found` with the same name and type."""
+    """Return the columns of `wanted` that `found` does not have with the same name and type."""
     known = {field.name.lower(): field for field in found} | {field.name: field for field in found}
     pairs = (Difference(field, known.get(field.name) or known.get(field.name.lower())) for field in wanted)
     return [pair for pair in pairs if pair.found is None or described(pair.found) != described(pair.wanted)]
 
 
 def described(field: pa.Field) -> str:
-    """A column, as messages name it."""
+    """Return name and type of a column, for messages."""
     return f"{field.name} ({field.type})"
 
 
 def check(name: str, found: Sequence[Difference]) -> None:
-    """Raise IngestError about the first difference of the table `name`."""
+    """Raise IngestError for the first difference of the table `name`."""
     for wanted, other in found:
-        now = f"it has {described(other)}" if other is not None else "it is gone"
+        now = f"the table has {described(other)}" if other is not None else "it is gone"
         raise IngestError(
             f"{name}: its column {described(wanted)} was renamed, dropped or changed by another engine: "
-            f"{now}; nothing was done, for its values would be lost. Give the column its name and type back, "
+            f"{now}; nothing was done, because its values would be lost. Restore the column's name and type, "
             "or ingest into a new table"
         )
 
 
-def state_of(name: str, at: Place, identity: str | None) -> Place:
-    """Where a table's state is at a place that tables may share: below it, in a folder of its own.
+def state_of(name: str, at: StorageLocation, identity: str | None) -> StorageLocation:
+    """Return a table's own folder for its state, below a location that tables may share.
 
-    The name alone may be that of another catalog's or host's table too, so the identity that the table got
-    when it was made is in it; None is a table that is not made yet, which has no state.
+    A table in another catalog or on another host may have the same name, so the path also has the identity
+    that the table got when it was created (None: the table does not exist yet, and has no state).
     """
     named = at if at.url.rstrip("/").endswith(f"/{name}") else at.join(name)
     return named.join(identity) if identity else named
 
 
 def labelled(target: Target) -> Target:
-    """The same target for the tasks of one round: their files can be told from all others."""
+    """Return the target with a label of its own, by which the files of one round can be found."""
     return replace(target, label=f"{uuid4().hex}-")
 
 
 def sweep(target: Target, keep: Iterable[DataFile] = ()) -> None:
-    """Delete what the tasks of a labelled target have written, finished or not, but for these files.
+    """Delete the files that the tasks of a labelled target wrote, finished or not, except those in `keep`.
 
-    For files that no commit has named yet. What cannot be deleted stays: nothing is wrong because of it,
-    and `compact --expire-days` deletes it later.
+    For uncommitted files only. Files that cannot be deleted stay: they do no harm, and `compact
+    --expire-days` deletes them later.
     """
     assert target.label
-    with suppress(Exception):  # of the network, or no right to list uploads in parts
+    with suppress(Exception):  # a network failure, or no right to delete
         paths = {file.path for file in keep}
-        target.place.open().sweep(f"{target.folder}=", target.label, paths)
+        target.location.open().sweep(f"{target.folder}=", target.label, paths)
 
 
 @contextmanager
-def swept(*targets: Target) -> Iterator[None]:
-    """If the block, which commits nothing, fails, delete what the tasks of these targets have written."""
+def sweep_on_error(*targets: Target) -> Iterator[None]:
+    """If the block fails, delete the files that the tasks of these targets wrote. It must not commit any."""
     try:
         yield
     except BaseException:
@@ -168,7 +167,7 @@ def swept(*targets: Target) -> Iterator[None]:
 def discard(sink: Sink, files: Sequence[DataFile]) -> None:
     """Delete files whose commit was refused.
 
-    An answer may have been lost on the way: what the table has after all must not go.
+    Files that the table has all the same are kept: the commit may have succeeded, and its answer was lost.
     """
     live = {file.path for file in sink.files()}
-    sink.target().place.open().delete(file.path for file in files if file.path not in live)
+    sink.target().location.open().delete(file.path for file in files if file.path not in live)

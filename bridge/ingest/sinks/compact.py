@@ -1,10 +1,10 @@
-"""Small data files of an Iceberg table into large ones.
+"""Compaction: merge the small data files of an Iceberg table.
 
-Rounds leave a file for each task and day. `compact` puts the small files of a day together, sorted by
-stream and number, in Spark tasks; one commit replaces them. It may run beside an ingest run: whichever
-commits later looks again. Rows are counted before and after, and a difference stops it. Files are left alone
-in which another engine has marked rows as deleted (in a file put together these would be back), or that
-hold a column which the table has no more (its values would be gone when the table is rolled back), or whose
+Each round leaves one file per task and day. `compact` merges the small files of a day in Spark tasks, sorted
+by stream and number, and replaces them in one commit. It may run beside an ingest run: whichever commits
+later checks again. It stops if the number of rows changes. Three kinds of files are left as they are: those
+in which another engine has deleted rows without rewriting them (a merge would bring these rows back), those
+with a column that was dropped from the table (a rollback could not restore its values), and those whose
 partitions are not days.
 """
 
@@ -19,7 +19,7 @@ from bridge.ingest.columns import IDENTITY
 from bridge.ingest.errors import IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.session import watched
-from bridge.ingest.sinks.base import Compacted, LiveFile, labelled, swept
+from bridge.ingest.sinks.base import Compacted, LiveFile, labelled, sweep_on_error
 from bridge.ingest.worker import STATUS, Target
 
 if TYPE_CHECKING:
@@ -28,55 +28,61 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from bridge.ingest.sinks.iceberg import IcebergSink
-    from bridge.ingest.store import Store
+    from bridge.ingest.store import ObjectStore
 
 T = TypeVar("T")
 FILE_BYTES = 64 << 20
 SMALL = FILE_BYTES // 2
-UNPACKED = 256 << 20  # of the files that are sorted in memory at once: these bytes may be packed into few
-SLICE_ROWS = 2000  # written at once: only there repeated values are as many as rows
+UNPACKED = 256 << 20  # bytes in memory of the files that are sorted together, however small they are on disk
+SLICE_ROWS = 2000  # rows written at once: only these are expanded from their dictionaries
 ORDER = ("gateway", "stream", "epoch", "sequence_number")
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A file as its footer describes it."""
+class _File:
+    """A data file as its footer describes it."""
 
     path: str
-    unpacked: int  # bytes that it takes in memory
-    names: dict[str, str]  # what the table calls its columns
-    repeating: frozenset[str]  # the table's names of columns of text whose values it has only once
+    unpacked: int  # bytes in memory
+    names: dict[str, str]  # its columns, and the table's names for them
+    repeating: frozenset[str]  # the table's names of its dictionary-encoded text and binary columns
 
 
 def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
-    """Replace the small files of each day by large ones, in one commit."""
+    """Replace the small files of each day by large ones, in one commit.
+
+    Raises CommitConflict if another run or engine replaced one of the files or deleted rows in it.
+    """
     files = sink.files()
-    apart = [file for file in files if file.marked or (not file.day and file.size < SMALL)]
-    bins = list(_bins([file for file in files if file.day and not file.marked]))
+    unsuitable = [file for file in files if file.has_deletes or (not file.day and file.size < SMALL)]
+    bins = list(_bins([file for file in files if file.day and not file.has_deletes]))
     parts = [[file.path for file in group] for group in bins]
     rows: list[Any] = []
     if parts:
         frame = spark.range(0, len(parts), 1, len(parts))
         target = labelled(sink.layout(IDENTITY))
         work: Any = frame.mapInArrow(_task(parts, target), STATUS)
-        with swept(target):
+        with sweep_on_error(target):
             rows = watched(spark, "compact", work.collect)
     bodies = {
         kind: [json.loads(row.body) for row in rows if row.kind == kind] for kind in ("file", "old", "left")
     }
     old, written = set(bodies["old"]), [DataFile(**body) for body in bodies["file"]]
     removed = [file for file in files if file.path in old]
-    left = len(apart) + len(bodies["left"])
+    left = len(unsuitable) + len(bodies["left"])
     done = Compacted(len(removed), len(written), sum(file.rows for file in written), left)
     if done.rows != sum(file.rows for file in removed):
-        raise IngestError(f"{sink.name}: {done.rows} rows were written for {sum(f.rows for f in removed)}")
+        raise IngestError(
+            f"{sink.name}: {done.rows} rows were written for {sum(file.rows for file in removed)}, so "
+            "nothing was replaced; please report this"
+        )
     if removed:
         sink.replace(removed, written)
     return done
 
 
 def _bins(files: Sequence[LiveFile]) -> Iterator[list[LiveFile]]:
-    """Small files of one day, up to the size of a large one; a file alone stays as it is."""
+    """Group the small files of each day, up to the size of a large file. A single file stays as it is."""
     days: dict[str, list[LiveFile]] = {}
     for file in files:
         if file.size < SMALL:
@@ -86,7 +92,7 @@ def _bins(files: Sequence[LiveFile]) -> Iterator[list[LiveFile]]:
 
 
 def _filled(files: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Groups of at most so many bytes, of two files at least."""
+    """Group files up to so many bytes; groups of one file are left out."""
     group: list[T] = []
     filled = 0
     for file in files:
@@ -117,27 +123,27 @@ def _task(parts: list[list[str]], target: Target) -> Callable[[Iterable[Any]], I
 
 
 def _work(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
-    """Put files together: rows of the kinds file (written), old (replaced by these) and left (alone)."""
+    """Merge files. Yields the status rows `file` (written), `old` (replaced) and `left` (unchanged)."""
     import pyarrow as pa
 
     from bridge.ingest.store import shared
 
     schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-    store = shared(target.place)
-    fitting: list[_Found] = []
+    store = shared(target.location)
+    suitable: list[_File] = []
     for path in paths:
-        found = _look(store, path, schema)
-        if found is None:
+        file = _inspect(store, path, schema)
+        if file is None:
             yield "left", path
         else:
-            fitting.append(found)
-    for group in _filled(fitting, lambda file: file.unpacked, UNPACKED):
-        yield from (("file", asdict(file)) for file in _joined(store, group, target, schema))
+            suitable.append(file)
+    for group in _filled(suitable, lambda file: file.unpacked, UNPACKED):
+        yield from (("file", asdict(written)) for written in _merged(store, group, target, schema))
         yield from (("old", file.path) for file in group)
 
 
-def _look(store: Store, path: str, schema: pa.Schema) -> _Found | None:
-    """What the footer of a file says; None if the table lacks one of its columns."""
+def _inspect(store: ObjectStore, path: str, schema: pa.Schema) -> _File | None:
+    """Read the footer of a file; None if the table lacks one of the file's columns."""
     from bridge.ingest.stored import footer, names
 
     found = footer(store, path)
@@ -146,8 +152,8 @@ def _look(store: Store, path: str, schema: pa.Schema) -> _Found | None:
     if len(known) < len(columns):
         return None
     encoded = sum(found.row_group(index).total_byte_size for index in range(found.num_row_groups))
-    # numbers and the places of values are 8 bytes in memory, however short they are in the file
-    return _Found(path, encoded + 8 * found.num_rows * len(columns), known, _repeating(found, columns, known))
+    # numbers and offsets take 8 bytes in memory, however short they are in the file
+    return _File(path, encoded + 8 * found.num_rows * len(columns), known, _repeating(found, columns, known))
 
 
 def _repeating(found: pq.FileMetaData, columns: pa.Schema, known: dict[str, str]) -> frozenset[str]:
@@ -164,8 +170,8 @@ def _repeating(found: pq.FileMetaData, columns: pa.Schema, known: dict[str, str]
     )
 
 
-def _joined(store: Store, group: list[_Found], target: Target, schema: pa.Schema) -> list[DataFile]:
-    """Write the rows of some files into new ones, in order."""
+def _merged(store: ObjectStore, group: list[_File], target: Target, schema: pa.Schema) -> list[DataFile]:
+    """Write the rows of some files into new ones, sorted."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -179,14 +185,14 @@ def _joined(store: Store, group: list[_Found], target: Target, schema: pa.Schema
     keys = pa.table({name: table[name].cast(schema.field(name).type) for name in ORDER})
     order = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in ORDER])
     del keys
-    with DayFiles(target.place, schema, target.folder, target.label) as files:
+    with DayFiles(target.location, schema, target.folder, target.label) as files:
         for start in range(0, table.num_rows, SLICE_ROWS):
             files.add(table.take(order.slice(start, SLICE_ROWS)))
     return files.written
 
 
-def _read(store: Store, file: _Found, repeating: frozenset[str], schema: pa.Schema) -> pa.Table:
-    """A file with the table's names for its columns; values that it has only once stay so in memory."""
+def _read(store: ObjectStore, file: _File, repeating: frozenset[str], schema: pa.Schema) -> pa.Table:
+    """Read a file under the table's column names; `repeating` columns stay dictionary-encoded."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

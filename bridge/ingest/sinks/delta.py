@@ -1,8 +1,8 @@
-"""A Delta table by delta-rs: no JVM library is needed.
+"""A Delta table through delta-rs, without any JVM library.
 
 The pointer to the state is the version of an application transaction in the commit that adds the files.
-delta-rs does not refuse a repeated transaction by itself, so the pointer is always compared first; what
-it does refuse, with its default retries, is a commit from a handle that has not seen another run's.
+delta-rs does not refuse a repeated transaction itself, so the pointer is always compared first. With its
+default retries it does refuse a commit from a handle that has not seen another run's commit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
 from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
-from bridge.ingest.errors import IngestError, Moved
+from bridge.ingest.errors import CommitConflict, IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
-from bridge.ingest.store import Place, table_folder
+from bridge.ingest.store import StorageLocation, table_folder
 from bridge.ingest.stored import footer
 from bridge.ingest.worker import Target
 
@@ -40,19 +40,21 @@ class DeltaSink:
     def __init__(
         self, url: str, state_at: str | None = None, endpoint: str | None = None, schema: pa.Schema = MESSAGES
     ) -> None:
-        self.place = Place(url if Place(url).is_s3 else str(table_folder("--delta", url, "%")), endpoint)
+        self.location = StorageLocation(
+            url if StorageLocation(url).is_s3 else str(table_folder("--delta", url, "%")), endpoint
+        )
         self.schema = schema
         self._state_at = state_at
         self._options = {"AWS_ENDPOINT_URL": endpoint, "AWS_ALLOW_HTTP": "true"} if endpoint else None
 
     @property
     def name(self) -> str:
-        return self.place.url
+        return self.location.url
 
     def table(self) -> DeltaTable | None:
         """The table as it is now, or None."""
-        if DeltaTable.is_deltatable(self.place.url, self._options):
-            return DeltaTable(self.place.url, storage_options=self._options)
+        if DeltaTable.is_deltatable(self.location.url, self._options):
+            return DeltaTable(self.location.url, storage_options=self._options)
         return None
 
     def exists(self) -> bool:
@@ -62,21 +64,27 @@ class DeltaSink:
         table = self.table()
         if table is None:
             schema = Schema(_fields(self.schema.append(pa.field(PARTITION, pa.date32()))))
-            # mode "ignore": another run may be making it at the same moment
+            # mode "ignore": another run may create it at the same time
             DeltaTable.create(
-                self.place.url, schema, mode="ignore", partition_by=[PARTITION], storage_options=self._options
+                self.location.url,
+                schema,
+                mode="ignore",
+                partition_by=[PARTITION],
+                storage_options=self._options,
             )
-            table = DeltaTable(self.place.url, storage_options=self._options)
+            table = DeltaTable(self.location.url, storage_options=self._options)
         return table
 
-    def state(self) -> Place:
-        # VACUUM leaves folders alone whose names begin with an underscore
+    def state(self) -> StorageLocation:
+        # VACUUM skips folders whose names begin with an underscore
         if self._state_at:
-            path = self.place.url.rpartition("://")[2].strip("/")
+            path = self.location.url.rpartition("://")[2].strip("/")
             table = self.table()
             identity = str(table.metadata().id) if table else None
-            return state_of(path.replace("/", "_"), Place(self._state_at, self.place.endpoint), identity)
-        return self.place.join("_streambridge")
+            return state_of(
+                path.replace("/", "_"), StorageLocation(self._state_at, self.location.endpoint), identity
+            )
+        return self.location.join("_streambridge")
 
     def pointer(self) -> int | None:
         table = self.table()
@@ -99,7 +107,7 @@ class DeltaSink:
         schema = _arrow(table.schema())
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
-        return Target(self.place, PARTITION, schema.serialize().to_pybytes(), extras)
+        return Target(self.location, PARTITION, schema.serialize().to_pybytes(), extras)
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
         for attempt in range(ATTEMPTS):
@@ -115,9 +123,9 @@ class DeltaSink:
                     table.alter.add_feature(TableFeatures.VariantType, allow_protocol_versions_increase=True)
                 table.alter.add_columns(added)
                 return
-            except CommitFailedError:  # another writer was first: look again
+            except CommitFailedError:  # another writer committed first: check again
                 time.sleep(0.1 * 2**attempt)
-        raise IngestError(f"{self.name}: columns could not be added, other writers were always first")
+        raise IngestError(f"{self.name}: cannot add columns: other writers always committed first; run again")
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         table = self._made()
@@ -125,7 +133,7 @@ class DeltaSink:
         if found == version:
             return
         if found != previous:
-            raise Moved(f"{self.name}: another run committed first")
+            raise CommitConflict(f"{self.name}: another run committed first")
         self._check(table)
         properties = CommitProperties(app_transactions=[Transaction(APPLICATION, version)])
         try:
@@ -137,10 +145,10 @@ class DeltaSink:
                 commit_properties=properties,
             )
         except CommitFailedError as error:
-            if self.pointer() == version:  # it was made, and only its answer was lost
+            if self.pointer() == version:  # the commit succeeded, and only its answer was lost
                 return
             if "oncurrent transaction" in str(error):
-                raise Moved(f"{self.name}: another run committed first") from error
+                raise CommitConflict(f"{self.name}: another run committed first") from error
             raise
 
     def files(self) -> list[LiveFile]:
@@ -148,11 +156,11 @@ class DeltaSink:
         if table is None:
             return []
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        deleted, store = _deleted(table), self.place.open()
+        deleted, store = _deleted(table), self.location.open()
         found = []
         for action in actions:
             path, rows = unquote(action["path"]), action.get("num_records")
-            if rows is None:  # another engine, told to collect no statistics
+            if rows is None:  # another engine wrote it without statistics
                 rows = footer(store, path).num_rows
             day, added = str(action[f"partition.{PARTITION}"]), _millis(action["modification_time"])
             found.append(LiveFile(path, day, action["size_bytes"], rows, added, _name(path) in deleted))
@@ -164,7 +172,7 @@ class DeltaSink:
         return sum(file.rows for file in self.files()) - deleted
 
     def compact(self, spark: SparkSession) -> Compacted:
-        """By delta-rs, in this process: its Python API cannot remove files that executors have replaced."""
+        """Compact in this process: the Python API of delta-rs cannot commit files that executors replaced."""
         table = self.table()
         if table is None:
             return Compacted()
@@ -191,7 +199,7 @@ class DeltaSink:
 
 
 def _deleted(table: DeltaTable) -> dict[str, int]:
-    """How many rows another engine has deleted by deletion vectors, by the name of the data file."""
+    """Return how many rows other engines deleted by deletion vectors, by data file name."""
     if "deletionVectors" not in (table.protocol().reader_features or ()):
         return {}
     found = pa.table(table.deletion_vectors().read_all()).to_pylist()
@@ -203,19 +211,19 @@ def _name(path: str) -> str:
 
 
 def _check_names(name: str, table: DeltaTable) -> None:
-    """Raise IngestError where files have a column under another name: delta-rs would read and write nulls."""
+    """Raise IngestError if files have a column under another name: delta-rs would read and write nulls."""
     for field in table.schema().fields:
         stored = field.metadata.get("delta.columnMapping.physicalName", field.name)
         if stored != field.name:
             raise IngestError(
-                f"{name}: its files have the column {field.name} under the name {stored}, for another engine "
-                "has renamed or added it by column mapping, which is not known here; nothing was written. "
-                f"Give it the name {stored} back, or copy the table into a new one without column mapping"
+                f"{name}: its files have the column {field.name} under the name {stored}: another engine has "
+                "renamed or added it by column mapping, which is not supported; nothing was written. "
+                f"Rename it to {stored}, or copy the table into a new one without column mapping"
             )
 
 
 def _arrow(schema: Schema) -> pa.Schema:
-    """The columns as data files have them: without the partition."""
+    """Return the columns of the data files: those of the table without the partition."""
     variants = {field.name for field in schema.fields if isinstance(field.type, VariantType)}
     return pa.schema(
         [
@@ -227,7 +235,7 @@ def _arrow(schema: Schema) -> pa.Schema:
 
 
 def _fields(columns: Iterable[pa.Field]) -> list[Field]:
-    """The columns as Delta has them."""
+    """Return the columns in Delta's types."""
     return [
         Field(column.name, VariantType())
         if is_variant(column.type)
@@ -265,6 +273,6 @@ def _json(name: str, value: Any) -> Any:
 
 
 def _narrow(field: pa.Field) -> pa.Field:
-    """The delta library's Arrow schemas may use view types; files are written with the plain ones."""
+    """Replace the view types that delta-rs may use in Arrow schemas; files are written with plain types."""
     plain = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary(), pa.large_string(): pa.string()}
     return pa.field(field.name, plain.get(field.type, field.type), field.nullable)

@@ -1,10 +1,9 @@
-"""An Iceberg table by pyiceberg: no JVM library is needed.
+"""An Iceberg table through pyiceberg, without any JVM library.
 
-The pointer to the state is in the summary of the snapshot that added the files, so rolling the table back
-rolls the state back with it; and in a table property of the same commit, for when that snapshot
-has expired (but not when the table was rolled back then: the property stays what it was). Every round is a
-snapshot, even one without files: the catalog then refuses a commit on top of a snapshot that is not the
-newest any more, which is what keeps two runs apart.
+The pointer to the state is in the summary of the snapshot that added the files, so a rollback of the table
+also rolls the state back. It is also in a table property of the same commit, for the time after that snapshot
+has expired; a rollback does not change the property. Every round makes a snapshot, even one without files:
+the catalog refuses a commit on top of an outdated snapshot, and that separates two runs.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, has_variant
-from bridge.ingest.errors import BadOption, IngestError, Moved, NoTable, StateMissing
+from bridge.ingest.errors import BadOption, CommitConflict, IngestError, NoTable, StateMissing
 from bridge.ingest.files import DataFile, day_number
 from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
 from bridge.ingest.state import StateStore
-from bridge.ingest.store import Place, table_folder
+from bridge.ingest.store import StorageLocation, table_folder
 from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ PROPERTIES = {"format-version": "2", "write.parquet.compression-codec": "zstd"}
 
 
 class IcebergSink:
-    """One table of a catalog. `schema` and `state_at` are used when the table is made."""
+    """One table of a catalog. `schema` and `state_at` are used when the table is created."""
 
     def __init__(
         self,
@@ -93,13 +92,13 @@ class IcebergSink:
             properties={**PROPERTIES, **({STATE_AT: self._state_at} if self._state_at else {})},
         )
 
-    def state(self) -> Place:
+    def state(self) -> StorageLocation:
         table = self.table()
         at = self._state_at or (table.properties.get(STATE_AT) if table else None)
         if at is None:
-            raise BadOption(f"{self.name}: where is its state? give --state URL, or --warehouse")
+            raise BadOption(f"{self.name}: the location of its state is unknown: give --state or --warehouse")
         identity = str(table.metadata.table_uuid) if table else None
-        return state_of(self.name, Place(at, self.endpoint), identity)
+        return state_of(self.name, StorageLocation(at, self.endpoint), identity)
 
     def pointer(self) -> int | None:
         table = self.table()
@@ -108,50 +107,52 @@ class IcebergSink:
     def _pointer(self, table: Table) -> int | None:
         known = list(_ancestry(table))
         for snapshot in known:
-            if (version := _said(snapshot)) is not None:
+            if (version := _state_version(snapshot)) is not None:
                 return version
-        value = table.properties.get(POINTER)  # the snapshot that said it has expired
+        value = table.properties.get(POINTER)  # for when the snapshot has expired
         if value is None:
             return None
         ids = {snapshot.snapshot_id for snapshot in known}
         others = [snapshot for snapshot in table.snapshots() if snapshot.snapshot_id not in ids]
-        if any(_said(snapshot) == int(value) for snapshot in others):
+        if any(_state_version(snapshot) == int(value) for snapshot in others):
             return self._rolled_back(ids, others)
         return int(value)
 
     def _rolled_back(self, known: set[int], others: Sequence[Snapshot]) -> int | None:
-        """The state of a table whose property is that of a snapshot which was rolled back.
+        """Return the state version of a table whose property names a state that was rolled back.
 
-        Its own snapshots, `known`, do not say it; but one of the `others` that came right after them tells
-        what it was planned from.
+        The table's own snapshots, `known`, name no state. But one of the `others` directly followed them, and
+        its state names the one from which it was planned.
         """
-        silent = {other.snapshot_id: other.parent_snapshot_id for other in others if _said(other) is None}
+        silent = {
+            other.snapshot_id: other.parent_snapshot_id for other in others if _state_version(other) is None
+        }
         for other in others:
-            version, below = _said(other), other.parent_snapshot_id
+            version, below = _state_version(other), other.parent_snapshot_id
             while below in silent:
                 below = silent[below]
             if version is None or below not in known:
                 continue
-            made_it = other.summary is not None and other.summary.operation == Operation.APPEND
-            # what is no round, but a compaction, says the state that was there already
-            return StateStore(self.state()).previous(version) if made_it else version
+            is_round = other.summary is not None and other.summary.operation == Operation.APPEND
+            # a compaction repeats the state before it
+            return StateStore(self.state()).previous(version) if is_round else version
         raise StateMissing(
-            f"{self.name}: it was rolled back, and the snapshots that said which state it had then have "
-            f"expired; roll it back to a snapshot whose summary has {POINTER}"
+            f"{self.name}: it was rolled back, and the snapshots that named its state have expired; roll it "
+            f"back to a snapshot whose summary has {POINTER}"
         )
 
     def _ready(self, table: Table) -> Table:
-        """For a commit: as if its partitions were the days, which pyiceberg takes for all that it adds.
+        """Prepare a table for a commit: make days its default partitions, which pyiceberg uses for new files.
 
-        Another engine may have made other partitions the table's own; a file may have any that it ever had.
-        pyiceberg's own retry fails: it would commit on top of a run that it has not looked at.
+        Another engine may have changed the default, but a file may use any spec that the table ever had.
+        pyiceberg's own retries are turned off: they would commit on top of another run without checking.
         """
         days = [spec.spec_id for spec in table.specs().values() if _by_day(table, spec)]
         if not days:
             raise IngestError(
                 f"{self.name}: it has no partition spec of day(ingest_time) alone, so nothing was written; "
                 "partition it by that once (Spark: ALTER TABLE ... ADD PARTITION FIELD days(ingest_time), "
-                "and DROP the others; they may come back), or use a new table"
+                "and DROP the others; you can add these again later), or use a new table"
             )
         update = {
             "properties": {**table.metadata.properties, "commit.retry.num-retries": "0"},
@@ -168,15 +169,15 @@ class IcebergSink:
         return self.layout(self.schema)
 
     def layout(self, needed: pa.Schema) -> Target:
-        """Like `target`, for what does with these columns."""
+        """Like `target`, for work that needs only these columns."""
         table = self._made()
         check(self.name, _differences(table, needed))
-        self._ready(table)  # says whether it is partitioned as files are written
+        self._ready(table)  # raises if the table has never been partitioned by day
         schema = _arrow(table.schema())
         base = set(self.schema.names)
         extras = tuple(name for name in schema.names if name not in base)
         return Target(
-            Place(table.location(), self.endpoint),
+            StorageLocation(table.location(), self.endpoint),
             f"data/{PARTITION}",
             schema.serialize().to_pybytes(),
             extras,
@@ -195,18 +196,18 @@ class IcebergSink:
                     for field in added.fields:
                         update.add_column(field.name, field.field_type)
                 return
-            except CommitFailedException:  # another writer was first: look again
+            except CommitFailedException:  # another writer committed first: check again
                 time.sleep(0.1 * 2**attempt)
-        raise IngestError(f"{self.name}: columns could not be added, other writers were always first")
+        raise IngestError(f"{self.name}: cannot add columns: other writers always committed first; run again")
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         for attempt in range(ATTEMPTS):
             table = self._made()
             found = self._pointer(table)
-            if found == version:  # an attempt whose answer was lost did commit
+            if found == version:  # an earlier attempt succeeded, and only its answer was lost
                 return
             if found != previous:
-                raise Moved(f"{self.name}: another run committed first")
+                raise CommitConflict(f"{self.name}: another run committed first")
             check(self.name, _differences(table, self.schema))
             self._ready(table)
             try:
@@ -220,14 +221,14 @@ class IcebergSink:
                 return
             except CommitFailedException:
                 time.sleep(0.1 * 2**attempt)
-        raise Moved(f"{self.name}: {ATTEMPTS} commits failed, other writers were always first")
+        raise CommitConflict(f"{self.name}: {ATTEMPTS} commits failed: other writers always committed first")
 
     def files(self) -> list[LiveFile]:
         table = self.table()
         if table is None:
             return []
-        marked = _marked(table)
-        files = (live_file(table, entry, marked) for entry in _entries(table))
+        deleted_from = _with_deletes(table)
+        files = (live_file(table, entry, deleted_from) for entry in _entries(table))
         return sorted(files, key=lambda file: file.added)
 
     def rows(self) -> int:
@@ -235,25 +236,25 @@ class IcebergSink:
         snapshot = table.current_snapshot() if table else None
         summary = snapshot.summary if snapshot else None
         totals = summary.additional_properties if summary else {}
-        # rows that are deleted merge-on-read are still counted as records
+        # rows deleted merge-on-read still count as records
         deleted = ("total-position-deletes", "total-equality-deletes")
         return int(totals.get("total-records") or 0) - sum(int(totals.get(name) or 0) for name in deleted)
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
-        """Put files in the place of others, in one step; the state stays the one it was."""
+        """Replace files by others in one commit; the state stays the same. Raises CommitConflict."""
         paths = {file.path for file in removed}
         for attempt in range(ATTEMPTS):
             table = self._ready(self._made())
-            marked = _marked(table)
-            known = [(live_file(table, entry, marked), entry.data_file) for entry in _entries(table)]
+            deleted_from = _with_deletes(table)
+            known = [(live_file(table, entry, deleted_from), entry.data_file) for entry in _entries(table)]
             old = [(file, entry) for file, entry in known if file.path in paths]
             if len(old) != len(paths):
-                raise Moved(f"{self.name}: another run has compacted it")
-            if any(file.marked for file, _ in old):
-                raise Moved(f"{self.name}: another engine has deleted rows in what was to be compacted")
+                raise CommitConflict(f"{self.name}: another run has compacted it")
+            if any(file.has_deletes for file, _ in old):
+                raise CommitConflict(f"{self.name}: another engine has deleted rows in files to be compacted")
             check(self.name, _differences(table, IDENTITY))
             version = self._pointer(table)
-            # the new snapshot says it again: the last one that did may expire
+            # the new snapshot repeats the pointer, because the last one that has it may expire
             keep = {} if version is None else {POINTER: str(version)}
             try:
                 with (
@@ -267,7 +268,7 @@ class IcebergSink:
                 return
             except CommitFailedException:
                 time.sleep(0.1 * 2**attempt)
-        raise Moved(f"{self.name}: {ATTEMPTS} commits failed, other writers were always first")
+        raise CommitConflict(f"{self.name}: {ATTEMPTS} commits failed: other writers always committed first")
 
     def compact(self, spark: SparkSession) -> Compacted:
         from bridge.ingest.sinks.compact import compact
@@ -289,7 +290,7 @@ class IcebergSink:
                     manifests.add(manifest.manifest_path)
                     entries = manifest.fetch_manifest_entry(table.io, discard_deleted=True)
                     used.update(live_file(table, entry).path for entry in entries)
-        store = Place(table.location(), self.endpoint).open()
+        store = StorageLocation(table.location(), self.endpoint).open()
         limit = before.timestamp() * 1000
         return store.sweep("data/", "", used, limit)
 
@@ -303,22 +304,22 @@ class IcebergSink:
 def open_catalog(
     warehouse: str | None, properties: Mapping[str, str], endpoint: str | None, *, make: bool = True
 ) -> Catalog:
-    """The catalog that the properties name; without any, an SQLite file in the warehouse directory.
+    """Open the catalog of the properties or, without any, an SQLite file in the warehouse directory.
 
-    Without `make` that file must be there: raises NoTable if it is not, and makes nothing.
+    Without `make` the SQLite file must exist: raises NoTable if it does not, and creates nothing.
     """
     options = dict(properties)
     if endpoint:
         options.setdefault("s3.endpoint", endpoint)
-        # Arrow would ask AWS itself for the bucket's region, and wait for an answer that says nothing
+        # without it Arrow would ask AWS for the bucket's region, and wait in vain
         options.setdefault(
             "s3.region", os.environ.get("AWS_REGION", os.environ.get("AWS_DEFAULT_REGION", "us-east-1"))
         )
     if warehouse:
-        place = Place(warehouse)
-        if not place.is_s3:
+        location = StorageLocation(warehouse)
+        if not location.is_s3:
             folder = table_folder("--warehouse", warehouse, "%#?")
-            warehouse = f"file://{folder}"  # not quoted: pyiceberg takes the rest for the path as it is
+            warehouse = f"file://{folder}"  # not quoted: pyiceberg does not unquote the path
             own = "uri" not in options and "type" not in options
             if make:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -329,13 +330,13 @@ def open_catalog(
         options.setdefault("warehouse", warehouse)
     if "type" not in options and "uri" not in options:
         raise BadOption(
-            "which catalog? give --warehouse DIR, or --catalog type=glue (rest, sql, ...) and its options"
+            "no catalog: give --warehouse DIR, or --catalog type=glue (rest, sql, ...) and its options"
         )
     return load_catalog(options.pop("name", "streambridge"), **options)
 
 
 def data_file(table: Table, file: DataFile) -> IcebergFile:
-    """Describe a file to the table without reading it again."""
+    """Return the table's description of a file, without reading the file again."""
     fields = {field.name: field for field in table.schema().fields}
     low, high = {}, {}
     for column, (least, most) in file.bounds.items():
@@ -368,13 +369,13 @@ def _differences(table: Table, needed: pa.Schema) -> list[Difference]:
 
 
 def _by_day(table: Table, spec: PartitionSpec) -> bool:
-    """Whether these partitions are those of the job: days of ingest_time, and nothing else."""
+    """Return whether the spec has days of ingest_time, and nothing else."""
     fields = [(field.transform, table.schema().find_column_name(field.source_id)) for field in spec.fields]
     return fields == [(DayTransform(), "ingest_time")]
 
 
 def _entries(table: Table) -> list[ManifestEntry]:
-    """The current snapshot's data files."""
+    """Return the data files of the current snapshot."""
     snapshot = table.current_snapshot()
     return [
         entry
@@ -384,8 +385,8 @@ def _entries(table: Table) -> list[ManifestEntry]:
     ]
 
 
-def _marked(table: Table) -> set[str]:
-    """Paths of data files of which another engine has deleted rows by delete files (merge-on-read)."""
+def _with_deletes(table: Table) -> set[str]:
+    """Return the paths of data files whose rows another engine deleted by delete files (merge-on-read)."""
     snapshot = table.current_snapshot()
     if snapshot is None or all(
         manifest.content == ManifestContent.DATA for manifest in snapshot.manifests(table.io)
@@ -393,15 +394,12 @@ def _marked(table: Table) -> set[str]:
         return set()
     try:
         return {task.file.file_path for task in table.scan().plan_files() if task.delete_files}
-    except (
-        NotImplementedError,
-        ValueError,
-    ):  # pyiceberg knows no deletes by equality: they may be of any file
+    except (NotImplementedError, ValueError):  # equality deletes, not supported by pyiceberg: of any file
         return {entry.data_file.file_path for entry in _entries(table)}
 
 
-def live_file(table: Table, entry: ManifestEntry, marked: Container[str] = ()) -> LiveFile:
-    """A manifest entry, as the job sees it; `marked` are paths of files with deleted rows."""
+def live_file(table: Table, entry: ManifestEntry, deleted_from: Container[str] = ()) -> LiveFile:
+    """Convert a manifest entry; `deleted_from` are the paths of files with deleted rows."""
     file = entry.data_file
     path = file.file_path.removeprefix(f"{table.location().rstrip('/')}/")
     daily = _by_day(table, table.specs()[file.spec_id])
@@ -411,12 +409,12 @@ def live_file(table: Table, entry: ManifestEntry, marked: Container[str] = ()) -
         file.file_size_in_bytes,
         file.record_count,
         entry.file_sequence_number or 0,
-        file.file_path in marked,
+        file.file_path in deleted_from,
     )
 
 
 def _ancestry(table: Table) -> Iterator[Snapshot]:
-    """The current snapshot and those that it was made from, as far as they have not expired."""
+    """Yield the current snapshot and its ancestors that have not expired."""
     snapshot = table.current_snapshot()
     while snapshot is not None:
         yield snapshot
@@ -424,18 +422,18 @@ def _ancestry(table: Table) -> Iterator[Snapshot]:
         snapshot = table.snapshot_by_id(parent) if parent is not None else None
 
 
-def _said(snapshot: Snapshot) -> int | None:
-    """The version of the state that a snapshot names."""
+def _state_version(snapshot: Snapshot) -> int | None:
+    """Return the version of the state that a snapshot names, if any."""
     value = snapshot.summary.additional_properties.get(POINTER) if snapshot.summary else None
     return int(value) if value else None
 
 
 def _schema(schema: pa.Schema) -> Schema:
-    """Give the columns, and the fields within them, fresh ids 1, 2, ..."""
+    """Convert an Arrow schema, with ids 1, 2, ... for the columns and the fields within them."""
     if any(has_variant(field.type) for field in schema):
         raise BadOption(
-            "an Iceberg table cannot get a VARIANT column here: it is of Iceberg's format 3, and pyiceberg "
-            "knows no such type; use --delta, or name typed columns in --schema"
+            "an Iceberg table cannot have a VARIANT column yet: it needs Iceberg's format 3, and pyiceberg "
+            "does not support the type; use --delta, or give typed columns in --schema"
         )
     ids = count(1)
     columns = [{"field-id": next(ids), "names": [field.name]} for field in schema]
@@ -455,12 +453,12 @@ def _inner(kind: pa.DataType, ids: Iterator[int]) -> list[dict[str, Any]]:
 
 
 def _arrow(schema: Schema) -> pa.Schema:
-    """The columns as data files have them, with their field ids."""
+    """Return the columns of the data files, with their field ids."""
     return pa.schema([_narrow(field) for field in schema_to_pyarrow(schema, include_field_ids=True)])
 
 
 def _narrow(field: pa.Field) -> pa.Field:
-    """pyiceberg's Arrow schemas say large_string and large_binary; files are written with the plain ones."""
+    """Replace the large types of pyiceberg's Arrow schemas; files are written with plain types."""
     kind = field.type
     if pa.types.is_struct(kind):
         return field.with_type(pa.struct([_narrow(inner) for inner in kind]))

@@ -1,0 +1,119 @@
+"""Gateway reports: what each gateway has committed and dropped, from `<prefix>/_gateway/<id>.json`.
+
+    {"gateway": "gw-1", "updated": <ms>, "streams": [{"stream": "readings", "epoch": <ms>, "oldest": 0,
+     "newest": 99, "exported": 89, "dropped": [[first, last, reason], ...]}, ...]}
+
+`newest` is the newest number that the gateway has committed, `exported` the highest that it has uploaded
+(-1: none), and `dropped` lists the numbers that it dropped, by a rule, before they were uploaded. Object keys
+alone cannot show a lost tail, and would make such a drop look like a loss. Anything else below `_gateway/`,
+such as a copy of a report, is reported as a problem and never used.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+from typing import Any
+
+from bridge.ingest.errors import BadObject, Unreadable, Vanished, line
+from bridge.ingest.planner import StreamId
+from bridge.ingest.store import Entry, ObjectStore, read
+from bridge.objectkeys import MAX_SEQUENCE, REPORTS, report_key
+
+YEAR_10000 = 253_402_300_800_000  # ms
+EPOCH_DIGITS = 19  # of the epoch in an object key
+MAX_REPORT = 32 << 20  # bytes: 600 streams, each with the thousand ranges that a gateway lists at most
+READERS = 16  # reports read at the same time: each costs a round trip, and every gateway has one
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedStream:
+    """One stream as its gateway saw it at `updated` (Unix time in ms)."""
+
+    updated: int
+    oldest: int
+    newest: int
+    exported: int
+    dropped: tuple[tuple[int, int, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "updated": self.updated,
+            "oldest": self.oldest,
+            "newest": self.newest,
+            "exported": self.exported,
+            "dropped": [list(drop) for drop in self.dropped],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], updated: int) -> ReportedStream:
+        dropped = tuple((int(low), int(high), line(why)) for low, high, why in data.get("dropped") or ())
+        oldest, newest, exported = (
+            int(data.get("oldest", 0)),
+            int(data["newest"]),
+            int(data.get("exported", -1)),
+        )
+        numbers = (oldest, newest, exported, *(number for drop in dropped for number in drop[:2]))
+        if not (0 <= updated < YEAR_10000 and -1 <= min(numbers) <= max(numbers) <= MAX_SEQUENCE):
+            raise ValueError("a sequence number or the time is out of range")
+        return cls(updated, oldest, newest, exported, dropped)
+
+
+@dataclass(slots=True)
+class GatewayReports:
+    """The streams of all valid reports, and one line for each report that could not be used.
+
+    `updated` maps each gateway with a valid report to the time of that report (Unix time in ms). A stream of
+    such a gateway that is missing in `streams` was deleted, or is no longer exported.
+    """
+
+    streams: dict[StreamId, ReportedStream] = field(default_factory=dict)
+    updated: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_gateway_reports(store: ObjectStore) -> GatewayReports:
+    """Read all gateway reports. Call it before the listing, so that no report is newer than the listing."""
+    found = GatewayReports()
+    with ThreadPoolExecutor(READERS) as pool:
+        for one in pool.map(partial(_read, store, Lock()), list(store.under(REPORTS))):
+            found.streams |= one.streams
+            found.updated |= one.updated
+            found.problems += one.problems
+    return found
+
+
+def _read(store: ObjectStore, parsing: Lock, entry: Entry) -> GatewayReports:
+    """Read one report. It counts as a whole or not at all."""
+    try:
+        content = read(store, entry.key, entry.size, MAX_REPORT)
+        with parsing:  # a parsed report takes several times its size in memory
+            return _parsed(entry.key, content)
+    except Vanished:
+        return GatewayReports()
+    except (BadObject, Unreadable) as error:
+        return GatewayReports(problems=[f"{entry.key}: {error}"])
+
+
+def _parsed(key: str, content: bytes) -> GatewayReports:
+    found = GatewayReports()
+    try:
+        document = json.loads(content)
+        gateway, updated = str(document["gateway"]), int(document["updated"])
+        if key != report_key(gateway):  # a copy, perhaps of an older report
+            raise ValueError(f"it belongs to {gateway}, whose report has another key")
+        for stream in document["streams"]:
+            name = StreamId(gateway, str(stream["stream"]), int(stream["epoch"]))
+            name.stream.encode()  # raises for half a surrogate pair, which nothing can store
+            if not 0 <= name.epoch < 10**EPOCH_DIGITS:
+                raise ValueError("no object key can have its epoch")
+            found.streams[name] = ReportedStream.from_json(stream, updated)
+        found.updated[gateway] = updated
+    # a document that others can write must not stop the run, and may raise nearly anything
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+        problem = f"{key}: not a gateway report ({type(error).__name__}: {line(error)})"
+        return GatewayReports(problems=[problem])
+    return found
