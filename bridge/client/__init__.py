@@ -1,9 +1,9 @@
-"""The AWS SDK's StreamManagerClient, over MQTT: `from bridge.client import ...` in place of
+"""The AWS SDK's StreamManagerClient over MQTT: `from bridge.client import ...` replaces
 `from stream_manager import ...`.
 
     client.py      StreamManagerClient
     link.py        the MQTT connection: requests, replies, reconnect
-    data.py        the data classes and enumerations, base.py what they share
+    data.py        the data classes and enumerations; base.py has what they share
     exceptions.py  the exceptions
     util.py        JSON bodies for SiteWise and S3 exports
 """

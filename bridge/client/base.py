@@ -1,8 +1,8 @@
-"""What all data classes of the client share: dicts with the wire's names, checks, and unknown keys.
+"""The base of the client's data classes: conversion to and from the wire, checks, and unknown keys.
 
-A class is a mutable record whose fields are all optional in the constructor, as in the AWS SDK; what
-is required and in range is checked when it is sent. `more` holds the keys that the class does not name
-(extensions, keys of plugins): they come with a description and go back with an update unharmed.
+A class is a mutable record whose fields are all optional in the constructor, as in the AWS SDK. Required
+fields and ranges are checked when it is sent. `more` holds the keys that the class does not name (extensions,
+keys of plugins), so that a description can be sent back as an update without losing them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from bridge.client.exceptions import ValidationException
 
 
 class Data(Struct, rename="camel"):
-    """The base. `REQUIRED` names fields that must be set, `NESTED` the classes inside (or inside lists)."""
+    """`REQUIRED` are the fields that must be set, `NESTED` the classes of fields, or of their items."""
 
     REQUIRED: ClassVar[tuple[str, ...]] = ()
     NESTED: ClassVar[dict[str, type[Data]]] = {}
 
     def as_dict(self) -> dict[str, Any]:
-        """The wire's form: unset fields are absent, enumerations are their values."""
+        """Return the wire format: without unset fields, and with the values of enumerations."""
         found = {
             field.encode_name: _plain(getattr(self, field.name))
             for field in msgspec.structs.fields(self)
@@ -33,7 +33,7 @@ class Data(Struct, rename="camel"):
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:
-        """Read the wire's form; raises ValidationException if a value is of the wrong kind."""
+        """Read the wire format; raises ValidationException if a value has the wrong type."""
         values: dict[str, Any] = {}
         left = dict(d)
         for field in msgspec.structs.fields(cls):
@@ -55,7 +55,7 @@ class Data(Struct, rename="camel"):
         return cls(**values)
 
     def check(self, where: str = "") -> None:
-        """Raise ValidationException that names what is missing or out of range."""
+        """Raise ValidationException for a field that is missing or out of range."""
         where = where or type(self).__name__
         for name in self.REQUIRED:
             if getattr(self, name) is None:
@@ -81,7 +81,7 @@ class Data(Struct, rename="camel"):
 def _plain(value: Any) -> Any:
     if isinstance(value, Data):
         return value.as_dict()
-    if isinstance(value, Struct):  # a class of the data model, such as Limits
+    if isinstance(value, Struct):  # a class of the data model, for example Limits
         return _plain(msgspec.to_builtins(value, builtin_types=(bytes,)))
     if isinstance(value, Enum):
         return value.value

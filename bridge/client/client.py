@@ -1,16 +1,15 @@
 """`StreamManagerClient`: the AWS SDK's client, over MQTT.
 
-The methods, classes and exceptions are those of the package `stream-manager`, so that a program needs
-another import line and nothing else. Beyond it:
+The methods, classes and exceptions are those of the package `stream-manager`, so a program only changes its
+import line. In addition:
 
-* `append_messages` appends many messages in one request, `tail` iterates over a stream as it grows,
+* `append_messages` appends many messages in one request, `tail` iterates over a stream as it grows, and
   `purge_message_stream` drops messages.
-* Appends are stored once. Each carries a message id, and is sent again with the same id if the
-  connection was lost before its reply came; the stream remembers ids for its deduplication window (two
-  minutes without one), and that is longer than `request_timeout` should be. An append that raises
-  TimeoutError or ConnectionError may or may not be stored: call again with the same `message_id` to
-  find out and to have it stored once in either case.
-* Calls wait for a lost connection to come back, for as long as `request_timeout` allows.
+* Appends are stored once. Each carries a message id, and is sent again with the same id if the connection was
+  lost before its reply. The stream remembers ids for its deduplication window (two minutes without one); keep
+  `request_timeout` shorter than that. An append that raises TimeoutError or ConnectionError may or may not be
+  stored: call again with the same `message_id`, and it is stored once in either case.
+* Calls wait for a lost connection to be restored, for up to `request_timeout`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from bridge.client.exceptions import (
 )
 from bridge.client.link import Link
 
-PER_MESSAGE = 64  # bytes of a request beside each payload: its id, and how CBOR says their lengths
+PER_MESSAGE = 64  # bytes of a request for each message beside its payload: its id, and CBOR's lengths
 PER_REQUEST = 1024
 
 
@@ -57,10 +56,13 @@ class StreamManagerClient:
         username: str | None = None,
         password: str | None = None,
         tls: ssl.SSLContext | None = None,
+        reconnect_delay: tuple[float, float] = (1, 8),
     ) -> None:
-        """Connect to the broker, port 1883 or with `tls` 8883; times are seconds.
+        """Connect to the broker, by default on port 1883, or 8883 with `tls`; times are in seconds.
 
-        Raises ConnectionError if nobody is there, ConnectFailedException if the broker refuses.
+        `reconnect_delay` is the wait before the first attempt to reconnect, and the longest wait: it doubles
+        with every attempt. Raises ConnectionError if there is no MQTT broker, ConnectFailedException if the
+        broker refuses.
         """
         self.host, self.port = host, port or (1883 if tls is None else 8883)
         self.connect_timeout, self.request_timeout, self.logger = connect_timeout, request_timeout, logger
@@ -73,6 +75,7 @@ class StreamManagerClient:
             password=password,
             tls=tls,
             connect_timeout=connect_timeout,
+            reconnect_delay=reconnect_delay,
             logger=logger,
         )
 
@@ -84,7 +87,7 @@ class StreamManagerClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is there now."""
+        """Whether the client is connected now."""
         return self._link.connected
 
     def close(self) -> None:
@@ -95,42 +98,42 @@ class StreamManagerClient:
 
     # -- the SDK's operations -----------------------------------------------------------
     def create_message_stream(self, definition: MessageStreamDefinition) -> None:
-        """Create a stream; raises InvalidRequestException if there is one of this name."""
-        self._ask("createMessageStream", {"definition": _checked(definition)}, repeatable=False)
+        """Create a stream; raises InvalidRequestException if one has this name already."""
+        self._call("createMessageStream", {"definition": _checked(definition)}, repeatable=False)
 
     def update_message_stream(
         self, definition: MessageStreamDefinition, *, if_version: str | None = None
     ) -> None:
-        """Replace a stream's definition; with `if_version` only if nobody has changed it since.
+        """Replace a stream's definition; with `if_version`, only if it has not been changed since.
 
-        The version is that of `describe_message_stream`; raises UpdateFailedException if it is another now.
+        The version is that of `describe_message_stream`; raises UpdateFailedException if it has changed.
         """
         body: dict[str, Any] = {"definition": _checked(definition)}
-        if if_version is not None:  # a second try would find what the first one has changed
-            self._ask("updateMessageStream", body | {"ifVersion": if_version}, repeatable=False)
+        if if_version is not None:  # a repeated request would find the version changed by the first one
+            self._call("updateMessageStream", body | {"ifVersion": if_version}, repeatable=False)
         else:
-            self._ask("updateMessageStream", body)
+            self._call("updateMessageStream", body)
 
     def delete_message_stream(self, stream_name: str) -> None:
         """Delete a stream and its messages."""
-        self._ask("deleteMessageStream", {"name": stream_name}, repeatable=False)
+        self._call("deleteMessageStream", {"name": stream_name}, repeatable=False)
 
     def describe_message_stream(self, stream_name: str) -> MessageStreamInfo:
-        """A stream's definition, what it holds, and how far its exports are."""
-        reply = self._ask("describeMessageStream", {"name": stream_name})
+        """Return a stream's definition, its storage status, and the status of its exports."""
+        reply = self._call("describeMessageStream", {"name": stream_name})
         return MessageStreamInfo.from_dict(reply["messageStreamInfo"])
 
     def list_streams(self) -> list[str]:
-        """The names of the streams."""
-        names: list[str] = self._ask("listStreams", {})["streams"]
+        """Return the names of the streams."""
+        names: list[str] = self._call("listStreams", {})["streams"]
         return names
 
     def append_message(self, stream_name: str, data: bytes, *, message_id: bytes | None = None) -> int:
-        """Append a message; returns its sequence number once it is stored."""
+        """Append a message and return its sequence number once it is stored."""
         if not isinstance(data, bytes) or not data:
             raise ValidationException("data must be bytes, at least one")
         body = {"name": stream_name, "payload": data, "messageId": message_id or os.urandom(12)}
-        number: int = self._ask("appendMessage", body)["sequenceNumber"]
+        number: int = self._call("appendMessage", body)["sequenceNumber"]
         return number
 
     def read_messages(self, stream_name: str, options: ReadMessagesOptions | None = None) -> list[Message]:
@@ -148,16 +151,17 @@ class StreamManagerClient:
         body: dict[str, Any] = {"streamName": stream_name}
         if options is not None:
             body["readMessagesOptions"] = options.as_dict()
-        return [Message(**_message(raw)) for raw in self._ask("readMessages", body)["messages"]]
+        return [Message(**_message(raw)) for raw in self._call("readMessages", body)["messages"]]
 
-    # -- beyond the SDK -----------------------------------------------------------------
+    # -- not in the SDK -------------------------------------------------------------------
     def append_messages(
         self, stream_name: str, data: Sequence[bytes], *, message_ids: Sequence[bytes] | None = None
     ) -> list[int]:
-        """Append many messages in order; returns their sequence numbers once all are stored.
+        """Append many messages in order and return their sequence numbers once all are stored.
 
-        As many requests are made as packets need. If a message cannot be stored, those before it are, and
-        those behind it are not: `sequence_numbers` of the exception has the numbers of those that are stored.
+        They are split into requests that fit into packets. If a message cannot be stored, those before it are
+        stored and those after it are not; `sequence_numbers` of the exception has the numbers of the stored
+        ones.
         """
         if not data or not all(isinstance(payload, bytes) and payload for payload in data):
             raise ValidationException("data must be a list of bytes, none of them empty")
@@ -176,7 +180,7 @@ class StreamManagerClient:
                 last += 1
             body = {"name": stream_name, "payloads": data[first:last], "messageIds": ids[first:last]}
             try:
-                numbers += self._ask("appendMessages", body)["sequenceNumbers"]
+                numbers += self._call("appendMessages", body)["sequenceNumbers"]
             except StreamManagerException as error:
                 error.sequence_numbers = numbers + error.sequence_numbers
                 raise
@@ -190,44 +194,44 @@ class StreamManagerClient:
         topic: str | None = None,
         timeout: float | None = None,
     ) -> Iterator[Message]:
-        """Iterate over a stream's messages from number `start`, waiting for those to come.
+        """Iterate over a stream's messages from number `start`, waiting for new ones.
 
-        Without `start`, from the next one that is appended. Ends when nothing came for `timeout`
-        seconds (None: never), and raises ResourceNotFoundException when the stream is deleted.
-        Messages that limits have dropped are passed over; a lost connection is waited for.
+        Without `start`, from the next message that is appended. Ends when no message arrived for `timeout`
+        seconds (None: never), and raises ResourceNotFoundException when the stream is deleted. Messages that
+        limits have dropped are skipped. A lost connection does not end it.
         """
         if start is None:
-            info = self._ask("describeMessageStream", {"name": stream_name})["messageStreamInfo"]
+            info = self._call("describeMessageStream", {"name": stream_name})["messageStreamInfo"]
             start = info["storageStatus"]["newestSequenceNumber"] + 1
-        heard = time.monotonic()
+        newest = time.monotonic()  # when the last message arrived
         while True:
-            left = 10.0 if timeout is None else heard + timeout - time.monotonic()
+            left = 10.0 if timeout is None else newest + timeout - time.monotonic()
             wait = max(1, int(min(left, 10.0, self.request_timeout / 2) * 1000))
             options = ReadMessagesOptions(start, 1, 1000, wait, topic)
             try:
                 found = self.read_messages(stream_name, options)
             except (NotEnoughMessagesException, TimeoutError, ConnectionError):
-                if timeout is not None and time.monotonic() - heard >= timeout:
+                if timeout is not None and time.monotonic() - newest >= timeout:
                     return
                 continue
             yield from found
             start = (found[-1].sequence_number or 0) + 1
-            heard = time.monotonic()
+            newest = time.monotonic()
 
     def purge_message_stream(
         self, stream_name: str, *, upto: int | None = None, topic: str | None = None
     ) -> int:
-        """Drop all messages, those below number `upto`, or those on a topic filter; returns how many."""
+        """Drop all messages, those below number `upto`, or those on a topic filter; return how many."""
         body = {"name": stream_name, "upto": upto, "topic": topic}
         given = {k: v for k, v in body.items() if v is not None}
-        reply = self._ask("purgeMessageStream", given, repeatable=False)
+        reply = self._call("purgeMessageStream", given, repeatable=False)
         number: int = reply["purgedMessages"]
         return number
 
-    def _ask(self, operation: str, body: dict[str, Any], *, repeatable: bool = True) -> dict[str, Any]:
+    def _call(self, operation: str, body: dict[str, Any], *, repeatable: bool = True) -> dict[str, Any]:
         if self._closed:
             raise StreamManagerException("Client is closed. Create a new client first.")
-        reply = self._link.ask(operation, body, self.request_timeout, repeatable=repeatable)
+        reply = self._link.call(operation, body, self.request_timeout, repeatable=repeatable)
         status = reply.get("status")
         if status == ResponseStatusCode.Success:
             return reply
@@ -249,7 +253,7 @@ def _checked(definition: MessageStreamDefinition) -> dict[str, Any]:
 
 
 def _message(raw: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a Message; by hand, since a read may bring thousands."""
+    """Return the arguments of a Message; by hand, because a read may return thousands."""
     return {
         "stream_name": raw["streamName"],
         "sequence_number": raw["sequenceNumber"],

@@ -1,7 +1,7 @@
 """The data classes of the AWS SDK (package `stream-manager`, module `data`), under their names.
 
-Limits and defaults are the SDK's. Beyond it: `MessageStreamDefinition` has our extensions, `Message`
-has `topic`, `ReadMessagesOptions` has `topic`; export kinds of plugins and their keys go into `more`:
+Limits and defaults are the SDK's. In addition, `MessageStreamDefinition` has our extensions, and `Message`
+and `ReadMessagesOptions` have `topic`. Export kinds of plugins, and their keys, go into `more`:
 
     ExportDefinition(kinesis=[KinesisConfig("k", "name", more={"partitionKey": "{topic}"})],
                      more={"firehose": [{"identifier": "f", "deliveryStreamName": "name"}]})
@@ -70,7 +70,7 @@ class Quality(Enum):
 
 
 class ResponseStatusCode(IntEnum):
-    """How a request went."""
+    """The result of a request."""
 
     Success = 0
     UnknownFailure = 1
@@ -97,7 +97,7 @@ class ResponseStatusCode(IntEnum):
 
 
 class StatusConfig(Data):
-    """Where and how much an S3 export reports."""
+    """Where an S3 export reports, and how much."""
 
     status_level: StatusLevel | None = None
     status_stream_name: Name | None = None
@@ -105,7 +105,7 @@ class StatusConfig(Data):
 
 
 class S3ExportTaskExecutorConfig(Data):
-    """Uploads the files that the messages name."""
+    """Uploads the files that messages name."""
 
     identifier: Name | None = None
     size_threshold_for_multipart_upload_bytes: Annotated[int, Meta(ge=5 * MIB)] | None = None
@@ -180,7 +180,7 @@ class KinesisConfig(Data):
 
 
 class ExportDefinition(Data):
-    """Where a stream is exported to; kinds that the SDK has not go into `more`."""
+    """Where a stream is exported to; kinds that the SDK lacks go into `more`."""
 
     http: list[HTTPConfig] | None = None
     iot_analytics: list[IoTAnalyticsConfig] | None = None
@@ -199,7 +199,7 @@ class ExportDefinition(Data):
 
     @classmethod
     def from_dict(cls, d: Keys) -> ExportDefinition:
-        """Every list is there, if empty: users assign into them and iterate over them."""
+        """Read the wire format; absent lists become empty ones, which programs append to and iterate over."""
         empty: Keys = {name.encode_name: [] for name in fields(cls) if name.name != "more"}
         return super().from_dict(empty | d)
 
@@ -208,7 +208,7 @@ class ExportDefinition(Data):
 
 
 class MessageStreamDefinition(Data):
-    """What a stream is. After `export_definition` come our extensions."""
+    """The definition of a stream. Our extensions follow after `export_definition`."""
 
     name: Name | None = None
     max_size: Annotated[int, Meta(ge=1024, le=MAX_INT64)] | None = 256 * MIB
@@ -229,7 +229,7 @@ class MessageStreamDefinition(Data):
 
 
 class StorageStatus(Data):
-    """What a stream holds."""
+    """The messages that a stream holds."""
 
     oldest_sequence_number: int | None = None
     newest_sequence_number: int | None = None
@@ -237,7 +237,7 @@ class StorageStatus(Data):
 
 
 class ExportStatus(Data):
-    """How far an export is; what was rejected and skipped is our extension."""
+    """The progress of an export; the counts of rejected and skipped messages are our extension."""
 
     export_config_identifier: str | None = None
     last_exported_sequence_number: int | None = None
@@ -288,7 +288,7 @@ class Message(Data):
     headers: dict[str, Any] | None = None
 
 
-# -- what messages hold for some exports ---------------------------------------
+# -- message bodies for some exports -----------------------------------------
 
 
 class S3ExportTaskDefinition(Data):

@@ -6,7 +6,7 @@ from __future__ import annotations
 class StreamManagerException(Exception):  # noqa: N818 - these names are the SDK's
     """The base of all; `status` and `request_id` are those of the reply, if there was one.
 
-    `sequence_numbers`, our extension, are those of the messages that were stored all the same.
+    `sequence_numbers`, our extension, are those of messages that were stored in spite of the error.
     """
 
     def __init__(self, message: str = "", status: int | None = None, request_id: str | None = None) -> None:
@@ -17,11 +17,11 @@ class StreamManagerException(Exception):  # noqa: N818 - these names are the SDK
 
 
 class ClientException(StreamManagerException):
-    """Raised for what goes wrong on the client's side."""
+    """Raised for an error on the client's side."""
 
 
 class ValidationException(ClientException):
-    """Raised for a request that breaks a rule, before it is sent."""
+    """Raised for an invalid request, before it is sent."""
 
 
 class ConnectFailedException(ClientException):
@@ -29,7 +29,7 @@ class ConnectFailedException(ClientException):
 
 
 class InvalidRequestException(StreamManagerException):
-    """Raised when the request breaks a rule; also for a stream that exists already."""
+    """Raised when the server finds the request invalid, or the stream to be created exists."""
 
 
 class RequestPayloadTooLargeException(StreamManagerException):
@@ -41,7 +41,7 @@ class ResourceNotFoundException(StreamManagerException):
 
 
 class ResponsePayloadTooLargeException(StreamManagerException):
-    """Raised when what was asked for does not fit into one packet."""
+    """Raised when the reply does not fit into one packet."""
 
 
 class ServerTimeoutException(StreamManagerException):
@@ -49,15 +49,15 @@ class ServerTimeoutException(StreamManagerException):
 
 
 class UnauthorizedException(StreamManagerException):
-    """Raised when this client may not do that."""
+    """Raised when the client does not have the right."""
 
 
 class UnknownFailureException(StreamManagerException):
-    """Raised when the stream is full, or the disk refuses."""
+    """Raised when the stream is full, or the disk fails."""
 
 
 class NotEnoughMessagesException(StreamManagerException):
-    """Raised when a read is not given its minimum in time."""
+    """Raised when a read does not get its minimum of messages in time."""
 
 
 class MessageStoreReadErrorException(StreamManagerException):
@@ -77,7 +77,7 @@ class UnknownOperationException(StreamManagerException):
 
 
 class UpdateNotAllowedException(InvalidRequestException):
-    """Raised when an update changes what may not change."""
+    """Raised when an update changes something that cannot be changed."""
 
 
 BY_STATUS: dict[int, type[StreamManagerException]] = {

@@ -1,16 +1,16 @@
-"""One MQTT connection that carries requests and brings back their replies, over any interruption.
+"""One MQTT connection for requests and their replies, across interruptions.
 
-    caller -- request --> waiting --reply--> done
+    caller -- request --> pending --reply--> done
                             |  ^
-       connection is lost   |  |  connected again: sent again, if it may be
+       connection is lost   |  |  reconnected: sent again, if repeatable
                             v  |
-                          (still waiting)
+                          (still pending)
 
-* A request that is safe to repeat is sent again, with the same requestId, after each reconnect, until
-  its time is over. Appends are, since the stream stores a message id once. One that is not (create,
-  delete, purge) fails with ConnectionError: nobody knows whether it was carried out.
-* MQTT 5 at QoS 0: the transport keeps order and completeness while the connection lives, and what
-  happens when it ends is decided here, not by a second mechanism in between.
+* A request that is safe to repeat is sent again after each reconnect, with the same requestId, until it times
+  out. Appends are safe, because a stream stores a message id once. Any other request (create, delete, purge)
+  fails with ConnectionError: it is unknown whether it was carried out.
+* MQTT 5 at QoS 0: within a connection the transport keeps order and completeness. What happens when it ends
+  is decided here, and not by a second mechanism in between.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from bridge.client.exceptions import (
 KEEP_ALIVE = 30
 PACKET = 1024 * 1024  # bytes of a packet, if the broker does not say
 ENVELOPE = 1024  # bytes of a packet beside the body
-RECONNECT = (1, 8)  # seconds between attempts: the first, the most
 
 
 class _Request(NamedTuple):
@@ -51,7 +50,7 @@ class _Request(NamedTuple):
 
 
 class Link:
-    """The connection. Any thread may ask; replies are matched by requestId."""
+    """The connection. Threads may share it; replies are matched by requestId."""
 
     def __init__(
         self,
@@ -63,12 +62,13 @@ class Link:
         password: str | None,
         tls: ssl.SSLContext | None,
         connect_timeout: float,
+        reconnect_delay: tuple[float, float],
         logger: logging.Logger,
     ) -> None:
-        """Connect; raises ConnectionError (nobody is there) or ConnectFailedException (refused)."""
+        """Connect; raises ConnectionError (no broker) or ConnectFailedException (refused)."""
         self._log = logger
         self._lock = threading.Lock()
-        self._waiting: dict[str, _Request] = {}
+        self._pending: dict[str, _Request] = {}
         self._up = threading.Event()
         self._first: Future[None] = Future()
         self._closed = False
@@ -78,7 +78,7 @@ class Link:
             CallbackAPIVersion.VERSION2, client_id, protocol=paho.MQTTv5, reconnect_on_failure=True
         )
         mqtt.connect_timeout = connect_timeout
-        mqtt.reconnect_delay_set(*RECONNECT)
+        mqtt.reconnect_delay_set(*reconnect_delay)  # type: ignore[arg-type] # any number will do
         mqtt.on_connect, mqtt.on_subscribe = self._connected, self._subscribed
         mqtt.on_disconnect, mqtt.on_message = self._lost, self._arrived
         if username is not None:
@@ -96,23 +96,23 @@ class Link:
             self._first.result(connect_timeout)
         except FutureTimeout:
             self.close()
-            raise ConnectionError(f"{host}:{port} took the connection, but says nothing in MQTT") from None
+            raise ConnectionError(f"{host}:{port} accepts connections, but does not answer in MQTT") from None
         except ConnectFailedException:
             self.close()
             raise
 
     @property
     def connected(self) -> bool:
-        """Whether the connection is there now."""
-        return self._up.is_set()
+        """Whether the client is connected now."""
+        return self._up.is_set() and not self._closed
 
-    def ask(
+    def call(
         self, operation: str, body: dict[str, Any], timeout: float, *, repeatable: bool
     ) -> dict[str, Any]:
-        """Send a request and wait for its reply.
+        """Send a request and wait for its reply, for `timeout` seconds.
 
-        Raises TimeoutError (with a lost connection: ConnectionError) when its time is over, and
-        RequestPayloadTooLargeException for what the broker would not take.
+        Raises TimeoutError or, if the connection is lost, ConnectionError; and
+        RequestPayloadTooLargeException for a request larger than the broker accepts.
         """
         until = time.monotonic() + timeout
         if not self._up.wait(timeout):
@@ -121,18 +121,18 @@ class Link:
         data = cbor2.dumps({"requestId": request_id, **body})
         if len(data) > self.most:
             raise RequestPayloadTooLargeException(
-                f"{operation}: the request has {len(data)} bytes, and the broker takes {self.most}"
+                f"{operation}: the request has {len(data)} bytes, but the broker accepts at most {self.most}"
             )
         topic = f"streambridge/{self.client_id}/{operation}"
         request = _Request(topic, data, repeatable, Future())
         with self._lock:
             if self._closed:
                 raise ClientException("the client is closed; make a new one")
-            self._waiting[request_id] = request
+            self._pending[request_id] = request
             if self._up.is_set():
                 self._mqtt.publish(topic, data)
             elif not repeatable:
-                del self._waiting[request_id]
+                del self._pending[request_id]
                 raise ConnectionError(f"the connection was lost; {operation} was not sent")
         try:
             return request.reply.result(max(0.0, until - time.monotonic()))
@@ -142,19 +142,20 @@ class Link:
             raise TimeoutError(f"no reply to {operation} in {timeout} s") from None
         finally:
             with self._lock:
-                self._waiting.pop(request_id, None)
+                self._pending.pop(request_id, None)
 
     def close(self) -> None:
-        """Disconnect; whoever waits gets an error."""
+        """Disconnect; pending requests fail."""
         with self._lock:
             self._closed = True
-            waiting = list(self._waiting.values())
-        for request in waiting:
+            pending = list(self._pending.values())
+        for request in pending:
             _fail(request, ClientException("the client was closed"))
         self._mqtt.disconnect()
         self._mqtt.loop_stop()
+        self._up.set()  # wakes the calls that wait for a connection, and find the client closed
 
-    # -- paho's thread calls ----------------------------------------------------------
+    # -- called by paho's thread ----------------------------------------------------------
     def _connected(
         self, mqtt: paho.Client, userdata: Any, flags: Any, reason: ReasonCode, properties: Properties | None
     ) -> None:
@@ -166,12 +167,12 @@ class Link:
                 )
             return
         self.most = getattr(properties, "MaximumPacketSize", PACKET) - ENVELOPE
-        # The embedded broker replies without a subscription; an external one needs it, and before we ask.
+        # The embedded broker replies without a subscription; an external one needs it before the request.
         mqtt.subscribe(f"streambridge/{self.client_id}/+/reply")
 
     def _subscribed(self, mqtt: paho.Client, *_: Any) -> None:
         with self._lock:
-            for request in self._waiting.values():
+            for request in self._pending.values():
                 mqtt.publish(request.topic, request.body)
             self._up.set()
         if not self._first.done():
@@ -182,14 +183,16 @@ class Link:
     ) -> None:
         with self._lock:
             self._up.clear()
-            lost = [request for request in self._waiting.values() if not request.repeatable]
+            lost = [request for request in self._pending.values() if not request.repeatable]
         if not self._closed:
-            self._log.warning("connection lost: %s; connecting again", reason)
+            self._log.warning("connection lost: %s; reconnecting", reason)
         for request in lost:
             operation = request.topic.rsplit("/", 1)[1]
             _fail(
                 request,
-                ConnectionError(f"the connection was lost before the reply; was {operation} carried out?"),
+                ConnectionError(
+                    f"the connection was lost before the reply; check whether {operation} was carried out"
+                ),
             )
 
     def _arrived(self, mqtt: paho.Client, userdata: Any, message: paho.MQTTMessage) -> None:
@@ -197,10 +200,10 @@ class Link:
             reply = cbor2.loads(message.payload)
             request_id = reply["requestId"]
         except (ValueError, KeyError, TypeError, EOFError) as error:
-            self._log.error("a reply on %s that is not one: %r", message.topic, error)
+            self._log.error("a malformed reply on %s: %r", message.topic, error)
             return
         with self._lock:
-            request = self._waiting.get(request_id)
+            request = self._pending.get(request_id)
         if request is not None and not request.reply.done():
             request.reply.set_result(reply)
 

@@ -1,4 +1,4 @@
-"""`Util` of the AWS SDK: bodies of messages to JSON and back."""
+"""`Util` of the AWS SDK: message bodies to JSON and back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Util:
 
     @staticmethod
     def validate_and_serialize_to_json_bytes(data: Data) -> bytes:
-        """The JSON of a data object; raises ValidationException if it breaks a rule."""
+        """Return the JSON of a data object; raises ValidationException if it is invalid."""
         data.check()
         return json.dumps(_without_empty_lists(data.as_dict())).encode()
 
     @staticmethod
     def deserialize_json_bytes_to_obj(bytes: bytes, type: type[D]) -> D:  # noqa: A002 - the SDK's names
-        """The data object of some JSON."""
+        """Return the data object of a JSON document."""
         return type.from_dict(json.loads(bytes))
 
 

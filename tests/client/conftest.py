@@ -89,12 +89,6 @@ class Line:
         source.close()
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reconnect at once."""
-    monkeypatch.setattr("bridge.client.link.RECONNECT", (0.05, 0.2))
-
-
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     with Broker(tmp_path) as running:
@@ -107,7 +101,8 @@ def connect(broker: Broker) -> Iterator[Callable[..., StreamManagerClient]]:
     with contextlib.ExitStack() as stack:
 
         def make(**options: Any) -> StreamManagerClient:
-            return stack.enter_context(StreamManagerClient(port=options.pop("port", broker.port), **options))
+            fast = {"port": broker.port, "reconnect_delay": (0.05, 0.2)}
+            return stack.enter_context(StreamManagerClient(**fast | options))
 
         yield make
 
