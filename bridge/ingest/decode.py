@@ -66,10 +66,11 @@ class NewColumns(Exception):  # noqa: N818 # not an error: a question to the dri
         self.columns = columns
 
 
-def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
+def decode(data: bytes, key: ObjectKey, extras: Extras, budget: int = MAX_UNPACKED) -> pa.Table:
     """Decode and check an object; the result has the columns of BASE, and those of `extras` that it holds.
 
-    Raises BadObject, Unreadable or NewColumns, and nothing else.
+    `budget` is the most bytes that it may take when unpacked. Raises BadObject, Unreadable or NewColumns, and
+    nothing else.
     """
     if not data:
         raise BadObject("empty: 0 bytes")
@@ -77,7 +78,8 @@ def decode(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
     if promised > MAX_ROWS:
         raise BadObject(f"the key promises {promised} rows, an object may have {MAX_ROWS}")
     try:
-        table = _parquet(data, key, extras) if key.format == "parquet" else _ndjson(data, key, extras)
+        read = _parquet if key.format == "parquet" else _ndjson
+        table = read(data, key, extras, budget)
         new = _new_columns(table.schema, extras)
         columns = {name: _cast(table, name, BASE.field(name).type) for name in BASE.names}
         _check(columns, key)
@@ -185,22 +187,22 @@ def _plain(field: pa.Field, extras: Extras) -> pa.DataType:
     raise BadObject(f"column {name} cannot be added to the table: it holds {found}")
 
 
-def _parquet(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
-    sizes = check_parquet(data, key.last - key.first + 1, MAX_UNPACKED)
+def _parquet(data: bytes, key: ObjectKey, extras: Extras, budget: int) -> pa.Table:
+    sizes = check_parquet(data, key.last - key.first + 1, budget)
     file = pq.ParquetFile(pa.BufferReader(data))
     _new_columns(file.schema_arrow, extras)  # before anything is decoded
     try:
         if sizes.rows_at_once >= sizes.rows:
             return file.read(use_threads=False)
-        return _in_batches(file, sizes.rows_at_once)
+        return _in_batches(file, sizes.rows_at_once, budget)
     except pa.ArrowNotImplementedError as error:  # another build or version of Arrow may read it
         raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
 
 
-def _in_batches(file: pq.ParquetFile, rows: int) -> pa.Table:
+def _in_batches(file: pq.ParquetFile, rows: int, budget: int) -> pa.Table:
     """Read so many rows at a time: expanding all dictionaries at once could exceed the budget."""
     tables: list[pa.Table] = []
-    room = MAX_UNPACKED
+    room = budget
     for batch in file.iter_batches(rows, use_threads=False):
         table = pa.Table.from_batches([batch])
         for at, field in enumerate(table.schema):
@@ -208,19 +210,19 @@ def _in_batches(file: pq.ParquetFile, rows: int) -> pa.Table:
                 table = table.set_column(at, field.name, table[at].cast(field.type.value_type))
         room -= table.nbytes
         if room < 0:
-            raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
+            raise BadObject(f"unpacks to more than {budget} bytes")
         tables.append(table)
     return pa.concat_tables(tables)
 
 
-def _gunzip(data: bytes, rows: int) -> bytes:
+def _gunzip(data: bytes, rows: int, budget: int) -> bytes:
     """Unpack a gzip file. It may have several members, but not more than rows.
 
     zlib copies all input after the end of a member, so only the first member is given the whole input.
     """
     parts: list[bytes] = []
     view = memoryview(data)
-    room, members, start, step = MAX_UNPACKED, 0, 0, len(data)
+    room, members, start, step = budget, 0, 0, len(data)
     while start < len(data):
         unpacker = decompressobj(wbits=GZIP)
         members += 1
@@ -231,7 +233,7 @@ def _gunzip(data: bytes, rows: int) -> bytes:
             part = unpacker.decompress(given, room + 1)  # 0 would mean no limit
             room -= len(part)
             if room < 0:
-                raise BadObject(f"unpacks to more than {MAX_UNPACKED} bytes")
+                raise BadObject(f"unpacks to more than {budget} bytes")
             parts.append(part)
             start += len(given) - len(unpacker.unused_data)
         if not unpacker.eof:
@@ -240,15 +242,15 @@ def _gunzip(data: bytes, rows: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _ndjson(data: bytes, key: ObjectKey, extras: Extras) -> pa.Table:
+def _ndjson(data: bytes, key: ObjectKey, extras: Extras, budget: int) -> pa.Table:
     promised = key.last - key.first + 1
-    lines = _gunzip(data, promised)
+    lines = _gunzip(data, promised, budget)
     if msgspec is not None:
         try:
             return _by_msgspec(lines, key, promised)
         except msgspec.ValidationError:
             pass  # additional columns, most likely; for anything else the other reader names the mistake
-    return _by_arrow(lines, promised, extras)
+    return _by_arrow(lines, promised, extras, budget)
 
 
 def _chunks(lines: bytes) -> Iterator[bytes]:
@@ -312,7 +314,7 @@ def _rows(lines: bytes, key: ObjectKey) -> pa.Table:
 _TEXT = {name: pa.string() for name in ("gateway", "stream", "epoch", "ingest_time", "topic", "payload")}
 
 
-def _by_arrow(lines: bytes, rows: int, extras: Extras) -> pa.Table:
+def _by_arrow(lines: bytes, rows: int, extras: Extras, budget: int) -> pa.Table:
     """Decode rows with additional columns.
 
     When Arrow infers columns, it recurses once per level and creates a column for every name. So it is first
@@ -330,7 +332,7 @@ def _by_arrow(lines: bytes, rows: int, extras: Extras) -> pa.Table:
     except pa.ArrowInvalid:
         if deeper(lines, MAX_DEPTH):
             raise BadObject(f"nested deeper than {MAX_DEPTH}") from None
-        _check_names(lines, rows, extras)
+        _check_names(lines, rows, extras, budget)
         table = _read_json(lines, types, "infer")
         # Arrow infers a time from text that looks like one, and another object may have other text there
         guessed = {f.name: pa.string() for f in table.schema if pa.types.is_timestamp(f.type)}
@@ -363,7 +365,7 @@ def _of_first_row(lines: bytes, extras: Extras) -> dict[str, pa.DataType]:
     }
 
 
-def _check_names(lines: bytes, rows: int, extras: Extras) -> None:
+def _check_names(lines: bytes, rows: int, extras: Extras, budget: int) -> None:
     """Raise BadObject if the rows have more names than a table may have columns, or than fit in memory."""
     names: set[bytes] = set()
     most = len(BASE) + len(extras) + 2 * MAX_EXTRAS
@@ -371,7 +373,7 @@ def _check_names(lines: bytes, rows: int, extras: Extras) -> None:
         if not found[2]:
             continue
         names.add(found[1])
-        if len(names) > most or rows * len(names) * 8 > MAX_UNPACKED:
+        if len(names) > most or rows * len(names) * 8 > budget:
             raise BadObject(f"its {rows} rows have too many columns: {len(names)} or more")
 
 

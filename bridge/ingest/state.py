@@ -18,7 +18,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -102,10 +102,10 @@ class TableState:
 
 
 class StateStore:
-    """The state documents at one location."""
+    """The state documents at one location; `clock` gives the Unix time in ns."""
 
-    def __init__(self, location: StorageLocation) -> None:
-        self.location = location
+    def __init__(self, location: StorageLocation, clock: Callable[[], int] = time.time_ns) -> None:
+        self.location, self._clock = location, clock
         self._store = location.open()
 
     def load(self, version: int | None) -> TableState:
@@ -171,7 +171,7 @@ class StateStore:
 
     def save(self, state: TableState, previous: int | None) -> int:
         """Write the state as a new document and return its version. It counts once the table points to it."""
-        fresh = (time.time_ns() // 1_000_000) << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
+        fresh = (self._clock() // 1_000_000) << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
         version = max(fresh, (previous or 0) + 1)
         document = {
             "format": FORMAT,
@@ -191,7 +191,7 @@ class StateStore:
         that is. It need not be the newest of the old ones: that may be of a run that was killed before its
         commit.
         """
-        oldest = time.time_ns() // 1_000_000 - KEEP_MS
+        oldest = self._clock() // 1_000_000 - KEEP_MS
         names = sorted(entry.key for entry in self._store.list() if entry.key.endswith(".json"))
         versions = [int(name[:20]) for name in names if re.fullmatch("[0-9]{20}[.]json", name)]
         old = [version for version in versions if version >> RANDOM_BITS < oldest]

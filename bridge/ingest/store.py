@@ -30,7 +30,7 @@ from bridge.ingest.errors import BadObject, BadOption, IngestError, Unreadable, 
 S3_SCHEMES = ("s3", "s3a", "s3n")
 LISTERS = 16  # prefixes listed at the same time: a LIST request returns 1000 keys
 READS = 4  # attempts to read an object whose connection breaks, before Spark retries the whole task
-RETRY_INTERVAL = 0.5
+RETRY_INTERVAL = 0.5  # seconds
 ALWAYS = float("inf")
 SPOOL = 32 << 20  # bytes that a writer to S3 holds in memory before it uses a local temporary file
 
@@ -244,12 +244,14 @@ def _unlisted(error: OSError) -> None:
 class S3Store:
     """Objects below a prefix of a bucket, with boto3's default credential chain."""
 
-    def __init__(self, bucket: str, prefix: str, endpoint: str | None) -> None:
+    def __init__(
+        self, bucket: str, prefix: str, endpoint: str | None, retry_interval: float = RETRY_INTERVAL
+    ) -> None:
         import boto3
         import botocore.session
         from botocore.config import Config
 
-        self.bucket = bucket
+        self.bucket, self.retry_interval = bucket, retry_interval
         self.prefix = f"{prefix}/" if prefix else ""
         inner = botocore.session.get_session()
         # times stay text: parsing them would be most of the cost of a large listing
@@ -307,7 +309,7 @@ class S3Store:
             except (HTTPClientError, IncompleteReadError):  # boto3 retries a request, but not its body
                 if not left:
                     raise
-                time.sleep(RETRY_INTERVAL)
+                time.sleep(self.retry_interval)
             else:
                 return data
 

@@ -87,6 +87,17 @@ def sink(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return opener
 
 
+class Intercepted:
+    """A sink with some of its methods replaced, so that something else happens while a run works."""
+
+    def __init__(self, sink: Any, **methods: Callable[..., Any]) -> None:
+        self._sink = sink
+        vars(self).update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+
 def need_java() -> None:
     """Without Java these tests are skipped."""
     if shutil.which("java") is None and not os.environ.get("JAVA_HOME"):

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from bridge.ingest import job
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.job import run
 from bridge.ingest.planner import RoundLimits
-from bridge.ingest.state import StateStore
-from bridge.ingest.store import StorageLocation
+from bridge.ingest.store import LocalStore, StorageLocation
+from tests.ingest.conftest import Intercepted
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_job import numbers
 
@@ -27,20 +26,36 @@ class Killed(BaseException):
     """Like SIGKILL at this line: no handler of the job catches it."""
 
 
-def kill_at(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool, round_number: int) -> None:
-    real = getattr(owner, name)
-    calls: list[int] = []
+class Death:
+    """Kills the driver when a run reaches a point for the nth time."""
 
-    def mortal(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if not after and len(calls) == round_number:
-            raise Killed
-        result = real(*arguments, **options)
-        if after and len(calls) == round_number:
-            raise Killed
-        return result
+    def __init__(self, point: str, round_number: int) -> None:
+        self.point, self.left = point, round_number
 
-    patch.setattr(owner, name, mortal)
+    def reach(self, point: str) -> None:
+        self.left -= point == self.point
+        if not self.left:
+            raise Killed
+
+
+def dying(sink: Any, death: Death) -> Any:
+    """A sink whose driver dies at its death's point."""
+
+    class States(LocalStore):
+        def put(self, key: str, data: bytes) -> None:
+            death.reach("worked")
+            super().put(key, data)
+            death.reach("state written")
+
+    class Location(StorageLocation):
+        def open(self) -> LocalStore:
+            return States(Path(self.url))
+
+    def commit(*arguments: Any) -> None:
+        sink.commit(*arguments)
+        death.reach("committed")
+
+    return Intercepted(sink, state=lambda: Location(sink.state().url), commit=commit)
 
 
 @pytest.mark.parametrize("round_number", [1, 2])
@@ -50,18 +65,14 @@ def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
 ) -> None:
     for first in range(0, 40, 10):
         Gateway(landing).export(first, first + 9)
-    limits = RoundLimits(objects=2)
-    places = {
-        "planned": (job, "split", False),
-        "worked": (job, "_apply", False),
-        "state written": (StateStore, "save", True),
-        "committed": (type(sink()), "commit", True),
-    }
-    owner, name, after = places[point]
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, owner, name, after=after, round_number=round_number)
-        with pytest.raises(Killed):
-            run(spark, landing, sink(), limits)
+    limits, death = RoundLimits(objects=2), Death(point, round_number)
+
+    def session() -> Any:  # opened between plan and work
+        death.reach("planned")
+        return spark
+
+    with pytest.raises(Killed):
+        run(session, landing, dying(sink(), death), limits)
     before = (round_number - 1 + (point == "committed")) * 20
     assert numbers(sink()) == list(range(before))
     summary = run(spark, landing, sink(), limits)
@@ -71,24 +82,22 @@ def test_a_driver_killed_at_any_point_loses_and_doubles_nothing(
 
 
 def test_a_commit_that_was_made_but_reported_as_lost_keeps_its_files(
-    spark: Any, landing: StorageLocation, sink: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, sink: Callable[[], Any]
 ) -> None:
     """As when the answer to a commit is lost, its retry is refused, and another run commits meanwhile."""
     Gateway(landing).export(0, 9)
-    kind = type(sink())
-    commit = kind.commit
+    mine = sink()
     lost: list[int] = []
 
-    def unlucky(self: Any, previous: int | None, version: int, files: Any) -> None:
-        commit(self, previous, version, files)
+    def unlucky(previous: int | None, version: int, files: Any) -> None:
+        mine.commit(previous, version, files)
         if not lost:
             lost.append(version)
             Gateway(landing).export(10, 19)
             run(spark, landing, sink())
             raise CommitConflict("another run committed first")
 
-    monkeypatch.setattr(kind, "commit", unlucky)
-    assert run(spark, landing, sink()).rows == 0
+    assert run(spark, landing, Intercepted(mine, commit=unlucky)).rows == 0
     assert numbers(sink()) == list(range(20))
 
 

@@ -15,22 +15,22 @@ from tests.ingest import hostile
 
 # a crash, 3 GiB on top of what the process has, and minutes end this process and not that of the tests
 READ = """
-import json, resource, sys, time
-from bridge.ingest import decode as module
+import json, resource, sys
+kind, form, plain = sys.argv[1:]
+if plain:
+    sys.modules["msgspec"] = None
+from bridge.ingest.decode import decode
 from bridge.objectkeys import data_key, parse_key
 from tests.ingest import hostile
 from tests.ingest.gateway import EPOCH
 
-kind, form, plain = sys.argv[1:]
-if plain:
-    module.msgspec = None
 for name, (make, rows, _) in getattr(hostile, kind).items():
     data = make()
     room = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + (3 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
     try:
         key = parse_key(data_key("gw-a", "s0", EPOCH, 0, rows - 1, EPOCH, form))
-        module.decode(data, key, {})
+        decode(data, key, {})
         outcomes = "taken"
     except Exception as error:
         outcomes = f"{type(error).__name__}: {error}"

@@ -15,13 +15,13 @@ from typing import Any
 import boto3
 import pytest
 
-from bridge.ingest import job
 from bridge.ingest.accept import accept
 from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
 from bridge.ingest.planner import RoundLimits
 from bridge.ingest.state import Quarantined, StateStore, TableState
 from bridge.ingest.store import StorageLocation
+from tests.ingest.conftest import Intercepted
 from tests.ingest.gateway import EPOCH, Gateway, ndjson, reported, rows
 
 pytestmark = pytest.mark.spark
@@ -238,20 +238,18 @@ def test_the_tail_of_a_gateway_that_was_replaced_is_missing_until_it_is_accepted
 
 
 def test_an_object_that_vanishes_after_the_listing_is_missing_and_not_waiting(
-    spark: Any, landing: StorageLocation, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 9)
     second = gateway.export(10, 19)
     gateway.report(reported(19))
-    planned = job.plan
 
-    def and_delete(*arguments: Any) -> Any:
+    def delete_and_open() -> Any:  # called between plan and work
         gateway.store.delete([second])
-        return planned(*arguments)
+        return spark
 
-    monkeypatch.setattr(job, "plan", and_delete)
-    summary = run(spark, landing, iceberg())
+    summary = run(delete_and_open, landing, iceberg())
     assert (summary.rounds[0].vanished, summary.report.total("missing")) == (1, 10)
     assert summary.report.total("waiting") == 0
 
@@ -344,24 +342,20 @@ def test_messages_of_many_days_land_in_a_file_for_each_day(
     assert len(list(one_day.plan_files())) < 5  # the bounds in the manifest prune
 
 
-def test_two_runs_at_once_store_everything_once(
-    spark: Any, landing: StorageLocation, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_at_once_store_everything_once(spark: Any, landing: StorageLocation, sink: Sink) -> None:
     gateway = Gateway(landing)
     gateway.export(0, 99)
     mine = sink()
     others: list[int] = []
-    commit = type(mine).commit
 
-    def after_another(self: Any, previous: Any, version: int, files: Any) -> None:
-        if self is mine and not others:  # another run does all of it between this plan and this commit
+    def after_another(*commit: Any) -> None:
+        if not others:  # another run does all of it between this plan and this commit
             gateway.export(100, 149)
             others.append(run(spark, landing, sink()).rows)
-        commit(self, previous, version, files)
+        mine.commit(*commit)
 
-    monkeypatch.setattr(type(mine), "commit", after_another)
     gateway.export(200, 249)
-    summary = run(spark, landing, mine)
+    summary = run(spark, landing, Intercepted(mine, commit=after_another))
     assert others == [200]
     assert summary.rows == 0  # its round was thrown away, and what was left to plan had been done
     assert numbers(sink()) == [*range(150), *range(200, 250)]

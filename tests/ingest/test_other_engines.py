@@ -18,6 +18,7 @@ from bridge.ingest.job import run
 from bridge.ingest.prune import prune
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import open_sink
+from tests.ingest.conftest import Intercepted
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_command import command
 from tests.ingest.test_job import numbers
@@ -71,20 +72,18 @@ def test_a_column_of_the_job_that_was_renamed_stops_the_run_before_anything_is_w
 
 
 def test_a_column_that_is_renamed_while_a_round_works_stops_its_commit(
-    spark: Any, landing: StorageLocation, sink: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, sink: Sink
 ) -> None:
     Gateway(landing).export(0, 9)
     mine = sink()
-    target = mine.target
 
     def and_rename() -> Any:
-        found = target()
+        found = mine.target()
         renamed(sink(), "topic", "subject")
         return found
 
-    monkeypatch.setattr(mine, "target", and_rename)
     with pytest.raises(IngestError, match=r"its column topic \(string\) was renamed"):
-        run(spark, landing, mine)
+        run(spark, landing, Intercepted(mine, target=and_rename))
     assert sink().rows() == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ import pyarrow as pa
 import pyspark
 import pytest
 
-from bridge.ingest import refine
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError
 from bridge.ingest.job import run
 from bridge.ingest.payloads import column_names, infer, texts
-from bridge.ingest.refine import Refinement
+from bridge.ingest.refine import Refined, Refinement
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
+from tests.ingest.conftest import Intercepted
 from tests.ingest.deletes import delete_rows
 from tests.ingest.gateway import Gateway
 
@@ -42,9 +43,17 @@ class Lake:
     def ingest(self) -> int:
         return run(self.spark, self.landing, open_sink(self.options)).rows
 
-    def refine(self, **settings: Any) -> refine.Refined:
+    def refine(self, before_commit: Callable[[str], None] = lambda kind: None, **settings: Any) -> Refined:
+        """Refine once; `before_commit` is called with "rejects" and with "typed"."""
+
         def make(kind: str, schema: Any) -> Any:
-            return open_sink(self._options("readings" if kind == "typed" else "rejects"), schema)
+            sink = open_sink(self._options("readings" if kind == "typed" else "rejects"), schema)
+
+            def commit(*arguments: Any) -> None:
+                before_commit(kind)
+                sink.commit(*arguments)
+
+            return Intercepted(sink, commit=commit)
 
         return Refinement(open_sink(self.options), make, **settings).run(self.spark)
 
@@ -204,24 +213,18 @@ def test_a_schema_that_spark_cannot_read_is_named(
 
 @pytest.mark.spark
 def test_a_crash_between_the_commits_of_the_two_tables_is_repaired_by_the_next_run(
-    lake: Lake, landing: StorageLocation, monkeypatch: pytest.MonkeyPatch
+    lake: Lake, landing: StorageLocation
 ) -> None:
     payloads = [b'{"temp":1}', b"bad"]
     Gateway(landing).export(0, 9, payload=lambda n: payloads[n % 2])
     lake.ingest()
-    commit = refine._commit
-    calls: list[int] = []
 
-    def dying(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
+    def die(kind: str) -> None:
+        if kind == "typed":
             raise KeyboardInterrupt
-        commit(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(refine, "_commit", dying)
-        with pytest.raises(KeyboardInterrupt):
-            lake.refine(schema="temp INT")
+    with pytest.raises(KeyboardInterrupt):
+        lake.refine(die, schema="temp INT")
     assert (lake.numbers("readings"), lake.numbers("rejects")) == ([], [1, 3, 5, 7, 9])
     Gateway(landing).export(10, 19, payload=lambda n: payloads[n % 2])
     lake.ingest()
@@ -230,26 +233,18 @@ def test_a_crash_between_the_commits_of_the_two_tables_is_repaired_by_the_next_r
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize("at", [1, 2], ids=["rejects", "typed"])
-def test_two_runs_at_once_store_everything_once(
-    lake: Lake, landing: StorageLocation, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
+@pytest.mark.parametrize("at", ["rejects", "typed"])
+def test_two_runs_at_once_store_everything_once(lake: Lake, landing: StorageLocation, at: str) -> None:
     payloads = [b'{"temp":1}', b"bad"]
     Gateway(landing).export(0, 9, payload=lambda n: payloads[n % 2])
     lake.ingest()
-    commit = refine._commit
-    calls: list[int] = []
 
-    def after_another(*arguments: Any) -> None:  # another run does it all between work and this commit
-        calls.append(1)
-        if len(calls) == at:
+    def another(kind: str) -> None:  # a run that does it all between work and this commit
+        if kind == at:
             lake.refine(schema="temp INT")
-        commit(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(refine, "_commit", after_another)
-        with pytest.raises(CommitConflict, match="another run committed first"):
-            lake.refine(schema="temp INT")
+    with pytest.raises(CommitConflict, match="another run committed first"):
+        lake.refine(another, schema="temp INT")
     assert (lake.numbers("readings"), lake.numbers("rejects")) == ([*range(0, 10, 2)], [*range(1, 10, 2)])
     for name in ("readings", "rejects"):  # the files of the round that lost are gone
         sink = open_sink(lake._options(name), pa.schema([]))

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from bridge.ingest import state
 from bridge.ingest.decode import decode
 from bridge.ingest.errors import BadOption, CommitConflict, StateMissing
 from bridge.ingest.files import DataFile, DayFiles
@@ -140,10 +138,10 @@ def test_state_documents_are_found_by_whoever_opens_the_table(table: Open) -> No
     assert StateStore(table().state()).load(table().pointer()).notes == {"note": "mine"}
 
 
-def committed(sink: Any, note: str) -> int:
-    """Commit a round without files, as a run does."""
+def committed(sink: Any, note: str, age: int = 0) -> int:
+    """Commit a round without files, as a run does that many days ago."""
     sink.target()
-    states = StateStore(sink.state())
+    states = StateStore(sink.state(), days_ago(age))
     known = states.load(sink.pointer())
     version = states.save(TableState(notes={"note": note}), known.version)
     sink.commit(known.version, version, [])
@@ -151,21 +149,19 @@ def committed(sink: Any, note: str) -> int:
     return version
 
 
-def days_ago(days: int) -> Any:
-    """A clock for the module `state`."""
-    return SimpleNamespace(time_ns=lambda: time.time_ns() - days * 24 * 3600 * 10**9)
+def days_ago(days: int) -> Callable[[], int]:
+    """A clock that is so many days slow."""
+    return lambda: time.time_ns() - days * 24 * 3600 * 10**9
 
 
 def test_a_table_can_be_rolled_back_by_a_week_though_its_state_then_was_older(
-    table: Open, monkeypatch: pytest.MonkeyPatch
+    table: Open,
 ) -> None:
-    monkeypatch.setattr(state, "time", days_ago(10))
-    older = committed(table(), "not needed any more")
-    monkeypatch.setattr(state, "time", days_ago(9))
-    then = committed(table(), "what the table had for the last week")
-    monkeypatch.setattr(state, "time", days_ago(8))
-    StateStore(table().state()).save(TableState(), then)  # of a run that was killed before its commit
-    monkeypatch.setattr(state, "time", time)
+    older = committed(table(), "not needed any more", age=10)
+    then = committed(table(), "what the table had for the last week", age=9)
+    StateStore(table().state(), days_ago(8)).save(
+        TableState(), then
+    )  # of a run that was killed before its commit
     now = committed(table(), "now")
     states = StateStore(table().state())
     assert states.load(then).notes == {"note": "what the table had for the last week"}
@@ -176,9 +172,7 @@ def test_a_table_can_be_rolled_back_by_a_week_though_its_state_then_was_older(
 
 
 @pytest.mark.parametrize("kind", ["iceberg", "delta"])
-def test_tables_with_one_place_for_their_state_leave_each_others_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_tables_with_one_place_for_their_state_leave_each_others_alone(tmp_path: Path, kind: str) -> None:
     def opened(name: str) -> Any:
         if kind == "delta":
             return open_sink(
@@ -186,10 +180,8 @@ def test_tables_with_one_place_for_their_state_leave_each_others_alone(
             )
         return open_sink(TableOptions(f"lake.{name}", str(tmp_path), state=str(tmp_path / "state")))
 
-    monkeypatch.setattr(state, "time", days_ago(8))
-    committed(opened("one"), "one")
-    committed(opened("one"), "one again")
-    monkeypatch.setattr(state, "time", time)
+    committed(opened("one"), "one", age=8)
+    committed(opened("one"), "one again", age=8)
     committed(opened("other"), "other")
     committed(opened("other"), "other again")
     found = [StateStore(sink.state()).load(sink.pointer()) for sink in map(opened, ("one", "other"))]
@@ -197,21 +189,17 @@ def test_tables_with_one_place_for_their_state_leave_each_others_alone(
 
 
 @pytest.mark.parametrize("kind", ["iceberg of two catalogs", "delta", "delta of two hosts"])
-def test_tables_whose_names_are_alike_never_lose_their_state_to_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_tables_whose_names_are_alike_never_lose_their_state_to_each_other(tmp_path: Path, kind: str) -> None:
     options = {
         "iceberg of two catalogs": [TableOptions(warehouse=str(tmp_path / name)) for name in ("a", "b")],
         "delta": [TableOptions(delta=str(tmp_path / name)) for name in ("site_a/m", "site/a_m")],
         "delta of two hosts": [TableOptions(delta=str(tmp_path / "m"))] * 2,
     }[kind]
     one, other = (open_sink(replace(each, state=str(tmp_path / "state"))) for each in options)
-    monkeypatch.setattr(state, "time", days_ago(8))
-    committed(one, "one")
+    committed(one, "one", age=8)
     if kind == "delta of two hosts":
         (tmp_path / "m").rename(tmp_path / "of one host")
-    committed(other, "other")
-    monkeypatch.setattr(state, "time", time)
+    committed(other, "other", age=8)
     committed(other, "other again")
     committed(other, "and again")
     if kind == "delta of two hosts":
@@ -221,16 +209,14 @@ def test_tables_whose_names_are_alike_never_lose_their_state_to_each_other(
 
 
 def test_a_table_that_is_not_made_yet_deletes_no_state_of_its_namesake(
-    tmp_path: Path, landing: StorageLocation, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, landing: StorageLocation
 ) -> None:
     Gateway(landing).report()
     options = TableOptions(warehouse=str(tmp_path / "old"), state=str(tmp_path / "state"))
     open_sink(options).target()
-    monkeypatch.setattr(state, "time", days_ago(8))
     at = StorageLocation(str(tmp_path / "state" / "lake.messages"))  # where earlier versions had it
-    version = StateStore(at).save(TableState(notes={"note": "old"}), None)
+    version = StateStore(at, days_ago(8)).save(TableState(notes={"note": "old"}), None)
     open_sink(options).commit(None, version, [])
-    monkeypatch.setattr(state, "time", time)
     run(pytest.fail, landing, open_sink(replace(options, warehouse=str(tmp_path / "new"))))
     assert load_state(open_sink(options)).notes == {"note": "old"}
 

@@ -11,9 +11,8 @@ from threading import Thread
 import pytest
 from botocore.exceptions import BotoCoreError
 
-from bridge.ingest import store
 from bridge.ingest.errors import Vanished
-from bridge.ingest.store import StorageLocation
+from bridge.ingest.store import READS, S3Store, StorageLocation
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -47,13 +46,12 @@ def breaking(times: int) -> Iterator[str]:
 def test_an_object_whose_connection_breaks_is_read_again_and_not_its_whole_task(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store, "RETRY_INTERVAL", 0.01)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    with breaking(store.READS - 1) as endpoint:
-        assert StorageLocation("s3://bucket", endpoint).open().get("key") == CONTENT
-    with breaking(store.READS) as endpoint, pytest.raises(BotoCoreError):
-        StorageLocation("s3://bucket", endpoint).open().get("key")
+    with breaking(READS - 1) as endpoint:
+        assert S3Store("bucket", "", endpoint, retry_interval=0.01).get("key") == CONTENT
+    with breaking(READS) as endpoint, pytest.raises(BotoCoreError):
+        S3Store("bucket", "", endpoint, retry_interval=0.01).get("key")
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])

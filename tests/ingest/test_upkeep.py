@@ -12,7 +12,9 @@ from pyiceberg.manifest import DataFileContent
 
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.job import run
+from bridge.ingest.sinks.compact import compact
 from bridge.ingest.store import StorageLocation
+from tests.ingest.conftest import Intercepted
 from tests.ingest.deletes import delete_rows
 from tests.ingest.gateway import Gateway, reported
 from tests.ingest.test_command import command
@@ -45,19 +47,17 @@ def test_compaction_merges_small_files_and_keeps_every_row(
 
 @pytest.mark.spark
 def test_compaction_and_a_round_at_the_same_time_both_count(
-    spark: Any, landing: StorageLocation, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     rounds(spark, landing, iceberg)
     mine = iceberg()
-    replace = mine.replace
 
     def late(*arguments: Any) -> None:
         Gateway(landing).export(30, 39)
         assert run(spark, landing, iceberg()).rows == 10
-        replace(*arguments)
+        mine.replace(*arguments)
 
-    monkeypatch.setattr(mine, "replace", late)
-    mine.compact(spark)
+    compact(spark, Intercepted(mine, replace=late))
     assert numbers(iceberg()) == list(range(40))
     assert sorted(file.rows for file in iceberg().files()) == [10, 30]
 
@@ -84,19 +84,17 @@ def test_compaction_leaves_files_alone_in_which_another_engine_has_deleted_rows(
 
 @pytest.mark.spark
 def test_rows_that_another_engine_deletes_during_compaction_stay_deleted(
-    spark: Any, landing: StorageLocation, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+    spark: Any, landing: StorageLocation, iceberg: Sink
 ) -> None:
     rounds(spark, landing, iceberg)
     mine = iceberg()
-    replace = mine.replace
 
     def late(*arguments: Any) -> None:
         delete_rows(iceberg(), iceberg().files()[0], [0, 1, 2])
-        replace(*arguments)
+        mine.replace(*arguments)
 
-    monkeypatch.setattr(mine, "replace", late)
     with pytest.raises(CommitConflict, match="another engine has deleted rows in files to be compacted"):
-        mine.compact(spark)
+        compact(spark, Intercepted(mine, replace=late))
     assert numbers(iceberg()) == list(range(3, 30))
 
 
