@@ -24,6 +24,16 @@ PARTITIONS = ("ingest_date", "ingest_day")  # reserved by the sinks: no column o
 MAX_EXTRAS = 100  # columns that all objects together may add to the table
 
 
+def shaped(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the table with exactly the columns of the schema; missing ones are null."""
+    have = set(table.column_names)
+    columns = [
+        table[field.name].cast(field.type) if field.name in have else pa.nulls(table.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
 def is_variant(kind: pa.DataType) -> bool:
     """Return whether this is Spark's VARIANT: in Arrow, a struct with a marker on one of its fields."""
     return pa.types.is_struct(kind) and any(

@@ -212,7 +212,7 @@ def refine(
             return open_sink(replace(own, delta=name) if where.delta else replace(own, name=name), columns)
 
         try:
-            done = Refinement(messages, make, form, schema, stream or ()).run(session)
+            done = Refinement(session, messages, make, form, schema, stream or ()).run()
         finally:
             session.stop()
         if as_json:

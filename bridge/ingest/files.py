@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from bridge.ingest.columns import shaped
 from bridge.ingest.store import StorageLocation
 
 GROUP_ROWS = 200_000
@@ -25,6 +26,20 @@ GROUP_BYTES = 64 << 20
 BUFFERED = 128 << 20
 OPEN = 64  # files at a time: an object may hold one message a day for many years
 STATISTICS = ["gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where and how to write the data files of a table. It travels to the executors."""
+
+    location: StorageLocation
+    folder: str  # the part of a file's folder before the `=`
+    schema: bytes  # serialized Arrow schema (with the field ids of the table, if any), for any pyarrow
+    extras: tuple[str, ...]  # columns of the table in addition to the required ones
+    label: str = ""  # prefix of the file names, by which the leftovers of a round are found
+
+    def arrow(self) -> pa.Schema:
+        return pa.ipc.read_schema(pa.py_buffer(self.schema))
 
 
 @dataclass(slots=True)
@@ -45,15 +60,12 @@ class DataFile:
 class _Day:
     """One open file and its buffered rows."""
 
-    def __init__(
-        self, location: StorageLocation, schema: pa.Schema, day: str, folder: str, label: str
-    ) -> None:
-        self.file = DataFile(f"{folder}={day}/{label}{uuid4()}.parquet", day)
-        self.schema = schema
+    def __init__(self, target: Target, schema: pa.Schema, day: str) -> None:
+        self.file = DataFile(f"{target.folder}={day}/{target.label}{uuid4()}.parquet", day)
         self.pending: list[pa.Table] = []
         self.rows = self.bytes = 0
         self.stack = ExitStack()
-        self.sink = self.stack.enter_context(location.open().writer(self.file.path))
+        self.sink = self.stack.enter_context(target.location.open().writer(self.file.path))
         self.writer = self.stack.enter_context(
             pq.ParquetWriter(
                 self.sink,
@@ -87,14 +99,10 @@ class _Day:
 
 
 class DayFiles:
-    """The files of one task, as a context manager: they are complete when the block ends.
+    """The files of one task, as a context manager: they are complete when the block ends."""
 
-    `schema` is the schema of the files (with the field ids of the table, if it has any), `folder` the part of
-    a file's folder before the `=`, and `label` the prefix of the file names.
-    """
-
-    def __init__(self, location: StorageLocation, schema: pa.Schema, folder: str, label: str = "") -> None:
-        self.location, self.schema, self.folder, self.label = location, schema, folder, label
+    def __init__(self, target: Target) -> None:
+        self.target, self.schema = target, target.arrow()
         self._days: dict[str, _Day] = {}
         self.written: list[DataFile] = []
 
@@ -113,7 +121,7 @@ class DayFiles:
 
     def add(self, table: pa.Table) -> None:
         """Write the rows; missing columns are null."""
-        table = self._shaped(table)
+        table = shaped(table, self.schema)
         times = table["ingest_time"]
         bounds = pc.min_max(times.cast(pa.int64())).as_py()
         first, last = (_day_of(bounds[end]) for end in ("min", "max"))
@@ -131,21 +139,13 @@ class DayFiles:
         if day is None:
             if len(self._days) == OPEN:
                 self.written.append(self._days.pop(next(iter(self._days))).finish())
-            day = self._days[name] = _Day(self.location, self.schema, name, self.folder, self.label)
+            day = self._days[name] = _Day(self.target, self.schema, name)
         for column in ("gateway", "stream", "epoch", "sequence_number"):
             ends = pc.min_max(part[column]).as_py()
             day.file.widen(column, ends["min"], ends["max"])
         ends = pc.min_max(part["ingest_time"].cast(pa.int64())).as_py()
         day.file.widen("ingest_time", ends["min"], ends["max"])
         day.add(part)
-
-    def _shaped(self, table: pa.Table) -> pa.Table:
-        have = set(table.column_names)
-        columns = [
-            table[field.name].cast(field.type) if field.name in have else pa.nulls(table.num_rows, field.type)
-            for field in self.schema
-        ]
-        return pa.Table.from_arrays(columns, schema=self.schema)
 
 
 def _repeating(schema: pa.Schema) -> list[str]:

@@ -39,15 +39,6 @@ class ReportedStream:
     exported: int
     dropped: tuple[tuple[int, int, str], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "updated": self.updated,
-            "oldest": self.oldest,
-            "newest": self.newest,
-            "exported": self.exported,
-            "dropped": [list(drop) for drop in self.dropped],
-        }
-
     @classmethod
     def from_json(cls, data: dict[str, Any], updated: int) -> ReportedStream:
         dropped = tuple((int(low), int(high), line(why)) for low, high, why in data.get("dropped") or ())

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from bridge.ingest.errors import IngestError
+from bridge.ingest.files import Target
 from bridge.ingest.store import StorageLocation
-from bridge.ingest.worker import Target, process
+from bridge.ingest.worker import process
 
 FIRST_VICTIM = "1000"  # oom_score_adj: the kernel kills the child rather than the worker or the JVM
 START = "from bridge.ingest.isolated import main; main()"

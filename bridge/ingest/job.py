@@ -9,7 +9,6 @@ commit.
 from __future__ import annotations
 
 import base64
-import json
 import re
 import time
 from collections import defaultdict
@@ -17,17 +16,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 from bridge.ingest.columns import MAX_EXTRAS
 from bridge.ingest.errors import CommitConflict
-from bridge.ingest.files import DataFile
+from bridge.ingest.files import DataFile, Target
 from bridge.ingest.gateway_reports import GatewayReports, read_gateway_reports
-from bridge.ingest.planner import Inventory, Plan, RoundLimits, StreamId, Work, plan
+from bridge.ingest.planner import Inventory, Plan, RoundLimits, StreamId, Work, grouped, plan
 from bridge.ingest.report import Name, Report, build
-from bridge.ingest.session import watched
 from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, sweep_on_error
 from bridge.ingest.state import Piece, Quarantined, StateStore, TableState
 from bridge.ingest.store import StorageLocation
-from bridge.ingest.worker import STATUS, Target, pack, task
+from bridge.ingest.worker import collected, numbered, pack, task
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -187,9 +187,9 @@ def _round(
         parts = split(todo, _slots(spark))
         done.tasks = len(parts)
         rows = _work(spark, [pack(part) for part in parts], source, target, f"round {done.number}")
-        outcomes = {body["key"]: body for body in _bodies(rows, "object")}
-        files = [DataFile(**body) for body in _bodies(rows, "file")]
-        if any(body["number"] for body in _bodies(rows, "attempt")):
+        outcomes = {body["key"]: body for body in rows["object"]}
+        files = [DataFile(**body) for body in rows["file"]]
+        if any(body["number"] for body in rows["attempt"]):
             sweep(target, keep=files)
         done.work_seconds = time.monotonic() - start
 
@@ -217,22 +217,16 @@ def _round(
 
 def _work(
     spark: SparkSession, parts: list[bytes], source: StorageLocation, target: Target, what: str
-) -> list[Any]:
+) -> dict[str, list[Any]]:
     """Return the status rows of the tasks. If a worker died in the last attempt, run all again, isolated."""
-
-    def rows(*, isolated: bool) -> list[Any]:
-        frame: Any = spark.range(0, len(parts), 1, len(parts))
-        frame = frame.mapInArrow(task(parts, source, target, isolated=isolated), STATUS)
-        found: list[Any] = watched(spark, what, frame.collect)
-        return found
-
+    frame = numbered(spark, parts)
     try:
-        return rows(isolated=False)
+        return collected(spark, what, frame, task(parts, source, target))
     except Exception as error:  # of pyspark or py4j, depending on the version
         if not DEAD_WORKER.search(str(error)):
             raise
     sweep(target)
-    return rows(isolated=True)
+    return collected(spark, what, frame, task(parts, source, target, isolated=True))
 
 
 def _apply(
@@ -285,27 +279,13 @@ def _columns(outcomes: dict[str, dict[str, Any]], room: int) -> dict[str, Any]:
 
 
 def _schema_of(outcome: dict[str, Any]) -> Any:
-    import pyarrow as pa
-
     return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(outcome["columns"])))
-
-
-def _bodies(rows: Sequence[Any], kind: str) -> list[dict[str, Any]]:
-    return [json.loads(row.body) for row in rows if row.kind == kind]
 
 
 def split(todo: Plan, slots: int) -> list[list[Work]]:
     """Split the work into tasks of about the same bytes, in order, with at least one for each slot."""
-    per = max(1, min(TASK_BYTES, -(-todo.bytes // slots)))
-    parts: list[list[Work]] = [[]]
-    filled = 0
-    for work in todo.work:
-        if parts[-1] and filled + work.item.size > per:
-            parts.append([])
-            filled = 0
-        parts[-1].append(work)
-        filled += work.item.size
-    return parts
+    limit = max(1, min(TASK_BYTES, -(-todo.bytes // slots)))
+    return grouped(todo.work, lambda work: work.item.size, limit)
 
 
 def _slots(spark: SparkSession) -> int:

@@ -12,14 +12,15 @@ key, same ETag) is skipped until it is uploaded again.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from bridge.ingest.ranges import Pair, Ranges, size
+from bridge.ingest.ranges import Pair, Ranges
 from bridge.ingest.store import Entry
 from bridge.objectkeys import REPORTS, parse_key
 
+T = TypeVar("T")
 MAX_ROWS = 5_000_000  # of an object: 100 bytes of memory each, of the 512 MiB that an object may take
 
 
@@ -68,7 +69,6 @@ class Plan:
     """The work of one round, in the order of streams and numbers."""
 
     work: list[Work] = field(default_factory=list)
-    rows: int = 0
     bytes: int = 0
 
 
@@ -76,10 +76,8 @@ class Plan:
 class Tally:
     """The totals of a stream's object keys."""
 
-    objects: int = 0
     rows: int = 0
     numbers: Ranges = field(default_factory=Ranges)
-    bytes: int = 0
 
     @property
     def duplicates(self) -> int:
@@ -118,16 +116,14 @@ class Inventory:
         return dict(self.streams)
 
     def tally(self, without: Container[tuple[str, str]]) -> dict[StreamId, Tally]:
-        """Count objects and rows per stream, without the objects of these keys and ETags."""
+        """Count the rows per stream, without the objects of these keys and ETags."""
         result: dict[StreamId, Tally] = {}
         for stream, items in self.streams.items():
             total = Tally()
             for item in items:
                 if (item.key, item.etag) in without:
                     continue
-                total.objects += 1
                 total.rows += item.last - item.first + 1
-                total.bytes += item.size
                 total.numbers.add(item.first, item.last)
             result[stream] = total
         return result
@@ -152,6 +148,19 @@ def _is_plain(name: str) -> bool:
         and name.isascii()
         and name[:20] <= name[21:41] <= "09223372036854775807"
     )
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Cut the items, in order, into groups of at most `limit` in size; a larger item is a group alone."""
+    groups: list[list[T]] = []
+    filled = limit
+    for item in items:
+        if not groups or filled + size(item) > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size(item)
+    return groups
 
 
 def plan(
@@ -189,7 +198,6 @@ def plan(
                 if item.last - item.first < MAX_ROWS:  # else it will be refused, and covers nothing
                     reach.update(fresh)
                 result.work.append(Work(stream, item, fresh))
-                result.rows += size(fresh)
                 result.bytes += item.size
         if rest:
             pending[stream] = rest

@@ -13,27 +13,26 @@ there because another engine has compacted the table.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import pyarrow as pa
 import pyspark
 
 from bridge.ingest.columns import has_variant, is_variant
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.payloads import KEYS, column_names, infer
-from bridge.ingest.planner import StreamId
+from bridge.ingest.planner import StreamId, grouped
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
-from bridge.ingest.session import watched
+from bridge.ingest.session import arrow_schema
 from bridge.ingest.sinks.base import LiveFile, Sink, described, discard, labelled, sweep, sweep_on_error
 from bridge.ingest.state import StateStore, TableState, load_state
-from bridge.ingest.worker import STATUS
+from bridge.ingest.worker import collected, numbered
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
@@ -63,6 +62,9 @@ class Output:
     state: TableState
 
 
+Outputs = dict[str, Output]
+
+
 @dataclass(slots=True)
 class Refinement:
     """A table of messages to refine: its streams (none: all), the format of payloads, and the schema.
@@ -70,6 +72,7 @@ class Refinement:
     The schema is DDL, "infer", or "variant": the whole payload in one column of Spark's VARIANT.
     """
 
+    spark: SparkSession
     messages: Sink
     make: Callable[[str, pa.Schema], Sink]  # opens the table "typed" or "rejects" with these columns
     form: str = "json"
@@ -78,7 +81,7 @@ class Refinement:
     max_bytes: int = 4 << 30
     done: Refined = field(default_factory=Refined)
 
-    def run(self, spark: SparkSession) -> Refined:
+    def run(self) -> Refined:
         """Refine all messages that the typed table does not have yet.
 
         Raises BadOption for the schema, IngestError if numbers are in no data file or rows were deleted, and
@@ -93,41 +96,44 @@ class Refinement:
         files = self.messages.files()
         if not wanted or not files:
             return self.done
-        keys = _arrow(spark.createDataFrame([], READ.rsplit(",", 2)[0]).schema)
-        rejects = self.make("rejects", _with(keys, payload="binary", reason="string"))
-        ddl = self._schema(spark, wanted, files, keys)
+        keys = arrow_schema(self.spark.createDataFrame([], READ.rsplit(",", 2)[0]).schema)
+        rejects = self.make("rejects", pa.schema([*keys, ("payload", pa.binary()), ("reason", pa.string())]))
+        ddl = self._schema(wanted, files, keys)
         self.done.schema = ddl
-        types = _renamed(_parsed(spark, ddl))
-        columns = _arrow(types)
+        types = _renamed(_parsed(self.spark, ddl))
+        columns = arrow_schema(types)
         if any(has_variant(column.type) and not is_variant(column.type) for column in columns):
             raise BadOption(f"--schema {ddl}: VARIANT can be a whole column, but not part of one")
-        typed = self.make("typed", _joined(keys, columns))
+        typed = self.make("typed", pa.schema([*keys, *columns]))
         _same_types(ddl, typed)
         typed.add_columns({column.name: column.type for column in columns})
-        outputs = {kind: Output(sink, _load(sink)) for kind, sink in (("rejects", rejects), ("typed", typed))}
+        outputs = {
+            kind: Output(sink, load_state(sink)) for kind, sink in (("rejects", rejects), ("typed", typed))
+        }
         fresh = {kind: _fresh(wanted, output.state) for kind, output in outputs.items()}
         if fresh["typed"] != fresh["rejects"]:  # a crash between two commits
             for kind, output in outputs.items():
-                self._all(spark, ddl, types, {kind: output}, fresh[kind], files)
+                self._all(types, {kind: output}, fresh[kind], files)
         else:
-            self._all(spark, ddl, types, outputs, fresh["typed"], files)
+            self._all(types, outputs, fresh["typed"], files)
         return self.done
 
-    def _schema(self, spark: SparkSession, wanted: Fresh, files: Sequence[LiveFile], keys: pa.Schema) -> str:
+    def _schema(self, wanted: Fresh, files: Sequence[LiveFile], keys: pa.Schema) -> str:
         if self.schema == "variant":
-            if min(int(version.split(".")[0]) for version in (spark.version, pyspark.__version__)) < 4:
+            version = self.spark.version
+            if min(int(each.split(".")[0]) for each in (version, pyspark.__version__)) < 4:
                 raise BadOption(
-                    f"--schema variant: Spark {spark.version} has no VARIANT, it needs Spark 4.0 or newer"
+                    f"--schema variant: Spark {version} has no VARIANT, it needs Spark 4.0 or newer"
                 )
             return VARIANT
         if self.schema != "infer":
             return self.schema
         from pyspark.sql import functions as f
 
-        known = _load(self.make("typed", keys)).notes.get("schema")
+        known = load_state(self.make("typed", keys)).notes.get("schema")
         if known:
             return known
-        frame = self._read(spark, [[file.path] for file in files[:8]], wanted)
+        frame = self._read([[file.path] for file in files[:8]], wanted)
         short = frame.select("text").where(f.length("text") <= SAMPLE_TEXT)
         ddl = infer(row.text for row in short.limit(SAMPLE).collect())
         if not ddl:
@@ -136,25 +142,17 @@ class Refinement:
             )
         return ddl
 
-    def _all(
-        self,
-        spark: SparkSession,
-        ddl: str,
-        types: StructType,
-        outputs: dict[str, Output],
-        fresh: Fresh,
-        files: Sequence[LiveFile],
-    ) -> None:
+    def _all(self, types: StructType, outputs: Outputs, fresh: Fresh, files: Sequence[LiveFile]) -> None:
         """Run rounds until no number is fresh: first over files added since the last run, then over all."""
         done = min(int(output.state.notes.get("added", "-1")) for output in outputs.values())
         newest = max(file.added for file in files)
         new = [file for file in files if file.added > done]
         for candidates in (new, list(files)):
-            for group in _groups(candidates, self.max_bytes):
+            for group in grouped(candidates, _size, self.max_bytes):
                 if not any(fresh.values()):
                     return
                 last = group[-1] is candidates[-1]
-                self._round(spark, ddl, types, outputs, fresh, group, newest if last else done)
+                self._round(types, outputs, fresh, group, newest if last else done)
         if any(fresh.values()):
             stream, ranges = next((stream, ranges) for stream, ranges in fresh.items() if ranges)
             raise IngestError(
@@ -165,8 +163,6 @@ class Refinement:
 
     def _round(
         self,
-        spark: SparkSession,
-        ddl: str,
         types: StructType,
         outputs: dict[str, Output],
         fresh: Fresh,
@@ -179,24 +175,19 @@ class Refinement:
                 "contain them, so nothing is refined; rewrite the files with that engine (Athena: OPTIMIZE, "
                 "Spark: rewrite_data_files, Delta: REORG TABLE ... APPLY (PURGE)) and run again"
             )
-        parts = [[file.path for file in group] for group in _groups(files, TASK_BYTES)]
-        frame = _typed(self._read(spark, parts, fresh), ddl, types, self.form)
+        parts = [[file.path for file in group] for group in grouped(files, _size, TASK_BYTES)]
+        frame = _typed(self._read(parts, fresh), self.done.schema, types, self.form)
         targets = {kind: labelled(output.sink.target()) for kind, output in outputs.items()}
-        work: Any = frame.mapInArrow(writing(targets), STATUS)
         with sweep_on_error(*targets.values()):
-            rows = watched(spark, f"round {self.done.rounds + 1}", work.collect)
+            rows = collected(self.spark, f"round {self.done.rounds + 1}", frame, writing(targets))
         seen: Fresh = {}
-        for row in rows:
-            if row.kind == "seen":
-                gateway, stream, epoch, pairs = json.loads(row.body)
-                seen.setdefault(StreamId(gateway, stream, int(epoch)), Ranges()).update(pairs)
-        written = {
-            kind: [DataFile(**json.loads(row.body)) for row in rows if row.kind == kind] for kind in outputs
-        }
-        if any(json.loads(row.body)["number"] for row in rows if row.kind == "attempt"):
+        for gateway, stream, epoch, pairs in rows["seen"]:
+            seen.setdefault(StreamId(gateway, stream, int(epoch)), Ranges()).update(pairs)
+        written = {kind: [DataFile(**body) for body in rows[kind]] for kind in outputs}
+        if any(body["number"] for body in rows["attempt"]):
             for kind, target in targets.items():
                 sweep(target, keep=written[kind])
-        notes = {"schema": ddl, "added": str(added)}
+        notes = {"schema": self.done.schema, "added": str(added)}
         for kind in list(written):
             try:
                 _commit(outputs[kind], seen, written[kind], notes)
@@ -215,9 +206,9 @@ class Refinement:
         for name, ranges in seen.items():
             fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
 
-    def _read(self, spark: SparkSession, parts: list[list[str]], fresh: Fresh) -> DataFrame:
-        frame = spark.range(0, len(parts), 1, len(parts))
-        return frame.mapInArrow(reading(parts, self.messages.target(), pack_fresh(fresh), self.form), READ)
+    def _read(self, parts: list[list[str]], fresh: Fresh) -> DataFrame:
+        work = reading(parts, self.messages.target(), pack_fresh(fresh), self.form)
+        return numbered(self.spark, parts).mapInArrow(work, READ)
 
 
 def _parsed(spark: SparkSession, ddl: str) -> StructType:
@@ -269,10 +260,6 @@ def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFram
     )
 
 
-def _load(sink: Sink) -> TableState:
-    return load_state(sink)
-
-
 def _fresh(wanted: Fresh, state: TableState) -> Fresh:
     known = state.covered()
     return {
@@ -294,39 +281,8 @@ def _commit(output: Output, seen: Fresh, files: Sequence[DataFile], notes: dict[
     states.prune(version)
 
 
-def _groups(files: Sequence[LiveFile], limit: int) -> list[list[LiveFile]]:
-    groups: list[list[LiveFile]] = []
-    filled = limit
-    for file in files:
-        if not groups or filled + file.size > limit:
-            groups.append([])
-            filled = 0
-        groups[-1].append(file)
-        filled += file.size
-    return groups
-
-
-def _arrow(schema: Any) -> pa.Schema:
-    import pyarrow as pa
-    from pyspark.sql.pandas.types import to_arrow_schema
-
-    try:
-        arrow = to_arrow_schema(schema, timezone="UTC")
-    except TypeError:  # Spark before 4.3 has no such argument, and means UTC
-        arrow = to_arrow_schema(schema)
-    return pa.schema(list(arrow))
-
-
-def _with(keys: pa.Schema, **columns: str) -> pa.Schema:
-    import pyarrow as pa
-
-    return pa.schema([*keys, *((name, getattr(pa, kind)()) for name, kind in columns.items())])
-
-
-def _joined(keys: pa.Schema, more: pa.Schema) -> pa.Schema:
-    import pyarrow as pa
-
-    return pa.schema([*keys, *more])
+def _size(file: LiveFile) -> int:
+    return file.size
 
 
 def _renamed(schema: StructType) -> StructType:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from bridge.ingest.files import DayFiles, Target
 from bridge.ingest.payloads import KEYS, texts
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import shared
-from bridge.ingest.worker import Target, attempt
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+from bridge.ingest.stored import named
+from bridge.ingest.worker import Function, attempt, status
 
 ROWS = (
     "gateway string, stream string, epoch string, sequence_number bigint, ingest_time timestamp, topic string"
@@ -30,7 +33,6 @@ ROWS = (
 READ = f"{ROWS}, payload binary, text string"
 BATCH_ROWS = 10_000
 Fresh = dict[StreamId, Ranges]
-Function = Callable[[Iterable[Any]], Iterator[Any]]
 
 
 def pack_fresh(fresh: Fresh) -> bytes:
@@ -42,13 +44,7 @@ def reading(parts: list[list[str]], messages: Target, packed: bytes, form: str) 
     """Return the function for `spark.range(len(parts)).mapInArrow`: each id is one part, a list of paths."""
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        from bridge.ingest.stored import named
-
-        wanted = [*KEYS, "payload"]
-        schema = pa.ipc.read_schema(pa.py_buffer(messages.schema))
+        wanted, schema = [*KEYS, "payload"], messages.arrow()
         pa.set_cpu_count(1)
         fresh = {
             (gateway, stream, str(epoch)): Ranges(pairs)
@@ -72,8 +68,6 @@ def reading(parts: list[list[str]], messages: Target, packed: bytes, form: str) 
 
 def _fresh_rows(batch: pa.RecordBatch, fresh: dict[tuple[str, str, str], Ranges]) -> pa.Table:
     """Return the rows whose numbers are not refined yet; runs of contiguous numbers are sliced."""
-    import pyarrow as pa
-
     table = pa.Table.from_batches([batch])
     slices = []
     for stream, first, last, start in runs(table):
@@ -86,8 +80,6 @@ def _fresh_rows(batch: pa.RecordBatch, fresh: dict[tuple[str, str, str], Ranges]
 
 def runs(table: pa.Table) -> Iterator[tuple[tuple[str, str, str], int, int, int]]:
     """Yield the runs of contiguous numbers of one stream: (stream, first, last, index of the first row)."""
-    import pyarrow.compute as pc
-
     count = table.num_rows
     if not count:
         return
@@ -106,39 +98,24 @@ def writing(targets: dict[str, Target]) -> Function:
     """Return the function for `mapInArrow` over typed rows; the column `fits` selects the table."""
 
     def run(batches: Iterable[Any]) -> Iterator[Any]:
-        import pyarrow as pa
-
-        from bridge.ingest.files import DayFiles
-
         pa.set_cpu_count(1)
         seen: dict[tuple[str, str, str], Ranges] = {}
-        files = {}
         with ExitStack() as stack:
-            for kind, target in targets.items():
-                schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-                files[kind] = stack.enter_context(
-                    DayFiles(target.location, schema, target.folder, target.label)
-                )
+            files = {kind: stack.enter_context(DayFiles(target)) for kind, target in targets.items()}
             for batch in batches:
                 table = pa.Table.from_batches([batch])
                 for stream, first, last, _ in runs(table):
                     seen.setdefault(stream, Ranges()).add(first, last)
                 fits = table["fits"]
-                for kind, rows in (("typed", table.filter(fits)), ("rejects", table.filter(_not(fits)))):
+                for kind, rows in (("typed", table.filter(fits)), ("rejects", table.filter(pc.invert(fits)))):
                     if kind in files and rows.num_rows:
                         files[kind].add(rows)
-        rows = [(kind, json.dumps(asdict(file))) for kind, into in files.items() for file in into.written]
-        rows.append(("attempt", json.dumps({"number": attempt()})))
-        rows += [("seen", json.dumps([*stream, list(ranges)])) for stream, ranges in seen.items()]
-        yield pa.record_batch(
-            {"kind": [kind for kind, _ in rows], "body": [body for _, body in rows]},
-            schema=pa.schema([("kind", pa.string()), ("body", pa.string())]),
+        yield status(
+            [
+                *((kind, asdict(file)) for kind, into in files.items() for file in into.written),
+                ("attempt", {"number": attempt()}),
+                *(("seen", [*stream, list(ranges)]) for stream, ranges in seen.items()),
+            ]
         )
 
     return run
-
-
-def _not(mask: Any) -> Any:
-    import pyarrow.compute as pc
-
-    return pc.invert(mask)

@@ -20,7 +20,9 @@ from uuid import uuid4
 from bridge.ingest.errors import NotInstalled
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import SparkSession
+    from pyspark.sql.types import StructType
 
 T = TypeVar("T")
 PACKAGES = ("pyspark", "pyarrow", "pandas")
@@ -117,6 +119,18 @@ def open_session(
         )
         with nullcontext() if verbose else _without_greeting():
             return builder.master(master or MASTER).getOrCreate()
+
+
+def arrow_schema(schema: StructType) -> pa.Schema:
+    """Return the Arrow schema of a Spark schema; times are in us of UTC."""
+    import pyarrow as pa
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    try:
+        found = to_arrow_schema(schema, timezone="UTC")
+    except TypeError:  # Spark before 4.3 has no such argument, and means UTC
+        found = to_arrow_schema(schema)
+    return pa.schema(list(found))
 
 
 @contextmanager

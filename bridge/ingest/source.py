@@ -19,17 +19,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
+from bridge.ingest.columns import MESSAGES, shaped
+from bridge.ingest.decode import NewColumns, decode
 from bridge.ingest.errors import BadObject, BadOption, IngestError, Vanished
-from bridge.ingest.planner import Inventory, Item
+from bridge.ingest.planner import Inventory, Item, grouped
 from bridge.ingest.ranges import Ranges
+from bridge.ingest.session import arrow_schema
 from bridge.ingest.store import StorageLocation, shared
 from bridge.ingest.worker import MAX_OBJECT
 from bridge.objectkeys import ObjectKey, parse_key
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
@@ -78,21 +81,11 @@ class ObjectReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         streams = Inventory(self.location.open().list()).streams
-        parts: list[Part] = []
-        filled = 0
-        for stream in sorted(streams):
-            for group in _overlapping(streams[stream]):
-                size = sum(item.size for item in group)
-                if not parts or filled + size > PART_BYTES:
-                    parts.append(Part([]))
-                    filled = 0
-                parts[-1].groups.append([item.key for item in group])
-                filled += size
-        return parts or [Part([])]
+        groups = [group for stream in sorted(streams) for group in _overlapping(streams[stream])]
+        parts = grouped(groups, lambda group: sum(item.size for item in group), PART_BYTES)
+        return [Part([[item.key for item in group] for group in part]) for part in parts or [[]]]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         assert isinstance(partition, Part)
         pa.set_cpu_count(1)
         store = shared(self.location)
@@ -117,23 +110,13 @@ class ObjectReader(DataSourceReader):
                     yield from part.to_batches(max_chunksize=BATCH_ROWS)
 
     def _decode(self, data: bytes, name: ObjectKey, key: str, wanted: pa.Schema) -> pa.Table:
-        import pyarrow as pa
-
-        from bridge.ingest.columns import MESSAGES
-        from bridge.ingest.decode import NewColumns, decode
-
         extras = {field.name: field.type for field in wanted if field.name not in MESSAGES.names}
         try:
             table = decode(data, name, extras)
         except NewColumns as new:  # the query does not ask for them
             table = decode(data, name, extras | new.columns)
         table = table.append_column("object_key", pa.repeat(pa.scalar(key), table.num_rows))
-        have = set(table.column_names)
-        columns = [
-            table[field.name].cast(field.type) if field.name in have else pa.nulls(table.num_rows, field.type)
-            for field in wanted
-        ]
-        return pa.Table.from_arrays(columns, schema=wanted).combine_chunks()
+        return shaped(table, wanted).combine_chunks()
 
 
 def _overlapping(items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -157,15 +140,4 @@ def register(spark: SparkSession) -> None:
 
 def _arrow(schema: StructType) -> pa.Schema:
     """Return the exact schema that Spark expects of the batches: times in us of UTC, everything nullable."""
-    import pyarrow as pa
-    from pyspark.sql.pandas.types import to_arrow_type
-    from pyspark.sql.types import TimestampType
-
-    time = pa.timestamp("us", tz="UTC")
-    is_time = TimestampType()
-    return pa.schema(
-        [
-            (field.name, time if field.dataType == is_time else to_arrow_type(field.dataType))
-            for field in schema
-        ]
-    )
+    return pa.schema([(field.name, field.type) for field in arrow_schema(schema)])

@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.ingest.errors import StateMissing, Vanished, line
@@ -228,7 +228,7 @@ def _stream_to_json(name: StreamId, state: StreamState) -> dict[str, Any]:
         **name._asdict(),
         "covered": [[low, high, state.times.get(low), state.times.get(high)] for low, high in state.covered],
         "late": [state.late_objects, state.late_rows],
-        "head": state.reported.to_json() if state.reported else None,
+        "head": asdict(state.reported) if state.reported else None,
     }
 
 

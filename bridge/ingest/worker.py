@@ -21,20 +21,28 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
+from bridge.ingest.decode import Extras, NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable, Vanished
+from bridge.ingest.files import DayFiles, Target
 from bridge.ingest.planner import Work
+from bridge.ingest.session import watched
 from bridge.ingest.store import StorageLocation, read, shared
 from bridge.objectkeys import parse_key
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
 
 STATUS = "kind string, body string"
+Rows = Iterable[tuple[str, Any]]
+Function = Callable[[Iterable[Any]], Iterator[Any]]
 AHEAD = 2  # objects fetched while one is decoded
 # The largest object that the s3 exporter writes: 256 MiB of payloads and topics (the maximum of
 # `sizeHintBytes`; gzip undoes the growth by base64), the rest of 100,000 lines (two names of at most 255
@@ -43,15 +51,36 @@ AHEAD = 2  # objects fetched while one is decoded
 MAX_OBJECT = (256 * 1024 * 1024 + 100_000 * 700) * 102 // 100
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where and how to write the data files of a table. It travels to the executors."""
+def status(rows: Rows) -> pa.RecordBatch:
+    """Return status rows as Spark takes them."""
+    pairs = [(kind, json.dumps(body)) for kind, body in rows]
+    columns = {"kind": [kind for kind, _ in pairs], "body": [body for _, body in pairs]}
+    return pa.record_batch(columns, pa.schema([("kind", pa.string()), ("body", pa.string())]))
 
-    location: StorageLocation
-    folder: str
-    schema: bytes  # serialized Arrow schema, which every version of pyarrow can read
-    extras: tuple[str, ...]  # columns of the table in addition to the required ones
-    label: str = ""  # prefix of the file names, by which the leftovers of a round are found
+
+def collected(spark: SparkSession, what: str, frame: DataFrame, function: Function) -> dict[str, list[Any]]:
+    """Run the function over the frame and return the bodies of its status rows by kind; `what` names it."""
+    bodies: dict[str, list[Any]] = defaultdict(list)
+    for row in watched(spark, what, frame.mapInArrow(function, STATUS).collect):
+        bodies[row.kind].append(json.loads(row.body))
+    return bodies
+
+
+def numbered(spark: SparkSession, parts: Sequence[Any]) -> DataFrame:
+    """Return a frame with the index of each part, every one in a task of its own."""
+    return spark.range(0, len(parts), 1, len(parts))
+
+
+def each_part(work: Callable[[int], Rows]) -> Function:
+    """Return the function for `mapInArrow` that gives the status rows of `work` for each number."""
+
+    def run(batches: Iterable[Any]) -> Iterator[Any]:
+        pa.set_cpu_count(1)  # Spark has a task per core already
+        for batch in batches:
+            for part in batch.column(0).to_pylist():
+                yield status(work(part))
+
+    return run
 
 
 def pack(work: Sequence[Work]) -> bytes:
@@ -60,32 +89,20 @@ def pack(work: Sequence[Work]) -> bytes:
     return zlib.compress(json.dumps(rows).encode())
 
 
-def task(
-    parts: list[bytes], source: StorageLocation, target: Target, *, isolated: bool = False
-) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """Return the function for `spark.range(len(parts)).mapInArrow`: each id is one part.
+def task(parts: list[bytes], source: StorageLocation, target: Target, *, isolated: bool = False) -> Function:
+    """Return the function that takes the objects of each part.
 
     With `isolated`, the first attempt too reads objects in child processes.
     """
 
-    def run(batches: Iterable[Any]) -> Iterator[Any]:
-        import pyarrow as pa
-
+    def work(part: int) -> Rows:
         from bridge.ingest.isolated import one_by_one
 
-        pa.set_cpu_count(1)  # Spark has a task per core already
-        number = attempt()
-        take = one_by_one if isolated or number else process
-        for batch in batches:
-            for part in batch.column(0).to_pylist():
-                rows = list(take(json.loads(zlib.decompress(parts[part])), source, target))
-                rows.append(("attempt", {"number": number}))
-                yield pa.record_batch(
-                    {"kind": [kind for kind, _ in rows], "body": [json.dumps(body) for _, body in rows]},
-                    schema=pa.schema([("kind", pa.string()), ("body", pa.string())]),
-                )
+        take = one_by_one if isolated or attempt() else process
+        yield from take(json.loads(zlib.decompress(parts[part])), source, target)
+        yield "attempt", {"number": attempt()}
 
-    return run
+    return each_part(work)
 
 
 def attempt() -> int:
@@ -98,17 +115,10 @@ def attempt() -> int:
 
 def process(work: list[Any], source: StorageLocation, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read, check and write the objects of one task."""
-    import pyarrow as pa
-
-    from bridge.ingest.files import DayFiles
-
-    schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-    with DayFiles(target.location, schema, target.folder, target.label) as files:
+    with DayFiles(target) as files:
+        extras = {name: files.schema.field(name).type for name in target.extras}
         for key, etag, fresh, fetched in _fetch(work, source):
-            yield (
-                "object",
-                {"key": key, "etag": etag, **_take(key, fresh, fetched, files, schema, target.extras)},
-            )
+            yield "object", {"key": key, "etag": etag, **_take(key, fresh, fetched, files, extras)}
     for file in files.written:
         yield "file", asdict(file)
 
@@ -128,21 +138,12 @@ def _fetch(
 
 
 def _take(
-    key: str,
-    fresh: list[list[int]],
-    fetched: Future[bytes],
-    files: Any,
-    schema: pa.Schema,
-    extras: tuple[str, ...],
+    key: str, fresh: list[list[int]], fetched: Future[bytes], files: DayFiles, extras: Extras
 ) -> dict[str, Any]:
-    import pyarrow as pa
-
-    from bridge.ingest.decode import NewColumns, decode
-
     name = parse_key(key)
     assert name is not None, key  # the planner plans no other key
     try:
-        table = decode(fetched.result(), name, {extra: schema.field(extra).type for extra in extras})
+        table = decode(fetched.result(), name, extras)
     except BadObject as error:
         return {"status": "bad", "reason": str(error)}
     except Vanished as error:

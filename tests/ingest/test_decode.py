@@ -24,9 +24,10 @@ from bridge.export.planning import MAX_RECORDS
 from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
 from bridge.ingest.decode import MAX_UNPACKED, NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable
+from bridge.ingest.files import Target
 from bridge.ingest.planner import Inventory, RoundLimits, plan
 from bridge.ingest.store import ObjectStore, StorageLocation, read
-from bridge.ingest.worker import MAX_OBJECT, Target, pack, process
+from bridge.ingest.worker import MAX_OBJECT, pack, process
 from bridge.objectkeys import ObjectKey, data_key, parse_key
 from bridge.plugin import discovery
 from tests.ingest.gateway import EPOCH, ndjson, parquet, rows

@@ -10,11 +10,15 @@ import pytest
 
 from bridge.ingest import files
 from bridge.ingest.columns import BASE, TIME
-from bridge.ingest.files import DayFiles
+from bridge.ingest.files import DayFiles, Target
 from bridge.ingest.store import StorageLocation
 from tests.ingest.gateway import rows
 
 DAY = 86_400_000
+
+
+def target(folder: Path) -> Target:
+    return Target(StorageLocation(str(folder)), "day", BASE.serialize().to_pybytes(), ())
 
 
 def messages(first: int, last: int) -> pa.Table:
@@ -27,7 +31,9 @@ def messages(first: int, last: int) -> pa.Table:
 
 
 def test_an_object_of_many_days_never_has_many_files_open(tmp_path: Path) -> None:
-    with DayFiles(StorageLocation(str(tmp_path)), BASE, "day") as writing:
+    with DayFiles(
+        Target(StorageLocation(str(tmp_path)), "day", BASE.serialize().to_pybytes(), ())
+    ) as writing:
         writing.add(messages(0, 149))
         assert len(list(tmp_path.rglob("*.tmp"))) == files.OPEN
         writing.add(messages(0, 9))  # of days whose files are complete by now
@@ -39,7 +45,7 @@ def test_an_object_of_many_days_never_has_many_files_open(tmp_path: Path) -> Non
 
 
 def test_after_an_error_no_open_file_appears(tmp_path: Path) -> None:
-    writing = DayFiles(StorageLocation(str(tmp_path)), BASE, "day")
+    writing = DayFiles(target(tmp_path))
     with pytest.raises(ZeroDivisionError), writing:
         writing.add(messages(0, 9))
         raise ZeroDivisionError

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from bridge.ingest.columns import MESSAGES
+from bridge.ingest.files import Target
 from bridge.ingest.isolated import one_by_one
 from bridge.ingest.job import run
 from bridge.ingest.planner import Inventory, RoundLimits, plan
 from bridge.ingest.sinks.base import labelled
 from bridge.ingest.store import StorageLocation
-from bridge.ingest.worker import Target, pack
+from bridge.ingest.worker import pack
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_job import numbers
 

@@ -55,7 +55,7 @@ class Lake:
 
             return Intercepted(sink, commit=commit)
 
-        return Refinement(open_sink(self.options), make, **settings).run(self.spark)
+        return Refinement(self.spark, open_sink(self.options), make, **settings).run()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         table = open_sink(self._options(name)).read()

@@ -73,9 +73,9 @@ def written(sink: Any, landing: StorageLocation, first: int, last: int, **extra:
     name = parse_key(key)
     assert name is not None
     target = sink.target()
-    schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
+    schema = target.arrow()
     rows = decode(gateway.store.get(key), name, {extra: schema.field(extra).type for extra in target.extras})
-    with DayFiles(target.location, schema, target.folder) as files:
+    with DayFiles(target) as files:
         files.add(rows.append_column("object_key", pa.repeat(pa.scalar(key), rows.num_rows)))
     return files.written
 

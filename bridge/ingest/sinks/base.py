@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from uuid import uuid4
 
 from bridge.ingest.errors import IngestError
-from bridge.ingest.files import DataFile
+from bridge.ingest.files import DataFile, Target
 from bridge.ingest.store import StorageLocation
-from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
     import pyarrow as pa

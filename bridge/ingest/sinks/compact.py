@@ -10,27 +10,28 @@ partitions are not days.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from bridge.ingest.columns import IDENTITY
 from bridge.ingest.errors import IngestError
-from bridge.ingest.files import DataFile
-from bridge.ingest.session import watched
+from bridge.ingest.files import DataFile, DayFiles, Target
+from bridge.ingest.planner import grouped
 from bridge.ingest.sinks.base import Compacted, LiveFile, labelled, sweep_on_error
-from bridge.ingest.worker import STATUS, Target
+from bridge.ingest.store import ObjectStore, shared
+from bridge.ingest.stored import footer, names
+from bridge.ingest.worker import collected, each_part, numbered
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
     from pyspark.sql import SparkSession
 
     from bridge.ingest.sinks.iceberg import IcebergSink
-    from bridge.ingest.store import ObjectStore
 
-T = TypeVar("T")
 FILE_BYTES = 64 << 20
 SMALL = FILE_BYTES // 2
 UNPACKED = 256 << 20  # bytes in memory of the files that are sorted together, however small they are on disk
@@ -57,19 +58,15 @@ def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     unsuitable = [file for file in files if file.has_deletes or (not file.day and file.size < SMALL)]
     bins = list(_bins([file for file in files if file.day and not file.has_deletes]))
     parts = [[file.path for file in group] for group in bins]
-    rows: list[Any] = []
-    if parts:
-        frame = spark.range(0, len(parts), 1, len(parts))
-        target = labelled(sink.layout(IDENTITY))
-        work: Any = frame.mapInArrow(_task(parts, target), STATUS)
-        with sweep_on_error(target):
-            rows = watched(spark, "compact", work.collect)
-    bodies = {
-        kind: [json.loads(row.body) for row in rows if row.kind == kind] for kind in ("file", "old", "left")
-    }
-    old, written = set(bodies["old"]), [DataFile(**body) for body in bodies["file"]]
+    if not parts:
+        return Compacted(left=len(unsuitable))
+    target = labelled(sink.layout(IDENTITY))
+    work = each_part(lambda part: _merge(parts[part], target))
+    with sweep_on_error(target):
+        rows = collected(spark, "compact", numbered(spark, parts), work)
+    old, written = set(rows["old"]), [DataFile(**body) for body in rows["file"]]
     removed = [file for file in files if file.path in old]
-    left = len(unsuitable) + len(bodies["left"])
+    left = len(unsuitable) + len(rows["left"])
     done = Compacted(len(removed), len(written), sum(file.rows for file in written), left)
     if done.rows != sum(file.rows for file in removed):
         raise IngestError(
@@ -88,48 +85,12 @@ def _bins(files: Sequence[LiveFile]) -> Iterator[list[LiveFile]]:
         if file.size < SMALL:
             days.setdefault(file.day, []).append(file)
     for small in days.values():
-        yield from _filled(small, lambda file: file.size, FILE_BYTES)
+        yield from (group for group in grouped(small, lambda file: file.size, FILE_BYTES) if len(group) > 1)
 
 
-def _filled(files: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Group files up to so many bytes; groups of one file are left out."""
-    group: list[T] = []
-    filled = 0
-    for file in files:
-        if group and filled + size(file) > limit:
-            if len(group) > 1:
-                yield group
-            group, filled = [], 0
-        group.append(file)
-        filled += size(file)
-    if len(group) > 1:
-        yield group
-
-
-def _task(parts: list[list[str]], target: Target) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    def run(batches: Iterable[Any]) -> Iterator[Any]:
-        import pyarrow as pa
-
-        pa.set_cpu_count(1)
-        for batch in batches:
-            for part in batch.column(0).to_pylist():
-                rows = list(_work(parts[part], target))
-                yield pa.record_batch(
-                    {"kind": [kind for kind, _ in rows], "body": [json.dumps(body) for _, body in rows]},
-                    schema=pa.schema([("kind", pa.string()), ("body", pa.string())]),
-                )
-
-    return run
-
-
-def _work(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
+def _merge(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
     """Merge files. Yields the status rows `file` (written), `old` (replaced) and `left` (unchanged)."""
-    import pyarrow as pa
-
-    from bridge.ingest.store import shared
-
-    schema = pa.ipc.read_schema(pa.py_buffer(target.schema))
-    store = shared(target.location)
+    schema, store = target.arrow(), shared(target.location)
     suitable: list[_File] = []
     for path in paths:
         file = _inspect(store, path, schema)
@@ -137,15 +98,15 @@ def _work(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
             yield "left", path
         else:
             suitable.append(file)
-    for group in _filled(suitable, lambda file: file.unpacked, UNPACKED):
+    for group in grouped(suitable, lambda file: file.unpacked, UNPACKED):
+        if len(group) == 1:
+            continue
         yield from (("file", asdict(written)) for written in _merged(store, group, target, schema))
         yield from (("old", file.path) for file in group)
 
 
 def _inspect(store: ObjectStore, path: str, schema: pa.Schema) -> _File | None:
     """Read the footer of a file; None if the table lacks one of the file's columns."""
-    from bridge.ingest.stored import footer, names
-
     found = footer(store, path)
     columns = found.schema.to_arrow_schema()
     known = names(columns, schema)
@@ -157,8 +118,6 @@ def _inspect(store: ObjectStore, path: str, schema: pa.Schema) -> _File | None:
 
 
 def _repeating(found: pq.FileMetaData, columns: pa.Schema, known: dict[str, str]) -> frozenset[str]:
-    import pyarrow as pa
-
     text = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
     groups = (found.row_group(index) for index in range(found.num_row_groups))
     chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
@@ -172,11 +131,6 @@ def _repeating(found: pq.FileMetaData, columns: pa.Schema, known: dict[str, str]
 
 def _merged(store: ObjectStore, group: list[_File], target: Target, schema: pa.Schema) -> list[DataFile]:
     """Write the rows of some files into new ones, sorted."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    from bridge.ingest.files import DayFiles
-
     repeating = frozenset().union(*(file.repeating for file in group))
     tables = [_read(store, file, repeating, schema) for file in group]
     # older files have fewer columns
@@ -185,7 +139,7 @@ def _merged(store: ObjectStore, group: list[_File], target: Target, schema: pa.S
     keys = pa.table({name: table[name].cast(schema.field(name).type) for name in ORDER})
     order = pc.sort_indices(keys, sort_keys=[(name, "ascending") for name in ORDER])
     del keys
-    with DayFiles(target.location, schema, target.folder, target.label) as files:
+    with DayFiles(target) as files:
         for start in range(0, table.num_rows, SLICE_ROWS):
             files.add(table.take(order.slice(start, SLICE_ROWS)))
     return files.written
@@ -193,9 +147,6 @@ def _merged(store: ObjectStore, group: list[_File], target: Target, schema: pa.S
 
 def _read(store: ObjectStore, file: _File, repeating: frozenset[str], schema: pa.Schema) -> pa.Table:
     """Read a file under the table's column names; `repeating` columns stay dictionary-encoded."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     once = [name for name, known in file.names.items() if known in repeating]
     source = pa.BufferReader(store.get(file.path))
     table = pq.read_table(source, use_threads=False, read_dictionary=once)

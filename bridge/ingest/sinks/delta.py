@@ -20,11 +20,10 @@ from deltalake.transaction import AddAction
 
 from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
 from bridge.ingest.errors import CommitConflict, IngestError
-from bridge.ingest.files import DataFile
+from bridge.ingest.files import DataFile, Target
 from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
 from bridge.ingest.store import StorageLocation, table_folder
 from bridge.ingest.stored import footer
-from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

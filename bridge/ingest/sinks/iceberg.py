@@ -31,11 +31,10 @@ from pyiceberg.typedef import Record
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, has_variant
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError, NoTable, StateMissing
-from bridge.ingest.files import DataFile, day_number
+from bridge.ingest.files import DataFile, Target, day_number
 from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
 from bridge.ingest.state import StateStore
 from bridge.ingest.store import StorageLocation, table_folder
-from bridge.ingest.worker import Target
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
