@@ -3,9 +3,8 @@
 
     client.py      StreamManagerClient
     link.py        the MQTT connection: requests, replies, reconnect
-    data.py        the data classes and enumerations; base.py has what they share
+    data.py        the data classes, enumerations and `Util`; base.py has what they share
     exceptions.py  the exceptions
-    util.py        JSON bodies for SiteWise and S3 exports
 """
 
 from bridge.client.client import StreamManagerClient
@@ -33,6 +32,7 @@ from bridge.client.data import (
     StatusLevel,
     StatusMessage,
     TimeInNanos,
+    Util,
     Variant,
 )
 from bridge.client.exceptions import (
@@ -54,7 +54,6 @@ from bridge.client.exceptions import (
     UpdateNotAllowedException,
     ValidationException,
 )
-from bridge.client.util import Util
 from bridge.model import Limits, Persistence, StrategyOnFull
 
 __all__ = [

@@ -9,8 +9,9 @@ and `ReadMessagesOptions` have `topic`. Export kinds of plugins, and their keys,
 
 from __future__ import annotations
 
+import json
 from enum import Enum, IntEnum
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta, field
 from msgspec.structs import fields
@@ -18,6 +19,7 @@ from msgspec.structs import fields
 from bridge.client.base import Data
 from bridge.model import MAX_INT32, MAX_INT64, MAX_MILLIS, Limits, Name, Persistence, StrategyOnFull
 
+D = TypeVar("D", bound=Data)
 MIB = 1024 * 1024
 Keys = dict[str, Any]
 Text = Annotated[str, Meta(min_length=1)]
@@ -367,3 +369,24 @@ class PutAssetPropertyValueEntry(Data):
 
     REQUIRED = ("entry_id", "property_values")
     NESTED: ClassVar[dict[str, type[Data]]] = {"property_values": AssetPropertyValue}
+
+
+class Util:
+    """JSON bodies for SiteWise and S3 exports, and of status messages."""
+
+    @staticmethod
+    def validate_and_serialize_to_json_bytes(data: Data) -> bytes:
+        """Return the JSON of a data object; raises ValidationException if it is invalid."""
+        data.check()
+        return json.dumps(_without_empty_lists(data.as_dict())).encode()
+
+    @staticmethod
+    def deserialize_json_bytes_to_obj(bytes: bytes, type: type[D]) -> D:  # noqa: A002 - the SDK's names
+        """Return the data object of a JSON document."""
+        return type.from_dict(json.loads(bytes))
+
+
+def _without_empty_lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_empty_lists(item) for key, item in value.items() if item != []}
+    return value

@@ -28,9 +28,8 @@ from bridge.ingest.console import (
     result,
     result_line,
     stop,
-    usage,
 )
-from bridge.ingest.errors import CommitConflict
+from bridge.ingest.errors import BadOption, CommitConflict
 from bridge.ingest.options import Json, Source, Spark, spark, table, takes
 from bridge.ingest.planner import RoundLimits
 from bridge.ingest.session import PACKAGES, require, require_java
@@ -91,9 +90,9 @@ def ingest(
     with result() as out:
         signal.signal(signal.SIGTERM, stop)
         if source is None:
-            raise usage("--source is missing: s3://bucket/prefix or a directory")
+            raise BadOption("--source is missing: s3://bucket/prefix or a directory")
         if retry_quarantined and every is not None:
-            raise usage("--retry-quarantined is for a single run, without --every")
+            raise BadOption("--retry-quarantined is for a single run, without --every")
         location = _landing(source, where.endpoint)
         require(*PACKAGES)
         require_java(on.remote)
@@ -164,7 +163,7 @@ def accept(
     """
     with result() as out:
         require("pyarrow")
-        from bridge.ingest.accept import accept as go
+        from bridge.ingest.upkeep import accept as go
 
         done = go(_landing(source, where.endpoint), open_existing(where), streams)
         if as_json:
@@ -200,7 +199,7 @@ def refine(
     """
     with result() as out:
         if form not in ("json", "cbor"):
-            raise usage(f"--format {form}: use json or cbor")
+            raise BadOption(f"--format {form}: use json or cbor")
         require(*PACKAGES, *(["cbor2"] if form == "cbor" else []))
         messages = open_existing(where)
         session = on.open("streambridge ingest refine")
@@ -283,7 +282,7 @@ def prune(
     """Delete exported objects that are provably in the table. Quarantined ones stay. Needs no Spark."""
     with result() as out:
         require("pyarrow")
-        from bridge.ingest.prune import prune as go
+        from bridge.ingest.upkeep import prune as go
 
         location = _landing(source, where.endpoint)
         sink = open_existing(where)
@@ -334,7 +333,7 @@ def _landing(source: str, endpoint: str | None) -> StorageLocation:
     """Return the location of the objects. A directory that does not exist is a mistake, not an empty one."""
     location = StorageLocation(source, endpoint)
     if "://" not in source and not Path(source).is_dir():
-        raise usage(f"--source {source}: there is no such directory")
+        raise BadOption(f"--source {source}: there is no such directory")
     return location
 
 

@@ -22,25 +22,16 @@ from typing import Any, TextIO
 
 import typer
 
-from bridge.ingest.errors import BadOption, CommitConflict, IngestError, NoTable, NotInstalled
+from bridge.ingest.errors import IngestError
 from bridge.printable import printable, printable_json
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 EXIT_MISSING = 3
 EXIT_QUARANTINED = 4
-EXIT_CONFLICT = 5
 EXIT_NOTHING = 6
 EXIT_STOPPED = 143
 
-LIBRARIES = (
-    "_internal",
-    "botocore",
-    "deltalake",
-    "pyiceberg",
-    "requests",
-    "sqlalchemy",
-)  # _internal: deltalake's
+# top-level modules of the libraries; deltalake has two
+LIBRARIES = ("_internal", "botocore", "deltalake", "pyiceberg", "requests", "sqlalchemy")
 ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|\u21b3")  # colours and arrows of delta-rs
 
 
@@ -64,11 +55,6 @@ def document(content: dict[str, Any], out: TextIO) -> None:
 def result_line(line: str, out: TextIO) -> None:
     """Print one line of the result as text."""
     print(printable(line), file=out)
-
-
-def usage(message: str) -> typer.Exit:
-    log(f"streambridge ingest: {message}")
-    return typer.Exit(EXIT_USAGE)
 
 
 @contextmanager
@@ -117,17 +103,9 @@ def external_reason(error: Exception) -> str | None:
 def errors() -> Iterator[None]:
     try:
         yield
-    except (BadOption, NotInstalled) as error:
-        raise usage(str(error)) from None
-    except CommitConflict as error:
-        log(f"streambridge ingest: {error}; nothing was added")
-        raise typer.Exit(EXIT_CONFLICT) from None
-    except NoTable as error:
-        log(f"streambridge ingest: {error}")
-        raise typer.Exit(EXIT_NOTHING) from None
     except IngestError as error:
         log(f"streambridge ingest: {error}")
-        raise typer.Exit(EXIT_FAILED) from None
+        raise typer.Exit(error.exit_code) from None
     except Stopped:
         log("streambridge ingest: stopped by SIGTERM; only the rounds that were logged are in the table")
         raise typer.Exit(EXIT_STOPPED) from None
@@ -136,4 +114,4 @@ def errors() -> Iterator[None]:
         if reason is None:
             raise
         log(f"streambridge ingest: {reason}")
-        raise typer.Exit(EXIT_FAILED) from None
+        raise typer.Exit(IngestError.exit_code) from None

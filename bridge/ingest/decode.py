@@ -32,10 +32,9 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from bridge.deflate import GZIP, decompressobj
+from bridge.ingest.bounds import check_parquet, deeper
 from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
 from bridge.ingest.errors import BadObject, Unreadable, line
-from bridge.ingest.nesting import deeper
-from bridge.ingest.parquetsize import check_parquet
 from bridge.ingest.planner import MAX_ROWS
 from bridge.objectkeys import ObjectKey
 
@@ -188,13 +187,14 @@ def _plain(field: pa.Field, extras: Extras) -> pa.DataType:
 
 
 def _parquet(data: bytes, key: ObjectKey, extras: Extras, budget: int) -> pa.Table:
-    sizes = check_parquet(data, key.last - key.first + 1, budget)
+    rows = key.last - key.first + 1
+    at_once = check_parquet(data, rows, budget)
     file = pq.ParquetFile(pa.BufferReader(data))
     _new_columns(file.schema_arrow, extras)  # before anything is decoded
     try:
-        if sizes.rows_at_once >= sizes.rows:
+        if at_once >= rows:
             return file.read(use_threads=False)
-        return _in_batches(file, sizes.rows_at_once, budget)
+        return _in_batches(file, at_once, budget)
     except pa.ArrowNotImplementedError as error:  # another build or version of Arrow may read it
         raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
 
@@ -304,7 +304,7 @@ def _rows(lines: bytes, key: ObjectKey) -> pa.Table:
         {
             **{name: pa.repeat(pa.scalar(value), len(rows)) for name, value in constant.items()},
             "sequence_number": pa.array([row.sequence_number for row in rows], pa.int64()),
-            "ingest_time": _times(pa.array([row.ingest_time for row in rows], pa.string())),
+            "ingest_time": pa.array([row.ingest_time for row in rows], pa.string()).cast(TIME),
             "topic": pa.array([row.topic for row in rows], pa.string()),
             "payload": pa.array([row.payload for row in rows], pa.binary()),
         }
@@ -339,7 +339,7 @@ def _by_arrow(lines: bytes, rows: int, extras: Extras, budget: int) -> pa.Table:
         if guessed:
             table = _read_json(lines, types | guessed, "infer")
     columns: dict[str, Any] = {name: table[name] for name in table.column_names}
-    columns["ingest_time"] = _times(table["ingest_time"])
+    columns["ingest_time"] = table["ingest_time"].cast(TIME)
     columns["payload"] = pa.array([_unbase64(text) for text in table["payload"].to_pylist()], pa.binary())
     return pa.table(columns)
 
@@ -385,10 +385,6 @@ def _read_json(lines: bytes, types: dict[str, pa.DataType], unknown: str) -> pa.
             explicit_schema=pa.schema(list(types.items())), unexpected_field_behavior=unknown
         ),
     )
-
-
-def _times(text: Any) -> Any:
-    return text.cast(TIME)
 
 
 def _unbase64(text: str | None) -> bytes | None:

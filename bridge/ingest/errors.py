@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from bridge.errors import StreamBridgeError
 from bridge.printable import printable
 
@@ -18,17 +20,25 @@ def line(text: object) -> str:
 class IngestError(StreamBridgeError):
     """The base of all errors that stop a run; the message says what to do."""
 
+    exit_code: ClassVar[int] = 1  # of the command
+
 
 class BadOption(IngestError):
     """Raised when an option is wrong, or options contradict each other."""
+
+    exit_code = 2
 
 
 class NotInstalled(IngestError):
     """Raised when Java or a package of the extra [spark] is missing."""
 
+    exit_code = 2
+
 
 class NoTable(IngestError):
     """Raised by commands that need an existing table and never create one."""
+
+    exit_code = 6
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -42,6 +52,11 @@ class StateMissing(IngestError):
 
 class CommitConflict(IngestError):
     """Raised when another run committed to the table after this run had planned; nothing was added."""
+
+    exit_code = 5
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; nothing was added")
 
 
 class BadObject(StreamBridgeError):

@@ -38,6 +38,12 @@ class Target:
     extras: tuple[str, ...]  # columns of the table in addition to the required ones
     label: str = ""  # prefix of the file names, by which the leftovers of a round are found
 
+    @classmethod
+    def of(cls, location: StorageLocation, folder: str, table: pa.Schema, required: pa.Schema) -> Target:
+        """Return the target for a table whose required columns are these."""
+        extras = tuple(name for name in table.names if name not in required.names)
+        return cls(location, folder, table.serialize().to_pybytes(), extras)
+
     def arrow(self) -> pa.Schema:
         return pa.ipc.read_schema(pa.py_buffer(self.schema))
 
@@ -140,11 +146,10 @@ class DayFiles:
             if len(self._days) == OPEN:
                 self.written.append(self._days.pop(next(iter(self._days))).finish())
             day = self._days[name] = _Day(self.target, self.schema, name)
-        for column in ("gateway", "stream", "epoch", "sequence_number"):
-            ends = pc.min_max(part[column]).as_py()
+        for column in STATISTICS[:-1]:
+            values = part[column].cast(pa.int64()) if column == "ingest_time" else part[column]
+            ends = pc.min_max(values).as_py()
             day.file.widen(column, ends["min"], ends["max"])
-        ends = pc.min_max(part["ingest_time"].cast(pa.int64())).as_py()
-        day.file.widen("ingest_time", ends["min"], ends["max"])
         day.add(part)
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,9 +56,9 @@ def one_by_one(
 
 
 def _child(source: StorageLocation, target: Target) -> subprocess.Popen[str]:
-    setting = asdict(target) | {"schema": base64.b64encode(target.schema).decode()}
+    setting = base64.b64encode(pickle.dumps((source, target))).decode()
     return subprocess.Popen(
-        [sys.executable, "-c", START, json.dumps([asdict(source), setting])],
+        [sys.executable, "-c", START, setting],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -97,16 +97,7 @@ def _serve(lines: IO[str], out: IO[str]) -> None:
     import pyarrow as pa
 
     pa.set_cpu_count(1)
-    where, setting = json.loads(sys.argv[1])
-    source = StorageLocation(**where)
-    inner = setting["location"]
-    target = Target(
-        StorageLocation(**inner),
-        setting["folder"],
-        base64.b64decode(setting["schema"]),
-        tuple(setting["extras"]),
-        setting["label"],
-    )
+    source, target = pickle.loads(base64.b64decode(sys.argv[1]))  # noqa: S301 - its parent wrote it
     for line in lines:
         try:
             reply: dict[str, Any] = {"rows": list(process([json.loads(line)], source, target))}

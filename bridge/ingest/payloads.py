@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping
 from datetime import date, datetime
 from typing import Any
 
+from bridge.ingest.bounds import deeper
 from bridge.ingest.columns import PARTITIONS
-from bridge.ingest.nesting import deeper
 
 MAX_TEXT = 16 << 20  # bytes of a payload or of its JSON: Spark holds several copies of each in memory
 MAX_DEPTH = 100  # of nesting: later readers of JSON and VARIANT recurse once per level

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyspark
 
-from bridge.ingest.columns import has_variant, is_variant
+from bridge.ingest.columns import BASE, has_variant, is_variant
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError
 from bridge.ingest.files import DataFile
 from bridge.ingest.payloads import KEYS, column_names, infer
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SAMPLE = 1000  # payloads from which a schema is inferred
 SAMPLE_TEXT = 64 << 10  # characters of a payload: the sample is held by the driver
 TASK_BYTES = 64 << 20  # of data files that one task reads
+ROUND_BYTES = 4 << 30
 MISFIT = "_misfit"
 VARIANT = "value VARIANT"  # the meaning of --schema variant: this column has the whole payload
 
@@ -78,7 +79,6 @@ class Refinement:
     form: str = "json"
     schema: str = "infer"
     streams: Collection[str] = ()
-    max_bytes: int = 4 << 30
     done: Refined = field(default_factory=Refined)
 
     def run(self) -> Refined:
@@ -96,7 +96,7 @@ class Refinement:
         files = self.messages.files()
         if not wanted or not files:
             return self.done
-        keys = arrow_schema(self.spark.createDataFrame([], READ.rsplit(",", 2)[0]).schema)
+        keys = BASE.remove(BASE.get_field_index("payload"))
         rejects = self.make("rejects", pa.schema([*keys, ("payload", pa.binary()), ("reason", pa.string())]))
         ddl = self._schema(wanted, files, keys)
         self.done.schema = ddl
@@ -148,7 +148,7 @@ class Refinement:
         newest = max(file.added for file in files)
         new = [file for file in files if file.added > done]
         for candidates in (new, list(files)):
-            for group in grouped(candidates, _size, self.max_bytes):
+            for group in grouped(candidates, _size, ROUND_BYTES):
                 if not any(fresh.values()):
                     return
                 last = group[-1] is candidates[-1]

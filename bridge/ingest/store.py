@@ -169,18 +169,18 @@ class LocalStore:
 
     def get(self, key: str, most: int | None = None) -> bytes:
         """Read an object; raises BadObject if it has grown to more than `most` bytes, and Vanished."""
-        try:
-            with (self.root / key).open("rb") as file:
-                return _at_most(file, most)
-        except FileNotFoundError as error:
-            raise Vanished(f"{key}: no such file") from error
+        with self._opened(key) as file:
+            return _at_most(file, most)
 
     def tail(self, key: str, size: int) -> bytes:
         """Read the last `size` bytes of an object, or all of a smaller one."""
+        with self._opened(key) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read()
+
+    def _opened(self, key: str) -> BinaryIO:
         try:
-            with (self.root / key).open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-                return file.read()
+            return (self.root / key).open("rb")
         except FileNotFoundError as error:
             raise Vanished(f"{key}: no such file") from error
 
@@ -287,31 +287,25 @@ class S3Store:
             modified = int(datetime.fromisoformat(found["LastModified"]).timestamp() * 1000)
             yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
 
-    def get(self, key: str, most: int | None = None) -> bytes:
+    def get(self, key: str, most: int | None = None, **options: str) -> bytes:
         """Read an object; raises BadObject if it has grown to more than `most` bytes, and Vanished."""
-        return self._get(key, most)
-
-    def tail(self, key: str, size: int) -> bytes:
-        """Read the last `size` bytes of an object, or all of a smaller one."""
-        return self._get(key, None, Range=f"bytes=-{size}")
-
-    def _get(self, key: str, most: int | None, **what: str) -> bytes:
         from botocore.exceptions import HTTPClientError, IncompleteReadError
 
-        left = READS
-        while True:
-            left -= 1
+        for left in reversed(range(READS)):
             try:
-                found = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key, **what)
-                data = _at_most(found["Body"], most)
+                found = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key, **options)
+                return _at_most(found["Body"], most)
             except self.client.exceptions.NoSuchKey as error:
                 raise Vanished(f"{key}: no such object") from error
             except (HTTPClientError, IncompleteReadError):  # boto3 retries a request, but not its body
                 if not left:
                     raise
                 time.sleep(self.retry_interval)
-            else:
-                return data
+        raise AssertionError("the last attempt returns or raises")
+
+    def tail(self, key: str, size: int) -> bytes:
+        """Read the last `size` bytes of an object, or all of a smaller one."""
+        return self.get(key, Range=f"bytes=-{size}")
 
     def put(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)

@@ -36,7 +36,7 @@ class TableOptions:
 def open_existing(options: TableOptions) -> Sink:
     """Open an existing table as a sink. Raises NoTable if it does not exist, and creates nothing."""
     sink = open_sink(options, make=False)
-    if not sink.exists():
+    if sink.table() is None:
         raise NoTable(options.delta or f"{options.name} in {options.warehouse or 'the catalog'}")
     return sink
 

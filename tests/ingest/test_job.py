@@ -15,12 +15,12 @@ from typing import Any
 import boto3
 import pytest
 
-from bridge.ingest.accept import accept
 from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
 from bridge.ingest.planner import RoundLimits
 from bridge.ingest.state import Quarantined, StateStore, TableState
 from bridge.ingest.store import StorageLocation
+from bridge.ingest.upkeep import accept
 from tests.ingest.conftest import Intercepted
 from tests.ingest.gateway import EPOCH, Gateway, ndjson, reported, rows
 

@@ -15,9 +15,9 @@ from pyiceberg.types import BinaryType
 
 from bridge.ingest.errors import IngestError, StateMissing
 from bridge.ingest.job import run
-from bridge.ingest.prune import prune
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import open_sink
+from bridge.ingest.upkeep import prune
 from tests.ingest.conftest import Intercepted
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_command import command

@@ -7,19 +7,23 @@ nothing is added. Commits of others that leave the pointer unchanged (compaction
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from uuid import uuid4
 
-from bridge.ingest.errors import IngestError
+import pyarrow as pa
+
+from bridge.ingest.errors import CommitConflict, IngestError
 from bridge.ingest.files import DataFile, Target
 from bridge.ingest.store import StorageLocation
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import SparkSession
+
+ATTEMPTS = 6  # to commit a change, while other writers commit first
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,8 @@ class Sink(Protocol):
     def name(self) -> str:
         """The name of the table in messages."""
 
-    def exists(self) -> bool:
-        """Return whether the table exists."""
+    def table(self) -> Any:
+        """Return the table of the library as it is now, or None."""
 
     def pointer(self) -> int | None:
         """Return the version of the state that matches the table's content; None: nothing committed yet."""
@@ -100,6 +104,20 @@ class Sink(Protocol):
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
         """Return rows as an Arrow table in this process: a few of them, or all of a small table."""
+
+
+def attempts(name: str) -> Iterator[None]:
+    """Yield for each attempt to commit, with growing pauses in between; then raise CommitConflict."""
+    for attempt in range(ATTEMPTS):
+        yield
+        time.sleep(0.1 * 2**attempt)
+    raise CommitConflict(f"{name}: {ATTEMPTS} commits failed: other writers always committed first")
+
+
+def absent(columns: Mapping[str, pa.DataType], names: Iterable[str]) -> list[pa.Field]:
+    """Return the columns that are not among the names; most engines ignore the case."""
+    known = {name.lower() for name in names}
+    return [pa.field(name, kind) for name, kind in columns.items() if name.lower() not in known]
 
 
 def differences(wanted: pa.Schema, found: pa.Schema) -> list[Difference]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -21,7 +22,16 @@ from deltalake.transaction import AddAction
 from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
 from bridge.ingest.errors import CommitConflict, IngestError
 from bridge.ingest.files import DataFile, Target
-from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
+from bridge.ingest.sinks.base import (
+    Compacted,
+    Difference,
+    LiveFile,
+    absent,
+    attempts,
+    check,
+    differences,
+    state_of,
+)
 from bridge.ingest.store import StorageLocation, table_folder
 from bridge.ingest.stored import footer
 
@@ -30,7 +40,6 @@ if TYPE_CHECKING:
 
 APPLICATION = "streambridge-ingest"
 PARTITION = PARTITIONS[0]
-ATTEMPTS = 6
 
 
 class DeltaSink:
@@ -55,9 +64,6 @@ class DeltaSink:
         if DeltaTable.is_deltatable(self.location.url, self._options):
             return DeltaTable(self.location.url, storage_options=self._options)
         return None
-
-    def exists(self) -> bool:
-        return self.table() is not None
 
     def _made(self) -> DeltaTable:
         table = self.table()
@@ -103,28 +109,20 @@ class DeltaSink:
     def target(self) -> Target:
         table = self._made()
         self._check(table)
-        schema = _arrow(table.schema())
-        base = set(self.schema.names)
-        extras = tuple(name for name in schema.names if name not in base)
-        return Target(self.location, PARTITION, schema.serialize().to_pybytes(), extras)
+        return Target.of(self.location, PARTITION, _arrow(table.schema()), self.schema)
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
-        for attempt in range(ATTEMPTS):
+        for _ in attempts(self.name):
             table = self._made()
             _check_names(self.name, table)
-            known = {field.name.lower() for field in table.schema().fields}
-            wanted = [pa.field(name, kind) for name, kind in columns.items() if name.lower() not in known]
-            if not wanted:
+            added = _fields(absent(columns, (field.name for field in table.schema().fields)))
+            if not added:
                 return
-            added = _fields(wanted)
-            try:
+            with suppress(CommitFailedError):
                 if any(isinstance(field.type, VariantType) for field in added):
                     table.alter.add_feature(TableFeatures.VariantType, allow_protocol_versions_increase=True)
                 table.alter.add_columns(added)
                 return
-            except CommitFailedError:  # another writer committed first: check again
-                time.sleep(0.1 * 2**attempt)
-        raise IngestError(f"{self.name}: cannot add columns: other writers always committed first; run again")
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         table = self._made()

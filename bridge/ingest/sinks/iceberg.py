@@ -9,8 +9,8 @@ the catalog refuses a commit on top of an outdated snapshot, and that separates 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
@@ -32,7 +32,16 @@ from pyiceberg.typedef import Record
 from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, has_variant
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError, NoTable, StateMissing
 from bridge.ingest.files import DataFile, Target, day_number
-from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, check, differences, state_of
+from bridge.ingest.sinks.base import (
+    Compacted,
+    Difference,
+    LiveFile,
+    absent,
+    attempts,
+    check,
+    differences,
+    state_of,
+)
 from bridge.ingest.state import StateStore
 from bridge.ingest.store import StorageLocation, table_folder
 
@@ -44,7 +53,6 @@ if TYPE_CHECKING:
 PARTITION = PARTITIONS[1]
 POINTER = "streambridge.state"
 STATE_AT = "streambridge.state-location"
-ATTEMPTS = 6
 PROPERTIES = {"format-version": "2", "write.parquet.compression-codec": "zstd"}
 
 
@@ -73,9 +81,6 @@ class IcebergSink:
             return self.catalog.load_table(self.identifier)
         except NoSuchTableError:
             return None
-
-    def exists(self) -> bool:
-        return self.table() is not None
 
     def _made(self) -> Table:
         found = self.table()
@@ -173,34 +178,24 @@ class IcebergSink:
         check(self.name, _differences(table, needed))
         self._ready(table)  # raises if the table has never been partitioned by day
         schema = _arrow(table.schema())
-        base = set(self.schema.names)
-        extras = tuple(name for name in schema.names if name not in base)
-        return Target(
-            StorageLocation(table.location(), self.endpoint),
-            f"data/{PARTITION}",
-            schema.serialize().to_pybytes(),
-            extras,
-        )
+        location = StorageLocation(table.location(), self.endpoint)
+        return Target.of(location, f"data/{PARTITION}", schema, self.schema)
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
-        for attempt in range(ATTEMPTS):
+        for _ in attempts(self.name):
             table = self._made()
-            known = {field.name.lower() for field in table.schema().fields}
-            wanted = {name: kind for name, kind in columns.items() if name.lower() not in known}
+            wanted = absent(columns, (field.name for field in table.schema().fields))
             if not wanted:
                 return
-            added = _schema(pa.schema(list(wanted.items())))
-            try:
+            added = _schema(pa.schema(wanted))
+            with suppress(CommitFailedException):
                 with table.update_schema() as update:
                     for field in added.fields:
                         update.add_column(field.name, field.field_type)
                 return
-            except CommitFailedException:  # another writer committed first: check again
-                time.sleep(0.1 * 2**attempt)
-        raise IngestError(f"{self.name}: cannot add columns: other writers always committed first; run again")
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
-        for attempt in range(ATTEMPTS):
+        for _ in attempts(self.name):
             table = self._made()
             found = self._pointer(table)
             if found == version:  # an earlier attempt succeeded, and only its answer was lost
@@ -209,18 +204,14 @@ class IcebergSink:
                 raise CommitConflict(f"{self.name}: another run committed first")
             check(self.name, _differences(table, self.schema))
             self._ready(table)
-            try:
+            pointer = {POINTER: str(version)}
+            with suppress(CommitFailedException):
                 with table.transaction() as change:
-                    with change.update_snapshot(
-                        snapshot_properties={POINTER: str(version)}
-                    ).fast_append() as append:
+                    with change.update_snapshot(snapshot_properties=pointer).fast_append() as append:
                         for file in files:
                             append.append_data_file(data_file(table, file))
-                    change.set_properties({POINTER: str(version)})
+                    change.set_properties(pointer)
                 return
-            except CommitFailedException:
-                time.sleep(0.1 * 2**attempt)
-        raise CommitConflict(f"{self.name}: {ATTEMPTS} commits failed: other writers always committed first")
 
     def files(self) -> list[LiveFile]:
         table = self.table()
@@ -242,7 +233,7 @@ class IcebergSink:
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         """Replace files by others in one commit; the state stays the same. Raises CommitConflict."""
         paths = {file.path for file in removed}
-        for attempt in range(ATTEMPTS):
+        for _ in attempts(self.name):
             table = self._ready(self._made())
             deleted_from = _with_deletes(table)
             known = [(live_file(table, entry, deleted_from), entry.data_file) for entry in _entries(table)]
@@ -255,7 +246,7 @@ class IcebergSink:
             version = self._pointer(table)
             # the new snapshot repeats the pointer, because the last one that has it may expire
             keep = {} if version is None else {POINTER: str(version)}
-            try:
+            with suppress(CommitFailedException):
                 with (
                     table.transaction() as change,
                     change.update_snapshot(snapshot_properties=keep).overwrite() as overwrite,
@@ -265,9 +256,6 @@ class IcebergSink:
                     for file in added:
                         overwrite.append_data_file(data_file(table, file))
                 return
-            except CommitFailedException:
-                time.sleep(0.1 * 2**attempt)
-        raise CommitConflict(f"{self.name}: {ATTEMPTS} commits failed: other writers always committed first")
 
     def compact(self, spark: SparkSession) -> Compacted:
         from bridge.ingest.sinks.compact import compact

@@ -1,12 +1,12 @@
-"""The memory that a Parquet file needs, known before Arrow decodes any of it.
+"""Bounds on the nesting of JSON and the memory of Parquet, known before a library decodes any of it.
 
 Arrow trusts a file: it recurses once per level of the schema, allocates the size that a page header gives,
 and repeats a dictionary value as often as rows refer to it. The sizes in the footer bound none of this,
 because Arrow does not compare them with the pages. So this module reads the headers where Arrow reads them,
 in Thrift's compact protocol: the footer (`FileMetaData` of parquet.thrift), and the header of every page. It
 bounds the footer, the depth and number of columns, the number of pages, and the size that they unpack to.
-Only a dictionary can make values larger than their pages; `rows_at_once` is the number of rows that can be
-decoded together and still fit.
+Only a dictionary can make values larger than their pages; `check_parquet` returns the number of rows that can
+be decoded together and still fit.
 
 Encodings whose output is not bounded by the size of the page (DELTA_LENGTH_BYTE_ARRAY, DELTA_BYTE_ARRAY) are
 refused; no gateway writes them.
@@ -14,9 +14,9 @@ refused; no gateway writes them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from bridge.ingest.errors import BadObject
 
@@ -32,19 +32,36 @@ INDEX_PAGE = 1
 # PLAIN, PLAIN_DICTIONARY, RLE, BIT_PACKED, DELTA_BINARY_PACKED, RLE_DICTIONARY, BYTE_STREAM_SPLIT
 ENCODINGS = frozenset({0, 2, 3, 4, 5, 8, 9})
 
+T = TypeVar("T")
 Struct = dict[int, Any]  # the fields of a Thrift struct by their ids
+# in text without escapes; an unterminated string extends to the end of its line
+_STRING = re.compile(rb'"[^"\n]*"?')
+_OTHERS = bytes(byte for byte in range(256) if byte not in b"{}[]\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The bounds that the headers of a file give, and its pages cannot exceed."""
+def deeper(text: bytes, levels: int) -> bool:
+    """Return whether any line is nested deeper, or has brackets that do not match. Linear in the length.
 
-    rows: int
-    rows_at_once: int  # rows that can be decoded within the budget, whatever the pages hold
+    A parser that stops at an error has never gone deeper than this function reports.
+    """
+    if text.count(b"{") + text.count(b"[") <= levels:
+        return False
+    # escapes from the left: a quote after an even number of backslashes ends its string
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    brackets = _STRING.sub(b"", plain).translate(None, _OTHERS)
+    for _ in range(levels):
+        before = len(brackets)
+        brackets = brackets.replace(b"{}", b"").replace(b"[]", b"")
+        if len(brackets) == before:
+            break
+    return bool(brackets.strip())
 
 
-def check_parquet(data: bytes, rows: int, budget: int) -> Sizes:
-    """Raise BadObject unless the file has so many rows and unpacks to at most `budget` bytes."""
+def check_parquet(data: bytes, rows: int, budget: int) -> int:
+    """Return how many rows can be decoded together within `budget` bytes, whatever the pages hold.
+
+    Raises BadObject unless the file has exactly `rows` rows, and its pages unpack to at most `budget` bytes.
+    """
     if len(data) < len(MAGIC) + END or data[:4] != MAGIC or data[-4:] != MAGIC:
         raise BadObject("truncated, or not Parquet: the magic bytes are missing")
     length = int.from_bytes(data[-END:-4], "little")
@@ -79,8 +96,8 @@ def check_parquet(data: bytes, rows: int, budget: int) -> Sizes:
             values += largest
         repeated = max(repeated, values)
     if repeated * rows <= budget:
-        return Sizes(rows, rows)
-    return Sizes(rows, max(1, budget // 8 // repeated))  # the batches read before are in memory as well
+        return rows
+    return max(1, budget // 8 // repeated)  # the batches read before are in memory as well
 
 
 def _check_schema(elements: list[Any]) -> int:
@@ -129,25 +146,26 @@ def _pages(data: bytes, meta: Struct, end_of_pages: int) -> Iterator[tuple[int, 
         yield kind, size
 
 
+def _field(fields: Struct, name: int, kind: type[T]) -> T:
+    value = fields.get(name)
+    if not isinstance(value, kind):
+        raise BadObject(f"its headers are not Parquet's: field {name} is not of type {kind.__name__}")
+    return value
+
+
 def _int(fields: Struct, name: int) -> int:
-    value = fields.get(name)
-    if not isinstance(value, int):
-        raise BadObject(f"its headers are not Parquet's: field {name} is not a number")
-    return value
-
-
-def _list(fields: Struct, name: int) -> list[Any]:
-    value = fields.get(name)
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise BadObject(f"its headers are not Parquet's: field {name} is not a list of structs")
-    return value
+    return _field(fields, name, int)
 
 
 def _struct(fields: Struct, name: int) -> Struct:
-    value = fields.get(name)
-    if not isinstance(value, dict):
-        raise BadObject(f"its headers are not Parquet's: field {name} is not a struct")
-    return value
+    return _field(fields, name, dict)
+
+
+def _list(fields: Struct, name: int) -> list[Struct]:
+    items = _field(fields, name, list)
+    if not all(isinstance(item, dict) for item in items):
+        raise BadObject(f"its headers are not Parquet's: field {name} is not a list of structs")
+    return items
 
 
 class _Reader:

@@ -1,0 +1,102 @@
+"""The commands of an operator that need no Spark: accept that a stream is gone, prune the landing prefix."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from bridge.ingest.errors import IngestError
+from bridge.ingest.planner import Inventory, StreamId
+from bridge.ingest.report import GONE, survey
+from bridge.ingest.sinks.base import Sink, check
+from bridge.ingest.state import StateStore, load_state
+from bridge.ingest.store import StorageLocation
+
+ACCEPTED = "accepted"
+DAY_MS = 24 * 3600 * 1000
+
+
+def accept(source: StorageLocation, sink: Sink, wanted: Iterable[str]) -> dict[str, int]:
+    """Accept that streams named GATEWAY/STREAM are gone, in all epochs; return the count for each.
+
+    Their pending messages count as trimmed then, no longer as missing. An operator decides this, and the
+    state records it: in the stream's last report, as a range dropped with the reason `accepted`. Numbers that
+    are missing for any other reason stay missing. If the gateway lists the stream again, its own report
+    counts. Raises IngestError, and accepts none, if one of them is not known to be gone; CommitConflict if
+    another run commits at the same time.
+    """
+    state, report = survey(source.open(), sink)
+    gone: dict[str, dict[StreamId, list[tuple[int, int, str]]]] = defaultdict(dict)
+    for stream in report.streams:
+        if holes := [(hole.first, hole.last, ACCEPTED) for hole in stream.holes if hole.reason == GONE]:
+            gone[stream.path][StreamId(stream.gateway, stream.stream, stream.epoch)] = holes
+    counts: dict[str, int] = {}
+    for path in wanted:
+        if path not in gone:
+            known = f"these are: {', '.join(sorted(gone))}" if gone else "neither is any other stream"
+            raise IngestError(f"{path}: this stream is not known to be gone; {known}")
+        counts[path] = 0
+        for name, dropped in gone[path].items():
+            reported = state.streams[name].reported
+            assert reported is not None, name  # the hole was computed from it
+            state.streams[name].reported = replace(
+                reported, exported=reported.newest, dropped=(*reported.dropped, *dropped)
+            )
+            counts[path] += sum(last - first + 1 for first, last, _ in dropped)
+    previous = state.version
+    sink.commit(previous, StateStore(sink.state()).save(state, previous), [])
+    return counts
+
+
+@dataclass(slots=True)
+class Pruned:
+    """What was deleted, or would be in a dry run, and what stays."""
+
+    deleted: int = 0
+    deleted_bytes: int = 0
+    kept: int = 0
+    kept_because_young: int = 0
+    dry_run: bool = False
+
+
+def prune(
+    source: StorageLocation, sink: Sink, older_than_days: float, *, dry_run: bool, trust_state: bool
+) -> Pruned:
+    """Delete objects that are provably in the table and older than so many days.
+
+    All numbers of an object must be in the table's state. Quarantined objects, foreign objects and gateway
+    reports always stay. Raises IngestError, and deletes nothing, if the table does not have the rows of its
+    state (not with `trust_state`), or lacks a column.
+    """
+    store = source.open()
+    check(sink.name, sink.differences())
+    inventory = Inventory(store.list())
+    state = load_state(sink)
+    if not trust_state:
+        promised = state.rows()
+        found = sink.rows()
+        if found != promised:
+            raise IngestError(
+                f"{sink.name}: its state says {promised} rows and it has {found}, so nothing is deleted; "
+                "if somebody deleted rows from the table on purpose, use --trust-state"
+            )
+    covered = state.covered()
+    limit = time.time_ns() // 1_000_000 - older_than_days * DAY_MS
+    done = Pruned(dry_run=dry_run, kept=len(inventory.foreign))
+    gone: list[str] = []
+    for stream, items in inventory.streams.items():
+        for item in items:
+            taken = stream in covered and covered[stream].covers(item.first, item.last)
+            if not taken or (item.key, item.etag) in state.quarantine:
+                done.kept += 1
+            elif item.modified > limit:
+                done.kept_because_young += 1
+            else:
+                gone.append(item.key)
+                done.deleted_bytes += item.size
+    done.deleted = len(gone)
+    if not dry_run:
+        store.delete(gone)
+    return done
