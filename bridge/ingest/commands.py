@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+import zipfile
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -22,11 +23,11 @@ from bridge.ingest.console import (
     EXIT_NOTHING,
     EXIT_QUARANTINED,
     Stopped,
+    answer,
     document,
     external_reason,
     log,
     result,
-    result_line,
     stop,
 )
 from bridge.ingest.errors import BadOption, CommitConflict
@@ -105,9 +106,7 @@ def ingest(
 
             @cache
             def session() -> SparkSession:  # takes seconds to start, so only when there is something new
-                made = on.open("streambridge ingest")
-                opened.callback(made.stop)
-                return made
+                return opened.enter_context(on.session("streambridge ingest"))
 
             def once() -> Report:
                 summary = run(session, location, sink, limits, on_round, retry_quarantined=retry_quarantined)
@@ -166,10 +165,8 @@ def accept(
         from bridge.ingest.upkeep import accept as go
 
         done = go(_landing(source, where.endpoint), open_existing(where), streams)
-        if as_json:
-            document({"accepted": done}, out)
-        for path, count in () if as_json else done.items():
-            result_line(f"{path}: {count:,} pending messages now count as trimmed", out)
+        lines = [f"{path}: {count:,} pending messages now count as trimmed" for path, count in done.items()]
+        answer({"accepted": done}, lines, out, as_json=as_json)
 
 
 @app.command()
@@ -202,7 +199,6 @@ def refine(
             raise BadOption(f"--format {form}: use json or cbor")
         require(*PACKAGES, *(["cbor2"] if form == "cbor" else []))
         messages = open_existing(where)
-        session = on.open("streambridge ingest refine")
         from bridge.ingest.refine import Refinement
 
         def make(kind: str, columns: Any) -> Any:
@@ -210,16 +206,10 @@ def refine(
             own = replace(where, state=f"{where.state}/{kind}" if where.state else None)
             return open_sink(replace(own, delta=name) if where.delta else replace(own, name=name), columns)
 
-        try:
+        with on.session("streambridge ingest refine") as session:
             done = Refinement(session, messages, make, form, schema, stream or ()).run()
-        finally:
-            session.stop()
-        if as_json:
-            document(asdict(done), out)
-        else:
-            result_line(
-                f"{done.rows:,} rows typed, {done.rejected:,} rejected; schema {done.schema or '-'}", out
-            )
+        line = f"{done.rows:,} rows typed, {done.rejected:,} rejected; schema {done.schema or '-'}"
+        answer(asdict(done), [line], out, as_json=as_json)
 
 
 @app.command()
@@ -243,25 +233,17 @@ def compact(
     with result() as out:
         require(*PACKAGES)
         sink = open_existing(where)
-        session = on.open("streambridge ingest compact")
-        try:
+        with on.session("streambridge ingest compact") as session:
             done = sink.compact(session)
-        finally:
-            session.stop()
         deleted = sink.expire(expire_days) if expire_days is not None else 0
-        if as_json:
-            document({**asdict(done), "deleted": deleted}, out)
-        else:
-            left = (
+        line = f"{done.before:,} files merged into {done.after:,}; {deleted:,} unused files deleted"
+        if done.left:
+            line += (
                 f"; {done.left:,} files left as they are: another engine has deleted rows or a column in "
                 "them, or partitioned them differently; rewrite them with that engine "
                 "(Athena: OPTIMIZE, Spark: rewrite_data_files)"
             )
-            result_line(
-                f"{done.before:,} files merged into {done.after:,}; {deleted:,} unused files deleted"
-                f"{left if done.left else ''}",
-                out,
-            )
+        answer({**asdict(done), "deleted": deleted}, [line], out, as_json=as_json)
 
 
 @app.command()
@@ -287,16 +269,13 @@ def prune(
         location = _landing(source, where.endpoint)
         sink = open_existing(where)
         done = go(location, sink, older_than_days, dry_run=dry_run, trust_state=trust_state)
-        if as_json:
-            document(asdict(done), out)
-        else:
-            verb = "would be deleted" if dry_run else "deleted"
-            result_line(
-                f"{done.deleted:,} objects {verb} ({done.deleted_bytes / 1e6:,.1f} MB), "
-                f"{done.kept_because_young:,} are younger than {older_than_days:g} days, "
-                f"{done.kept:,} are not in the table",
-                out,
-            )
+        verb = "would be deleted" if dry_run else "deleted"
+        line = (
+            f"{done.deleted:,} objects {verb} ({done.deleted_bytes / 1e6:,.1f} MB), "
+            f"{done.kept_because_young:,} are younger than {older_than_days:g} days, "
+            f"{done.kept:,} are not in the table"
+        )
+        answer(asdict(done), [line], out, as_json=as_json)
 
 
 @app.command()
@@ -304,10 +283,26 @@ def package(
     folder: Annotated[Path, typer.Argument(help="Where to write the files.")] = Path(),
 ) -> None:
     """Write the two files that spark-submit needs: a zip with the modules, and the start script."""
-    from bridge.ingest.package import write_package
-
     for path in write_package(folder):
         typer.echo(path)
+
+
+def write_package(folder: Path) -> list[Path]:
+    """Write both files into the folder and return their paths.
+
+    The zip has the ingest package and the few modules that it uses, without the gateway's packages.
+    """
+    bridge = Path(__file__).resolve().parents[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = ("__init__.py", "deflate.py", "errors.py", "objectkeys.py", "printable.py")
+    modules = [*(bridge / name for name in shared), *sorted((bridge / "ingest").rglob("*.py"))]
+    zipped, script = folder / "streambridge-ingest.zip", folder / "streambridge_ingest.py"
+    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive:
+        for module in modules:  # the same sources give the same archive, byte for byte
+            name = zipfile.ZipInfo(f"bridge/{module.relative_to(bridge).as_posix()}", (2020, 1, 1, 0, 0, 0))
+            archive.writestr(name, module.read_bytes(), zipfile.ZIP_DEFLATED)
+    script.write_bytes((bridge / "ingest" / "main.py").read_bytes())
+    return [zipped, script]
 
 
 def _repeat(once: Callable[[], Report], every: float, source: str) -> None:

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -52,9 +52,12 @@ def document(content: dict[str, Any], out: TextIO) -> None:
     print(printable_json(json.dumps(content, separators=(",", ":"))), file=out, flush=True)
 
 
-def result_line(line: str, out: TextIO) -> None:
-    """Print one line of the result as text."""
-    print(printable(line), file=out)
+def answer(content: dict[str, Any], lines: Iterable[str], out: TextIO, *, as_json: bool) -> None:
+    """Print the result, as one JSON document or as lines of text."""
+    if as_json:
+        document(content, out)
+    else:
+        print(*map(printable, lines), sep="\n", file=out)
 
 
 @contextmanager

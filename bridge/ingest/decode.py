@@ -54,6 +54,16 @@ TEXT = re.compile(rb'"([^"\n]*)"(\s*:)?')  # in lines without escapes; before a 
 
 YEARS = (0, 253_402_300_800_000_000)  # us: the years 1970 to 9999, as far as calendars reach
 
+KINDS = (  # of additional columns, and their types in the table
+    (pa.types.is_integer, pa.int64()),
+    (pa.types.is_floating, pa.float64()),
+    (pa.types.is_timestamp, TIME),
+    (pa.types.is_boolean, pa.bool_()),
+    (pa.types.is_string, pa.string()),
+    (pa.types.is_large_string, pa.string()),
+    (pa.types.is_binary, pa.binary()),
+)
+
 Extras = Mapping[str, pa.DataType]
 
 
@@ -169,19 +179,8 @@ def _plain(field: pa.Field, extras: Extras) -> pa.DataType:
         raise BadObject(f"column {name!r} cannot be added to the table: it has {same[0]!r} in another case")
     if pa.types.is_dictionary(found):
         found = found.value_type
-    if pa.types.is_integer(found):
-        return pa.int64()
-    if pa.types.is_floating(found):
-        return pa.float64()
-    if pa.types.is_timestamp(found):
-        return TIME
-    for kind, wanted in (
-        (pa.types.is_boolean, pa.bool_()),
-        (pa.types.is_string, pa.string()),
-        (pa.types.is_large_string, pa.string()),
-        (pa.types.is_binary, pa.binary()),
-    ):
-        if kind(found):
+    for is_a, wanted in KINDS:
+        if is_a(found):
             return wanted
     raise BadObject(f"column {name} cannot be added to the table: it holds {found}")
 

@@ -8,7 +8,8 @@ A command declares a parameter, and `takes` replaces it with the options of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, signature
@@ -38,8 +39,13 @@ class Spark:
     remote: str | None
     verbose: bool
 
-    def open(self, app: str) -> SparkSession:
-        return open_session(self.master, self.remote, app, verbose=self.verbose)
+    @contextmanager
+    def session(self, app: str) -> Iterator[SparkSession]:
+        opened = open_session(self.master, self.remote, app, verbose=self.verbose)
+        try:
+            yield opened
+        finally:
+            opened.stop()
 
 
 def table(

@@ -106,8 +106,7 @@ def _lag(stream: StreamReport) -> str:
 def _details(report: Report) -> Iterator[str]:
     holes = [(stream, hole) for stream in report.streams for hole in stream.holes]
     for stream, hole in holes[:HOLES]:
-        data = stream.to_json()["holes"][stream.holes.index(hole)]
-        span = f", between {data['after'] or 'the start'} and {data['before'] or 'now'}"
+        span = f", between {hole.after or 'the start'} and {hole.before or 'now'}"
         why = f" ({hole.reason})" if hole.reason else ""
         numbers = (
             f"{hole.first}..{hole.last} ({hole.count:,})"

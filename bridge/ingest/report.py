@@ -68,6 +68,14 @@ class Hole:
     def count(self) -> int:
         return self.last - self.first + 1
 
+    @property
+    def after(self) -> str | None:
+        return _iso(self.after_ms)
+
+    @property
+    def before(self) -> str | None:
+        return _iso(self.before_ms)
+
 
 @dataclass(slots=True)
 class StreamReport:
@@ -99,18 +107,8 @@ class StreamReport:
 
     def to_json(self) -> dict[str, Any]:
         names = [name for name in self.__slots__ if name not in ("holes", "newest_ms", "reported_ms")]
-        holes = [
-            {
-                "first": hole.first,
-                "last": hole.last,
-                "count": hole.count,
-                "kind": hole.kind,
-                "reason": hole.reason,
-                "after": _iso(hole.after_ms),
-                "before": _iso(hole.before_ms),
-            }
-            for hole in self.holes
-        ]
+        shown = ("first", "last", "count", "kind", "reason", "after", "before")
+        holes = [{name: getattr(hole, name) for name in shown} for hole in self.holes]
         return {name: getattr(self, name) for name in names} | {
             "newest": _iso(self.newest_ms),
             "head": _iso(self.reported_ms),

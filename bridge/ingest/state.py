@@ -112,7 +112,7 @@ class StateStore:
         """Read the document that the table points to; None is an empty table. Raises StateMissing."""
         if version is None:
             return TableState()
-        raw = self._known(version)
+        raw = self._read(version)
         try:
             return self._parsed(version, raw)
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -136,32 +136,25 @@ class StateStore:
 
     def previous(self, version: int) -> int | None:
         """Return the version from which the round of this one was planned; None for the first."""
-        found = self._known(version).get("previous")
+        found = self._read(version).get("previous")
         if not isinstance(found, int | None):
             raise self._damaged(version, found)
         return found
 
-    def _known(self, version: int) -> dict[str, Any]:
-        try:
-            return self._read(version)
-        except Vanished as error:
-            raise StateMissing(
-                f"{self.location.url}/{_name(version)}: the table points to this state, which is gone; "
-                "restore it, or roll the table back to a snapshot whose state exists"
-            ) from error
-
     def _read(self, version: int) -> dict[str, Any]:
         for store in (self._store, *map(StorageLocation.open, _above(self.location))):
             with suppress(Vanished):
-                data = store.get(_name(version))
                 try:
-                    document = json.loads(data)
+                    document = json.loads(store.get(_name(version)))
                 except (ValueError, RecursionError) as error:
                     raise self._damaged(version, error) from error
                 if not isinstance(document, dict):
                     raise self._damaged(version, type(document).__name__)
                 return document
-        raise Vanished(f"{_name(version)}: there is no such document")
+        raise StateMissing(
+            f"{self.location.url}/{_name(version)}: the table points to this state, which is gone; "
+            "restore it, or roll the table back to a snapshot whose state exists"
+        )
 
     def _damaged(self, version: int, why: object) -> StateMissing:
         return StateMissing(

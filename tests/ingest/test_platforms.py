@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from bridge.ingest.commands import write_package
 from bridge.ingest.job import run
-from bridge.ingest.package import write_package
 from bridge.ingest.store import StorageLocation
 from tests.ingest.gateway import Gateway
 from tests.ingest.test_command import ROOT

@@ -161,8 +161,8 @@ def labelled(target: Target) -> Target:
 def sweep(target: Target, keep: Iterable[DataFile] = ()) -> None:
     """Delete the files that the tasks of a labelled target wrote, finished or not, except those in `keep`.
 
-    For uncommitted files only. Files that cannot be deleted stay: they do no harm, and `compact
-    --expire-days` deletes them later.
+    For uncommitted files only. Files that cannot be deleted stay: they do no harm, and a later
+    `compact --expire-days` deletes them.
     """
     assert target.label
     with suppress(Exception):  # a network failure, or no right to delete
