@@ -246,7 +246,7 @@ def test_a_data_directory_that_cannot_be_ends_the_start_with_its_key_and_a_remed
     done = streambridge("run", "-c", path)
     assert done.returncode == 78
     assert done.stderr.endswith(
-        "x.toml:3: gateway.data_dir: /dev/null is not a directory; move it away, or choose another place\n"
+        "x.toml:3: gateway.data_dir: /dev/null is not a directory; move it away, or choose another path\n"
     )
 
 

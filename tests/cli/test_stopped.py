@@ -110,7 +110,7 @@ def test_an_error_about_permissions_names_the_user_that_has_access(elsewhere: Pa
     done = streambridge("streams", "list", "--data-dir", elsewhere, prefix=WITHOUT_RIGHTS)
     assert done.returncode == 1
     assert done.stderr == (
-        f"streambridge: {elsewhere}/streams: Permission denied to user root; run this as user nobody\n"
+        f"streambridge: {elsewhere}/streams: Permission denied for user root; run this as user nobody\n"
     )
 
 
