@@ -64,7 +64,7 @@ FOR_PLUGINS = (
     "bridge.plugin.aws",
     "bridge.deflate",
     "bridge.plugin.firehose",
-    "bridge.plugin.heads",
+    "bridge.plugin.reports",
     "bridge.plugin.keys",
     "bridge.plugin.uploads",
     "bridge.model",

@@ -29,7 +29,7 @@ from urllib.parse import quote, unquote
 
 REPORTS = "_gateway/"
 MAX_SEQUENCE = 2**63 - 1
-# Reasons in a gateway report (see `bridge.plugin.heads`): those that are losses, never joined with others;
+# Reasons in a gateway report (see `bridge.plugin.reports`): those that are losses, never joined with others;
 # and the prefix of the reason of a joined range, before the number of its ranges.
 LOSSES = ("damaged", "unknown")
 JOINED = "joined:"

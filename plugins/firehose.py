@@ -1,7 +1,7 @@
 """Exporter `firehose`: records of a Data Firehose delivery stream; see `bridge.plugin.firehose`.
 
-Each message is followed by `delimiter`, a newline by default, so that messages do not run together at
-the destination. `packBytes` packs messages into records of up to so many bytes.
+`delimiter`, a newline by default, follows each message, so that messages stay separate at the
+destination. `packBytes` packs messages into records of up to that size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bridge import (
 )
 from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
 
-PACKED = 10_000  # messages of a batch, when they are packed
+PACKED = 10_000  # messages of a batch if they are packed
 
 
 class FirehoseConfig(AwsBatchedConfig, frozen=True):

@@ -3,12 +3,12 @@
 `exportFormat` 0, RAW_NOT_BATCHED: one request per message, the payload as its body. 1, JSON_BATCHED:
 one request per batch, a JSON list of the SDK's Message objects, payloads in base64.
 
-Any 2xx is success. 400, 411, 413, 414, 415, 421, 422 and 431 say that this content will never be
-taken: it is rejected (a refused batch is sent in halves, until the bad message is alone). All other
-answers, redirects and missing rights among them, are tried again.
+Any 2xx is success. 400, 411, 413, 414, 415, 421, 422 and 431 mean that the server will never accept this
+content: it is rejected (a batch is first sent in halves, until the bad message is alone). All other
+answers, also redirects and missing rights, are retried.
 
-`bearerTokenFile` is read before each batch, so that a token may be replaced while running; a secret
-has no place in a stream's definition, which is stored and shown.
+`bearerTokenFile` is read before each batch, so that a token can be replaced at any time. A secret does
+not belong in a stream's definition, which is stored and shown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ExportFormat(IntEnum):
 
 
 class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
-    """The SDK's HTTPConfig, and our extensions."""
+    """The SDK's HTTPConfig, with extensions."""
 
     uri: Endpoint
     batch_size: Annotated[int, Meta(ge=1, le=500)] | None = None
@@ -74,14 +74,14 @@ class HttpExporter(Exporter):
 
     def __init__(self, config: HttpConfig, context: Context) -> None:
         super().__init__(config, context)
-        # botocore's HTTP session: TLS, proxies of the environment and kept connections, and nothing
-        # more to install.
+        # botocore's HTTP session: TLS, proxies of the environment and persistent connections without
+        # another dependency.
         from botocore.httpsession import URLLib3Session
         from botocore.utils import get_environ_proxies
 
         verify: Any = config.ca_file or True
         timeout: Any = config.timeout_millis / 1000
-        # Head and body are two writes: without this the second waits 40 ms for the first's ACK.
+        # Head and body are two writes: otherwise the second waits 40 ms for the first's ACK.
         no_delay: Any = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
         certificate = (config.cert_file, config.key_file) if config.cert_file and config.key_file else None
         proxies = get_environ_proxies(config.uri)
@@ -104,7 +104,7 @@ class HttpExporter(Exporter):
             try:
                 token = Path(self.config.bearer_token_file).read_text(encoding="utf-8").strip()
             except OSError as error:
-                raise Retry(f"the bearer token cannot be read: {error}") from error
+                raise Retry(f"cannot read the bearer token: {error}") from error
             headers["Authorization"] = f"Bearer {token}"
         if self.config.export_format is ExportFormat.JSON_BATCHED:
             return Outcome(
@@ -144,7 +144,7 @@ class HttpExporter(Exporter):
                 f"posting to {self.config.uri}: {error}", unsent=is_unsent(error), cut=is_cut(error)
             ) from error
         if not 200 <= response.status_code < 300:
-            # Whoever defines the export can read the reason, and may have chosen who answers: not its words.
+            # The reason is shown to the client that may have chosen this server: never include its answer.
             reason = f"{self.config.uri} answered {response.status_code}"
             self.context.log.info("%s: %r", reason, answer)
             if response.status_code in REFUSED:

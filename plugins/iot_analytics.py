@@ -1,8 +1,8 @@
-"""Exporter `iotAnalytics`: kept for definitions that still ask for it. AWS retired the service.
+"""Exporter `iotAnalytics`: for definitions that still have it. AWS retired the service.
 
 AWS IoT Analytics ended on 2025-12-15; its endpoints no longer answer and boto3 has no client for it.
-An export goes to a Firehose delivery stream instead when `deliveryStreamName` names one. Otherwise it
-keeps its position and reports why, without trying.
+With `deliveryStreamName`, an export goes to that Firehose delivery stream instead. Otherwise it keeps its
+position and reports the reason, without sending anything.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from bridge import (
 )
 from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, FirehoseSender
 
-LOOK_AGAIN = 300.0
+RETRY_AFTER = 300.0  # seconds
 
 
 class IotAnalyticsConfig(AwsBatchedConfig, kw_only=True, frozen=True):
-    """The SDK's IoTAnalyticsConfig, and where its messages go now."""
+    """The SDK's IoTAnalyticsConfig, with a delivery stream."""
 
     iot_channel: Annotated[str, Meta(min_length=1)]
     iot_msg_id_prefix: Annotated[str, Meta(max_length=32)] | None = None
@@ -63,9 +63,9 @@ class IotAnalyticsExporter(Exporter):
     def export(self, batch: Batch) -> Outcome:
         if self._sender is None:
             raise Retry(
-                "AWS retired IoT Analytics on 2025-12-15; remove this export, or name in deliveryStreamName "
-                f"the Firehose delivery stream that takes the place of channel {self.config.iot_channel}",
-                after=LOOK_AGAIN,
+                "AWS retired IoT Analytics on 2025-12-15; remove this export, or set deliveryStreamName "
+                f"to the Firehose delivery stream that replaces channel {self.config.iot_channel}",
+                after=RETRY_AFTER,
             )
         return self._sender.send(batch)
 

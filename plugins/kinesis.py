@@ -3,13 +3,13 @@
 Service limits: 500 records and 10 MiB per request, 10 MiB per record, keys included; 1,000 records
 and 1 MB per second and shard.
 
-Without `partitionKey` each record has a random key, and no order. With one, records of the same key
-arrive in sequence order, also when some of them fail: PutRecords promises no order within a request,
-so that a request carries at most one record of a key, and the later records of a failed key wait.
-`orderPerKey: false` gives that up for throughput. Failed records, and only they, are sent again.
+Without `partitionKey` each record has a random key, and no order. With it, records of the same key
+arrive in sequence order, even if some of them fail: PutRecords promises no order within a request, so a
+request has at most one record of a key, and later records wait for a failed record of their key.
+`orderPerKey: false` trades this order for throughput. Only failed records are sent again.
 
-`pacing` spreads records over time, within what the stream's shards take, instead of being throttled
-(needs the right kinesis:DescribeStreamSummary).
+`pacing` limits the rate to the capacity of the stream's shards, instead of being throttled (needs the
+right kinesis:DescribeStreamSummary).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from bridge import (
     send_split,
 )
 from bridge.model import MIB
-from bridge.plugin.aws import cause, failure, is_hopeless, is_throttled, safe_code
+from bridge.plugin.aws import cause, failure, is_permanent, is_throttled, safe_code
 from bridge.plugin.keys import KeyTemplate
 
 SHARD_RECORDS, SHARD_BYTES = 1000, 1_000_000  # per second
-SHARDS_EVERY = 300.0  # seconds between two looks at how many shards there are
+SHARDS_EVERY = 300.0  # seconds between two requests for the number of shards
 
 
 class KinesisConfig(AwsBatchedConfig, kw_only=True, frozen=True):
-    """The SDK's KinesisConfig, and our extensions."""
+    """The SDK's KinesisConfig, with extensions."""
 
     kinesis_stream_name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+\Z")]
     batch_size: Annotated[int, Meta(ge=1, le=500)] | None = None
@@ -59,7 +59,7 @@ class KinesisExporter(Exporter):
     kind: ClassVar[str] = "kinesis"
     Config: ClassVar[type[ExportConfig]] = KinesisConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
-    # 1 KiB is room for the longest key in UTF-8; half a MiB is, for 500 of them.
+    # The longest key takes 1 KiB in UTF-8, 500 of them half a MiB.
     limits: ClassVar[BatchLimits] = BatchLimits(
         records=500, record_bytes=10 * MIB - 1024, batch_bytes=10 * MIB - 500 * 1024
     )
@@ -68,7 +68,7 @@ class KinesisExporter(Exporter):
 
     def __init__(self, config: KinesisConfig, context: Context) -> None:
         super().__init__(config, context)
-        # botocore's check of 500 records costs a quarter of the time; they are right by construction.
+        # botocore's check of 500 records costs a quarter of the time; the records are always valid.
         self._client = context.client("kinesis", config, parameter_validation=False)
         self._template = KeyTemplate(config.partition_key) if config.partition_key else None
         self._shards, self._shards_at = 1, -SHARDS_EVERY
@@ -88,7 +88,7 @@ class KinesisExporter(Exporter):
         keys = [self._template.key(batch, record) if self._template else None for record in batch.records]
         retry: list[int] = []
         rejected: dict[int, str] = {}
-        held: set[str] = set()  # keys of which a record has failed: the later ones wait for it
+        held: set[str] = set()  # keys with a failed record: later records of the key wait
         error, cut = "", False
         for wave in self._waves(keys):
             sending = [n for n in wave if keys[n] not in held]
@@ -115,7 +115,7 @@ class KinesisExporter(Exporter):
     def _send(
         self, batch: Batch, keys: Sequence[str | None], sending: Sequence[int]
     ) -> tuple[list[int], dict[int, str]]:
-        """Send one request; which records are to be tried again, and which were refused."""
+        """Send one request; return the records to retry, and the rejected ones with reasons."""
         failed: list[int] = []
         refused = (
             send_split(sending, lambda part: failed.extend(self._put(batch, keys, part))) if sending else {}
@@ -123,7 +123,7 @@ class KinesisExporter(Exporter):
         return failed, refused
 
     def _waves(self, keys: Sequence[str | None]) -> list[list[int]]:
-        """Requests in order: each with at most one record of a key if order matters."""
+        """Requests in order, each with at most one record of a key if order matters."""
         if self._template is None or not self.config.order_per_key:
             return [list(range(len(keys)))]
         waves: list[list[int]] = []
@@ -138,7 +138,7 @@ class KinesisExporter(Exporter):
         return waves
 
     def _put(self, batch: Batch, keys: Sequence[str | None], part: Sequence[int]) -> list[int]:
-        """Send some records; returns those that failed. Raises Retry or Refused for all of them."""
+        """Send some records; return those that failed. Raises Retry or Refused for all of them."""
         self._error, self._after = "", None
         entries = [{"Data": batch.records[n].payload, "PartitionKey": keys[n] or _random_key()} for n in part]
         if self.config.pacing:
@@ -148,7 +148,7 @@ class KinesisExporter(Exporter):
         try:
             answer = self._client.put_records(StreamName=name, Records=entries)
         except Exception as error:
-            if is_hopeless(error):
+            if is_permanent(error):
                 raise Refused(cause(error)) from error
             raise failure(error, f"putting records to {name}") from error
         failed = []
@@ -178,7 +178,7 @@ class KinesisExporter(Exporter):
 
 
 def _random_key() -> str:
-    # Even over the shards is all that it must be: a UUID costs five times as much.
+    # It only has to be uniform over the shards: a UUID costs five times as much.
     return f"{random.getrandbits(128):032x}"
 
 

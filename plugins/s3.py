@@ -1,12 +1,12 @@
-"""Exporter `s3`: batches of messages as objects, for the ingest job and for anything that reads S3.
+"""Exporter `s3`: batches of messages as objects, for the ingest job and any other reader of S3.
 
-An object holds exactly first..last, contiguous, under the name that `bridge.objectkeys` gives it. The
-same batch gives the same name. It is written only where there is no object yet (`If-None-Match: *`), and
-`rows-sha256` in its metadata is the digest of its rows: SHA-256 of them in the format `ndjson`, unpacked.
-Where there is one of the same digest, an earlier attempt has arrived. Where there is any other, this is
-another gateway of the same id, or runs on a copy of a data directory: the export stops, and overwrites
-nothing. `replaceEtag` names an object that may be replaced nevertheless. With `conditionalPut` false, for
-stores that know no conditional requests, objects are overwritten. Formats:
+An object holds exactly the messages first..last; `bridge.objectkeys` makes its name. The same batch has
+the same name. An object is written only if there is none of its name (`If-None-Match: *`). `rows-sha256` in
+its metadata is the digest of its rows: SHA-256 of them as uncompressed `ndjson`. If there is an object with
+the same digest, an earlier attempt has arrived. If there is any other, another gateway has the same id or
+runs on a copy of the data directory: the export stops, and overwrites nothing. `replaceEtag` names an object
+that may be replaced nevertheless. With `conditionalPut` false, for stores without conditional requests,
+objects are overwritten. Formats:
 
 * `ndjson`: gzip of one JSON object per line with the keys gateway, stream, epoch (string),
   sequence_number, ingest_time (RFC 3339, UTC, milliseconds, `Z`), topic, payload (base64).
@@ -14,10 +14,10 @@ stores that know no conditional requests, objects are overwritten. Formats:
   is binary; zstd.
 
 An object is due at `sizeHintBytes` of payload and topics or when its first message is
-`timeHintMillis` old, whichever comes first. At most every `headIntervalMillis` after uploads, or after
-messages were dropped before theirs, the gateway's head object is written (see `bridge.plugin.heads`).
-When an export is deleted, it is written once more without it, if the link is up; else the next one to
-be written leaves it out.
+`timeHintMillis` old, whichever comes first. After uploads, and after messages were dropped before their
+upload, the gateway report is written, at most every `reportIntervalMillis` (see `bridge.plugin.reports`).
+When an export is deleted, the report is written once more without it if the link is up; otherwise the
+next report omits it.
 """
 
 from __future__ import annotations
@@ -58,27 +58,27 @@ from bridge.deflate import gzip
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, report_key
 from bridge.plugin.aws import Body, error_code, failure
-from bridge.plugin.heads import head_document
+from bridge.plugin.reports import gateway_report
 
 AGAIN = 0.2  # seconds
 CHUNK = 1000  # rows
 DIGEST = "rows-sha256"  # the key in an object's metadata
 ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
 EXISTS = frozenset({"412", "PreconditionFailed"})
-UNKNOWN = frozenset({"501", "NotImplemented"})
+NOT_SUPPORTED = frozenset({"501", "NotImplemented"})
 _ETAG = re.compile(r"[0-9A-Za-z-]{1,100}")
 Hint = Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)]
 
 
 class S3Config(AwsConfig, frozen=True):
-    """Where objects go, when they are due and how they are stored."""
+    """The destination, when objects are due, and how they are stored."""
 
     bucket: Bucket
     prefix: str = ""
     format: Literal["ndjson", "parquet"] = "ndjson"
     size_hint_bytes: Annotated[Bytes, Meta(ge=1, le=256 * MIB)] = 5 * MIB
     time_hint_millis: Hint = 300_000
-    head_interval_millis: Hint = 10_000
+    report_interval_millis: Hint = 10_000
     start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
     storage_class: str | None = None
     server_side_encryption: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
@@ -100,7 +100,7 @@ class S3Exporter(Exporter):
     def __init__(self, config: S3Config, context: Context) -> None:
         super().__init__(config, context)
         plain = config.checksum_algorithm == "none"
-        # Stores that are not AWS's often know no checksums.
+        # Stores other than AWS often lack checksums.
         checksums = "when_required" if plain else "when_supported"
         self._client = context.client("s3", config, request_checksum_calculation=checksums)
         self._prefix = config.prefix.strip("/")
@@ -112,9 +112,9 @@ class S3Exporter(Exporter):
             self._options["ServerSideEncryption"] = config.server_side_encryption
         if config.kms_key_id:
             self._options["SSEKMSKeyId"] = config.kms_key_id
-        self._place = (config.endpoint_url, config.bucket, self._prefix)
-        # When the last upload or drop was known to be settled: a head written before does not name it.
-        # At first that is so too: the worker before us may have died before it wrote one.
+        self._destination = (config.endpoint_url, config.bucket, self._prefix)
+        # When the last upload or drop was settled: an older report does not have it. `inf`: not settled yet;
+        # also at the start, because the previous worker may have died before it wrote a report.
         self._settled_at = math.inf
 
     @classmethod
@@ -122,7 +122,7 @@ class S3Exporter(Exporter):
         if config.kms_key_id and not (config.server_side_encryption or "").startswith("aws:kms"):
             raise ValueError("kmsKeyId needs serverSideEncryption `aws:kms` or `aws:kms:dsse`")
         if config.replace_etag is not None and not config.conditional_put:
-            raise ValueError("replaceEtag needs conditionalPut; without it, whatever is there is replaced")
+            raise ValueError("replaceEtag needs conditionalPut; without it, any object is replaced")
 
     @classmethod
     def lacks(cls, config: S3Config) -> str | None:
@@ -143,7 +143,7 @@ class S3Exporter(Exporter):
         except Exception as error:
             if not once or error_code(error) not in EXISTS:
                 doing = f"uploading {self._url(key)}"
-                if error_code(error) in UNKNOWN:
+                if error_code(error) in NOT_SUPPORTED:
                     doing += " (a store without conditional requests needs conditional_put = false)"
                 raise failure(error, doing) from error
             self._compare(key, body, digest)
@@ -162,17 +162,17 @@ class S3Exporter(Exporter):
         return f"s3://{self.config.bucket}/{key}"
 
     def _compare(self, key: str, body: bytes, digest: str) -> None:
-        """There is an object of this name: see whether it holds these rows. Raises Retry, or Stopped."""
-        doing = f"looking at {self._url(key)}, which is there already"
+        """Compare the existing object of this name with these rows; raises Retry, or Stopped."""
+        doing = f"comparing with {self._url(key)}, which exists already"
         try:
             found = self._client.head_object(Bucket=self.config.bucket, Key=key)
         except Exception as error:
             if error_code(error) == "403":
-                doing += " (without s3:GetObject the gateway cannot tell whether it holds the same messages)"
+                doing += " (without s3:GetObject the gateway cannot compare its messages)"
             raise failure(error, doing) from error
         there = found.get("Metadata", {}).get(DIGEST)
         if there == digest:
-            return  # an earlier attempt has arrived, and its answer has not
+            return  # an earlier attempt arrived, but its answer did not
         etag = str(found.get("ETag", "")).strip('"')
         if self.config.replace_etag and etag == self.config.replace_etag.strip('"'):
             try:
@@ -182,8 +182,8 @@ class S3Exporter(Exporter):
             self.context.log.warning("%s had other messages (ETag %s) and was replaced", self._url(key), etag)
             return
         raise Stopped(
-            f"there are {'other messages' if there else 'messages of unknown digest'} under these numbers "
-            f"already, and nothing was overwritten: another gateway has the id {self.context.gateway!r}, or "
+            f"there are already {'other messages' if there else 'messages without a digest'} with these "
+            f"numbers, and nothing was overwritten: another gateway has the id {self.context.gateway!r}, or "
             f"this data directory is a copy (see `Recover from a disaster`): {self._url(key)}"
             f"{f', ETag {etag}' if _ETAG.fullmatch(etag) else ''}"
         )
@@ -195,11 +195,11 @@ class S3Exporter(Exporter):
             found = self._client.head_object(**where)
         except Exception as error:
             code = error_code(error)
-            if code == "403":  # of a HEAD without a body, which does not say why
+            if code == "403":  # HEAD has no body with the reason
                 try:
                     self._client.get_object(**where, Range="bytes=0-0")["Body"].close()
                 except Exception as denied:
-                    # What is absent is AccessDenied for all who may not list the bucket.
+                    # Without the right to list the bucket, a missing object is AccessDenied.
                     code = "404" if error_code(denied) == "AccessDenied" else error_code(denied)
                     error = denied
             if code in ABSENT:
@@ -208,55 +208,55 @@ class S3Exporter(Exporter):
         if found.get("Metadata", {}).get(DIGEST) == _digest(batch):
             self._settled_at = math.inf
             return True
-        return None if self.config.conditional_put else False  # the next attempt looks closer
+        return None if self.config.conditional_put else False  # the next attempt compares it
 
     def dropped(self, first: int, last: int, reason: str) -> None:
         self._settled_at = math.inf
 
     def cancelled(self, records: Sequence[Record]) -> None:
-        self._settled_at = math.inf  # the head that is there names this export
+        self._settled_at = math.inf  # the current report lists this export
 
     def idle(self) -> float | None:
-        """Write the head object if it is old; one export does it for all to the same place."""
+        """Write the gateway report if it is old; one export does it for all to the same destination."""
         if self._settled_at == math.inf:
             self._settled_at = time.monotonic()
-        with _heads_lock:
-            if not self._head_is_old():
+        with _reports_lock:
+            if not self._report_is_old():
                 return None
-            last = _written.get(self._place, -math.inf)
-            wait = last + self.config.head_interval_millis / 1000 - time.monotonic()
+            last = _written.get(self._destination, -math.inf)
+            wait = last + self.config.report_interval_millis / 1000 - time.monotonic()
             if wait > 0:
                 return wait
             try:
                 exports = self.context.exports()
-            except Retry:  # just started: a head that leaves one out would be wrong
+            except Retry:  # just started: a report without one of them would be wrong
                 return AGAIN
-            self._write_head(exports)
+            self._write_report(exports)
         return None
 
     def close(self) -> None:
-        with _heads_lock:
-            if self._head_is_old():
+        with _reports_lock:
+            if self._report_is_old():
                 try:
-                    self._write_head(self.context.exports())
+                    self._write_report(self.context.exports())
                 except Retry as error:  # the next worker writes it
-                    self.context.log.warning("the head object is not up to date: %s", error)
+                    self.context.log.warning("the gateway report is not up to date: %s", error)
 
-    def _head_is_old(self) -> bool:
-        return self._settled_at > _written.get(self._place, -math.inf)
+    def _report_is_old(self) -> bool:
+        return self._settled_at > _written.get(self._destination, -math.inf)
 
-    def _write_head(self, exports: list[Progress]) -> None:
+    def _write_report(self, exports: list[Progress]) -> None:
         now = time.monotonic()
-        here = [_with_start(export) for export in exports if self._shares(export.config)]
-        document = head_document(self.context.gateway, time.time_ns() // 1_000_000, here)
+        here = [_with_before_start(export) for export in exports if self._same_destination(export.config)]
+        document = gateway_report(self.context.gateway, time.time_ns() // 1_000_000, here)
         key = self._under(report_key(self.context.gateway))
         try:
             self._put(key, document, "application/json")
         except Exception as error:
             raise failure(error, f"uploading {self._url(key)}") from error
-        _written[self._place] = now
+        _written[self._destination] = now
 
-    def _shares(self, other: ExportConfig) -> bool:
+    def _same_destination(self, other: ExportConfig) -> bool:
         mine = self.config
         return (
             isinstance(other, S3Config)
@@ -276,8 +276,8 @@ class S3Exporter(Exporter):
         )
 
 
-def _with_start(export: Progress) -> Progress:
-    """The progress with the numbers before `startSequenceNumber` named too: nobody asked for them."""
+def _with_before_start(export: Progress) -> Progress:
+    """Add the numbers before `startSequenceNumber` to the skipped ranges."""
     start, gaps = getattr(export.config, "start_sequence_number", 0), []
     after = 0  # the end of the range before
     for first, last, _ in [*export.skipped, (start, start, "")]:
@@ -287,8 +287,8 @@ def _with_start(export: Progress) -> Progress:
     return msgspec.structs.replace(export, skipped=sorted(export.skipped + gaps)) if gaps else export
 
 
-_heads_lock = threading.Lock()
-_written: dict[tuple[str | None, str, str], float] = {}  # when the head object of a place was written
+_reports_lock = threading.Lock()
+_written: dict[tuple[str | None, str, str], float] = {}  # when the report of a destination was written
 
 
 class _Row(Struct, gc=False):
@@ -310,7 +310,7 @@ def _lines(batch: Batch, records: Sequence[Record]) -> bytes:
     last, text = -1, ""
     rows = []
     for record in records:
-        if record.ingest_time != last:  # one for all messages of a commit group
+        if record.ingest_time != last:  # all messages of a commit group have the same time
             last, text = record.ingest_time, _rfc3339(record.ingest_time)
         rows.append(_Row(gateway, stream, epoch, record.sequence_number, text, record.topic, record.payload))
     return _encoder.encode_lines(rows)
@@ -318,7 +318,7 @@ def _lines(batch: Batch, records: Sequence[Record]) -> bytes:
 
 def _digest(batch: Batch) -> str:
     digest = hashlib.sha256()
-    for start in range(0, len(batch.records), CHUNK):  # all lines at once would be one more copy of the batch
+    for start in range(0, len(batch.records), CHUNK):  # all lines at once would be another copy of the batch
         digest.update(_lines(batch, batch.records[start : start + CHUNK]))
     return digest.hexdigest()
 

@@ -1,20 +1,20 @@
-"""Exporter `s3TaskExecutor`: uploads files of this machine that messages of a stream name.
+"""Exporter `s3TaskExecutor`: uploads files of this machine; messages of a stream name them.
 
 A message is one S3ExportTaskDefinition in JSON. Tasks run one at a time, in the order of the stream;
-the file itself is never changed or deleted. Files over `sizeThresholdForMultipartUploadBytes`, or over
-32 MiB, go in parts, and an upload that was interrupted, also by a crash, goes on after its last part.
-The key, the upload's id and what the file looked like are kept durably at the first attempt, so that all
+they never change or delete the file. Files over `sizeThresholdForMultipartUploadBytes`, or over 32 MiB,
+are uploaded in parts, and an upload that was interrupted, also by a crash, resumes after its last part.
+The first attempt stores the key, the upload's id, and the size and time of the file durably, so that all
 attempts are the same upload.
 
-Each task ends with one status message: Success; Failure for what can never succeed (no such file, a
-FIFO or a device, no such bucket, a bad definition), and then the next task is taken; Canceled when the
-export or its stream is deleted, or when the task is gone from the stream before it was done: expired,
-overwritten or purged. When an export or a stream is deleted, at most the first 1,000 of its pending tasks
-are reported, and none if the export is disabled or the export worker is not running. An upload in parts
-that was under way is aborted, but for that of a disabled export. A status message has the task's definition
-wherever that can be read: not of a message that is no S3ExportTaskDefinition, nor of a task that is gone.
-Network, throttling, rights and credentials are waited out, and the task stays InProgress. A status
-stream that is missing or full costs the message, never the task.
+Each task ends with one status message: Success; Failure for a task that can never succeed (no such file, a
+FIFO or a device, no such bucket, an invalid definition), and then the next task runs; Canceled if the export
+or its stream is deleted, or if the task is dropped from the stream before it is done: expired, overwritten
+or purged. If an export or a stream is deleted, at most the first 1,000 of its pending tasks are reported, and
+none if the export is disabled or the export worker is not running. A multipart upload in progress is
+aborted, except that of a disabled export. A status message has the task's definition if it can be read; that
+of an invalid S3ExportTaskDefinition or of a dropped task cannot. Errors of the network, throttling, missing
+rights and credentials are retried, and the task stays InProgress. If the status stream is missing or full,
+the status message is lost, but never the task.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from bridge.plugin.uploads import TaskDefinition, resolve_key
 
 MIN_PART = 5 * MIB
 MAX_PARTS = 10_000
-MAX_WHOLE = 32 * MIB  # of a file that goes in one part, which is held in memory
-HOPELESS = frozenset(
+MAX_SINGLE = 32 * MIB  # of a file that is uploaded in one part, which is held in memory
+PERMANENT = frozenset(
     {"EntityTooLarge", "InvalidArgument", "InvalidBucketName", "KeyTooLongError", "MetadataTooLarge"}
     | {"NoSuchBucket"}
 )
-# Where there is no file, and a path of this form has none tomorrow.
-NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
+# There is no such file; a retry would not help.
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP})
 
 
 class StatusLevel(IntEnum):
-    """The SDK's StatusLevel; a level takes in those before it."""
+    """The SDK's StatusLevel; a level includes those before it."""
 
     ERROR = 0
     WARN = 1
@@ -69,8 +69,8 @@ class StatusLevel(IntEnum):
     TRACE = 4
 
 
-class Status(IntEnum):
-    """The SDK's Status."""
+class TaskStatus(IntEnum):
+    """The SDK's TaskStatus."""
 
     Success = 0
     Failure = 1
@@ -80,11 +80,11 @@ class Status(IntEnum):
 
 
 LEVELS = {
-    Status.Success: StatusLevel.INFO,
-    Status.Failure: StatusLevel.ERROR,
-    Status.InProgress: StatusLevel.INFO,
-    Status.Warning: StatusLevel.WARN,
-    Status.Canceled: StatusLevel.WARN,
+    TaskStatus.Success: StatusLevel.INFO,
+    TaskStatus.Failure: StatusLevel.ERROR,
+    TaskStatus.InProgress: StatusLevel.INFO,
+    TaskStatus.Warning: StatusLevel.WARN,
+    TaskStatus.Canceled: StatusLevel.WARN,
 }
 
 
@@ -96,14 +96,14 @@ class StatusConfig(Struct, rename="camel", kw_only=True, frozen=True, forbid_unk
 
 
 class S3TasksConfig(AwsConfig, kw_only=True, frozen=True):
-    """The SDK's S3ExportTaskExecutorConfig, and where to send."""
+    """The SDK's S3ExportTaskExecutorConfig, with endpoint and region."""
 
     size_threshold_for_multipart_upload_bytes: Annotated[Bytes, Meta(ge=MIN_PART)] = MIN_PART
     status_config: StatusConfig = StatusConfig()
 
 
 class Upload(Struct, frozen=True):
-    """What is kept of a task from its first attempt on."""
+    """The state of a task, stored from its first attempt on."""
 
     number: int
     bucket: str
@@ -138,7 +138,7 @@ class S3TaskExporter(Exporter):
             try:
                 task = msgspec.json.decode(record.payload, type=TaskDefinition)
             except msgspec.MsgspecError as error:
-                raise TaskError(f"no S3ExportTaskDefinition: {error}") from error
+                raise TaskError(f"not an S3ExportTaskDefinition: {error}") from error
             try:
                 task.check()
             except ValueError as error:
@@ -148,16 +148,16 @@ class S3TaskExporter(Exporter):
             upload = self._upload
             if upload and upload.upload_id and upload.number == record.sequence_number:
                 self._abort(task, upload)
-            self._tell(Status.Failure, record.sequence_number, task, str(error))
+            self._report(TaskStatus.Failure, record.sequence_number, task, str(error))
             return Outcome(rejected={0: str(error)})
         self._upload = None
-        self._tell(Status.Success, record.sequence_number, task, "the file was uploaded")
+        self._report(TaskStatus.Success, record.sequence_number, task, "the file was uploaded")
         return ACCEPTED
 
     def dropped(self, first: int, last: int, reason: str) -> None:
         for number in range(first, last + 1):
             self.context.working()
-            self._cancel(number, None, f"the task is gone from the stream before it was done: {reason}")
+            self._cancel(number, None, f"the task was dropped from the stream before it was done: {reason}")
 
     def cancelled(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -165,7 +165,7 @@ class S3TaskExporter(Exporter):
             try:
                 task = msgspec.json.decode(record.payload, type=TaskDefinition)
             except msgspec.MsgspecError:
-                self.context.log.debug("message %d is no task", record.sequence_number)
+                self.context.log.debug("message %d is not a task", record.sequence_number)
             self._cancel(record.sequence_number, task, "the export or its stream was deleted")
         upload = self._upload  # its task may be among those that are not reported
         if upload and upload.upload_id and upload.number not in {r.sequence_number for r in records}:
@@ -174,29 +174,29 @@ class S3TaskExporter(Exporter):
     def _cancel(self, number: int, task: TaskDefinition | None, why: str) -> None:
         if self._upload and self._upload.upload_id and self._upload.number == number:
             self._abort(task, self._upload)
-        self._tell(Status.Canceled, number, task, why)
+        self._report(TaskStatus.Canceled, number, task, why)
 
     def _run(self, record: Record, task: TaskDefinition) -> None:
         upload = self._upload if self._upload and self._upload.number == record.sequence_number else None
         if upload is None:
-            self._tell(Status.InProgress, record.sequence_number, task, "the upload begins")
+            self._report(TaskStatus.InProgress, record.sequence_number, task, "the upload begins")
         try:
             if not self.context.may_write_to(task.bucket):
-                raise TaskError(f"bucket {task.bucket!r} is not among [export.allow] buckets")
+                raise TaskError(f"bucket {task.bucket!r} is not in the buckets of [export.allow]")
             with self.context.open(task.path()) as file:
-                size, changed = _looks(file)
+                size, changed = _identity(file)
                 now = datetime.fromtimestamp(self.context.now(), UTC)
                 key = upload.key if upload else resolve_key(task.key, now)
                 if upload is None or (upload.size, upload.changed) != (size, changed):
-                    if upload and upload.upload_id:  # the file is another one by now: begin again
+                    if upload and upload.upload_id:  # the file has changed: start again
                         self._abort(task, upload)
                     upload = self._keep(Upload(record.sequence_number, task.bucket, key, size, changed))
-                if upload.size > min(self.config.size_threshold_for_multipart_upload_bytes, MAX_WHOLE):
+                if upload.size > min(self.config.size_threshold_for_multipart_upload_bytes, MAX_SINGLE):
                     self._put_parts(task, upload, file)
                 else:
                     self._put(task, upload, file)
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno not in NO_FILE:
+            if isinstance(error, OSError) and error.errno not in ABSENT:
                 raise Retry(f"reading {task.input_url}: {error}") from error
             raise TaskError(str(error)) from error
 
@@ -209,7 +209,7 @@ class S3TaskExporter(Exporter):
         done: dict[int, str] = {}
         if upload.upload_id:
             known = self._parts(task, upload)
-            if known is None:  # the service has forgotten it, such as by a lifecycle rule
+            if known is None:  # a lifecycle rule may have deleted it
                 upload = msgspec.structs.replace(upload, upload_id="")
             else:
                 done = known
@@ -225,11 +225,11 @@ class S3TaskExporter(Exporter):
                 part = {"UploadId": upload.upload_id, "PartNumber": number, "Body": Body(body, self.context)}
                 done[number] = self._call("upload_part", task, upload, **part)["ETag"]
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(done.items())]
-        whole = {"UploadId": upload.upload_id, "MultipartUpload": {"Parts": parts}}
-        self._call("complete_multipart_upload", task, upload, **whole)
+        request = {"UploadId": upload.upload_id, "MultipartUpload": {"Parts": parts}}
+        self._call("complete_multipart_upload", task, upload, **request)
 
     def _parts(self, task: TaskDefinition, upload: Upload) -> dict[int, str] | None:
-        """The parts that the service has; None if it does not know the upload any more."""
+        """The parts that the service has; None if it no longer knows the upload."""
         found: dict[int, str] = {}
         marker = 0
         while True:
@@ -251,9 +251,9 @@ class S3TaskExporter(Exporter):
         try:
             return getattr(self._client, name)(Bucket=task.bucket, Key=upload.key, **options)
         except Exception as error:
-            if error_code(error) in HOPELESS or is_invalid(error):
+            if error_code(error) in PERMANENT or is_invalid(error):
                 raise TaskError(cause(error)) from error
-            if error_code(error) == "NoSuchUpload":  # listed a moment ago: begin again
+            if error_code(error) == "NoSuchUpload":  # deleted since it was listed: start again
                 self._keep(msgspec.structs.replace(upload, upload_id=""))
             raise failure(error, f"uploading {task.input_url} to s3://{task.bucket}/{upload.key}") from error
 
@@ -263,15 +263,15 @@ class S3TaskExporter(Exporter):
             self._client.abort_multipart_upload(**where)
         except Exception as error:
             if error_code(error) != "NoSuchUpload":
-                text = f"parts of an earlier attempt stay in S3: {cause(error)}"
-                self._tell(Status.Warning, upload.number, task, text)
+                text = f"parts of an earlier attempt remain in S3: {cause(error)}"
+                self._report(TaskStatus.Warning, upload.number, task, text)
 
     def _keep(self, upload: Upload) -> Upload:
         self._upload = upload
         self.context.save_state(msgspec.msgpack.encode(upload))
         return upload
 
-    def _tell(self, status: Status, number: int, task: TaskDefinition | None, text: str) -> None:
+    def _report(self, status: TaskStatus, number: int, task: TaskDefinition | None, text: str) -> None:
         """Append a status message, if the configuration asks for it."""
         wanted, level = self.config.status_config, LEVELS[status]
         if wanted.status_stream_name is None or level > wanted.status_level:
@@ -297,23 +297,23 @@ class S3TaskExporter(Exporter):
             self.context.log.warning("status message %s lost: %s", status.name, error)
 
 
-def _looks(file: BinaryIO) -> tuple[int, int]:
-    """The size in bytes and the time of the last change in ns, by which another file is known."""
+def _identity(file: BinaryIO) -> tuple[int, int]:
+    """The size in bytes and the time of the last change in ns: if they differ, the file has changed."""
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns
 
 
 def _read(file: BinaryIO, upload: Upload, start: int, size: int, *, more: bool = False) -> bytes:
-    """Read `size` bytes, and one more if `more` says so, which must not be there.
+    """Read `size` bytes; with `more`, also check that nothing follows them.
 
-    Raises Retry, or TaskError for a file of which that can never be right.
+    Raises Retry if the file changes, and TaskError if its size can never match.
     """
     file.seek(start)
     body = file.read(size + more)
-    if _looks(file) != (upload.size, upload.changed):  # all parts are of one version of the file
-        raise Retry("the file changes while it is uploaded")
+    if _identity(file) != (upload.size, upload.changed):  # all parts are of one version of the file
+        raise Retry("the file changed while it was uploaded")
     if len(body) != size:  # such as in /proc
-        raise TaskError(f"the file does not have the {upload.size} bytes that its size says")
+        raise TaskError(f"the content of the file does not have its size of {upload.size} bytes")
     return body
 
 

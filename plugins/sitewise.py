@@ -1,16 +1,15 @@
 """Exporter `IotSitewise`: property values, by BatchPutAssetPropertyValue.
 
-A message is one PutAssetPropertyValueEntry in JSON, as the Stream Manager SDK writes it. Up to 10
-entries go in a request. An entry with a value for the same property and time as one before it goes
-in a later request, since the service refuses both together. `entryId` need not be unique: requests
-carry numbers of their own.
+A message is one PutAssetPropertyValueEntry in JSON, as the Stream Manager SDK writes it. A request has
+up to 10 entries. An entry with a value for the same property and time as an earlier one goes in a later
+request, because the service rejects both together. `entryId` need not be unique: requests have their
+own numbers.
 
-What becomes of an entry follows the service's error codes: throttling, missing rights and the
-service's own faults are tried again; an unknown property, an invalid value or a timestamp that the
-service no longer takes (older than 7 days, or over 10 minutes ahead) is rejected. The values of an
-entry are judged one by one: those without error are stored. Entries that the service finds in
-conflict, such as of one property by its alias and by its ids, are sent again one after the other; one
-that is in conflict with itself, by two values for one time, is rejected.
+The service's error codes decide about an entry: throttling, missing rights and internal errors are
+retried; an unknown property, an invalid value or a timestamp that the service does not accept (older
+than 7 days, or more than 10 minutes ahead) is rejected. The service judges each value of an entry, and
+stores those without error. Conflicting entries, for example of one property by its alias and by its ids,
+are sent again one after the other; an entry with two values for one time is rejected.
 """
 
 from __future__ import annotations
@@ -38,15 +37,17 @@ from bridge import (
 from bridge.plugin.aws import cause, error_code, failure, is_invalid, safe_code
 
 MAX_ENTRIES = 10
-# Whatever else the service may answer is tried again: only these can never succeed.
-HOPELESS = frozenset({"InvalidRequestException", "ResourceNotFoundException", "TimestampOutOfRangeException"})
+# Only these can never succeed; all other errors are retried.
+PERMANENT = frozenset(
+    {"InvalidRequestException", "ResourceNotFoundException", "TimestampOutOfRangeException"}
+)
 CONFLICT = "ConflictingOperationException"
-# For a whole request: it is one entry's fault, so the entries are tried apart.
-REFUSED = frozenset({*HOPELESS, "SerializationException", "ValidationException"})
+# Errors of a request that one entry causes: its entries are sent separately.
+REFUSED = frozenset({*PERMANENT, "SerializationException", "ValidationException"})
 
 
 class SitewiseConfig(AwsBatchedConfig, frozen=True):
-    """The SDK's IoTSiteWiseConfig, and where to send."""
+    """The SDK's IoTSiteWiseConfig, with endpoint and region."""
 
     batch_size: Annotated[int, Meta(ge=1, le=MAX_ENTRIES)] | None = None
 
@@ -62,7 +63,7 @@ class Variant(Struct, rename="camel", omit_defaults=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
-            raise ValueError("a value holds exactly one of stringValue, integerValue, doubleValue, ...")
+            raise ValueError("a value has exactly one of stringValue, integerValue, doubleValue, ...")
 
 
 class TimeInNanos(Struct, rename="camel", omit_defaults=True):
@@ -91,17 +92,17 @@ class Entry(Struct, rename="camel", omit_defaults=True):
 
     def __post_init__(self) -> None:
         if self.property_alias is None and (self.asset_id is None or self.property_id is None):
-            raise ValueError("an entry names propertyAlias, or assetId and propertyId")
+            raise ValueError("an entry has propertyAlias, or assetId and propertyId")
 
     def points(self) -> set[tuple[Any, ...]]:
-        """What may be in a request only once."""
+        """The properties and times of the values; a request may have each only once."""
         where = self.property_alias or (self.asset_id, self.property_id)
         return {
             (where, v.timestamp.time_in_seconds, v.timestamp.offset_in_nanos) for v in self.property_values
         }
 
-    def contradicts_itself(self) -> bool:
-        """Whether there are two values for one time."""
+    def has_conflict(self) -> bool:
+        """Return whether it has two values for one time."""
         return len(self.points()) < len(self.property_values)
 
 
@@ -130,7 +131,7 @@ class SitewiseExporter(Exporter):
             try:
                 entries[n] = msgspec.json.decode(record.payload, type=Entry)
             except msgspec.MsgspecError as error:
-                rejected[n] = f"no PutAssetPropertyValueEntry: {error}"
+                rejected[n] = f"not a PutAssetPropertyValueEntry: {error}"
         retry: dict[int, str] = {}
         requests = list(_without_conflicts(entries))
 
@@ -138,7 +139,7 @@ class SitewiseExporter(Exporter):
             for n, (reason, codes) in self._put(entries, part).items():
                 if CONFLICT in codes and len(part) > 1:
                     rejected.update(send_split([n], put))
-                elif codes <= HOPELESS or (CONFLICT in codes and entries[n].contradicts_itself()):
+                elif codes <= PERMANENT or (CONFLICT in codes and entries[n].has_conflict()):
                     rejected[n] = reason
                 else:
                     retry[n] = reason
@@ -158,7 +159,7 @@ class SitewiseExporter(Exporter):
         return Outcome(retry=sorted(retry), rejected=rejected, error=reason, cut=cut)
 
     def _put(self, entries: dict[int, Entry], part: Sequence[int]) -> dict[int, tuple[str, set[str]]]:
-        """Send one request; the entries that failed, why, and with which error codes."""
+        """Send one request; return the failed entries with reason and error codes."""
         request = [msgspec.to_builtins(entries[n]) | {"entryId": str(n)} for n in part]
         self.context.working()
         try:
@@ -167,8 +168,8 @@ class SitewiseExporter(Exporter):
             )
         except Exception as error:
             code = error_code(error)
-            # A conflict of one entry alone, with what others send, is over in a moment.
-            conflict = code == CONFLICT and (len(part) > 1 or entries[part[0]].contradicts_itself())
+            # A conflict of a single entry with another client's request ends soon: retry it.
+            conflict = code == CONFLICT and (len(part) > 1 or entries[part[0]].has_conflict())
             if code in REFUSED or conflict or is_invalid(error):
                 raise Refused(" ".join(cause(error).split())) from error
             raise failure(error, "putting property values") from error
@@ -180,7 +181,7 @@ class SitewiseExporter(Exporter):
 
 
 def _without_conflicts(entries: dict[int, Entry]) -> Iterator[list[int]]:
-    """Cut entries into requests in which no property has two values for one time, keeping their order."""
+    """Split entries, in order, into requests without two values for one property and time."""
     request: list[int] = []
     taken: set[tuple[Any, ...]] = set()
     for n, entry in entries.items():

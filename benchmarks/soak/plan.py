@@ -50,7 +50,7 @@ bucket = "{bucket}"
 prefix = "{prefix}"
 endpoint_url = "{s3}"
 time_hint_millis = 3000
-head_interval_millis = 1000
+report_interval_millis = 1000
 """
 
 OTHERS = {

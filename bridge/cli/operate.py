@@ -102,7 +102,7 @@ class _Stopped(Exports):
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:
         """The worker gets the positions when it starts."""
 
-    def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
+    def forget(self, name: str, pending: dict[str, list[Record]] | None = None) -> None:
         """Delete the cursors of a deleted stream."""
         forget_stream(self._data_dir, name)
 

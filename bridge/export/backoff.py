@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-AWAY_PARTS = 16  # of the time for which the link was away, one is waited at most
+OUTAGE_PARTS = 16  # after an outage, wait for at most one such part of its length
 
 
 class Backoff:
@@ -13,23 +13,23 @@ class Backoff:
 
     def __init__(self, first: float, longest: float) -> None:
         self._first, self._longest = first, longest
-        self.until = 0.0  # no attempt before
-        self.attempts = 0  # in a row, failed
-        self._down_since: float | None = None  # since when the link has been the cause of failures
+        self.until = 0.0  # no attempt before this time
+        self.attempts = 0  # failed in a row
+        self._down_since: float | None = None  # when the link began to be the cause of failures
 
     def hold(self, seconds: float) -> None:
-        """Make no attempt for so long."""
+        """Make no attempt for `seconds`."""
         self.until = time.monotonic() + seconds
 
     def failed(self, after: float | None, *, cut: bool) -> float:
-        """An attempt has failed; returns the wait, `after` at least. `cut`: the link was the cause."""
+        """Count a failed attempt; return the wait, at least `after`. `cut`: the link was the cause."""
         now = time.monotonic()
         wait: float = min(self._first * 2**self.attempts, self._longest)
         if cut:
-            # Nobody is relieved by a longer wait, and a link that is back may soon be gone again: what is
-            # lost of its time is a part of the time for which it was away.
+            # A longer wait relieves no server, and a link that is up again may not stay up for long: bound
+            # the uptime that is lost by a share of the outage.
             self._down_since = self._down_since or now
-            wait = min(wait, max(self._first, (now - self._down_since) / AWAY_PARTS))
+            wait = min(wait, max(self._first, (now - self._down_since) / OUTAGE_PARTS))
         else:
             self._down_since = None
         self.attempts = min(self.attempts + 1, 30)
@@ -38,5 +38,5 @@ class Backoff:
         return wait
 
     def recovered(self) -> None:
-        """An attempt has succeeded."""
+        """Start anew after a success."""
         self.attempts, self._down_since = 0, None

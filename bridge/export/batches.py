@@ -1,7 +1,7 @@
-"""The batch that an export has planned: its boundaries, what of it goes next, and what is settled.
+"""The planned batch of an export: its boundaries, which part is sent next, and what is settled.
 
-Its boundaries are durable before its first attempt. What of it is not settled is in memory only: after a
-crash all of it is sent again.
+Its boundaries are durable before its first attempt. Which records are settled is in memory only: after a
+crash the whole batch is sent again.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ from enum import Enum, auto
 import msgspec
 
 from bridge.export.host import Host
-from bridge.export.planning import Planner, among
-from bridge.export.position import Position, short
+from bridge.export.planning import Planner, intersection
+from bridge.export.position import Position, shorten
 from bridge.export.sizing import Sizing
 from bridge.plugin.api import Batch, ExportConfig, Exporter, Outcome, Record, Retry
 
 log = logging.getLogger("bridge.export")
 
 
-class Nothing(Enum):
+class NoBatch(Enum):
     """Why there is no batch to send."""
 
-    DUE = auto()  # not enough waits
-    LEFT = auto()  # what was to be planned had been dropped; there may be more
-    UNSETTLED = auto()  # all of the planned batch has arrived or was dropped: it is settled
+    NOT_DUE = auto()  # too few messages are pending
+    DROPPED = auto()  # the messages to plan had been dropped; more may follow
+    SETTLED = auto()  # the rest of the planned batch has arrived or was dropped
 
 
 class Batches:
-    """Plans and settles the batches of one export, for one thread at a time."""
+    """Plans and settles the batches of one export; used by one thread at a time."""
 
     def __init__(self, host: Host, position: Position, planner: Planner, exporter: type[Exporter]) -> None:
         self._planner = planner
         self._host, self._position, self._cls = host, position, exporter
-        self._pending: set[int] | None = None  # of the planned batch, what is not settled; None: all
-        self._later: set[int] = set()  # of these, what the attempt under way leaves to later ones
-        self._doubtful = False  # the planned batch may have arrived: an attempt of it had no answer
-        self._handled = 0  # how many messages of the planned batch are settled
+        self._pending: set[int] | None = None  # what of the planned batch is not settled; None: all of it
+        self._postponed: set[int] = set()  # of these, what a later attempt sends
+        self._may_have_arrived = False  # an attempt of the planned batch had no answer
+        self._handled = 0  # the settled messages of the planned batch
         self._sizing = Sizing()
 
     def resume(self) -> None:
-        """Go on from the position, which was read just now."""
+        """Continue from the position, which was just read."""
         self._sizing = Sizing(self._position.cursor.limit or None)
-        self._doubtful = self._position.cursor.planned is not None
+        self._may_have_arrived = self._position.cursor.planned is not None
 
-    def next(self, exporter: Exporter, config: ExportConfig, attempt: int) -> Batch | Nothing:
-        """What goes in the next attempt; its boundaries are durable. Raises OSError and CorruptData."""
+    def next(self, exporter: Exporter, config: ExportConfig, attempt: int) -> Batch | NoBatch:
+        """Return the next attempt; its boundaries are durable. Raises OSError and CorruptData."""
         self._planner.limit(self._sizing.limit)
-        self._later = set()
+        self._postponed = set()
         cursor = self._position.cursor
-        left = self._again(exporter, config) if cursor.planned else None
+        left = self._reread(exporter, config) if cursor.planned else None
         if left is None:
             records = self._plan(exporter, config)
         else:
-            records = self._portion(exporter, left, attempt) if left else left
-        if isinstance(records, Nothing):
+            records = self._next_part(exporter, left, attempt) if left else left
+        if isinstance(records, NoBatch):
             return records
-        self._position.write()  # also when the last attempt to do so failed: never a batch of unknown ends
-        if not records:  # what was left of the planned batch was dropped
+        self._position.write()  # also if the last write failed: a batch is sent only with durable boundaries
+        if not records:  # the rest of the planned batch was dropped
             self._settled()
-            return Nothing.UNSETTLED
-        return self._made_of(records, attempt)
+            return NoBatch.SETTLED
+        return self._batch_of(records, attempt)
 
-    def _made_of(self, records: Sequence[Record], attempt: int) -> Batch:
+    def _batch_of(self, records: Sequence[Record], attempt: int) -> Batch:
         assert self._position.cursor.planned is not None
         first, last = self._position.cursor.planned
         return Batch(
@@ -77,112 +77,111 @@ class Batches:
             attempt=attempt,
         )
 
-    def _portion(
+    def _next_part(
         self, exporter: Exporter, records: Sequence[Record], attempt: int
-    ) -> Sequence[Record] | Nothing:
-        """What of a planned batch goes in the next attempt.
+    ) -> Sequence[Record] | NoBatch:
+        """Return what of a planned batch the next attempt sends.
 
-        The limits may be lower than when it was planned. Its boundaries stay: the rest of it goes in a
-        later attempt. Only where a batch is one object there is no such part. Then it gets a lower end, and
-        with it another name, provided that nothing is at the destination under the name that it had.
+        The limits may be lower than when it was planned. Its boundaries stay, and a later attempt sends the
+        rest. A batch that is one object cannot be sent in parts: it gets a lower end, and so another name,
+        provided that nothing is at the destination under its old name.
         """
         fitting = self._planner.fitting(records)
         if not self._cls.limits.contiguous:
-            self._later = {record.sequence_number for record in records[fitting:]}
+            self._postponed = {record.sequence_number for record in records[fitting:]}
             return records[:fitting]
-        if self._doubtful or fitting < len(records):
-            batch = self._made_of(records, attempt)
+        if self._may_have_arrived or fitting < len(records):
+            batch = self._batch_of(records, attempt)
             with self._host.in_plugin(self._position.key, f"looking for {batch.first} to {batch.last}"):
                 landed = exporter.landed(batch)
-            self._doubtful = False
+            self._may_have_arrived = False
             if landed:
                 self._count(batch, set(), {})
                 self._settled()
-                return Nothing.UNSETTLED
+                return NoBatch.SETTLED
             if landed is False and fitting < len(records):
                 records = records[:fitting]
                 self._position.cursor.plan(batch.first, records[-1].sequence_number)
                 self._position.dirty = True
         return records
 
-    def _again(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | None:
-        """What is left of the planned batch; None if another takes its place, as part of it was dropped."""
+    def _reread(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | None:
+        """Return the rest of the planned batch; None if a drop requires a new plan."""
         cursor, pending = self._position.cursor, self._pending
         assert cursor.planned is not None
-        plan = self._planner.again(*cursor.planned, config)
+        plan = self._planner.reread(*cursor.planned, config)
         if plan is None:
             cursor.planned, self._pending = None, None
             return None
         records, gone = plan.records, plan.skipped
         if pending is not None:
             records = [record for record in records if record.sequence_number in pending]
-            gone = among(gone, pending)
+            gone = intersection(gone, pending)
         if gone:
-            self._pass_over(gone, exporter)
+            self._skip(gone, exporter)
             self._pending = {record.sequence_number for record in records}
         return records
 
-    def _plan(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | Nothing:
+    def _plan(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | NoBatch:
         """Fix the boundaries of the next batch."""
         cursor = self._position.cursor
         plan = self._planner.plan(cursor.position, config)
         if plan is None:
-            return Nothing.DUE
-        self._pass_over(plan.skipped, exporter)
+            return NoBatch.NOT_DUE
+        self._skip(plan.skipped, exporter)
         cursor.skipped += plan.position - cursor.position
         cursor.position, records, self._position.dirty = plan.position, plan.records, True
         if not records:
-            return Nothing.LEFT
+            return NoBatch.DROPPED
         cursor.plan(records[0].sequence_number, records[-1].sequence_number)
-        self._doubtful = False
+        self._may_have_arrived = False
         whole = len(records) == records[-1].sequence_number - cursor.position + 1
         self._pending = None if whole else {record.sequence_number for record in records}
         self._handled = 0
         return records
 
-    def _pass_over(self, ranges: list[tuple[int, int, str]], exporter: Exporter) -> None:
-        """Report what was dropped before it was exported.
+    def _skip(self, ranges: list[tuple[int, int, str]], exporter: Exporter) -> None:
+        """Report messages that were dropped before they were exported.
 
-        How many they are is counted when the position passes them, in one write with it: no crash counts
-        any twice.
+        They are counted when the position passes them, in the same write: a crash counts none twice.
         """
         if ranges and self._cls.dropped is not Exporter.dropped:
-            with self._host.in_plugin(self._position.key, "hearing of dropped messages"):
+            with self._host.in_plugin(self._position.key, "reporting dropped messages to it"):
                 for dropped in ranges:
                     exporter.dropped(*dropped)
         if ranges and self._position.skipped is not None:
             self._position.skipped.add(ranges)
 
     def delivered(self, size: int, seconds: float) -> None:
-        """An attempt with so many bytes was answered."""
-        self._sizing.delivered(size, seconds, self._planner.most)
+        """An attempt with `size` bytes was answered."""
+        self._sizing.delivered(size, seconds, self._planner.max_bytes)
         self._position.cursor.limit = self._sizing.limit or 0
 
     def was_cut(self, size: int, seconds: float) -> None:
-        """An attempt had no answer: the batch may have arrived, and may have been too long for the link."""
-        self._doubtful = True
+        """An attempt had no answer: the batch may have arrived, or was too long for the link."""
+        self._may_have_arrived = True
         self._sizing.cut(size, seconds)
         if self._position.cursor.limit != (self._sizing.limit or 0):
             self._position.cursor.limit, self._position.dirty = self._sizing.limit or 0, True
 
     def settle(self, batch: Batch, outcome: Outcome, dead_letters: str | None) -> bool:
-        """Take note of an outcome; True if the planned batch is settled now.
+        """Apply an outcome; return whether the planned batch is settled.
 
-        Rejected records go to the stream `dead_letters`. Raises Retry if it takes one of them not.
+        Rejected records go to the stream `dead_letters`. Raises Retry if it does not accept one of them.
         """
         again = set(outcome.retry)
         rejected = {n: reason for n, reason in outcome.rejected.items() if n not in again}
-        left = {batch.records[n].sequence_number for n in again} | self._later
+        left = {batch.records[n].sequence_number for n in again} | self._postponed
         for n, reason in rejected.items():
             record = batch.records[n]
             try:
                 self._dead_letter(record, reason, dead_letters)
             except Retry as error:
-                # Not passed without its dead letter: the record is tried, and refused, again.
+                # The position waits for the dead letter: the record is sent, and rejected, again.
                 left.add(record.sequence_number)
                 self._pending = left | {batch.records[m].sequence_number for m in rejected if m > n}
                 self._count(batch, again | {m for m in rejected if m >= n}, rejected)
-                raise Retry(f"the dead letter stream refuses: {error}") from None
+                raise Retry(f"the dead letter stream did not accept the message: {error}") from None
         self._count(batch, again, rejected)
         self._pending = left
         if left:
@@ -205,7 +204,9 @@ class Batches:
         cursor = self._position.cursor
         assert cursor.planned is not None
         first, last = cursor.planned
-        cursor.skipped += max(last - first + 1 - self._handled, 0)  # a plugin may have made two of one
+        cursor.skipped += max(
+            last - first + 1 - self._handled, 0
+        )  # a plugin may have made two records of one
         cursor.position, cursor.planned, self._pending = last + 1, None, None
         self._position.dirty = True
 
@@ -221,7 +222,7 @@ class Batches:
                 "topic": record.topic,
                 "payload": record.payload,
                 "export": self._position.key[1],
-                "reason": short(reason),
+                "reason": shorten(reason),
             }
             self._host.append(stream, msgspec.json.encode(letter))
 

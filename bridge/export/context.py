@@ -1,4 +1,4 @@
-"""What an exporter may ask of the worker, and the context by which it asks."""
+"""The context of an exporter in the worker."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Services(Protocol):
         """Append to a stream of the gateway; raises Retry."""
 
     def progress(self, kind: str) -> list[Progress]:
-        """Snapshots of all exports of a kind; raises Retry while one is not known."""
+        """Snapshots of all exports of a kind; raises Retry while one is unknown."""
 
 
 class Export(Protocol):
-    """What concerns an exporter's own export only."""
+    """The exporter's own export."""
 
     kind: str
 
@@ -36,10 +36,10 @@ class Export(Protocol):
         """Stream and identifier."""
 
     def working(self) -> None:
-        """Count from now until it counts as hung."""
+        """Restart the time after which the export counts as hung."""
 
     def throttle(self, size: int) -> None:
-        """Wait until so many bytes more may be sent."""
+        """Wait until `size` more bytes may be sent."""
 
     def save_state(self, state: bytes) -> None:
         """Keep a state with the cursor; raises ValueError if it is too large, and OSError."""

@@ -1,26 +1,26 @@
-"""How far an export is, on disk. A cursor may lag behind what was exported; it never leads.
+"""The position of an export, on disk. A cursor may lag behind what was exported; it never leads.
 
-    <data_dir>/exports/lock                                         held (flock) by the worker
-    <data_dir>/exports/<stream>/<identifier>.cursor                 names as `streams.layout` makes them
+    <data_dir>/exports/lock                                         the worker holds it (flock)
+    <data_dir>/exports/<stream>/<identifier>.cursor                 named by `streams.layout`
     <data_dir>/exports/<stream>/<identifier>.skipped                ranges never exported, with reasons;
-                                                                    only of exporters that are `contiguous`
+                                                                    only for `contiguous` exporters
 
-A cursor file has two slots of 4096 bytes, written in turn; the valid one with the higher generation
-counts. A torn write therefore costs one step back, and needs no rename and no sync of a directory. Both
-slots are written when an export begins, so that a later write is a write in place and needs no room: no
-batch is sent before its boundaries are here, and on a full disk it is exports that make room again. (A
-file system that never writes in place, such as btrfs, can refuse it all the same; then exports wait.)
+A cursor file has two slots of 4096 bytes, written in turn; the valid slot with the higher generation
+counts. A torn write therefore costs one step back, and a write needs no rename and no directory sync.
+Both slots are written when an export begins, so that later writes are in place and need no space: a
+batch is sent only after its boundaries are written here, and on a full disk it is exports that free
+space. (A file system that never writes in place, such as btrfs, can still fail; then exports wait.)
 
-    slot = magic "SBCURSR1" | generation u64 | length u32 | crc32 u32 (of all before it, and the body) | body
+    slot = magic "SBCURSR1" | generation u64 | length u32 | crc32 u32 (of the head and the body) | body
 
-`body` is msgpack of `Cursor`. If both slots fail their check, the export starts anew at its start
-sequence number: what was sent is sent again, and nothing is lost.
+`body` is msgpack of `Cursor`. If both slots fail their check, the export restarts at its start
+sequence number: messages are sent again, and none is lost.
 
 A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the
-range; a line that fails its check ends the file. When it has grown, it is replaced by its compact form:
-of all but the newest `KEPT` ranges neighbours become one with the reason `joined:<count>`, which is how many
-of its numbers were skipped; the others were exported. Losses are kept apart. See `export.heads` for what
-the reader makes of it.
+range; a line that fails its check ends the file. A file that has grown is replaced by its compact form:
+it keeps the newest `KEPT_RANGES` ranges and joins older neighbours into one with the reason
+`joined:<count>`. `count` numbers of such a range were skipped; the others were exported. Losses are never
+joined. `bridge.plugin.reports` describes how readers interpret the ranges.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from bridge.plugin.api import ExportConfig
 from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096
-STATE_LIMIT = 2000
-KEPT = 1000
+MAX_STATE = 2000
+KEPT_RANGES = 1000
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
 
 
 class Cursor(Struct, kw_only=True):
-    """One export's position and counters. `position` is the next number to be exported.
+    """One export's position and counters. `position` is the next number to export.
 
     `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the
-    configured start sequence number that the position was once taken from. `reached` is the highest
-    number that may have been sent, -1 if none; it never goes back, and a start beyond the newest
-    message does not count. `skipped` counts the numbers that the position has passed without a message
-    of theirs being exported or rejected. `stopped` is the `fingerprint` of the configuration with which
-    the exporter raised `Stopped`; empty while the export may run. `limit` is that of `sizing`, 0 for none.
+    configured start sequence number from which the export began. `reached` is the highest number that
+    may have been sent, -1 if none; it never decreases, and a start beyond the newest message does not
+    count. `skipped` counts the numbers that the position has passed without exporting or rejecting a
+    message. `stopped` is the `fingerprint` of the configuration with which the exporter raised
+    `Stopped`; empty while the export may run. `limit` is that of `sizing`, 0 for none.
     """
 
     epoch: int
@@ -84,7 +84,7 @@ class Cursor(Struct, kw_only=True):
         self.reached = max(self.reached, last)
 
     def status(self, identifier: str) -> ExportStatus:
-        """What a description of the stream says about this export."""
+        """The status in descriptions of the stream."""
         return ExportStatus(
             export_config_identifier=identifier,
             last_exported_sequence_number=self.position - 1,
@@ -99,31 +99,31 @@ class Cursor(Struct, kw_only=True):
 
 
 def fingerprint(config: ExportConfig) -> bytes:
-    """Tells one configuration of an export from another."""
+    """Identify one configuration of an export."""
     return hashlib.sha256(msgspec.json.encode(config, enc_hook=str)).digest()[:16]
 
 
 def stopped_with(data_dir: Path, stream: str, epoch: int, config: ExportConfig) -> str | None:
-    """Why an export has stopped, if it has with this very configuration; raises OSError."""
+    """Return why an export has stopped with exactly this configuration, or None; raises OSError."""
     path = stream_directory(data_dir, stream) / f"{directory_name(config.identifier)}.cursor"
     found: Cursor | None = None
     with contextlib.suppress(CorruptData, FileNotFoundError):
-        found = CursorFile.peek(path)
+        found = CursorFile.read(path)
     if found is None or found.epoch != epoch or found.stopped != fingerprint(config):
         return None
     return found.error or "stopped"
 
 
 def stream_directory(data_dir: Path, stream: str) -> Path:
-    """Where the cursors of a stream's exports are."""
+    """The directory of the cursors of a stream's exports."""
     return data_dir / "exports" / directory_name(stream)
 
 
 def stored_status(data_dir: Path, stream: str, epoch: int, kind: str, identifier: str) -> ExportStatus:
-    """How far an export is as its file has it; one that never ran has none."""
+    """The status of an export from its file, or that of a new export if there is none."""
     found: Cursor | None = None
     with contextlib.suppress(CorruptData, OSError):
-        found = CursorFile.peek(stream_directory(data_dir, stream) / f"{directory_name(identifier)}.cursor")
+        found = CursorFile.read(stream_directory(data_dir, stream) / f"{directory_name(identifier)}.cursor")
     if found is None or (found.epoch, found.kind) != (epoch, kind):
         return ExportStatus(export_config_identifier=identifier)
     return found.status(identifier)
@@ -132,12 +132,12 @@ def stored_status(data_dir: Path, stream: str, epoch: int, kind: str, identifier
 def highest_exported(data_dir: Path, name: str, epoch: int) -> int:
     """The highest number that any export of the stream may have sent; -1 if none.
 
-    Numbering continues after it when a power cut took an unflushed tail that was already exported.
+    Numbering continues after it when a power cut lost an unflushed tail that was already exported.
     """
     highest = -1
     for path in stream_directory(data_dir, name).glob("*.cursor"):
         with contextlib.suppress(CorruptData, OSError):
-            cursor = CursorFile.peek(path)
+            cursor = CursorFile.read(path)
             if cursor is not None and cursor.epoch == epoch:
                 highest = max(highest, cursor.reached)
     return highest
@@ -149,7 +149,7 @@ def forget_stream(data_dir: Path, name: str) -> None:
 
 
 def forget_others(data_dir: Path, name: str, identifiers: set[str]) -> None:
-    """Remove the cursors of exports that are not among these: deleted while no worker ran."""
+    """Remove the cursors of exports that are not among these; they were deleted while no worker ran."""
     kept = {directory_name(identifier) for identifier in identifiers}
     directory = stream_directory(data_dir, name)
     for path in directory.iterdir() if directory.is_dir() else ():
@@ -168,12 +168,12 @@ class CursorFile:
         self._generation = max((generation for generation, _ in _slots(self._fd)), default=0)
 
     def fill(self, cursor: Cursor) -> None:
-        """Write each slot that is not valid, so that no later write needs room; raises OSError."""
+        """Write each invalid slot, so that no later write needs space; raises OSError."""
         for _ in range(2 - len(_slots(self._fd))):
             self.write(cursor)
 
     @staticmethod
-    def peek(path: Path) -> Cursor | None:
+    def read(path: Path) -> Cursor | None:
         """Read a cursor; None for an empty file. Raises CorruptData if there is no valid slot."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -184,7 +184,7 @@ class CursorFile:
                 return None
         finally:
             os.close(fd)
-        raise CorruptData(f"{path}: no valid cursor in it")
+        raise CorruptData(f"{path}: it has no valid cursor")
 
     def write(self, cursor: Cursor) -> None:
         """Write durably into the slot that is not the newest; raises OSError."""
@@ -193,7 +193,7 @@ class CursorFile:
         head = _HEAD.pack(_MAGIC, generation, len(body))
         slot = head + crc32(body, crc32(head)).to_bytes(4, "big") + body
         if len(slot) > SLOT:
-            raise ValueError(f"a cursor of {len(slot)} bytes does not fit its slot")
+            raise ValueError(f"a cursor of {len(slot)} bytes does not fit in its slot")
         Files().write(self._fd, [slot.ljust(SLOT, b"\0")], generation % 2 * SLOT)
         os.fdatasync(self._fd)
         self._generation = generation
@@ -219,29 +219,29 @@ def _slots(fd: int) -> list[tuple[int, Cursor]]:
 
 
 class Skipped:
-    """The ranges that an export never sent, in order, neighbours of one reason joined; some thousand."""
+    """The ranges that an export never sent, ascending; neighbours with the same reason are joined."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_new = not path.exists()
         self.ranges: list[tuple[int, int, str]] = []
-        self._size = 0  # of the lines that count; what a failed write left behind them is written over
+        self._size = 0  # of the valid lines; the next write overwrites what a failed one left behind them
         self._lines = 0
-        self._least = KEPT  # how many ranges a compact file would have
+        self._compact_size = KEPT_RANGES  # the number of ranges of a compact file
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             fields = line.decode("ascii", "replace").split()
-            if not line.endswith(b"\n") or len(fields) != 4 or fields[3] != _check(*fields[:3]):
+            if not line.endswith(b"\n") or len(fields) != 4 or fields[3] != _checksum(*fields[:3]):
                 break
             self._join(int(fields[0]), int(fields[1]), fields[2])
             self._size += len(line)
             self._lines += 1
 
     def add(self, ranges: list[tuple[int, int, str]]) -> None:
-        """Append durably what of these ranges is not in it yet.
+        """Append durably the parts of these ranges that are not in it yet.
 
-        Raises OSError; what was written of them until then is written over by the next call.
+        Raises OSError; the next call overwrites what was written until then.
         """
-        fresh = [(a, b, reason) for first, last, reason in ranges for a, b in self._unknown(first, last)]
+        fresh = [(a, b, reason) for first, last, reason in ranges for a, b in self._new_parts(first, last)]
         if not fresh:
             return
         data = _lines(fresh)
@@ -259,12 +259,12 @@ class Skipped:
         self._lines += len(fresh)
         for entry in fresh:
             self._join(*entry)
-        if self._lines > 2 * self._least:
-            with contextlib.suppress(OSError):  # it is as true without; the next range tries again
+        if self._lines > 2 * self._compact_size:
+            with contextlib.suppress(OSError):  # the long file is correct too; the next range retries
                 self._compact()
 
     def _compact(self) -> None:
-        old, kept = self.ranges[:-KEPT], self.ranges[-KEPT:]
+        old, kept = self.ranges[:-KEPT_RANGES], self.ranges[-KEPT_RANGES:]
         joined: list[tuple[int, int, str]] = []
         for entry in old:
             if joined and entry[2] not in LOSSES and joined[-1][2] not in LOSSES:
@@ -275,10 +275,14 @@ class Skipped:
         data = _lines(joined + kept)
         Files().replace(self._path, data)
         self.ranges = joined + kept
-        self._size, self._lines, self._least = len(data), len(self.ranges), max(KEPT, len(self.ranges))
+        self._size, self._lines, self._compact_size = (
+            len(data),
+            len(self.ranges),
+            max(KEPT_RANGES, len(self.ranges)),
+        )
 
-    def _unknown(self, first: int, last: int) -> list[tuple[int, int]]:
-        """The parts of first..last that are in no range. An export that starts anew comes by twice."""
+    def _new_parts(self, first: int, last: int) -> list[tuple[int, int]]:
+        """The parts of first..last that are in no range. An export that restarts passes them twice."""
         parts, at = [], bisect_left(self.ranges, first, key=itemgetter(1))
         while at < len(self.ranges) and self.ranges[at][0] <= last:
             if self.ranges[at][0] > first:
@@ -301,9 +305,9 @@ def _count(entry: tuple[int, int, str]) -> int:
 
 
 def _lines(ranges: list[tuple[int, int, str]]) -> bytes:
-    lines = [f"{first} {last} {reason} {_check(first, last, reason)}\n" for first, last, reason in ranges]
+    lines = [f"{first} {last} {reason} {_checksum(first, last, reason)}\n" for first, last, reason in ranges]
     return "".join(lines).encode("ascii")
 
 
-def _check(*fields: object) -> str:
+def _checksum(*fields: object) -> str:
     return f"{crc32(' '.join(map(str, fields)).encode()):08x}"

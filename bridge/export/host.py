@@ -1,7 +1,6 @@
-"""What exports have of the process around them: AWS clients, streams to append to, hooks, and a record of
-whose plugin runs.
+"""What the worker offers all exports: AWS clients, appends to streams, hooks; and whose plugin runs.
 
-It knows exports by their key, stream and identifier, and nothing of tasks or threads.
+It identifies exports by their key, stream and identifier, and knows nothing of tasks or threads.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from bridge.plugin.discovery import Registry
 from bridge.plugin.hooks import Event
 
 APPEND_TIMEOUT = 30.0
-IDLE_MEMORY = 96 * MIB  # more than what the process has without any batch
+IDLE_MEMORY = 96 * MIB  # more than the process uses without any batch
 LEAST_BATCH = 5 * MIB
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -36,9 +35,9 @@ def memory_used() -> int:
 
 
 class Parent(Protocol):
-    """What the host needs of the process."""
+    """What the host needs from the process."""
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message: wire.WorkerMessage) -> None:
         """Send a message to the supervisor."""
 
     def append(self, stream: str, payload: bytes, timeout: float) -> None:
@@ -48,7 +47,7 @@ class Parent(Protocol):
         """The statuses of a stream have changed."""
 
     def event(self, event: Event) -> None:
-        """Tell the `handle_event` hooks."""
+        """Queue an event for the `handle_event` hooks."""
 
 
 class Host:
@@ -63,19 +62,19 @@ class Host:
         bandwidth: Bandwidth,
         progress: Callable[[str], list[Progress]],
     ) -> None:
-        """`memory` is how large the process may be, in bytes."""
-        # All threads may hold a batch at a time, each as records, as a request and on its way between.
+        """`memory` is the most that the process may use, in bytes."""
+        # Each thread may hold a batch three times: as records, as a request, and while it converts one.
         self.batch_bytes = max((memory - IDLE_MEMORY) // (3 * hello.export.threads), LEAST_BATCH)
         self.data_dir, self.gateway, self.tuning = hello.data_dir, hello.gateway, hello.tuning
         self.allow, self.bandwidth, self.progress = hello.export.allow, bandwidth, progress
         self.failures = 0  # attempts so far that ended with an error
         self._aws, self._hook, self._parent = hello.aws, registry.hook, parent
-        self._grown: dict[Key, int] = {}  # by how many bytes, in each export's plugin
-        self._inside: dict[Key, int] = {}  # how large when a plugin was called
+        self._grown: dict[Key, int] = {}  # bytes of growth in each export's plugin
+        self._inside: dict[Key, int] = {}  # the memory used when a plugin was called
 
     @contextmanager
     def in_plugin(self, key: Key, doing: str) -> Iterator[None]:
-        """Around all code of plugins: the supervisor knows whom to name if this process dies in it."""
+        """Wrap every call of a plugin, so that the supervisor can name it if the process dies in it."""
         before = self._inside[key] = memory_used()
         self._parent.send(wire.Began(*key, threading.get_ident(), doing))
         try:
@@ -88,7 +87,7 @@ class Host:
     def most_grown(self) -> dict[Key, int]:
         """The exports in whose plugins this process has grown most, and by how many bytes.
 
-        Several that ran at the same time cannot be told apart, so all near the largest are named.
+        Plugins that run at the same time cannot be distinguished, so all near the largest are named.
         """
         grown, used = dict(self._grown), memory_used()
         for key, before in list(self._inside.items()):
@@ -108,11 +107,11 @@ class Host:
             raise aws.failure(error, f"making the {service} client") from error
 
     def transform(self, key: Key, kind: str) -> Transform | None:
-        """What plugins make of an export's records; None if no plugin has such a hook."""
+        """The transformation of an export's records by hooks; None if no plugin has such a hook."""
         hooks = self._hook.transform_records.get_hookimpls()
 
         def transform(records: list[Record], stream: str, config: ExportConfig) -> list[Record]:
-            # Plugins in the order of loading, each seeing what those before it made of the records.
+            # In the order of loading; each plugin gets the records that those before it returned.
             with self.in_plugin(key, "transforming records"):
                 for impl in hooks:
                     values = {"records": records, "stream": stream, "kind": kind, "config": config}
@@ -132,9 +131,9 @@ class Host:
         self._parent.changed(stream)
 
     def damaged(self, stream: str, detail: str) -> None:
-        """Reading a stream failed its check."""
+        """Report that stored data of a stream failed its check."""
         self._parent.send(wire.Damaged(stream, detail))
 
     def event(self, name: str, key: Key, detail: str) -> None:
-        """Tell the hooks of an event of an export."""
+        """Queue an event of an export for the hooks."""
         self._parent.event(Event(name=name, stream=key[0], export=key[1], detail=detail))

@@ -1,11 +1,11 @@
-"""Which messages make the next batch: reading a stream, waiting for more, passing over holes.
+"""Which messages make the next batch: reading a stream, waiting for more, skipping holes.
 
-A batch is due when as many messages or bytes wait as the export wants, when the oldest waiting one
-is old enough, or at once if the export names no interval. While it waits, each message is read once
-to be counted and not kept: memory stays bounded by one batch per thread, however many exports wait.
+A batch is due when enough messages or bytes are pending, when the oldest pending message is old
+enough, or at once if the export has no interval. Until then each message is read once, counted and
+not kept: memory stays bounded by one batch per thread, however many exports wait.
 
-Numbers that are missing were dropped by the stream's limits (the stream's drop log says why), or
-left out by a plugin's `transform_records`. They are passed over and reported, never waited for.
+Missing numbers were dropped by the stream's limits (its drop log has the reasons) or left out by a
+plugin's `transform_records`. They are skipped and reported, never waited for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bridge.streams.segment import Frame, columns
 
 MAX_RECORDS = 100_000
 MAX_BYTES = 4 * 1024 * 1024
-LOOK_EVERY = 0.2  # seconds between two looks at how much waits
+COUNT_EVERY = 0.2  # seconds between two counts of what is pending
 _CHUNK_RECORDS, _CHUNK_BYTES = 10_000, 1024 * 1024
 _TOPICS = 4096
 
@@ -34,7 +34,7 @@ Transform = Callable[[list[Record], str, ExportConfig], list[Record]]
 
 
 class Source:
-    """A stream as the worker knows it. The main thread sets the numbers as they are committed."""
+    """A stream in the worker. The main thread updates the numbers when messages are committed."""
 
     def __init__(self, name: str, directory: Path, epoch: int) -> None:
         self.name, self.directory, self.epoch = name, directory, epoch
@@ -44,7 +44,7 @@ class Source:
 
 
 class Plan(NamedTuple):
-    """The next batch, the position that it begins at, and what is passed over before and within it."""
+    """The next batch, the position at which it begins, and what is skipped before and within it."""
 
     position: int
     records: list[Record]
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 
 
 class _Topics(dict[bytes, str]):
-    """Decoded topics: few are used again and again."""
+    """Decoded topics: a few topics repeat all the time."""
 
     def __missing__(self, topic: bytes) -> str:
         text = self[topic] = topic.decode("utf-8", "replace")
@@ -65,32 +65,32 @@ class Planner:
     def __init__(self, source: Source, transform: Transform | None) -> None:
         self._source, self._transform = source, transform
         self._limits, self._batching = BatchLimits(), Batching()
-        self.most = MAX_BYTES  # the size of a batch that no link limits
+        self.max_bytes = MAX_BYTES  # of a batch that no link limits
         self._reader: StreamReader | None = None
         self._drops: DropLog | None = None
         self._topics = _Topics()
-        self._count_from = -1  # where counting began; -1 if nothing is counted
+        self._count_from = -1  # where the count begins; -1: there is no count
         self._counted_to = 0
         self._count = self._size = 0
         self._full_at = 0.0
-        self._look_at = 0.0
+        self._count_at = 0.0
 
     def configure(self, limits: BatchLimits, batching: Batching, most: int) -> None:
-        """Take over an exporter's limits and wishes, and how many bytes a batch may have at `most`."""
+        """Set an exporter's limits and batching, and the largest batch in bytes that memory allows."""
         self._limits, self._batching = limits, batching
         self._records = min(batching.records or MAX_RECORDS, limits.records or MAX_RECORDS)
         wanted = batching.size or limits.batch_bytes or MAX_BYTES
-        self.most = self._bytes = min(wanted, limits.batch_bytes or wanted, most)
+        self.max_bytes = self._bytes = min(wanted, limits.batch_bytes or wanted, most)
         self._count_from = -1
 
     def limit(self, size: int | None) -> None:
-        """Plan no batch of more than `size` bytes; None: as many as the exporter wants."""
-        least = min(self.most, size or self.most)
-        if least != self._bytes:
-            self._bytes, self._count_from = least, -1
+        """Plan no batch of more than `size` bytes; None: the exporter's own limit."""
+        size = min(self.max_bytes, size or self.max_bytes)
+        if size != self._bytes:
+            self._bytes, self._count_from = size, -1
 
     def fitting(self, records: Sequence[Record]) -> int:
-        """How many of the leading records a batch may have by now; at least one."""
+        """How many of the leading records fit in a batch now; at least one."""
         room = self._bytes
         for n, record in enumerate(records[: self._records]):
             room -= len(record.payload) + len(record.topic)
@@ -99,13 +99,13 @@ class Planner:
         return min(len(records), self._records)
 
     def due(self, position: int) -> float:
-        """The monotonic time at which planning may give a batch: in the past if nothing is known."""
+        """The monotonic time at which planning may return a batch: in the past if it is unknown."""
         if self._count_from != position:
             return 0.0
-        return min(self._full_at, self._look_at) if self._source.next > self._counted_to else self._full_at
+        return min(self._full_at, self._count_at) if self._source.next > self._counted_to else self._full_at
 
     def plan(self, position: int, config: ExportConfig) -> Plan | None:
-        """The next batch from `position` on; None if it is not due. It may hold no records."""
+        """The next batch from `position` on; None if it is not due. It may have no records."""
         end = self._source.next
         if position >= end or not self._is_due(position, end):
             return None
@@ -122,16 +122,16 @@ class Planner:
         if len(records) == len(found) == last - first + 1:
             return Plan(first, records, self.missing(position, first - 1, []))
         reach = records[-1].sequence_number if records else last
-        skipped = self._left_out(position, reach, found, records)
+        skipped = self._not_exported(position, reach, found, records)
         return Plan(records[0].sequence_number if records else reach + 1, records, skipped)
 
-    def again(self, first: int, last: int, config: ExportConfig) -> Plan | None:
-        """The batch first..last once more, with what is left of it; None if it must be planned anew.
+    def reread(self, first: int, last: int, config: ExportConfig) -> Plan | None:
+        """Read the batch first..last again, as far as it exists; None if it must be planned anew.
 
-        Raises CorruptData if anything in it is damaged, and has not been set aside yet.
+        Raises CorruptData for damage in it that is not quarantined yet.
         """
         found = self._read(first, last + 1, last - first + 1, 2**62)
-        # Reading ends at damage without a word if it has found anything; from there on, it raises.
+        # A read that has found something ends silently before damage; a read that begins there raises.
         while found and (after := found[-1].sequence_number + 1) <= last:
             if not (rest := self._read(after, last + 1, last - first + 1, 2**62)):
                 break
@@ -141,12 +141,12 @@ class Planner:
             return Plan(first, records, [])
         if self._limits.contiguous:
             return None
-        return Plan(first, records, self._left_out(first, last, found, records))
+        return Plan(first, records, self._not_exported(first, last, found, records))
 
-    def _left_out(
+    def _not_exported(
         self, first: int, last: int, found: list[Record], records: list[Record]
     ) -> list[tuple[int, int, str]]:
-        """What of first..last is not among `records`: dropped from the stream, or `found` and filtered."""
+        """The numbers of first..last that are not in `records`: dropped from the stream, or filtered."""
         present = [m.sequence_number for m in found if m.sequence_number <= last]
         skipped = self.missing(first, last, present)
         if len(records) != len(present):
@@ -166,17 +166,17 @@ class Planner:
         if self._drops is None:
             self._drops = DropLog(Files(), self._source.directory)
         self._drops.refresh()
-        return [part for hole in holes for part in self._explain(*hole)]
+        return [part for hole in holes for part in self._with_reasons(*hole)]
 
     def oldest(self) -> int:
-        """The number of the oldest message that is still there, or the next number if there is none."""
+        """The number of the oldest stored message, or the next number if there is none."""
         return self._stream().oldest()
 
-    def waiting(self, position: int) -> list[Record]:
-        """The first records that wait, as far as they can still be read."""
+    def pending(self, position: int) -> list[Record]:
+        """The first pending records, as far as they can still be read."""
         try:
             found = self._read(position, self._source.next, 1000, MAX_BYTES)
-        except Exception:  # the stream is being deleted under the reader
+        except Exception:  # the stream is being deleted meanwhile
             return []
         return found
 
@@ -210,7 +210,7 @@ class Planner:
             oldest = self._read(position, end, 1, 1)
             if not oldest:
                 return True
-            # By the wall clock, but never longer than the interval from now, whatever the clock does.
+            # By the wall clock, but never longer than the interval, whatever the clock does.
             left = oldest[0].ingest_time + millis - time.time_ns() // 1_000_000
             self._full_at = now + min(max(left, 0), millis) / 1000
             self._count_from = position
@@ -224,19 +224,19 @@ class Planner:
                 self._counted_to = end
                 break
             if self._limits.contiguous and found[-1].sequence_number != self._counted_to + len(found) - 1:
-                return True  # a hole: this batch cannot grow beyond it
+                return True  # a hole: the batch cannot grow beyond it
             self._counted_to = found[-1].sequence_number + 1
             self._count += len(found)
             self._size += sum(len(m.payload) + len(m.topic) for m in found)
             if self._count >= self._records or self._size >= self._bytes:
                 return True
-        self._look_at = now + LOOK_EVERY
+        self._count_at = now + COUNT_EVERY
         return False
 
     def _records_of(self, found: list[Record], config: ExportConfig) -> list[Record]:
         return self._transform(list(found), self._source.name, config) if self._transform else found
 
-    def _explain(self, first: int, last: int) -> list[tuple[int, int, str]]:
+    def _with_reasons(self, first: int, last: int) -> list[tuple[int, int, str]]:
         assert self._drops is not None
         ranges = self._drops.ranges
         begin = bisect_left(ranges, first, key=attrgetter("last"))
@@ -245,21 +245,21 @@ class Planner:
             (max(first, drop.first), min(last, drop.last), DropReason(drop.reason).name.lower())
             for drop in ranges[begin:end]
         ]
-        # The drop log keeps a reason of every drop: what is gone without one is lost.
+        # The drop log has a reason for each drop: a message that is missing without one is lost.
         parts += [(a, b, "unknown") for a, b in self._drops.live(first, last)]
         return sorted(parts)
 
 
 def too_large(records: Sequence[Record], limit: int | None) -> dict[int, str]:
-    """Which of the records have a larger payload than the destination takes, and what is wrong with each."""
+    """The records whose payload is larger than the destination accepts, each with the reason."""
     if limit is None:
         return {}
     sizes = {n: len(record.payload) for n, record in enumerate(records) if len(record.payload) > limit}
     return {n: f"the message of {size} bytes is larger than {limit} bytes" for n, size in sizes.items()}
 
 
-def among(ranges: list[tuple[int, int, str]], numbers: Collection[int]) -> list[tuple[int, int, str]]:
-    """The parts of `ranges` that are these numbers."""
+def intersection(ranges: list[tuple[int, int, str]], numbers: Collection[int]) -> list[tuple[int, int, str]]:
+    """The parts of `ranges` that contain these numbers."""
     ascending, found = sorted(numbers), list[tuple[int, int, str]]()
     for first, last, reason in ranges:
         for number in ascending[bisect_left(ascending, first) : bisect_right(ascending, last)]:
@@ -271,7 +271,7 @@ def among(ranges: list[tuple[int, int, str]], numbers: Collection[int]) -> list[
 
 
 def _run(found: list[Record]) -> list[Record]:
-    """The leading part of `found` whose numbers follow each other."""
+    """The leading records with consecutive numbers."""
     first = found[0].sequence_number
     if found[-1].sequence_number - first == len(found) - 1:
         return found

@@ -1,4 +1,4 @@
-"""How far one export is: its cursor in memory and the files in which it is kept."""
+"""The position of one export: its cursor in memory, and its files."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ log = logging.getLogger("bridge.export")
 
 
 class Position:
-    """Changed by the thread that runs the export; others read `cursor`.
+    """The thread that runs the export changes it; other threads read `cursor`.
 
-    Whoever changes the cursor sets `dirty`: the next `write` then has something to write.
+    A change of the cursor sets `dirty`, so that the next `write` writes it.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class Position:
         self._host, self._kind, self._contiguous = host, kind, contiguous
         directory = cursors.stream_directory(host.data_dir, source.name)
         self._path = directory / f"{directory_name(config.identifier)}.cursor"
-        self._file: cursors.CursorFile | None = None  # opened by the first step, in its own thread
-        self._is_gone = False
+        self._file: cursors.CursorFile | None = None  # the first step opens it
+        self._is_deleted = False
         self.dirty = False
         self.cursor = self._fresh(config)
         self.skipped: cursors.Skipped | None = None
@@ -52,13 +52,13 @@ class Position:
         return cursors.Cursor(epoch=self.source.epoch, kind=self._kind, start=start, position=start)
 
     def load(self, config: ExportConfig, oldest: Callable[[], int]) -> bool:
-        """Open the files and read the position; raises OSError. Returns whether there was one.
+        """Open the files and read the position; return whether there was one. Raises OSError.
 
-        `oldest` looks for the oldest message of the stream.
+        `oldest` returns the number of the oldest stored message of the stream.
         """
         fresh, found = self._fresh(config), None
         try:
-            found = cursors.CursorFile.peek(self._path) if self._path.exists() else None
+            found = cursors.CursorFile.read(self._path) if self._path.exists() else None
         except CorruptData as error:
             fresh.error = f"{error}; exporting again from {fresh.position}"
             log.error("%s: %s", self.label, fresh.error)
@@ -68,12 +68,12 @@ class Position:
             if found is None or found.epoch != self.source.epoch or found.kind != self._kind:
                 self._path.with_suffix(".skipped").unlink(missing_ok=True)
                 found = None
-            elif found.start != fresh.start:  # that moves the position; what was done stays done
+            elif found.start != fresh.start:  # that moves the position; the counters stay
                 fresh.messages, fresh.size, fresh.last_time = found.messages, found.size, found.last_time
                 fresh.rejected, fresh.skipped = found.rejected, found.skipped
                 found = None
         if found is None and not self._contiguous:
-            # What was gone before the export began was never for it: it counts, and nobody is told.
+            # Messages dropped before the export began are counted, and not reported to the exporter.
             first = max(oldest(), fresh.position)
             fresh.skipped += first - fresh.position
             fresh.position = first
@@ -81,7 +81,7 @@ class Position:
         if loaded.stopped and loaded.stopped != cursors.fingerprint(config):
             loaded.stopped, loaded.error = b"", None
         loaded.error = loaded.error if loaded.stopped else self.cursor.error or loaded.error
-        # Only who sends what is contiguous, and as a whole, has gaps to explain; all others count.
+        # Only a contiguous exporter reports gaps; for the others a count is enough.
         skipped = cursors.Skipped(self._path.with_suffix(".skipped")) if self._contiguous else None
         file = cursors.CursorFile(self._path)
         try:
@@ -94,7 +94,7 @@ class Position:
         return found is not None
 
     def status(self) -> ExportStatus:
-        """What a description of the stream says; before `load`, as it is stored."""
+        """The status in descriptions of the stream; before `load`, the stored one."""
         if self.is_loaded:
             return self.cursor.status(self.key[1])
         stored = cursors.stored_status(
@@ -104,35 +104,35 @@ class Position:
 
     def write(self, *, force: bool = False) -> None:
         """Write the cursor if it has changed; raises OSError."""
-        if self._file is not None and not self._is_gone and (force or self.dirty):
+        if self._file is not None and not self._is_deleted and (force or self.dirty):
             self._file.write(self.cursor)
             self.dirty = False
 
     def try_write(self) -> None:
-        """The same, but what fails is logged, and left to the next write."""
+        """Write; a failure is logged and left to the next write."""
         try:
             self.write()
         except OSError as error:
             log.error("%s: its position was not written: %s", self.label, error)
 
     def report(self, error: str | None) -> None:
-        """Show an error, or that there is none any more."""
-        error = error if error is None else short(error)
+        """Set the error in the status; None clears it."""
+        error = error if error is None else shorten(error)
         if self.cursor.error != error:
             self.cursor.error, self.dirty = error, True
-            self.try_write()  # the command looks at the files
+            self.try_write()  # the command reads the files
             self._host.changed(self.source.name)
 
     def save_state(self, state: bytes) -> None:
-        """Keep an exporter's own state with the cursor; raises ValueError and OSError."""
-        if len(state) > cursors.STATE_LIMIT:
-            raise ValueError(f"the state of an export has at most {cursors.STATE_LIMIT} bytes")
+        """Store an exporter's own state with the cursor; raises ValueError and OSError."""
+        if len(state) > cursors.MAX_STATE:
+            raise ValueError(f"the state of an export may have at most {cursors.MAX_STATE} bytes")
         self.cursor.state = state
         self.write(force=True)
 
     def forget(self, *, keep: bool) -> None:
-        """Write no more. Remove the files, unless another export of the same name is to `keep` them."""
-        self._is_gone = True
+        """End all writes. Remove the files, unless another export of the same name is to `keep` them."""
+        self._is_deleted = True
         for path in () if keep else (self._path, self._path.with_suffix(".skipped")):
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -144,10 +144,10 @@ class Position:
 
 
 def start_of(config: ExportConfig) -> int:
-    """The number from which a new export begins."""
+    """The number at which a new export begins."""
     return getattr(config, "start_sequence_number", 0)
 
 
-def short(reason: str) -> str:
-    """What of an error fits into a cursor, beside a state, and can be sent."""
+def shorten(reason: str) -> str:
+    """Shorten an error so that it fits in a cursor with a state, and make it valid UTF-8."""
     return reason.encode(errors="backslashreplace")[:_ERROR_SIZE].decode(errors="ignore")

@@ -1,12 +1,12 @@
 """The pool of threads that run exports, strictly by priority.
 
-Threads pick for themselves, under one lock: the due export with the lowest priority number; among
-equals the one that has waited longest. So a freed thread always goes to the most urgent export, and
-no dispatcher can fall behind.
+Each thread picks its next export itself, under one lock: the due export with the lowest priority
+number; among equals the one that has waited longest. A free thread therefore always runs the most
+urgent export, and no dispatcher can fall behind.
 
-A thread that shows no sign of life for its export's timeout counts as hung. Python cannot end a
-thread, so it is left alone with its export, a new thread takes its place in the pool, and the
-worker asks to be replaced (see `worker.py`).
+A thread without progress for its export's timeout counts as hung. Python cannot end a thread, so it
+stays with its export, a new thread takes its place in the pool, and the worker asks to be replaced
+(see `worker.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge.plugin.api import Progress, Retry
 
 
 class Scheduler:
-    """Runs the tasks of one worker; no batch before the bandwidth is free."""
+    """Runs the tasks of one worker; sends no batch before the bandwidth is free."""
 
     def __init__(self, threads: int, bandwidth: Bandwidth) -> None:
         self._threads, self._bandwidth = threads, bandwidth
@@ -38,7 +38,7 @@ class Scheduler:
             self._start_thread()
 
     def put(self, task: Task) -> None:
-        """Take in an export."""
+        """Add an export."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
@@ -50,15 +50,15 @@ class Scheduler:
     def of_stream(self, stream: str) -> list[Task]:
         """The exports of a stream."""
         with self._changed:
-            return [task for task in self._tasks if task.source.name == stream and not task.gone]
+            return [task for task in self._tasks if task.source.name == stream and not task.deleted]
 
     def wake(self) -> None:
-        """Something has changed: messages were committed, or a configuration was."""
+        """Look for due exports again: messages were committed, or a configuration has changed."""
         with self._changed:
             self._changed.notify_all()
 
     def hung(self) -> list[Task]:
-        """Exports whose thread has newly been found hung; their threads are replaced."""
+        """Replace the threads that hang since the last call; return their exports."""
         now = time.monotonic()
         with self._changed:
             found = {
@@ -72,31 +72,31 @@ class Scheduler:
         return list(found.values())
 
     def stop(self) -> None:
-        """Start nothing more."""
+        """Start no more steps."""
         self._bandwidth.stop()
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def is_quiet(self) -> bool:
-        """Whether nothing runs any more, but for what hangs."""
+        """Whether no step is running, except those that hang."""
         with self._changed:
             return not self._running.keys() - self._hung
 
     def finish(self) -> None:
-        """After `stop`: write the cursors of all exports that do not run, and close them."""
-        tasks = [task for task in self._tasks if not task.running and not task.gone]
+        """After `stop`: write the cursors of all exports that are not running, and close them."""
+        tasks = [task for task in self._tasks if not task.running and not task.deleted]
         for task in tasks:
             task.position.try_write()
-        for task in tasks:  # only then: with the link down, closing takes its time
+        for task in tasks:  # after all writes: with the link down, closing takes long
             task.close()
 
     # --- for exporters, in pool threads
 
     def progress(self, kind: str) -> list[Progress]:
-        """Snapshots of all exports of a kind; raises Retry as long as one is not known yet."""
+        """Snapshots of all exports of a kind; raises Retry while the position of one is unknown."""
         with self._changed:
-            tasks = [task for task in self._tasks if task.kind == kind and not task.gone]
+            tasks = [task for task in self._tasks if task.kind == kind and not task.deleted]
         if not all(task.is_loaded for task in tasks):
             raise Retry("the positions of all exports are not read yet")
         return [task.progress() for task in tasks]
@@ -120,10 +120,10 @@ class Scheduler:
             with self._changed:
                 task.running = False
                 del self._running[me]
-                if task.over:  # not only gone: it may have been deleted in the middle of this step
+                if task.closed:  # not only deleted, which may have happened in the middle of this step
                     self._tasks.remove(task)
                 self._changed.notify_all()
-                if me in self._hung:  # it came back after all; its place is taken
+                if me in self._hung:  # it came back; another thread has its place
                     self._hung.discard(me)
                     return
 
@@ -137,7 +137,7 @@ class Scheduler:
             for task in self._tasks:
                 if task.running or (alone and task.alone):
                     continue
-                at = max(task.due(), 0.0 if task.gone else self._bandwidth.free_at)
+                at = max(task.due(), 0.0 if task.deleted else self._bandwidth.free_at)
                 if at > now:
                     earliest = min(earliest, at)
                 elif best is None or (task.priority, task.last_step) < (best.priority, best.last_step):

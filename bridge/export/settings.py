@@ -13,8 +13,8 @@ from bridge.plugin.allow import Allow
 class ExportSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How exports share this machine and its link.
 
-    `threads` batches are sent at the same time. `max_bandwidth` is a ceiling in bits per second, on
-    average, over all exports together. `plugin_dirs` are looked through for drop-in plugins.
+    Up to `threads` batches are sent at the same time. `max_bandwidth` is a ceiling in bits per second,
+    on average, for all exports together. `plugin_dirs` are searched for drop-in plugins.
     """
 
     threads: Annotated[int, Meta(ge=1, le=100)] = 5

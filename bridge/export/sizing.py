@@ -1,15 +1,15 @@
 """How large one attempt may be on a link that does not last.
 
-What an attempt has sent is lost when its connection breaks, so an attempt must be short beside the time for
-which the link stays up. How long that is shows in operation:
+What an attempt has sent is lost when its connection breaks, so an attempt must be short compared with the
+time for which the link stays up. That time is learned from operation:
 
 * The link counts as up from the beginning of the first delivery after a break.
 * A break that cost more than `1/PARTS` of that time lowers the limit to what the link moves in such a part.
-  If nothing had been delivered before it, the attempt took all of the time: a `1/PARTS` of its size.
+  If nothing was delivered before it, the attempt took all of the time: the limit is `1/PARTS` of its size.
 * A delivery that took less than `1/PARTS` of the time for which the link has been up doubles the limit.
 
 So the limit follows the link within a few breaks, whatever its rate, and without a break there is none. At
-most about `2/PARTS` of a window is sent in vain, on average a fraction of that.
+most about `2/PARTS` of a window is wasted, on average a fraction of that.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import time
 from collections.abc import Callable
 
 PARTS = 10
-LEAST = 4096  # bytes; below it the requests themselves weigh more than what they carry
+MIN_SIZE = 4096  # bytes; smaller requests have more overhead than content
 
 
 class Sizing:
     """The limit of one export's attempts; sizes in bytes of payloads and topics, times in seconds."""
 
     def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` is what was kept of an earlier life; None is no limit."""
+        """`limit` is what an earlier process learned; None: no limit."""
         self.limit = limit
         self._clock = clock
         self._up_since: float | None = None
-        self._rate = 0.0  # of the last delivery that tells
+        self._rate = 0.0  # bytes per second, of the last delivery large enough to measure it
 
-    def delivered(self, size: int, seconds: float, most: int) -> None:
-        """An attempt was answered. `most` is the size of a batch that nothing limits."""
+    def delivered(self, size: int, seconds: float, largest: int) -> None:
+        """An attempt was answered. `largest` is the size of a batch without this limit."""
         now = self._clock()
         if self._up_since is None:
             self._up_since, self._rate = now - seconds, 0.0
         limited = self.limit is not None and size * 2 >= self.limit
-        if not self._rate or size * 2 >= (self.limit or most):  # small ones measure the delay of the link
+        if not self._rate or size * 2 >= (self.limit or largest):  # small ones measure latency
             self._rate = size / max(seconds, 0.001)
         if self.limit is not None and limited and seconds * PARTS <= now - self._up_since:
-            self.limit = self.limit * 2 if self.limit * 2 < most else None
+            self.limit = self.limit * 2 if self.limit * 2 < largest else None
 
     def cut(self, size: int, seconds: float) -> None:
         """An attempt ended without an answer, after it had sent something."""
@@ -50,6 +50,6 @@ class Sizing:
         else:
             up = self._clock() - since
             if seconds * PARTS <= up:
-                return  # not much was lost; such as on a kept connection that the server had closed
+                return  # little was lost: the server had closed a kept connection, for example
             wanted = min(int(self._rate * up / PARTS), size)
-        self.limit = max(min(wanted, self.limit or wanted), LEAST)
+        self.limit = max(min(wanted, self.limit or wanted), MIN_SIZE)

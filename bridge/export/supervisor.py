@@ -1,12 +1,12 @@
-"""The front end's side of exports: one worker process, started, fed, watched and started again.
+"""The service's side of exports: starts, feeds, watches and restarts the worker process.
 
-Everything here runs on the event loop and returns at once. A worker that is slow to read is told
-less often, never more; one that is dead or mute is replaced, with backoff, and gets all definitions
-and positions again.
+Everything here runs on the event loop and returns at once. A worker that reads slowly gets fewer
+updates, never a queue of them. A worker that is dead or silent is replaced, with backoff; the new one
+gets all definitions and positions.
 
-Who is to blame when a worker dies: the report of `faulthandler` names the thread, and `Began` says
-which export that thread was working for. Without a report (killed, `_exit`) all exports in flight are
-suspects: each waits, and then they run one at a time, so that the next death names one.
+When a worker dies, the report of `faulthandler` names the thread, and `Began` names the export that the
+thread was running. Without a report (killed, `_exit`) all exports in flight are suspects: each waits,
+and then they run one at a time, so that the next death names one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from bridge.plugin.aws import AwsSettings
 
 __all__ = ["ExportSupervisor", "highest_exported"]
 
-TELL_EVERY = 0.1
+UPDATE_EVERY = 0.1
 WRITE_LIMIT = 256 * 1024
-QUIET_AFTER = 60.0  # a worker that lived so long starts the backoff anew
+QUIET_AFTER = 60.0  # seconds; a worker that lived so long resets the backoff
 MAX_RESTART = 30.0
 
 _THREAD = re.compile(r"Current thread 0x([0-9a-f]+)[^\n]*\n((?:  File [^\n]*\n)*)")
@@ -47,13 +47,13 @@ log = logging.getLogger("bridge.export")
 
 
 class _Stream:
-    """What the worker must know of a stream, and what it said of it."""
+    """What the worker must know of a stream, and what it reported."""
 
     def __init__(self, since: int) -> None:
-        self.since = since  # what the worker says by older definitions is of exports that were deleted
+        self.since = since  # reports by older definitions are about deleted exports: they do not count
         self.define: wire.Define | None = None
         self.oldest = self.next = 0
-        self.places: dict[str, tuple[str, object]] = {}  # of each export what its position depends on
+        self.origins: dict[str, tuple[str, object]] = {}  # by export, what its position depends on
         self.enabled: set[str] = set()
         self.identifiers: list[str] = []
         self.statuses: dict[str, ExportStatus] = {}
@@ -61,7 +61,7 @@ class _Stream:
 
 
 class _Suspicion:
-    """What is held against one export."""
+    """Why one export is suspected to have ended the worker."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -84,31 +84,31 @@ class ExportSupervisor:
         damaged: Callable[[str, str], None] | None = None,
         tuning: wire.Tuning | None = None,
     ) -> None:
-        """`append_status` appends to a stream, or raises why not; if it gives something to await, the
-        message counts as appended after that. `damaged` is told (stream, what) when reading a stream
-        failed its check."""
+        """`append_status` appends to a stream, or raises; if it returns an awaitable, the message counts
+        as appended after that. `damaged` is called with (stream, detail) when stored data failed its check.
+        """
         self._data_dir, self._gateway, self._export, self._aws = data_dir, gateway, export, aws
         self._append_status, self._damaged = append_status, damaged
         self._tuning = tuning or wire.Tuning()
         self._streams: dict[str, _Stream] = {}
         self._revision = 0  # of the newest definition of any stream
-        self._redefined: set[str] = set()
-        self._moved: set[str] = set()
+        self._changed: set[str] = set()
+        self._advanced: set[str] = set()
         self._appends: set[asyncio.Future[None]] = set()
-        self._flight: dict[tuple[str, str], wire.Began] = {}
+        self._in_flight: dict[tuple[str, str], wire.Began] = {}
         self._suspicions: dict[tuple[str, str], _Suspicion] = {}
-        self._blamed = False  # somebody is known to be the cause of the worker's end
+        self._blamed = False  # the cause of the worker's end is known
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._tell: asyncio.TimerHandle | None = None
-        self._heard = 0.0
+        self._update_timer: asyncio.TimerHandle | None = None
+        self._last_heard = 0.0
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Event | None = None
         self._stopping = False
         self.restarts = 0
         self.memory = 0
 
-    # --- for the front end
+    # --- for the service
 
     @property
     def pid(self) -> int | None:
@@ -116,7 +116,7 @@ class ExportSupervisor:
         return self._process.pid if self._process is not None else None
 
     async def start(self) -> None:
-        """Start the worker and keep it running; returns when there is a process, or there cannot be one."""
+        """Start the worker and keep it running; return when it has started, or cannot be started."""
         self._ready = asyncio.Event()
         self._task = asyncio.create_task(self._supervise(), name="export supervisor")
         await self._ready.wait()
@@ -126,7 +126,7 @@ class ExportSupervisor:
         stream = self._streams.get(name)
         if stream is None or (stream.define is not None and stream.define.epoch != epoch):
             stream = self._streams[name] = _Stream(self._revision + 1)
-            # What is known until the worker says more, which takes it a second or two to start.
+            # Until the worker reports: it takes a second or two to start.
             stream.statuses = {
                 identifier: stored_status(self._data_dir, name, epoch, kind, identifier)
                 for kind, items in definition.export_definition.items()
@@ -137,14 +137,14 @@ class ExportSupervisor:
         stream.define = wire.Define(name, self._revision, directory, epoch, exports)
         configs = [config for configs in exports.values() for config in configs]
         before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]
-        places = {
+        origins = {
             str(config.get("identifier")): (kind, config.get("startSequenceNumber", 0))
             for kind, items in exports.items()
             for config in items
         }
-        moved = {one for one, place in places.items() if stream.places.get(one, place) != place}
-        stream.places = places
-        for identifier in moved:  # where it is now, the worker says; until then it has sent nothing
+        moved = {one for one, place in origins.items() if stream.origins.get(one, place) != place}
+        stream.origins = origins
+        for identifier in moved:  # until the worker reports its position, it counts as having sent nothing
             stream.positions.pop(identifier, None)
         stream.enabled = {str(c.get("identifier")) for c in configs if not c.get("disabled")}
         for known in (stream.statuses, stream.positions):
@@ -153,17 +153,17 @@ class ExportSupervisor:
         if moved:
             stream.since = self._revision
         if set(before) - set(stream.identifiers):
-            # At once: one that is deleted and made again is another, and begins at its start.
+            # At once: an export that is deleted and created again is another one, and begins at its start.
             stream.since = self._revision
             self._send(stream.define)
             if self._writer is None:
-                with contextlib.suppress(OSError):  # the next worker tries again
+                with contextlib.suppress(OSError):  # the next worker retries
                     forget_others(self._data_dir, name, set(stream.identifiers))
-        self._redefined.add(name)
-        self._soon()
+        self._changed.add(name)
+        self._schedule_update()
 
-    def waiting(self, name: str) -> dict[str, list[Record]]:
-        """By export, the first records that it has not sent: to be handed to `forget` after the deletion."""
+    def pending(self, name: str) -> dict[str, list[Record]]:
+        """By export, the first pending records: an argument of `forget` after the deletion."""
         stream = self._streams.get(name)
         if stream is None or stream.define is None or self._writer is None:
             return {}
@@ -171,32 +171,32 @@ class ExportSupervisor:
         source.next = stream.next
         with closing(Planner(source, None)) as planner:
             return {
-                identifier: planner.waiting(stream.positions[identifier])
+                identifier: planner.pending(stream.positions[identifier])
                 for identifier in stream.enabled & stream.positions.keys()
             }
 
-    def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
-        """A stream was deleted; its cursors go too. Exporters hear of what was waiting."""
+    def forget(self, name: str, pending: dict[str, list[Record]] | None = None) -> None:
+        """A stream was deleted: delete its cursors, and report the pending records to its exporters."""
         if self._streams.pop(name, None) is None:
             return
-        self._redefined.discard(name)
-        self._moved.discard(name)
+        self._changed.discard(name)
+        self._advanced.discard(name)
         if self._writer is None:
             forget_stream(self._data_dir, name)
         else:
-            self._send(wire.Forget(name, waiting or {}))
+            self._send(wire.Forget(name, pending or {}))
 
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:
         """Messages below `next_sequence` may be exported.
 
-        What was dropped is not told: the worker reads the stream's drop log when it meets a hole.
+        Drops are not sent: the worker reads the stream's drop log when it meets a hole.
         """
         stream = self._streams.get(name)
         if stream is not None and (oldest, next_sequence) != (stream.oldest, stream.next):
             stream.oldest, stream.next = oldest, next_sequence
             if stream.identifiers:
-                self._moved.add(name)
-                self._soon()
+                self._advanced.add(name)
+                self._schedule_update()
 
     def statuses(self, name: str) -> list[ExportStatus]:
         """The status of each export of a stream, in the order of its definition."""
@@ -211,9 +211,8 @@ class ExportSupervisor:
     def exported_upto(self, name: str) -> int | None:
         """The lowest number that not all enabled exports have passed; None without enabled exports.
 
-        One whose position is not known counts as one that has sent nothing: it is new, or an update has moved
-        its start or changed its kind, and the worker has not said yet where it begins. One that is disabled
-        does not count.
+        An export without a known position counts as having sent nothing: it is new, or an update has moved
+        its start or changed its kind, and the worker has not reported its position yet.
         """
         stream = self._streams.get(name)
         if stream is None or not stream.enabled:
@@ -221,21 +220,21 @@ class ExportSupervisor:
         return min(stream.positions.get(identifier, 0) for identifier in stream.enabled)
 
     def event(self, name: str, stream: str, detail: str = "") -> None:
-        """Tell the plugins' `handle_event` hooks, such as of `stream_full`."""
+        """Send an event, such as `stream_full`, to the `handle_event` hooks of plugins."""
         self._send(wire.Notice(name, stream, detail))
 
     async def stop(self, timeout: float) -> None:
-        """Let batches in flight finish, then end the worker; after `timeout` seconds by force."""
+        """Let batches in flight finish, then end the worker; after `timeout` seconds kill it."""
         if self._task is None:
             return
         self._stopping = True
         self._send(wire.Stop(timeout))
-        # The worker keeps its own time, and is served until its end: it still writes cursors, status
-        # messages and heads. This bound is for a worker that does not keep it.
+        # The worker observes the timeout itself, and is served until its end: it still writes cursors,
+        # status messages and gateway reports. This bound is for a worker that does not observe it.
         try:
             await asyncio.wait_for(self._task, timeout + self._tuning.beat + 1)
         except TimeoutError:
-            log.error("the export worker did not end in time; killed")
+            log.error("the export worker did not end in time and was killed")
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -253,7 +252,7 @@ class ExportSupervisor:
                 await self._run_worker()
             except OSError as error:
                 log.error("the export worker cannot be started: %s", error)
-            except Exception:  # whatever it is, exports must not end with it
+            except Exception:  # exports must go on, whatever it is
                 log.exception("internal error; starting a new export worker")
             if self._ready is not None:
                 self._ready.set()
@@ -261,13 +260,13 @@ class ExportSupervisor:
                 return
             self.restarts += 1
             if self._blamed or time.monotonic() - began > QUIET_AFTER:
-                failures = 0  # at once: the culprit waits on its own account, and the others need not
+                failures = 0  # at once: only the culprit backs off
             else:
                 await asyncio.sleep(min(0.25 * 2**failures, MAX_RESTART))
                 failures += 1
 
     async def _run_worker(self) -> None:
-        """Start a worker and serve it until it has died; find out who is to blame."""
+        """Start a worker, serve it until it dies, and find the culprit."""
         ours, theirs = socket.socketpair()
         report = os.memfd_create("faults")
         try:
@@ -281,22 +280,22 @@ class ExportSupervisor:
                 )
             if self._ready is not None:
                 self._ready.set()
-            self._flight.clear()
+            self._in_flight.clear()
             self._blamed = False
-            self._heard = time.monotonic()
+            self._last_heard = time.monotonic()
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._greet()
+            self._send_hello()
             await self._serve(reader)
             status = await self._process.wait()
             self._process = None
-            self._blame(status, os.pread(report, 64 * 1024, 0).decode("utf-8", "replace"))
+            self._find_culprit(status, os.pread(report, 64 * 1024, 0).decode("utf-8", "replace"))
         finally:
             os.close(report)
             if self._writer is None:
                 ours.close()
             self._disconnect()
 
-    def _greet(self) -> None:
+    def _send_hello(self) -> None:
         now = time.monotonic()
         crashes = [
             wire.Crash(*key, s.reason, max(s.until - now, 0.0), s.alone)
@@ -304,8 +303,8 @@ class ExportSupervisor:
             if s.reason
         ]
         self._send(wire.Hello(self._data_dir, self._gateway, self._export, self._aws, self._tuning, crashes))
-        self._redefined.update(self._streams)
-        self._tell_worker()
+        self._changed.update(self._streams)
+        self._send_updates()
         if self._stopping:
             self._send(wire.Stop(0))
 
@@ -316,48 +315,48 @@ class ExportSupervisor:
         try:
             with contextlib.suppress(ConnectionError):
                 while data := await reader.read(256 * 1024):
-                    self._heard = time.monotonic()
+                    self._last_heard = time.monotonic()
                     for message in frames.feed(data):
-                        self._take(message)
+                        self._handle(message)
         finally:
             watch.cancel()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a worker that has gone mute, such as by a plugin that holds the interpreter."""
+        """Kill a silent worker; a plugin may hold its interpreter."""
         while True:
             await asyncio.sleep(self._tuning.beat)
-            if time.monotonic() - self._heard > self._tuning.silence:
-                log.error("the export worker is mute for %.0f s; killing it", self._tuning.silence)
+            if time.monotonic() - self._last_heard > self._tuning.silence:
+                log.error("the export worker was silent for %.0f s; killing it", self._tuning.silence)
                 process.kill()
                 return
 
     def _disconnect(self) -> None:
-        if self._tell is not None:
-            self._tell.cancel()
-            self._tell = None
+        if self._update_timer is not None:
+            self._update_timer.cancel()
+            self._update_timer = None
         if self._writer is not None:
             self._writer.transport.abort()
             self._writer = None
 
     # --- to the worker
 
-    def _send(self, message: wire.Message) -> None:
+    def _send(self, message: wire.WorkerMessage) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(wire.encode(message))
 
-    def _soon(self) -> None:
-        if self._tell is None and self._writer is not None:
-            self._tell = asyncio.get_running_loop().call_later(TELL_EVERY, self._tell_worker)
+    def _schedule_update(self) -> None:
+        if self._update_timer is None and self._writer is not None:
+            self._update_timer = asyncio.get_running_loop().call_later(UPDATE_EVERY, self._send_updates)
 
-    def _tell_worker(self) -> None:
-        self._tell = None
+    def _send_updates(self) -> None:
+        self._update_timer = None
         if self._writer is None:
             return
         if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT:
-            self._soon()  # it is slow to read: let positions gather instead of queueing them
+            self._schedule_update()  # it reads slowly: send fewer updates instead of queueing them
             return
-        redefined, self._redefined = self._redefined, set()
-        moved, self._moved = self._moved | redefined, set()
+        redefined, self._changed = self._changed, set()
+        moved, self._advanced = self._advanced | redefined, set()
         for name in redefined:
             if (stream := self._streams.get(name)) is not None and stream.define is not None:
                 self._send(stream.define)
@@ -367,23 +366,23 @@ class ExportSupervisor:
 
     # --- from the worker
 
-    def _take(self, message: wire.Message) -> None:
+    def _handle(self, message: wire.WorkerMessage) -> None:
         match message:
             case wire.Beat(rss):
                 self.memory = rss
             case wire.Began(name, identifier):
-                self._flight[name, identifier] = message
+                self._in_flight[name, identifier] = message
             case wire.Ended(name, identifier):
-                began = self._flight.pop((name, identifier), None)
+                began = self._in_flight.pop((name, identifier), None)
                 if began is not None and began.doing.startswith("exporting"):
                     self._suspicions.pop((name, identifier), None)
             case wire.Statuses(name, revision, statuses, positions):
                 stream = self._streams.get(name)
                 if stream is not None and revision >= stream.since:
-                    told = {status.export_config_identifier: status for status in statuses}
+                    reported = {status.export_config_identifier: status for status in statuses}
                     for identifier in stream.identifiers:
-                        if identifier in told:
-                            stream.statuses[identifier] = told[identifier]
+                        if identifier in reported:
+                            stream.statuses[identifier] = reported[identifier]
                         if identifier in positions:
                             stream.positions[identifier] = positions[identifier]
             case wire.Append(number, name, payload):
@@ -401,37 +400,37 @@ class ExportSupervisor:
     async def _append(
         self, asked: asyncio.StreamWriter | None, number: int, name: str, payload: bytes
     ) -> None:
-        """Append, and answer the worker that asked: each one counts from 1."""
+        """Append, and answer the worker that asked; each worker numbers its requests from 1."""
         error = ""
         try:
             done = self._append_status(name, payload)
             if done is not None:
                 await done
-        except Exception as refused:
-            error = str(refused) or type(refused).__name__
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
         if self._writer is asked:
             self._send(wire.Appended(number, error))
 
-    # --- who did it
+    # --- the cause of the worker's end
 
-    def _blame(self, status: int, report: str) -> None:
+    def _find_culprit(self, status: int, report: str) -> None:
         if self._blamed or status == 0:
             return
         how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        guilty = list(self._flight)
+        suspects = list(self._in_flight)
         place = ""
         if found := _THREAD.search(report):
             thread = int(found[1], 16)
-            guilty = [key for key, began in self._flight.items() if began.thread == thread] or guilty
-            place = _place(found[2])
-        if not guilty:
+            suspects = [key for key, began in self._in_flight.items() if began.thread == thread] or suspects
+            place = _location(found[2])
+        if not suspects:
             log.error("the export worker was %s%s; no export was in flight", how, place)
-        # One that was a suspect before and is in flight again is it; the others were only near.
-        known = [key for key in guilty if key in self._suspicions and self._suspicions[key].alone]
-        guilty = known if len(known) == 1 else guilty
-        for key in guilty:
-            doing = self._flight[key].doing
-            self._suspect(key, f"the export worker was {how}{place} while {doing}", alone=len(guilty) > 1)
+        # A suspect that is in flight again is the culprit.
+        known = [key for key in suspects if key in self._suspicions and self._suspicions[key].alone]
+        suspects = known if len(known) == 1 else suspects
+        for key in suspects:
+            doing = self._in_flight[key].doing
+            self._suspect(key, f"the export worker was {how}{place} while {doing}", alone=len(suspects) > 1)
 
     def _suspect(self, key: tuple[str, str], reason: str, *, alone: bool) -> None:
         self._blamed = True
@@ -442,15 +441,15 @@ class ExportSupervisor:
         suspicion.until = time.monotonic() + wait
         suspicion.reason = reason
         suspicion.alone = suspicion.alone or alone
-        log.error("export %s of %s: %s; trying again in %.1f s", key[1], key[0], reason, wait)
+        log.error("export %s of %s: %s; retrying in %.1f s", key[1], key[0], reason, wait)
         stream = self._streams.get(key[0])
         if stream is not None and key[1] in stream.identifiers:
             before = stream.statuses.get(key[1]) or ExportStatus(export_config_identifier=key[1])
             stream.statuses[key[1]] = msgspec.structs.replace(before, error_message=reason)
 
 
-def _place(stack: str) -> str:
-    """Where in the plugin it was: the last frame before ours, most recent first."""
+def _location(stack: str) -> str:
+    """The place in the plugin's code: the last frame before ours; most recent call first."""
     place = ""
     for file, line in re.findall(r'File "([^"]*)", line (\d+)', stack):
         if Path(file).parent == Path(__file__).parent:
@@ -460,9 +459,9 @@ def _place(stack: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without its secrets, and with the place of this package first on the path.
+    """This process's environment without secrets, and with this package first on the path.
 
-    STREAMBRIDGE_... is for the configuration, which was read: the worker gets its part of that in `Hello`.
+    STREAMBRIDGE_... belongs to the configuration, which is read already; `Hello` brings the worker's part.
     `-P` keeps the working directory off the path.
     """
     package = str(Path(__file__).resolve().parents[2])

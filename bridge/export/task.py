@@ -1,13 +1,13 @@
 """One export of one stream: when its next step is due, and what a step does.
 
-    state      the next step                                            and then
-    idle       plans a batch, or does the exporter's idle work          planned, or idle
-    planned    sends what of the batch is not settled                   idle, planned or backoff
-    backoff    what the state before was to do, once the wait is over
+    state      the next step                                            next state
+    idle       plans a batch, or calls the exporter's `idle`            planned, or idle
+    planned    sends the unsettled part of the batch                    idle, planned or backoff
+    backoff    the step of the state before, after the wait
     stopped    nothing, until the configuration changes                 idle or planned
 
-`step` is called by a pool thread, by one at a time, whenever `due` says so. Everything else here is called
-by the main thread and only sets what the next step takes up.
+One pool thread at a time calls `step`, when it is `due`. The main thread calls everything else, which only
+sets what the next step does.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import msgspec
 from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
 from bridge.export.backoff import Backoff
-from bridge.export.batches import Batches, Nothing, size_of
+from bridge.export.batches import Batches, NoBatch, size_of
 from bridge.export.context import WorkerContext
 from bridge.export.host import Host
 from bridge.export.planning import Planner, Source, too_large
-from bridge.export.position import Position, short, start_of
+from bridge.export.position import Position, shorten, start_of
 from bridge.model import ExportStatus
 from bridge.plugin.api import Batch, ExportConfig, Exporter, Outcome, Progress, Record, Retry, Stopped
 
 NEVER = math.inf
-LAST = 11  # the priority of exports that name none
-IDLE_AFTER = 0.2  # seconds; so that a trickle of messages does not write a cursor for each
+LAST = 11  # the priority of exports without one
+IDLE_AFTER = 0.2  # seconds; a trickle of messages does not write a cursor for each one
 _CUT = (ConnectionError, TimeoutError)
 
 log = logging.getLogger("bridge.export")
@@ -48,16 +48,16 @@ class Task:
         self.running = False
         self.last_step = 0.0
         self.deadline = 0.0  # when the step under way counts as hung
-        self.alone = False  # with no other that is suspected, too
-        self.gone = self.over = False  # deleted; and closed since
+        self.alone = False  # never at the same time as another suspect
+        self.deleted = self.closed = False
         self.position = Position(host, source, kind, config, contiguous=exporter.limits.contiguous)
         self.key, self.label = self.position.key, self.position.label
         self._host, self._cls = host, exporter
         self._exporter: Exporter | None = None
-        self._renewed = False  # the exporter has another configuration than we
-        self._waiting: Sequence[Record] | None = None  # of a deleted stream, what was not sent
-        self._charged = 0.0  # seconds, at the bandwidth ceiling, of what it sends
-        self._failing = False  # the hooks heard that it fails
+        self._updated = False  # the exporter still has an older configuration
+        self._pending: Sequence[Record] | None = None  # of a deleted stream
+        self._charged = 0.0  # seconds at the bandwidth ceiling
+        self._failing = False  # the hooks got the event `export_failing`
         self._idle_at = NEVER
         self._backoff = Backoff(host.tuning.first_backoff, host.tuning.max_backoff)
         self._planner = Planner(source, host.transform(self.key, kind))
@@ -73,52 +73,52 @@ class Task:
 
     @property
     def timeout(self) -> float:
-        """Seconds without a sign of life after which a step counts as hung."""
+        """Seconds without progress after which a step counts as hung."""
         return self._host.tuning.hang or self._cls.timeout
 
     def accepts(self, kind: str, config: ExportConfig) -> bool:
-        """Whether an update to this configuration keeps the position; else it is another export."""
+        """Whether an update to this configuration keeps the position; otherwise it is another export."""
         return kind == self.kind and start_of(config) == start_of(self.config)
 
-    def remove(self, *, replaced: bool = False, waiting: Sequence[Record] | None = None) -> None:
-        """The export was deleted: the next step closes it, and its position is forgotten.
+    def remove(self, *, replaced: bool = False, pending: Sequence[Record] | None = None) -> None:
+        """Delete the export: the next step closes it, and its position is deleted.
 
-        `waiting` is what it had not sent, if its stream was deleted too; else it is read from there. One of
-        the same identifier that takes its place looks at the files itself: what was sent stays known.
+        `pending` are its first pending records if its stream was deleted too; otherwise they are read from
+        the stream. The files stay if an export of the same identifier has `replaced` it.
         """
-        self.gone, self._waiting = True, waiting
+        self.deleted, self._pending = True, pending
         self.position.forget(keep=replaced)
 
-    def renew(self, config: ExportConfig) -> None:
+    def update(self, config: ExportConfig) -> None:
         """Apply an updated configuration: pause and priority at once, the rest with the next step."""
         self.config = config
-        self._renewed = True
+        self._updated = True
 
     def due(self) -> float:
         """The monotonic time of the next step; NEVER if there is nothing to do."""
         cursor = self.position.cursor
-        if self.gone:
+        if self.deleted:
             return 0.0
         if not self.is_loaded:
             return self._backoff.until
-        if self._renewed:
+        if self._updated:
             return 0.0
         if self.config.disabled or cursor.stopped:
             return self._backoff.until if self.position.dirty else NEVER
         if cursor.planned:
             return self._backoff.until
-        waiting = self._planner.due(cursor.position) if self.source.next > cursor.position else NEVER
-        return max(self._backoff.until, min(waiting, self._idle_at))
+        batch_at = self._planner.due(cursor.position) if self.source.next > cursor.position else NEVER
+        return max(self._backoff.until, min(batch_at, self._idle_at))
 
     def hold(self, seconds: float, reason: str, *, alone: bool) -> None:
-        """Do nothing for a while: this export was in flight when a worker died."""
+        """Make no attempt for `seconds`: this export was in flight when a worker died."""
         self._backoff.hold(seconds)
         self.alone = alone
         self._failing = True
-        self.position.cursor.error = short(reason)
+        self.position.cursor.error = shorten(reason)
 
     def status(self) -> ExportStatus:
-        """What a description of the stream says about this export; before its first step, as it is stored."""
+        """The status in descriptions of the stream."""
         return self.position.status()
 
     @property
@@ -140,33 +140,33 @@ class Task:
             skipped=list(skipped.ranges) if skipped else [],
         )
 
-    # --- for the exporter, from any thread of its
+    # --- for the exporter, from any of its threads
 
     def working(self) -> None:
-        """Put off the time at which the step under way counts as hung; without one, nothing is put off."""
+        """Restart the time after which the current step counts as hung."""
         self.deadline = time.monotonic() + self.timeout
 
     def throttle(self, size: int) -> None:
-        """Wait until the bandwidth ceiling allows more, and count these bytes against it."""
+        """Wait until the bandwidth ceiling allows more, and charge `size` bytes."""
         self._host.bandwidth.wait(self.working)
         self._charged = self._host.bandwidth.charge(size)
 
     def save_state(self, state: bytes) -> None:
-        """Keep an exporter's own state with the cursor."""
+        """Store an exporter's own state with the cursor."""
         self.position.save_state(state)
 
     # --- in a pool thread
 
     def step(self) -> None:
-        """Do what is due; errors are reported and waited out, never raised."""
+        """Do what is due; errors are reported and retried, never raised."""
         try:
-            if self.gone or self._renewed:
-                self._renewed = False
+            if self.deleted or self._updated:
+                self._updated = False
                 self._close()
-                if self.gone:
+                if self.deleted:
                     self._release()
                     return
-                self._go_on()
+                self._resume()
             if not self.is_loaded:
                 self._load()
             if self.config.disabled or self.position.cursor.stopped:
@@ -177,9 +177,9 @@ class Task:
             if isinstance(batch, Batch):
                 self._export(exporter, batch)
                 return
-            if batch is Nothing.UNSETTLED:
+            if batch is NoBatch.SETTLED:
                 self._settled()
-            elif batch is Nothing.LEFT:
+            elif batch is NoBatch.DROPPED:
                 self._idle_at = time.monotonic()
             self._idle(exporter)
         except Retry as error:
@@ -191,14 +191,14 @@ class Task:
             self._failed(str(error), None)
         except BaseException as error:
             if not isinstance(error, OSError):
-                log.exception("%s: the plugin or streambridge is at fault", self.label)
+                log.exception("%s: a defect of the plugin or of streambridge", self.label)
             self._failed(f"{type(error).__name__}: {error}", None, cut=isinstance(error, _CUT))
 
     def _load(self) -> None:
         found = self.position.load(self.config, self._planner.oldest)
         self._batches.resume()
         if found and self._cls.idle is not Exporter.idle:
-            # The worker before us may have died between its last batch and what it does when idle.
+            # The previous worker may have died between its last batch and the call of `idle`.
             self._idle_at = time.monotonic() + IDLE_AFTER
 
     def _open(self) -> Exporter:
@@ -214,18 +214,18 @@ class Task:
         if exporter is not None:
             try:
                 with self._host.in_plugin(self.key, "closing it"):
-                    if self.gone:
+                    if self.deleted:
                         exporter.cancelled(self._cancelled())
                     exporter.close()
             except Exception as error:
                 log.warning("%s: closing it failed: %s", self.label, error)
 
     def _cancelled(self) -> Sequence[Record]:
-        """The first records that a deleted export has not sent."""
+        """The first pending records of a deleted export."""
         position = self.position.cursor.position
-        if self._waiting is None:
-            return self._planner.waiting(position)
-        return [record for record in self._waiting if record.sequence_number >= position]
+        if self._pending is None:
+            return self._planner.pending(position)
+        return [record for record in self._pending if record.sequence_number >= position]
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
         size = size_of(batch)
@@ -238,7 +238,7 @@ class Task:
                 return
             batch = msgspec.structs.replace(batch, records=[batch.records[n] for n in others])
             if not batch.records:
-                return  # the others of the planned batch come with the next step
+                return  # the next step sends the rest of the planned batch
             size = size_of(batch)
         began = time.monotonic()
         with self._host.in_plugin(self.key, f"exporting {batch.first} to {batch.last}"):
@@ -262,11 +262,11 @@ class Task:
         if self._settle(batch, outcome):
             return
         if not outcome.retry:
-            self._recovered()  # a part of the planned batch; the next one goes at once
+            self._recovered()  # a part of the planned batch; the next part follows at once
         else:
             if len(outcome.retry) < len(batch.records):
                 self._backoff.attempts = 0
-            reason = outcome.error or f"{len(outcome.retry)} records are to be tried again"
+            reason = outcome.error or f"{len(outcome.retry)} records must be retried"
             self._failed(reason, outcome.after, cut=outcome.cut)
 
     def _settle(self, batch: Batch, outcome: Outcome) -> bool:
@@ -293,26 +293,26 @@ class Task:
         wait = self._backoff.failed(after, cut=cut)
         self._idle_at = max(self._idle_at, self._backoff.until)
         self.position.report(reason)
-        log.warning("%s: %s; trying again in %.1f s", self.label, self.position.cursor.error, wait)
+        log.warning("%s: %s; retrying in %.1f s", self.label, self.position.cursor.error, wait)
         if self._backoff.attempts >= 2 and not self._failing:
             self._failing = True
             self._host.event("export_failing", self.key, reason)
         self._host.changed(self.source.name)
 
     def _stop(self, reason: str) -> None:
-        """Make no attempt until the configuration changes; a restart does not count as a change."""
+        """Make no attempt until the configuration changes; a restart is not a change."""
         cursor = self.position.cursor
-        cursor.stopped, cursor.error = cursors.fingerprint(self.config), short(f"stopped: {reason}")
+        cursor.stopped, cursor.error = cursors.fingerprint(self.config), shorten(f"stopped: {reason}")
         self._backoff.attempts, self._failing, self.position.dirty = 0, True, True
         log.error("%s: %s", self.label, cursor.error)
         self._host.event("export_stopped", self.key, reason)
         self._host.changed(self.source.name)
         self.position.try_write()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self.position.cursor.stopped:
             self.position.cursor.stopped = b""
-            log.info("%s: goes on with another configuration", self.label)
+            log.info("%s: resumes with another configuration", self.label)
             self.position.report(None)
 
     def _recovered(self) -> None:
@@ -321,7 +321,7 @@ class Task:
         self.position.report(None)
         if self._failing:
             self._failing = False
-            log.info("%s: works again", self.label)
+            log.info("%s: recovered", self.label)
             self._host.event("export_recovered", self.key, "")
 
     def close(self) -> None:
@@ -332,4 +332,4 @@ class Task:
     def _release(self) -> None:
         self.position.close()
         self._planner.close()
-        self.over = True
+        self.closed = True

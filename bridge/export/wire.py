@@ -1,7 +1,7 @@
-"""What supervisor and worker say to each other over their socketpair.
+"""The messages between supervisor and worker over their socketpair.
 
 Frame = length u32 (big-endian) | msgpack of one message (an array, its first element the tag).
-Both sides are of the same version, since the one starts the other.
+Both sides have the same version, since one starts the other.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from bridge.plugin.aws import AwsSettings
 
 
 class Tuning(Struct, frozen=True, kw_only=True):
-    """The times and sizes of supervision; fixed in the product, shorter in tests."""
+    """The times and sizes of supervision; tests shorten them."""
 
-    beat: float = 1.0  # seconds between two signs of life
-    silence: float = 30.0  # without any for so long, the worker is killed
+    beat: float = 1.0  # seconds between two heartbeats
+    silence: float = 30.0  # seconds without a message after which the worker is killed
     first_backoff: float = 0.5
     max_backoff: float = 300.0
     hang: float | None = None  # overrides Exporter.timeout
-    drain: float = 10.0  # for batches in flight, before the worker is replaced
+    drain: float = 10.0  # seconds for batches in flight before the worker is replaced
     max_memory: int | None = None  # bytes of RSS; None: a quarter of the machine's, at least 256 MiB
 
 
 class Crash(Struct, frozen=True, array_like=True):
-    """What is held against an export that was in flight when a worker died."""
+    """Why an export is suspected: it was in flight when a worker died."""
 
     stream: str
     identifier: str
     reason: str
     wait: float
-    alone: bool  # one of several suspects: these run one at a time, so that the next crash tells
+    alone: bool  # one of several suspects: they run one at a time, so that the next crash names one
 
 
-class Message(Struct, frozen=True, array_like=True, tag=True):
+class WorkerMessage(Struct, frozen=True, array_like=True, tag=True):
     """The base of all messages."""
 
 
-class Hello(Message, frozen=True, array_like=True, tag=True):
-    """To the worker, first: everything that does not change."""
+class Hello(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """To the worker, first: what never changes."""
 
     data_dir: Path
     gateway: str
@@ -56,8 +56,8 @@ class Hello(Message, frozen=True, array_like=True, tag=True):
     crashes: list[Crash]
 
 
-class Define(Message, frozen=True, array_like=True, tag=True):
-    """To the worker: a stream and its exports as they are from now on. Each has a higher `revision`."""
+class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """To the worker: a stream and its exports from now on; `revision` increases with each."""
 
     name: str
     revision: int
@@ -66,14 +66,14 @@ class Define(Message, frozen=True, array_like=True, tag=True):
     exports: dict[str, list[dict[str, Any]]]
 
 
-class Forget(Message, frozen=True, array_like=True, tag=True):
-    """The stream was deleted. `waiting` are the first records that each export had not sent."""
+class Forget(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """To the worker: the stream was deleted. `pending` are the first pending records by export."""
 
     name: str
-    waiting: dict[str, list[Record]] = {}
+    pending: dict[str, list[Record]] = {}
 
 
-class Committed(Message, frozen=True, array_like=True, tag=True):
+class Committed(WorkerMessage, frozen=True, array_like=True, tag=True):
     """To the worker: messages below `next_sequence` may be exported."""
 
     name: str
@@ -81,34 +81,34 @@ class Committed(Message, frozen=True, array_like=True, tag=True):
     next_sequence: int
 
 
-class Appended(Message, frozen=True, array_like=True, tag=True):
-    """To the worker: an `Append` was handed to the stream, or refused (`error`)."""
+class Appended(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """To the worker: the stream has stored an `Append`, or rejected it (`error`)."""
 
     number: int
     error: str = ""
 
 
-class Notice(Message, frozen=True, array_like=True, tag=True):
-    """To the worker: an event of the front end for the hooks."""
+class Notice(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """To the worker: an event of the service for the hooks."""
 
     name: str
     stream: str
     detail: str
 
 
-class Stop(Message, frozen=True, array_like=True, tag=True):
+class Stop(WorkerMessage, frozen=True, array_like=True, tag=True):
     """To the worker: finish what is in flight within `timeout` seconds and end."""
 
     timeout: float
 
 
-class Beat(Message, frozen=True, array_like=True, tag=True):
-    """From the worker: it is alive, and `rss` bytes large."""
+class Beat(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """From the worker: a heartbeat; it uses `rss` bytes of memory."""
 
     rss: int
 
 
-class Began(Message, frozen=True, array_like=True, tag=True):
+class Began(WorkerMessage, frozen=True, array_like=True, tag=True):
     """From the worker, before any code of a plugin runs for an export."""
 
     stream: str
@@ -117,17 +117,17 @@ class Began(Message, frozen=True, array_like=True, tag=True):
     doing: str
 
 
-class Ended(Message, frozen=True, array_like=True, tag=True):
+class Ended(WorkerMessage, frozen=True, array_like=True, tag=True):
     """From the worker: the plugin has returned or raised."""
 
     stream: str
     identifier: str
 
 
-class Statuses(Message, frozen=True, array_like=True, tag=True):
+class Statuses(WorkerMessage, frozen=True, array_like=True, tag=True):
     """From the worker: a stream's exports; `positions` maps identifiers to the next number to send.
 
-    `revision` is that of the definition by which it works.
+    `revision` is that of the definition that the worker has.
     """
 
     stream: str
@@ -136,7 +136,7 @@ class Statuses(Message, frozen=True, array_like=True, tag=True):
     positions: dict[str, int]
 
 
-class Append(Message, frozen=True, array_like=True, tag=True):
+class Append(WorkerMessage, frozen=True, array_like=True, tag=True):
     """From the worker: append a message to a stream, and answer with `Appended`."""
 
     number: int
@@ -144,8 +144,8 @@ class Append(Message, frozen=True, array_like=True, tag=True):
     payload: bytes
 
 
-class Log(Message, frozen=True, array_like=True, tag=True):
-    """From the worker: a log record. Lines of one `template` differ in their values only."""
+class Log(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """From the worker: a log record. Lines with the same `template` differ only in their values."""
 
     level: int
     name: str
@@ -153,17 +153,17 @@ class Log(Message, frozen=True, array_like=True, tag=True):
     template: str
 
 
-class Damaged(Message, frozen=True, array_like=True, tag=True):
-    """From the worker: reading a stream failed its check."""
+class Damaged(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """From the worker: stored data of a stream failed its check."""
 
     stream: str
     detail: str
 
 
-class Culprit(Message, frozen=True, array_like=True, tag=True):
-    """From the worker: it will end and wants to be replaced, because of this export.
+class Culprit(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """From the worker: it will end because of this export, and asks to be replaced.
 
-    `alone`: it is one of several that may be the cause.
+    `alone`: the export is one of several suspects.
     """
 
     stream: str
@@ -185,21 +185,21 @@ TO_WORKER = msgspec.msgpack.Decoder(_ToWorker, dec_hook=_path)
 FROM_WORKER = msgspec.msgpack.Decoder(_FromWorker, dec_hook=_path)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: WorkerMessage) -> bytes:
     """One frame."""
     body = _encoder.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
 class Frames:
-    """Cuts received bytes into messages."""
+    """Splits received bytes into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self._decoder = decoder
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Take received bytes; yields the messages that are complete."""
+        """Add received bytes; yield the messages that are complete."""
         self._buffer += data
         start = 0
         try:

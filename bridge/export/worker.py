@@ -1,11 +1,11 @@
 """The export worker process: `python -m bridge.export.worker <socket fd> <fault report fd>`.
 
-It ends at once when the supervisor's end of the socket closes, since two workers must never work on
-the same cursors; a lock on `<data_dir>/exports/lock` makes sure of it. SIGTERM and SIGINT, which a
-service manager or a terminal sends to all processes, are left to the supervisor.
+It ends at once when the supervisor's end of the socket closes: two workers must never use the same
+cursors. A lock on `<data_dir>/exports/lock` ensures it. The worker ignores SIGTERM and SIGINT, which a
+service manager or a terminal sends to all processes; the supervisor handles them.
 
-Exit statuses say why it ended: 0 it was told to, 3 the supervisor is gone, 4 an export hung, 5 its
-memory grew beyond bounds. Any other end is a crash.
+Exit status: 0 the supervisor ended it, 3 the supervisor has died, 4 an export hung, 5 the memory grew
+beyond its limit. Any other end is a crash.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ STOPPED, ORPHANED, HUNG, MEMORY = 0, 3, 4, 5
 LOCK_TIMEOUT = 30.0
 _PR_SET_PDEATHSIG = 1
 _STATUS_EVERY = 0.1
-_LOG_LINES = 200  # per second; a plugin that logs more is cut short
+_LOG_LINES = 200  # per second; further lines are dropped
 
 log = logging.getLogger("bridge.export")
 
 
 class Worker:
-    """The process: what it knows of the streams, and its talk with the supervisor."""
+    """The process: the streams that it knows, and its connection to the supervisor."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -62,16 +62,16 @@ class Worker:
         self._frames = wire.Frames(wire.TO_WORKER)
         self._sources: dict[str, Source] = {}
         self._changed_streams: set[str] = set()
-        self._broken: dict[str, list[ExportStatus]] = {}  # exports whose configuration no plugin takes
-        self._waiting: dict[int, queue.SimpleQueue[str]] = {}
+        self._broken: dict[str, list[ExportStatus]] = {}  # exports whose configuration no plugin accepts
+        self._replies: dict[int, queue.SimpleQueue[str]] = {}
         self._numbers = 0
         self._events: queue.Queue[Event] = queue.Queue(1000)
         self._ending: tuple[int, float] | None = None  # exit status, and until when to wait for batches
 
-    # --- what the host needs of us
+    # --- for the host
 
-    def send(self, message: wire.Message) -> None:
-        """Send a message to the supervisor; without one there is nothing left to do."""
+    def send(self, message: wire.WorkerMessage) -> None:
+        """Send a message to the supervisor; end the process if there is none."""
         frame = wire.encode(message)
         try:
             with self._sending:
@@ -80,18 +80,18 @@ class Worker:
             os._exit(ORPHANED)
 
     def append(self, stream: str, payload: bytes, timeout: float) -> None:
-        """Append to a stream and wait for the answer; raises Retry."""
+        """Append to a stream and wait for the reply; raises Retry."""
         with self._sending:
             self._numbers += 1
             number = self._numbers
-            answer = self._waiting[number] = queue.SimpleQueue()
+            answer = self._replies[number] = queue.SimpleQueue()
         self.send(wire.Append(number, stream, payload))
         try:
             error = answer.get(timeout=timeout)
         except queue.Empty:
-            error = "no answer in time"
+            error = "no reply in time"
         finally:
-            del self._waiting[number]
+            del self._replies[number]
         if error:
             raise Retry(f"appending to {stream}: {error}")
 
@@ -107,8 +107,8 @@ class Worker:
     # --- the process
 
     def run(self) -> int:
-        """Work until told to stop; returns the exit status."""
-        hello = self._first()
+        """Run until the supervisor ends it; return the exit status."""
+        hello = self._receive_hello()
         logging.getLogger().addHandler(_Forward(self))
         logging.getLogger().setLevel(logging.INFO)
         for noisy in ("boto3", "botocore", "urllib3", "s3transfer"):
@@ -122,25 +122,25 @@ class Worker:
         bandwidth = Bandwidth(hello.export.max_bandwidth)
         self._scheduler = Scheduler(hello.export.threads, bandwidth)
         self._host = Host(hello, self._registry, self, self._max_memory, bandwidth, self._scheduler.progress)
-        threading.Thread(target=self._tell_hooks, name="events", daemon=True).start()
+        threading.Thread(target=self._run_hooks, name="events", daemon=True).start()
         self._scheduler.start()
         status = self._loop()
         self._scheduler.finish()
         self._send_statuses()
         return status
 
-    def _first(self) -> wire.Hello:
-        self._early: list[wire.Message] = []
+    def _receive_hello(self) -> wire.Hello:
+        self._early: list[wire.WorkerMessage] = []
         while not self._early:
-            self._early += self._frames.feed(self._received())
+            self._early += self._frames.feed(self._receive())
         hello = self._early.pop(0)
         assert isinstance(hello, wire.Hello)
         return hello
 
-    def _received(self) -> bytes:
+    def _receive(self) -> bytes:
         try:
             data = self._connection.recv(256 * 1024)
-        except ConnectionError:  # the supervisor was killed with words of ours unread
+        except ConnectionError:  # the supervisor was killed before it read all of our messages
             data = b""
         if not data:
             os._exit(ORPHANED)
@@ -148,19 +148,19 @@ class Worker:
 
     def _loop(self) -> int:
         beat_at, failures = 0.0, 0
-        incoming = select.poll()  # not select(): our number may be beyond 1,023, on a gateway of many files
+        incoming = select.poll()  # not select(): the descriptor may be above 1,023
         incoming.register(self._connection, select.POLLIN)
         for message in self._early:
-            self._take(message)
+            self._handle(message)
         while True:
             if incoming.poll(_STATUS_EVERY * 1000):
-                for message in self._frames.feed(self._received()):
-                    self._take(message)
+                for message in self._frames.feed(self._receive()):
+                    self._handle(message)
             self._send_statuses()
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + self._hello.tuning.beat
                 if failures != self._host.failures:
-                    # The errors of boto3 hold their request in a cycle: megabytes each, in few objects.
+                    # Errors of boto3 keep their request in a reference cycle: megabytes in few objects.
                     failures = self._host.failures
                     gc.collect()
                 self.send(wire.Beat(memory_used()))
@@ -171,15 +171,15 @@ class Worker:
                     return status
 
     def _end(self, status: int, timeout: float) -> None:
-        """End after the batches in flight, other exports' too: they are soon back in a new process."""
+        """End after the batches in flight; all exports go on in a new process."""
         if self._ending is None:
             self._ending = status, time.monotonic() + timeout
             self._scheduler.stop()
 
     def _watch(self) -> None:
-        """Look for hung threads and for memory beyond bounds: both need a new process."""
+        """Check for hung threads and for too much memory: both need a new process."""
         for task in self._scheduler.hung():
-            reason = f"the plugin hangs: no sign of life for {task.timeout:.0f} s"
+            reason = f"the plugin hangs: no progress for {task.timeout:.0f} s"
             log.error("%s: %s", task.label, reason)
             self.send(wire.Culprit(*task.key, reason))
             self._end(HUNG, self._hello.tuning.drain)
@@ -192,7 +192,7 @@ class Worker:
                 self.send(wire.Culprit(*key, reason, alone=len(suspects) > 1))
             self._end(MEMORY, self._hello.tuning.drain)
 
-    def _take(self, message: wire.Message) -> None:
+    def _handle(self, message: wire.WorkerMessage) -> None:
         match message:
             case wire.Committed(name, oldest, following):
                 source = self._sources.get(name)
@@ -201,10 +201,10 @@ class Worker:
                     self._scheduler.wake()
             case wire.Define():
                 self._define(message)
-            case wire.Forget(name, waiting):
-                self._forget(name, waiting)
+            case wire.Forget(name, pending):
+                self._forget(name, pending)
             case wire.Appended(number, error):
-                if (answer := self._waiting.get(number)) is not None:
+                if (answer := self._replies.get(number)) is not None:
                     answer.put(error)
             case wire.Notice(name, stream, detail):
                 self.event(Event(name=name, stream=stream, detail=detail))
@@ -232,21 +232,21 @@ class Worker:
                         self._hello.data_dir, message.name, message.epoch, kind, identifier
                     )
                     broken.append(msgspec.structs.replace(stored, error_message=str(error)))
-        # A configuration that no plugin takes keeps its position for the day that one does.
+        # A configuration that no plugin accepts keeps its position until one does.
         kept = {config.identifier for _, config in wanted}
         kept |= {status.export_config_identifier for status in broken}
         try:
             cursor.forget_others(self._hello.data_dir, message.name, kept)
         except OSError as error:
-            log.warning("stream %s: positions of deleted exports stay: %s", message.name, error)
+            log.warning("stream %s: cannot remove the positions of deleted exports: %s", message.name, error)
         for task in self._scheduler.of_stream(message.name):
             if task.config.identifier not in kept:
                 self._remove(task)
         for kind, config in wanted:
             current = self._scheduler.get(message.name, config.identifier)
-            if current is not None and not current.gone and current.accepts(kind, config):
+            if current is not None and not current.deleted and current.accepts(kind, config):
                 if current.config != config:
-                    current.renew(config)
+                    current.update(config)
                 continue
             if current is not None:
                 self._remove(current, replaced=True)
@@ -261,13 +261,13 @@ class Worker:
             task.hold(crash.wait, crash.reason, alone=crash.alone)
         self._scheduler.put(task)
 
-    def _remove(self, task: Task, *, replaced: bool = False, waiting: Sequence[Record] | None = None) -> None:
-        task.remove(replaced=replaced, waiting=waiting)
+    def _remove(self, task: Task, *, replaced: bool = False, pending: Sequence[Record] | None = None) -> None:
+        task.remove(replaced=replaced, pending=pending)
         self._scheduler.wake()
 
-    def _forget(self, name: str, waiting: Mapping[str, Sequence[Record]] = MappingProxyType({})) -> None:
+    def _forget(self, name: str, pending: Mapping[str, Sequence[Record]] = MappingProxyType({})) -> None:
         for task in self._scheduler.of_stream(name):
-            self._remove(task, waiting=waiting.get(task.config.identifier, ()))
+            self._remove(task, pending=pending.get(task.config.identifier, ()))
         self._broken.pop(name, None)
         if self._sources.pop(name, None) is not None:
             cursor.forget_stream(self._hello.data_dir, name)
@@ -276,7 +276,7 @@ class Worker:
         while self._changed_streams:
             name = self._changed_streams.pop()
             if (source := self._sources.get(name)) is None:
-                continue  # it was deleted
+                continue  # deleted
             tasks = self._scheduler.of_stream(name)
             positions = {
                 task.config.identifier: task.position.cursor.position for task in tasks if task.is_loaded
@@ -284,18 +284,18 @@ class Worker:
             statuses = [task.status() for task in tasks if task.is_loaded or task.position.cursor.error]
             self.send(wire.Statuses(name, source.revision, statuses + self._broken.get(name, []), positions))
 
-    def _tell_hooks(self) -> None:
+    def _run_hooks(self) -> None:
         while True:
             event = self._events.get()
             for impl in self._registry.hook.handle_event.get_hookimpls():
                 try:
                     impl.function(*(event for _ in impl.argnames))
                 except Exception as error:
-                    log.warning("the plugin %s failed on an event: %r", impl.plugin_name, error)
+                    log.warning("plugin %s: handle_event failed: %r", impl.plugin_name, error)
 
 
 class _Forward(logging.Handler):
-    """Sends log records to the supervisor, whose process has one log for all."""
+    """Sends log records to the supervisor, which writes the one log."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -313,12 +313,12 @@ class _Forward(logging.Handler):
 
 
 def _sendable(text: str) -> str:
-    """Half a surrogate pair, such as of a file's name, cannot be sent."""
+    """Escape lone surrogates, as in the name of a file: UTF-8 cannot encode them."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _lock(path: Path) -> None:
-    """Hold the lock on the cursors; a dying predecessor may have it for a moment."""
+    """Take the lock on the cursors; a dying predecessor may still hold it for a moment."""
     make_directory(path.parent)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_TIMEOUT
@@ -341,15 +341,15 @@ def main() -> None:
     """Run the process on the file descriptors given by the supervisor."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The kernel ends us with the supervisor, even when a plugin holds the interpreter for ever.
-    with contextlib.suppress(Exception):  # a sandbox may forbid it; the closed socket is the usual sign
+    # The kernel kills the worker with the supervisor, even while a plugin holds the interpreter.
+    with contextlib.suppress(Exception):  # a sandbox may forbid it; the closed socket usually suffices
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable(int(sys.argv[2]))
-    gc.set_threshold(50_000, 20, 50)  # batches are many objects and no cycles: looking costs a third
+    gc.set_threshold(50_000, 20, 50)  # batches are many objects without cycles: collecting costs a third
     process.return_freed_memory(few_heaps=True)  # large batches come and go in several threads
     process.lower_priority()  # ingest comes first on a small machine
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # rather us than the broker
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # kill it before the broker
     metadata.deny()
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
@@ -357,7 +357,7 @@ def main() -> None:
     except Exception:
         log.exception("internal error; the export worker ends")
         status = 1
-    # Threads of hung plugins would keep a normal exit waiting.
+    # A normal exit would wait for the threads of hung plugins.
     os._exit(status)
 
 

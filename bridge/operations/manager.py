@@ -67,12 +67,12 @@ class Exports(Protocol):
     def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
         """A stream was opened or created, or its definition has changed."""
 
-    def waiting(self, name: str) -> dict[str, list[Record]]:
-        """By export, the first records that it has not sent; called before a stream is deleted."""
+    def pending(self, name: str) -> dict[str, list[Record]]:
+        """By export, the first pending records; called before a stream is deleted."""
         return {}
 
-    def forget(self, name: str, waiting: dict[str, list[Record]] | None = None) -> None:
-        """A stream was deleted, with the records that its exports had not sent."""
+    def forget(self, name: str, pending: dict[str, list[Record]] | None = None) -> None:
+        """A stream was deleted, with its pending records."""
 
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:
         """A stream contains oldest..next_sequence-1."""
@@ -354,13 +354,13 @@ class StreamManager:
     def delete(self, name: str) -> None:
         """deleteMessageStream, with messages and export positions. Raises StreamNotFound or StorageFailed."""
         stream = self.stream(name)
-        waiting = self._exports.waiting(name)
+        pending = self._exports.pending(name)
         with _all_or_nothing("deleted", name, self.store.data_dir):
             self.store.delete(name)
         self._unbind(stream)
         del self.definitions[name]
         self._rebound()
-        self._exports.forget(name, waiting)
+        self._exports.forget(name, pending)
 
     def names(self) -> list[str]:
         """listStreams: the names, sorted."""

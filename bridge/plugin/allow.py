@@ -1,4 +1,4 @@
-"""What a client's definition may reach: the section [export.allow] of the configuration."""
+"""What definitions of clients may reach: the table [export.allow] of the configuration."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _URL = re.compile(r"https?://[A-Za-z0-9.\-_\[\]:]+(/[!-\[\]-~]*)?")  # no user i
 
 
 class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """[export.allow]: what exports that a client defines may reach, and its upload tasks too.
+    """[export.allow]: what exports that clients define, and upload tasks, may reach.
 
     kinds           kinds of exporters
-    endpoints       where data may be sent besides AWS: https://host, with another port https://host:8443, or
-                    a bare host for https; `*.example.com` stands for all hosts below. An exporter's
-                    `endpointUrl` and the `uri` of kind http must be there
+    endpoints       destinations other than AWS: https://host, with another port https://host:8443, or a
+                    bare host for https; `*.example.com` allows all hosts below it. The list applies to
+                    `endpointUrl` of any exporter and to `uri` of kind http
     buckets         S3 buckets, also of upload tasks; `*` stands for any characters
-    directories     whose files upload tasks may name, in them and below
+    directories     upload tasks may name files in and below these directories
 
-    Exports that stand in this file, or that the command line defines, are not held to it, but upload tasks
-    are: they are messages. Files with secrets and certificates are never a client's to name.
+    Exports in this file, and those that the command line defines, are not restricted. Upload tasks always
+    are: they are messages. A client's definition can never name a file with a secret or a certificate.
     """
 
     kinds: list[str] = field(default_factory=lambda: list(SDK_KINDS))
@@ -51,7 +51,7 @@ class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
             raise ValueError("\n".join(mistakes))
 
     def endpoint(self, url: str) -> bool:
-        """Whether data may be sent to a URL."""
+        """Return whether data may be sent to a URL."""
         wanted = _origin(url) if _URL.fullmatch(url) else None
         return wanted is not None and any(
             allowed is not None
@@ -63,16 +63,16 @@ class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         )
 
     def bucket(self, name: str) -> bool:
-        """Whether objects may be written to a bucket."""
+        """Return whether objects may be written to a bucket."""
         return any(
             re.fullmatch(re.escape(entry).replace(r"\*", ".*"), name, re.DOTALL) for entry in self.buckets
         )
 
     def open(self, path: Path) -> BinaryIO:
-        """Open a regular file of an upload task; raises OSError, and ValueError if it may not be opened.
+        """Open a regular file of an upload task; raises OSError, and ValueError if it is not allowed.
 
-        What counts is the file that was really opened: no link, and no change after a look, leads elsewhere.
-        A FIFO could block without limit, a device has no end, and opening one may do something.
+        The file that was actually opened is checked, so that neither a link nor a change after a check leads
+        elsewhere. A FIFO could block without limit, a device has no end, and opening one may have effects.
         """
         where = f"{path} is in none of the directories of [export.allow]"
         if ".." in path.parts or not any(path.is_relative_to(directory) for directory in self.directories):
@@ -82,15 +82,15 @@ class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
             real = Path(f"/proc/self/fd/{file.fileno()}").readlink()
             if not any(real.is_relative_to(directory.resolve()) for directory in self.directories):
                 file.close()
-                raise ValueError(f"{where}: it leads elsewhere")
+                raise ValueError(f"{where}: it is a link to elsewhere")
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file
-            file.close()  # another one has taken its place
-        raise ValueError(f"{path} is no regular file")
+            file.close()  # it was replaced meanwhile
+        raise ValueError(f"{path} is not a regular file")
 
 
 def _origin(url: str, *, wildcard: bool = False) -> tuple[str, str, int] | None:
-    """Scheme, host and port of a URL; None if it has no clear ones."""
+    """Scheme, host and port of a URL; None if one of them is not clear."""
     try:
         parts = urlsplit(url if "://" in url else f"https://{url}")
         host, port = parts.hostname or "", parts.port

@@ -1,27 +1,27 @@
-"""What an exporter plugin is: the classes that plugin authors import from `bridge`.
+"""The exporter API: the classes that plugin authors import from `bridge`.
 
 An exporter is a class with a `kind` (its key in a stream's export definition), a `Config` and an
 `export` method. streambridge makes one instance per export configuration, in the export worker
-process, and uses it from one thread at a time. Everything else is done for it: reading, batching,
+process, and uses it from one thread at a time. streambridge does everything else: reading, batching,
 order, retries, positions.
 
 What streambridge promises to an exporter
 -----------------------------------------
 * Batches come in sequence order, one at a time; the next one comes when every record of this one
   is accepted or rejected.
-* A batch stays within `limits`; a record larger than `limits.record_bytes` is rejected for it.
-* A batch that is tried again, also after a crash, has the same `first` and `last`. It may have fewer
-  records: the others come in an attempt of their own. A batch of a `contiguous` exporter is cut short, with
-  a lower `last`, only after `landed` has said that nothing of it is at the destination.
+* A batch stays within `limits`; streambridge rejects a record larger than `limits.record_bytes`.
+* A retried batch, also after a crash, has the same `first` and `last`. It may have fewer records: the
+  others come in another attempt. A batch of a `contiguous` exporter is shortened, with a lower `last`,
+  only after `landed` has returned that nothing of it is at the destination.
 
 What an exporter promises to streambridge
 -----------------------------------------
-* A record counts as accepted only when the destination has confirmed it.
-* `Outcome.rejected` is for what can never succeed. Network, throttling, missing rights and expired
-  credentials are never a rejection: raise `Retry`, and it is tried again for ever.
-* `Stopped` is for what an operator must look at before anything else is sent, such as a destination that
+* A record is accepted only when the destination has confirmed it.
+* `Outcome.rejected` is for records that can never succeed. Network errors, throttling, missing rights and
+  expired credentials are never a rejection: raise `Retry`, and the batch is retried without limit.
+* `Stopped` is for what an operator must resolve before anything else is sent, such as a destination that
   holds other data under the name of this batch.
-* Any other exception counts as `Retry` and is reported as a fault of the plugin.
+* Any other exception counts as `Retry` and is reported as a defect of the plugin.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Record(Struct, frozen=True, gc=False):
 
     @property
     def client(self) -> str:
-        """The client id of who published it; empty where that is not known, or was not kept.
+        """The client id of the publisher; empty if it is unknown or was not stored.
 
-        It is kept in streams that have `{client}` in the configuration of an export.
+        It is stored in streams that have `{client}` in the configuration of an export.
         """
         return msgspec.msgpack.decode(self.headers, type=_Headers).client if self.headers else ""
 
@@ -66,8 +66,8 @@ class Batch(Struct, frozen=True):
     """Records of one stream in sequence order.
 
     `first` and `last` are the boundaries fixed before the first attempt. `records` may be fewer than
-    first..last: numbers were legally dropped, or an earlier attempt has settled them (unless the
-    exporter's limits say `contiguous`: then records are exactly first..last, and always all).
+    first..last: the others were dropped by a limit, or are settled already. With `contiguous` limits,
+    records are always exactly first..last.
     """
 
     gateway: str
@@ -80,10 +80,10 @@ class Batch(Struct, frozen=True):
 
 
 class BatchLimits(Struct, frozen=True, kw_only=True):
-    """What the destination takes in one request. None is no limit.
+    """What the destination accepts in one request. None: no limit.
 
     `record_bytes` counts the payload; `batch_bytes` counts payloads and topics. `contiguous` splits
-    batches wherever numbers are missing and sends a batch as a whole or not at all.
+    batches wherever numbers are missing and never sends a batch in parts.
     """
 
     records: int | None = None
@@ -93,10 +93,10 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What became of each record, by its index in `batch.records`. Not named means accepted.
+    """The result of each record, by its index in `batch.records`. All other records are accepted.
 
-    `error` says why records are to be tried again; `after` is the least wait in seconds; `cut` is that of
-    `Retry`.
+    `rejected` has a reason for each record. `error` is why those in `retry` must be retried; `after` is
+    the minimum wait in seconds; `cut` is as in `Retry`.
     """
 
     retry: Sequence[int] = ()
@@ -110,12 +110,12 @@ ACCEPTED = Outcome()
 
 
 class Retry(Exception):  # noqa: N818 - named for what it asks for
-    """Raise it to have the whole batch tried again, after `after` seconds at the earliest.
+    """Raise it to have the whole batch retried, after `after` seconds at the earliest.
 
-    `unsent` says that nothing was sent, such as without a connection: then the attempt does not count
-    against the bandwidth ceiling. `cut` says that the link is the cause: no connection, or one that ended
-    without an answer. Then it is tried again sooner, and in smaller batches if attempts are long beside
-    the time for which the link stays up.
+    `unsent`: nothing was sent, for example without a connection; the attempt does not count against the
+    bandwidth ceiling. `cut`: the link is the cause, as there was no connection, or it ended without an
+    answer. The retry comes sooner, and in smaller batches if attempts take long compared with the time for
+    which the link stays up.
     """
 
     def __init__(
@@ -125,21 +125,21 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
         self.after, self.unsent, self.cut = after, unsent, cut
 
 
-class Stopped(Exception):  # noqa: N818 - named for what becomes of the export
-    """Raise it when another attempt could do harm: the export stops, and keeps its position and its data.
+class Stopped(Exception):  # noqa: N818 - named for what happens to the export
+    """Raise it when another attempt could do damage: the export stops, and keeps its position and data.
 
-    It goes on when its configuration changes. The reason is shown to operators, so it says what to do.
+    It resumes when its configuration changes. The reason is shown to operators and must say what to do.
     """
 
 
 class Refused(Exception):  # noqa: N818 - named for what the destination did
-    """Raised within `send_split` when the destination refuses a request for its content."""
+    """Raise it in the `send` of `send_split` when the destination rejects a request for its content."""
 
 
 def send_split(indexes: Sequence[int], send: Callable[[Sequence[int]], None]) -> dict[int, str]:
-    """Send records together; after `Refused` in halves, until the bad ones are alone.
+    """Send records together; after `Refused` send halves, until each bad record is alone.
 
-    Returns the refused ones with the reason, so that one bad record costs no good one.
+    Returns the bad records with the reason, so that all others are sent.
     """
     try:
         send(indexes)
@@ -152,9 +152,9 @@ def send_split(indexes: Sequence[int], send: Callable[[Sequence[int]], None]) ->
 
 
 class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
-    """What every export configuration has. `priority` 1 is the most urgent; none comes last.
+    """The base of export configurations. `priority` 1 is the most urgent; without one, an export is last.
 
-    Rejected records go to `dead_letter_stream` if one is named.
+    Rejected records go to `dead_letter_stream` if it is set.
     """
 
     identifier: Name
@@ -164,9 +164,9 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
 
 
 class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
-    """An export that sends batches: when there are `batch_size` messages, or the oldest has waited.
+    """An export in batches: sent when `batch_size` messages are pending, or the oldest has waited.
 
-    With no interval and no linger, what is there goes at once.
+    `linger_millis` wins over `batch_interval_millis`; without either, messages are sent at once.
     """
 
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None
@@ -176,9 +176,9 @@ class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
 
 
 class AwsConfig(ExportConfig, kw_only=True, frozen=True):
-    """An export to AWS; what is not given is that of the `[aws]` table.
+    """An export to AWS; the `[aws]` table has the defaults.
 
-    `context.client(service, config)` makes the client for it.
+    `context.client(service, config)` returns the client for it.
     """
 
     endpoint_url: Endpoint | None = None
@@ -186,14 +186,14 @@ class AwsConfig(ExportConfig, kw_only=True, frozen=True):
 
 
 class AwsBatchedConfig(BatchedConfig, kw_only=True, frozen=True):
-    """The same for an export that sends batches: a Struct has one base."""
+    """An export to AWS in batches. (It repeats two fields, because a Struct has one base.)"""
 
     endpoint_url: Endpoint | None = None
     region: str | None = None
 
 
 class Batching(Struct, frozen=True, kw_only=True):
-    """When a batch is due: so many records or bytes wait, or the oldest is so many ms old."""
+    """When a batch is due: enough records or bytes are pending, or the oldest is `millis` ms old."""
 
     records: int | None = None
     size: int | None = None
@@ -201,10 +201,10 @@ class Batching(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """How far one export is: a snapshot. `skipped` are ranges it never exported, with reasons.
+    """A snapshot of one export. `skipped` are ranges that it never exported, with reasons.
 
-    They are kept of exporters whose limits say `contiguous`, some thousand of them: older ones are joined,
-    with the reason `joined:<count>`, which is how many numbers in such a range were skipped.
+    Only exporters with `contiguous` limits have them, about a thousand: older ranges are joined, with the
+    reason `joined:<count>`; `count` numbers of such a range were skipped.
     """
 
     stream: str
@@ -218,7 +218,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class Context:
-    """What an exporter may ask of the worker. This base works without one: tests use it."""
+    """What an exporter may call. This base works without a worker, for tests."""
 
     def __init__(self, gateway: str = "gateway", stream: str = "stream", epoch: int = 0) -> None:
         self.gateway = gateway
@@ -228,7 +228,7 @@ class Context:
         self.state = b""
 
     def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
-        """An AWS client with the configured credentials, for the endpoint and region of an export.
+        """Return an AWS client with the configured credentials, for an export's endpoint and region.
 
         `options` are keywords of botocore.config.Config.
         """
@@ -237,19 +237,16 @@ class Context:
         return client(AwsSettings(), service, config.region, config.endpoint_url, **options)
 
     def working(self) -> None:
-        """Tell that a long export still makes progress, so that it is not taken for hung.
-
-        From any thread.
-        """
+        """Report progress of a long export, so that it does not count as hung. Call it from any thread."""
 
     def throttle(self, size: int) -> None:
         """Wait until `size` bytes beyond the batch's own may be sent under the bandwidth ceiling."""
 
     def append(self, stream: str, payload: bytes) -> None:
-        """Append a message to another stream of the gateway, such as a status stream."""
+        """Append a message to another stream of the gateway, such as a status stream; raises Retry."""
 
     def save_state(self, state: bytes) -> None:
-        """Keep up to 2,000 bytes durably with the position; `state` is what was kept last."""
+        """Store up to 2,000 bytes durably with the position; `state` has the stored bytes."""
         self.state = state
 
     def open(self, path: Path) -> BinaryIO:
@@ -260,13 +257,13 @@ class Context:
         return Allow(directories=[Path("/")]).open(path)
 
     def may_write_to(self, bucket: str) -> bool:
-        """Whether [export.allow] has a bucket that a message names."""
+        """Return whether [export.allow] has a bucket that a message names."""
         return True
 
     def exports(self) -> list[Progress]:
         """The progress of all exports of this kind on the gateway, this one included.
 
-        Raises Retry as long as it is not known of all: just after the start.
+        Raises Retry just after the start, until the position of each is known.
         """
         return []
 
@@ -289,7 +286,7 @@ class Exporter:
 
     @classmethod
     def batching(cls, config: Any) -> Batching:
-        """When a batch is due; the default follows BatchedConfig."""
+        """Return when a batch is due; the default follows BatchedConfig."""
         if not isinstance(config, BatchedConfig):
             return Batching()
         linger = config.linger_millis
@@ -300,11 +297,11 @@ class Exporter:
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Raise ValueError for what the types of Config cannot say; called on create and update."""
+        """Raise ValueError for a mistake that types cannot express; called on create and update."""
 
     @classmethod
     def lacks(cls, config: Any) -> str | None:
-        """What this machine lacks for a configuration, with the remedy; `streambridge check` reports it."""
+        """Return what this machine lacks for a configuration, with the remedy, for `streambridge check`."""
         return None
 
     def export(self, batch: Batch) -> Outcome:
@@ -312,25 +309,25 @@ class Exporter:
         raise Retry(f"{type(self).__name__} has no export method")
 
     def landed(self, batch: Batch) -> bool | None:
-        """Whether a batch is at the destination: all of it, nothing of it, or None if that is unknown.
+        """Return whether a batch is at the destination: True, False, or None if that is unknown.
 
-        Asked of a `contiguous` exporter before a batch is tried again whose attempt had no answer, or
-        before it is cut short. It may raise Retry.
+        Called for a `contiguous` exporter before it retries a batch whose attempt had no answer, and before
+        a batch is shortened. It may raise Retry.
         """
         return None
 
     def idle(self) -> float | None:
-        """Called when nothing is left to send; return seconds to be called again, or None."""
+        """Called when nothing is pending; return the seconds until the next call, or None."""
         return None
 
     def dropped(self, first: int, last: int, reason: str) -> None:
-        """Called when numbers that were still to be exported are gone from the stream: expired, say.
+        """Called when pending messages were dropped from the stream, for example because they expired.
 
-        They may be part of a batch that was tried. After a crash the same may be told again.
+        They may be part of a batch that was tried. After a crash the same range may be reported again.
         """
 
     def cancelled(self, records: Sequence[Record]) -> None:
-        """Called when the export was deleted, with the first records that were still waiting."""
+        """Called when the export was deleted, with the first pending records."""
 
     def close(self) -> None:
         """Called once, when the export is updated, deleted, or the worker ends."""
@@ -350,7 +347,7 @@ _APPENDS_TO = (("deadLetterStream",), ("statusConfig", "statusStreamName"))
 
 
 def appends_to(raw: Mapping[str, Any]) -> dict[tuple[str, ...], str]:
-    """The streams that an export (camelCase) appends to, by the path of the key that names each."""
+    """The streams to which an export (camelCase) appends, by the path of the key that names each."""
     found: dict[tuple[str, ...], str] = {}
     for path in _APPENDS_TO:
         value: Any = raw

@@ -1,16 +1,15 @@
-"""AWS for exporters: the `[aws]` table, clients with fresh credentials, and what errors mean.
+"""AWS for exporters: the `[aws]` table, clients with fresh credentials, and the meaning of errors.
 
-boto3 is imported when the first client is made. Clients are shared: botocore's are safe to use from
-several threads, and making one costs tens of milliseconds and megabytes.
+boto3 is imported when the first client is made. Clients are shared: botocore's are thread-safe, and
+making one costs tens of milliseconds and megabytes.
 
-Credentials come from the first of these that gives any:
+Credentials come from the first of these sources that has any:
 1. a plugin's `aws_credentials` hook,
 2. `credentials.iot`: the IoT Core credentials provider, by X.509 certificate and role alias,
 3. `profile`, or else boto3's own chain (environment, shared files, container, instance).
-All of them refresh while the process runs: where there are none, or a service refuses them, the
-source is asked again, so that what somebody puts right, such as a file, is taken up without a restart.
-Credentials that are missing, expired or refused are never a reason to drop a record: `failure` turns
-them into `Retry`.
+All of them refresh while the process runs: if there are none, or a service rejects them, the source is
+asked again, so that a corrected file, for example, applies without a restart. Credentials that are
+missing, expired or rejected are never a reason to drop a record: `failure` makes them a `Retry`.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 20.0
 READ_TIMEOUT = 60.0
-MAX_CAUSE = 300  # characters of what an answer says, in the log
+MAX_CAUSE = 300  # characters of an error message, in the log
 
-# What can never succeed when it is sent again as it is. All other errors are tried again: better to
-# try in vain and say so in the status than to drop what a corrected policy would have let through.
-_HOPELESS = frozenset(
+# A request with one of these errors can never succeed unchanged. All other errors are retried: a vain
+# retry, shown in the status, is better than dropping what a corrected policy would have accepted.
+_PERMANENT = frozenset(
     {"InvalidArgumentException", "InvalidRequestException", "SerializationException", "ValidationException"}
 )
-# What may be better with other credentials. AccessDenied too: they may have been those of another user.
-_REFUSED = frozenset(
+# Other credentials may help. AccessDenied too: they may have been those of another user.
+_CREDENTIAL_ERRORS = frozenset(
     {
         "AccessDenied",
         "AccessDeniedException",
@@ -90,13 +89,13 @@ class IotCredentials(Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class AwsCredentials(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """`[aws.credentials]`: where credentials come from, if not from boto3's own chain."""
+    """`[aws.credentials]`: a source of credentials instead of boto3's own chain."""
 
     iot: IotCredentials
 
 
 class AwsSettings(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The `[aws]` table. `proxies` maps `http` and `https` to a URL; the environment's is the default."""
+    """The `[aws]` table. `proxies` maps `http` and `https` to URLs; the default is the environment's."""
 
     region: str | None = None
     endpoint_url: str | None = None
@@ -124,7 +123,7 @@ _provider: Callable[[AwsSettings], Callable[[], Credentials] | None] | None = No
 
 
 def use_provider(provider: Callable[[AwsSettings], Callable[[], Credentials] | None]) -> None:
-    """Ask `provider` first for a source of credentials (the `aws_credentials` hook)."""
+    """Set the first source of credentials (the `aws_credentials` hook)."""
     global _provider
     _provider = provider
 
@@ -136,11 +135,10 @@ def client(
     endpoint_url: str | None = None,
     **config: Any,
 ) -> Any:
-    """The shared client for a service; `region` and `endpoint_url` win over the settings.
+    """Return the shared client for a service; `region` and `endpoint_url` win over the settings.
 
-    An endpoint that is given is used as it is, without a bucket or a prefix before its host name.
-    `config` are keywords of botocore.config.Config. Retries are off by default: the scheduler
-    retries, and its waiting is visible.
+    A given endpoint is used as it is, without a bucket or a prefix before its host name. `config` are
+    keywords of botocore.config.Config. Retries are off by default: the scheduler retries, and shows it.
     """
     key = msgspec.json.encode([settings, service, region, endpoint_url, config], enc_hook=str)
     with _lock:
@@ -158,8 +156,8 @@ def client(
                 defaults["proxies"] = settings.proxies
             endpoint_url = endpoint_url or settings.endpoint_url
             if endpoint_url:
-                # It is meant as it is: a server of one's own has no name that begins with SiteWise's
-                # `data.`. Buckets go into the path by botocore's own rule.
+                # A private server has no name that begins with SiteWise's `data.`. Buckets go into the path
+                # by botocore's own rule.
                 defaults["inject_host_prefix"] = False
             session = _session(settings)
             try:
@@ -170,17 +168,17 @@ def client(
                     config=Config(**(defaults | config)),
                 )
             except Exception:
-                _sessions.clear()  # it keeps what it read of ~/.aws/config, such as that there is no region
+                _sessions.clear()  # a session caches ~/.aws/config, also that it has no region
                 raise
-            made.meta.events.register("before-send", _in_pieces)
+            made.meta.events.register("before-send", _stream_body)
             _clients[key] = made
         return _clients[key]
 
 
-def _in_pieces(request: Any, **_: Any) -> None:
-    """Have a body sent piece by piece: the time-out is for each, so that a slow link only takes longer.
+def _stream_body(request: Any, **_: Any) -> None:
+    """Have a body sent in pieces: the time-out applies to each, so that a slow link only takes longer.
 
-    Bytes go out in one call, for which the whole time-out is allowed.
+    A bytes object would go out in one call with one time-out.
     """
     if isinstance(request.body, bytes | bytearray):
         request.body = io.BytesIO(request.body)
@@ -188,7 +186,7 @@ def _in_pieces(request: Any, **_: Any) -> None:
 
 def _region(session: Any, endpoint_url: str | None) -> str | None:
     if session.region_name is None and endpoint_url:
-        return "us-east-1"  # not AWS's own endpoint: any region will do, but botocore wants one
+        return "us-east-1"  # not an endpoint of AWS: any region will do, but botocore needs one
     return str(session.region_name) if session.region_name else None
 
 
@@ -206,22 +204,22 @@ def _session(settings: AwsSettings) -> Any:
         def ask() -> Any:
             if fetch is not None:
                 return _refreshable(fetch)
-            # A session of its own each time: sessions keep what they once read of the shared files.
+            # A new session each time: sessions cache the shared files.
             fresh: Any = botocore.session.Session(profile=settings.profile)
-            fresh._last_client_region_used = core._last_client_region_used  # where to ask for a role
+            fresh._last_client_region_used = core._last_client_region_used  # to assume a role in
             return fresh.get_credentials()
 
-        core._credentials = _Held(ask)
-        core.register("after-call", core._credentials.look)
+        core._credentials = _SessionCredentials(ask)
+        core.register("after-call", core._credentials.check)
         _sessions[key] = boto3.Session(botocore_session=core)
     return _sessions[key]
 
 
-class _Held:
-    """The credentials of a session, in place of botocore's, which are found once and for ever.
+class _SessionCredentials:
+    """The credentials of a session, in place of botocore's, which are looked up only once.
 
-    Clients keep this object. `ask` gives botocore's credentials, or None: it is called when there are
-    none yet, and after a service has refused those that there were.
+    Clients keep this object. `ask` returns botocore's credentials, or None: it is called when there are
+    none yet, and after a service has rejected the last ones.
     """
 
     method = "streambridge"
@@ -231,8 +229,8 @@ class _Held:
         self._asking = threading.Lock()
 
     def get_frozen_credentials(self) -> Any:
-        """The keys to sign a request with; raises what botocore raises if there are none."""
-        with metadata.allowed():  # an instance's role, also when its credentials are renewed
+        """The keys that sign a request; raises what botocore raises without credentials."""
+        with metadata.allowed():  # for an instance's role; also to renew its credentials
             with self._asking:
                 found = self._found = self._found or self._ask()
             if found is None:
@@ -242,12 +240,12 @@ class _Held:
             return found.get_frozen_credentials()
 
     def get_deferred_property(self, name: str) -> Callable[[], Any]:
-        """A function that gives one of the keys, or the account's id, when it is called."""
+        """A function that returns one of the keys, or the account's id, when it is called."""
         return lambda: getattr(self.get_frozen_credentials(), name)
 
-    def look(self, parsed: Any, **_: Any) -> None:
-        """Look at an answer: credentials that are refused are not used again."""
-        if parsed.get("Error", {}).get("Code") in _REFUSED:
+    def check(self, parsed: Any, **_: Any) -> None:
+        """Drop credentials that an answer rejects."""
+        if parsed.get("Error", {}).get("Code") in _CREDENTIAL_ERRORS:
             self._found = None
 
 
@@ -267,19 +265,19 @@ def _refreshable(fetch: Callable[[], Credentials]) -> Any:
 
 
 def iot_credentials(settings: IotCredentials, proxies: dict[str, str]) -> Callable[[], Credentials]:
-    """A function that fetches credentials from the IoT Core credentials provider.
+    """Return a function that fetches credentials from the IoT Core credentials provider.
 
-    It goes through `proxies`, or else those of the environment.
+    It uses `proxies`, or else those of the environment.
     """
 
     def fetch() -> Credentials:
-        # botocore's own HTTP session: it brings TLS and proxies, and no further dependency.
+        # botocore's own HTTP session: TLS and proxies without another dependency.
         from botocore.awsrequest import AWSRequest
         from botocore.httpsession import URLLib3Session
         from botocore.utils import get_environ_proxies
 
         url = settings.endpoint if "://" in settings.endpoint else f"https://{settings.endpoint}"
-        # Made anew each time, so that a certificate that was rotated on disk is taken up.
+        # New each time, so that a certificate rotated on disk applies.
         verify: Any = str(settings.ca) if settings.ca else True
         session = URLLib3Session(
             verify=verify,
@@ -322,14 +320,14 @@ class _IotAnswer(Struct):
 
 
 class Body(io.BytesIO):
-    """A request's body that is read as it is sent, piece by piece, and tells that the export still works."""
+    """A request's body that is sent in pieces and reports progress of the export with each."""
 
     def __init__(self, content: bytes, context: Context) -> None:
         super().__init__(content)
         self._context = context
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read on."""
+        """Read the next piece."""
         self._context.working()
         return super().read(size)
 
@@ -341,16 +339,15 @@ def error_code(error: BaseException) -> str:
     return str(found)
 
 
-def is_hopeless(error: BaseException) -> bool:
-    """Whether the service refused the request for its content, so that it can never succeed."""
-    return error_code(error) in _HOPELESS
+def is_permanent(error: BaseException) -> bool:
+    """Return whether the service rejected the request for its content, so that it can never succeed."""
+    return error_code(error) in _PERMANENT
 
 
 def is_invalid(error: BaseException) -> bool:
-    """Whether botocore sent nothing, since the parameters are not what its model of the service allows.
+    """Return whether botocore sent nothing because its model of the service forbids the parameters.
 
-    That is a reason to reject where all that may be wrong comes from a message, and nothing from the
-    configuration.
+    Reject the message then, if the parameters come from the message and not from the configuration.
     """
     from botocore.exceptions import ParamValidationError
 
@@ -358,12 +355,12 @@ def is_invalid(error: BaseException) -> bool:
 
 
 def is_throttled(code: str) -> bool:
-    """Whether an error code asks to slow down."""
+    """Return whether an error code asks to slow down."""
     return code in _THROTTLED
 
 
 def failure(error: BaseException, doing: str) -> Retry:
-    """The `Retry` for an error of boto3: what was done, what happened, and how long to wait."""
+    """Return the `Retry` for an error of boto3: what was done, what happened, and how long to wait."""
     code = error_code(error)
     after = 1.0 if is_throttled(code) else None
     response = getattr(error, "response", None)
@@ -375,14 +372,14 @@ def failure(error: BaseException, doing: str) -> Retry:
 
 
 def safe_code(code: str) -> str:
-    """An error code of an answer, with nothing in it but a code."""
+    """Return an error code from an answer without any other text."""
     return re.sub(r"[^A-Za-z0-9._-]", "?", code)[:64]
 
 
 def cause(error: BaseException) -> str:
-    """What happened, in the words of botocore and never in those of the answer.
+    """Describe an error in the words of botocore, never in those of the answer.
 
-    Whoever defines an export can read the text, and may have chosen who answers.
+    A client that defines an export can read the text, and may have chosen the server that answers.
     """
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
@@ -395,7 +392,7 @@ def cause(error: BaseException) -> str:
 
 
 def is_cut(error: BaseException) -> bool:
-    """Whether the link is the cause: no connection, or one that ended without an answer."""
+    """Return whether the link is the cause: no connection, or one that ended without an answer."""
     from botocore import exceptions as botocore
 
     if error_code(error) == "RequestTimeout":  # S3: the body did not come in time
@@ -406,7 +403,7 @@ def is_cut(error: BaseException) -> bool:
 
 
 def is_unsent(error: BaseException) -> bool:
-    """Whether nothing of the request was sent: there was no connection, or nothing to sign it with."""
+    """Return whether nothing was sent: there was no connection, or there were no credentials."""
     from botocore import exceptions as botocore
 
     return isinstance(

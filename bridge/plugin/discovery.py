@@ -1,12 +1,11 @@
-"""How plugins are found, loaded and asked.
+"""How plugins are found and loaded.
 
 Order: the files shipped in `plugins/` (in a wheel `bridge/_plugins/`), pip packages by entry point of
-the group `streambridge`, then the files and packages of drop-in directories by name. A name or kind
-that is taken is an error of the one that comes later. A plugin that fails is listed with its error,
-and does not stop the rest.
+the group `streambridge`, then the files and packages of drop-in directories by name. If a name or kind
+exists already, the later plugin fails. A plugin that fails is listed with its error; the others load.
 
-A drop-in directory is code that runs as the service: it, and each file in it, must belong to root or
-to the service's user, and must not be writable by group or others. Otherwise it is refused.
+The code of a drop-in directory runs as the service: the directory and each file in it must belong to
+root or to the service's user, and must not be writable by group or others. Otherwise they do not load.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ class Registry:
 
     @property
     def hook(self) -> Any:
-        """The hooks of all loaded plugins, to be called."""
+        """The hooks of all loaded plugins."""
         return self.manager.hook
 
     def config(
         self, kind: str, raw: Mapping[str, Any], path: tuple[str | int, ...] | None = None
     ) -> ExportConfig:
-        """Read one export configuration, which is at `path`; raises InvalidDefinition."""
+        """Read one export configuration; `path` is where it is. Raises InvalidDefinition."""
         path = ("exportDefinition", kind) if path is None else path
         cls = self.exporters.get(kind)
         if cls is None:
@@ -86,11 +85,11 @@ class Registry:
             if plugin.error is not None and kind.lower() in (plugin.name.lower(), *plugin.kinds):
                 return f"the plugin {plugin.name} ({plugin.origin}) is not loaded: {plugin.error}", ""
         near = difflib.get_close_matches(kind, self.exporters, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"loaded are: {', '.join(sorted(self.exporters))}"
+        hint = f"did you mean {near[0]!r}?" if near else f"known kinds: {', '.join(sorted(self.exporters))}"
         return f"there is no exporter of kind {kind!r}", hint
 
     def add(self, found: Found, import_it: Callable[[], ModuleType]) -> None:
-        """Load one plugin; what goes wrong is kept in its `error`."""
+        """Load one plugin; a failure is recorded in its `error`."""
         self.found.append(found)
         try:
             taken = next((f for f in self.found[:-1] if f.name == found.name and f.error is None), None)
@@ -103,8 +102,8 @@ class Registry:
             self.manager.check_pending()  # a misspelt hook name is an error
             if not self.manager.get_hookcallers(module):
                 raise PluginError(
-                    "it has no hook; mark its register_exporters function with @hookimpl, or begin the "
-                    "file's name with `_` if it is no plugin"
+                    "it has no hook; mark its register_exporters function with @hookimpl, or, if it is not a "
+                    "plugin, begin the file's name with `_`"
                 )
             self._register_exporters(module, found)
         except (Exception, SystemExit) as error:
@@ -127,11 +126,11 @@ class Registry:
 
 def _check_class(cls: object) -> None:
     if not (isinstance(cls, type) and issubclass(cls, Exporter)):
-        raise PluginError(f"{cls!r} is registered as an exporter, but is no subclass of bridge.Exporter")
+        raise PluginError(f"{cls!r} is registered as an exporter, but is not a subclass of bridge.Exporter")
     if not isinstance(getattr(cls, "kind", None), str):
         raise PluginError(f"{cls.__name__}.kind is missing: the key of this exporter in export definitions")
     if not issubclass(cls.Config, ExportConfig):
-        raise PluginError(f"{cls.__name__}.Config is no subclass of bridge.ExportConfig")
+        raise PluginError(f"{cls.__name__}.Config is not a subclass of bridge.ExportConfig")
     if cls.export is Exporter.export:
         raise PluginError(f"{cls.__name__} has no export method")
 
@@ -141,11 +140,11 @@ def _known_fields(what: str, cls: type[Exporter]) -> str:
         return ""
     names = cls.Config.__struct_encode_fields__
     near = difflib.get_close_matches(what.split("`")[1], names, n=1)
-    return f"did you mean `{near[0]}`?" if near else f"known are: {', '.join(names)}"
+    return f"did you mean `{near[0]}`?" if near else f"known fields: {', '.join(names)}"
 
 
 def load(directories: Iterable[str | Path] = ()) -> Registry:
-    """Find and load all plugins; `directories` are drop-in directories, missing ones are passed over."""
+    """Find and load all plugins; `directories` are drop-in directories, which may be missing."""
     registry = Registry()
     for found, import_it in _candidates(directories):
         registry.add(found, import_it)
@@ -153,7 +152,7 @@ def load(directories: Iterable[str | Path] = ()) -> Registry:
 
 
 def shipped(top: str = "plugins") -> Path:
-    """The directory of files that came with streambridge, in a wheel and in a checkout."""
+    """The directory of files that came with streambridge, in a wheel or in a checkout."""
     here = Path(__file__).resolve().parents[1]
     return next(d for d in (here / f"_{top}", here.parent / top) if d.is_dir())
 
@@ -194,9 +193,9 @@ def _import_drop_in(directory: Path, path: Path, target: Path) -> Callable[[], M
 def _check_owner(path: Path) -> None:
     status = path.stat()
     if status.st_uid not in (0, os.geteuid()):
-        raise PluginError(f"{path} belongs to user {status.st_uid}; it must be root's or the service user's")
+        raise PluginError(f"{path} belongs to user {status.st_uid}; only root and the service may own it")
     if stat.S_IMODE(status.st_mode) & 0o022:
-        raise PluginError(f"{path} can be written by others; `chmod go-w {path}`")
+        raise PluginError(f"{path} is writable by group or others; `chmod go-w {path}`")
 
 
 def _import_path(path: Path) -> Callable[[], ModuleType]:
@@ -205,7 +204,7 @@ def _import_path(path: Path) -> Callable[[], ModuleType]:
     name = f"{GROUP}_plugins_{stem}_{crc32(os.fsencode(path)):08x}"
 
     def import_it() -> ModuleType:
-        if name in sys.modules:  # msgspec looks types up by module name: there must be one of each
+        if name in sys.modules:  # msgspec looks types up by module name: each module is loaded once
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(
             name, path, submodule_search_locations=[str(path.parent)] if package else None

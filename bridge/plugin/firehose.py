@@ -1,12 +1,12 @@
-"""Sending records to a Firehose delivery stream: shared by the exporters that end there.
+"""Sending records to a Firehose delivery stream.
 
 Service limits: 500 records and 4 MiB per request, 1,000 KiB per record. Firehose bills each record
-rounded up to 5 KB, so that many small messages are worth packing into one record. Records of a
-request are accepted one by one (`FailedPutCount`); only the failed ones are sent again.
+rounded up to 5 KB, so packing many small messages into one record saves money. Each record of a request
+succeeds or fails by itself (`FailedPutCount`); only failed ones are sent again.
 
-The service asks nothing of a record but its size, which is checked here: only what is too large is
-rejected. A request that it refuses, whatever the code, says something of the delivery stream, such as
-InvalidArgumentException of one that has a Kinesis stream as its source. That is waited out.
+The service restricts only the size of a record, which is checked here: only messages that are too large
+are rejected. A rejected request, whatever its code, is caused by the delivery stream, such as
+InvalidArgumentException if its source is a Kinesis stream. It is retried.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_RECORDS, MAX_BYTES, MAX_RECORD = 500, 4 * MIB, 1000 * 1024
 
 
 class FirehoseSender:
-    """Sends batches to one delivery stream. `pack` is the size of packed records, 0 for one each."""
+    """Sends batches to one delivery stream. `pack` is the size of packed records in bytes; 0: no packing."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class FirehoseSender:
         delimiter: bytes,
         pack: int = 0,
     ) -> None:
-        # botocore's check of each record costs a quarter of the time; they are right by construction.
+        # botocore's check of each record costs a quarter of the time; the records are always valid.
         self._client = context.client("firehose", config, parameter_validation=False)
         self._name, self._context = delivery_stream, context
         self._delimiter, self._pack = delimiter, pack
@@ -40,7 +40,7 @@ class FirehoseSender:
         """Send a batch of any size, in as many requests as it takes."""
         payloads = [record.payload + self._delimiter for record in batch.records]
         rejected = {
-            n: f"with its delimiter the message is larger than {MAX_RECORD} bytes"
+            n: f"the message with its delimiter is larger than {MAX_RECORD} bytes"
             for n, payload in enumerate(payloads)
             if len(payload) > MAX_RECORD
         }
@@ -61,7 +61,7 @@ class FirehoseSender:
         )
 
     def _requests(self, payloads: list[bytes], without: dict[int, str]) -> list[list[list[int]]]:
-        """Requests of records of messages, each within the limits."""
+        """Requests, as lists of records, as lists of indexes of messages; each within the limits."""
         requests: list[list[list[int]]] = [[]]
         size = record_size = 0
         for n, payload in enumerate(payloads):

@@ -1,9 +1,9 @@
-"""The hooks that a plugin may implement: the whole contract beside the Exporter class.
+"""The hooks that a plugin may implement. With the Exporter class they are the whole plugin API.
 
 A plugin is a module (a file, or a pip package's entry point in the group `streambridge`) with
 functions of these names, marked with `@hookimpl`. A function may take fewer arguments than listed.
-All hooks run in the export worker process, apart from `register_exporters`, which also runs wherever
-configurations are checked: registering must be cheap and must not import an SDK.
+All hooks run in the export worker process. `register_exporters` also runs wherever configurations are
+checked: it must be cheap and must not import an SDK.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ hookimpl = pluggy.HookimplMarker(GROUP)
 
 
 class Event(Struct, frozen=True, kw_only=True, tag=False):
-    """Something that an operator wants to know.
+    """An event for operators.
 
-    `name` is `stream_full`, `export_failing`, `export_recovered` or `export_stopped` (it makes no attempt
-    until its configuration changes); `export` is the identifier, empty for events of a stream.
+    `name` is `stream_full`, `export_failing`, `export_recovered` or `export_stopped` (no attempt until its
+    configuration changes). `export` is the identifier of the export, empty for events of a stream.
     """
 
     name: str
@@ -46,18 +46,18 @@ def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
 def transform_records(
     records: list[Record], stream: str, kind: str, config: ExportConfig
 ) -> list[Record] | None:
-    """Return the records to export instead of these, or None to leave them as they are.
+    """Return the records to export instead of these, or None to leave them unchanged.
 
-    Leave a record out to filter it; keep order and sequence numbers. The same records must give the
-    same result each time, since a batch may be tried again.
+    Omit a record to filter it; keep the order and the sequence numbers. The same records must always give
+    the same result, since a batch may be retried.
     """
 
 
 @hookspec(firstresult=True)
 def aws_credentials(settings: AwsSettings) -> Callable[[], Credentials] | None:
-    """Return a function that fetches fresh AWS credentials, or None to leave it to others."""
+    """Return a function that fetches fresh AWS credentials, or None to leave it to other plugins."""
 
 
 @hookspec
 def handle_event(event: Event) -> None:
-    """Be told of an event. Runs in a thread of its own; events that pile up are dropped."""
+    """Handle an event, in a thread of its own. Events are dropped if more than 1,000 are queued."""

@@ -2,11 +2,11 @@
 
     {topic}            the whole topic            {topic/N}   its level N, from 0; {topic/-1} is the last
     {stream} {gateway} their names                {json:/P}   the value at the JSON pointer /P of the payload
-    {client}           the MQTT client id of who published it
+    {client}           the MQTT client id of the publisher
 
-A record whose template cannot be filled (no such level, payload no JSON, no such value) has no key,
-and then no order. The client is known of messages that came over the embedded broker's MQTT while an
-export of the stream asked for it. Keys over 256 characters are replaced by their SHA-256 in hex.
+A record without one of the values (no such level, no JSON, no such member) has no key, and then no
+order. The client is known for messages that were published to the embedded broker while an export of
+the stream had `{client}`. Keys over 256 characters are replaced by their SHA-256 in hex.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class KeyTemplate:
     def __init__(self, template: str) -> None:
         pieces = _FIELD.split(template)
         if any("{" in text or "}" in text for text in pieces[::2]):
-            raise ValueError(f"{template!r}: a brace stands alone; fields are written {{name}}")
+            raise ValueError(f"{template!r}: unbalanced brace; write fields as {{name}}")
         self._parts = [_literal(p) if n % 2 == 0 else _field(p) for n, p in enumerate(pieces) if n % 2 or p]
         if not self._parts:
-            raise ValueError("a partition key is empty; leave it out for random keys")
+            raise ValueError("a partition key is empty; omit it for random keys")
 
     def key(self, batch: Batch, record: Record) -> str | None:
         """The record's key; None if it has none."""
@@ -66,7 +66,7 @@ def _field(name: str) -> _Part:
     if name.startswith("json:/"):
         return _pointer(name[5:])
     raise ValueError(
-        f"{{{name}}} is no field; known are {{topic}} {{topic/N}} {{client}} {{stream}} {{gateway}} "
+        f"{{{name}}} is not a field; known fields: {{topic}} {{topic/N}} {{client}} {{stream}} {{gateway}} "
         "{json:/pointer}"
     )
 

@@ -1,13 +1,11 @@
-"""The metadata addresses of clouds: only AWS credentials are asked for there, nothing is exported to them.
+"""Metadata addresses of clouds: the worker fetches AWS credentials there, and exports nothing to them.
 
-Who may name a destination must not get at what an instance's metadata service gives to everybody on the
-instance: its role's credentials. The export worker calls `deny` once. From then on a connection to such an
-address is refused in this process, whoever makes it and whatever name or redirect led there, except while
-`allowed` holds: where `bridge.plugin.aws` asks for credentials. An instance's role works without being
-configured.
+A client that may name a destination must not reach the instance's metadata service, which gives the
+credentials of the instance's role to any process. The export worker calls `deny` once. From then on this
+process cannot connect to such an address, whatever code, name or redirect leads there, except within
+`allowed`: where `bridge.plugin.aws` fetches credentials. So an instance's role works without configuration.
 
-Code that is not Python, and a `connect` that is given a name instead of an address, are not seen; a plugin
-that means harm is not defended against.
+Not covered: code other than Python, a `connect` to a name instead of an address, and malicious plugins.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _this_thread = threading.local()
 
 
 def deny(addresses: Iterable[str] = ADDRESSES) -> None:
-    """Refuse connections to these addresses from now on, with a PermissionError and a line in the log."""
+    """Make connections to these addresses fail from now on: PermissionError, and an error in the log."""
     denied = set(map(ipaddress.ip_address, addresses))
 
     def audit(event: str, arguments: tuple[object, ...]) -> None:
@@ -42,8 +40,8 @@ def deny(addresses: Iterable[str] = ADDRESSES) -> None:
             return
         where = arguments[1]
         if isinstance(where, tuple) and where and _address(where[0]) in denied:
-            why = f"{where[0]} is a cloud's metadata address, which no export may reach"
-            log.error("a connection was refused: %s", why)
+            why = f"{where[0]} is a cloud's metadata address, which exports may not reach"
+            log.error("connection blocked: %s", why)
             raise PermissionError(errno.EACCES, why)
 
     sys.addaudithook(audit)
@@ -51,7 +49,7 @@ def deny(addresses: Iterable[str] = ADDRESSES) -> None:
 
 @contextmanager
 def allowed() -> Iterator[None]:
-    """Let this thread connect to them meanwhile."""
+    """Let this thread connect to them within the block."""
     before = getattr(_this_thread, "allowed", False)
     _this_thread.allowed = True
     try:

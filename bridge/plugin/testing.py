@@ -1,4 +1,4 @@
-"""The contract suite for exporters: what every exporter must do, as tests to inherit.
+"""The exporter contract as tests to inherit.
 
     class TestKafka(ExporterContract):
         exporter = KafkaExporter
@@ -8,12 +8,12 @@
         def delivered(self): return [int(m.split()[1]) for m in the_topic()]
 
         @contextmanager
-        def unreachable(self): ...          # one method per fault that the destination can have
+        def unreachable(self): ...          # one method for each fault of the destination
         faults = ("unreachable",)
-        delays = ()                         # and per way to be slow
+        delays = ()                         # and for each way to be slow
 
 pytest finds the inherited tests; nothing here needs pytest itself. The suite calls the exporter as
-the export worker does: one thread, batches in order, what is to be tried again once more.
+the export worker does: from one thread, with batches in order, and with retries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_batch(payloads: Sequence[bytes], first: int = 0, topic: str = "plant/1/
 
 
 def attempt(exporter: Exporter, batch: Batch) -> Outcome:
-    """One call of `export`, as the worker sees it: `Retry` is an outcome too."""
+    """Call `export` once; a `Retry` becomes an outcome."""
     try:
         return exporter.export(batch)
     except Retry as error:
@@ -46,7 +46,7 @@ def attempt(exporter: Exporter, batch: Batch) -> Outcome:
 
 
 def deliver(exporter: Exporter, batch: Batch, attempts: int = ATTEMPTS) -> dict[int, str]:
-    """Export until nothing is left to try again; returns the rejected records by sequence number."""
+    """Export and retry until all is settled; return the rejected records by sequence number."""
     rejected: dict[int, str] = {}
     for number in range(1, attempts + 1):
         outcome = attempt(exporter, batch)
@@ -64,30 +64,30 @@ def deliver(exporter: Exporter, batch: Batch, attempts: int = ATTEMPTS) -> dict[
 
 
 def check_outcome(outcome: object, batch: Batch) -> None:
-    """Raise AssertionError if an outcome does not fit its batch."""
+    """Raise AssertionError if an outcome does not match its batch."""
     assert isinstance(outcome, Outcome), f"export returned {outcome!r}, not an Outcome"
     indexes = range(len(batch.records))
     assert all(n in indexes for n in (*outcome.retry, *outcome.rejected)), f"indexes out of range: {outcome}"
     assert not set(outcome.retry) & outcome.rejected.keys(), f"both retried and rejected: {outcome}"
     assert all(outcome.rejected.values()), f"rejected without a reason: {outcome}"
-    assert not outcome.retry or outcome.error, f"to be tried again without saying why: {outcome}"
+    assert not outcome.retry or outcome.error, f"retried without an error: {outcome}"
 
 
 class ExporterContract:
-    """Inherit, and fill in the first part; the tests follow."""
+    """Inherit it, and override the first part."""
 
     exporter: ClassVar[type[Exporter]]
-    faults: ClassVar[Sequence[str]] = ()  # names of methods that break the destination while they last
-    delays: ClassVar[Sequence[str]] = ()  # names of methods that slow it down, not beyond time-outs
-    poison: ClassVar[bytes | None] = None  # a payload that the destination can never take
+    faults: ClassVar[Sequence[str]] = ()  # names of context managers that break the destination
+    delays: ClassVar[Sequence[str]] = ()  # names of those that slow it down, within its time-outs
+    poison: ClassVar[bytes | None] = None  # a payload that the destination can never accept
     ordered: ClassVar[bool] = True  # whether records arrive in the order of their numbers
 
     def config(self) -> Mapping[str, Any]:
-        """A configuration as it comes over the wire (camelCase)."""
+        """A configuration in wire format (camelCase)."""
         raise AssertionError("config() is missing")
 
     def payload(self, number: int) -> bytes:
-        """A payload that the exporter takes."""
+        """A payload that the exporter accepts."""
         return b"message %d" % number
 
     def delivered(self) -> list[int]:
@@ -103,23 +103,23 @@ class ExporterContract:
         return self.exporter(convert_config(self.exporter, self.config()), self.context())
 
     def payloads(self, count: int, first: int = 0) -> list[bytes]:
-        """So many good payloads."""
+        """`count` valid payloads."""
         return [self.payload(first + n) for n in range(count)]
 
     def batch_size(self) -> int:
-        """The size of the batches of these tests: what the exporter takes, at most 20."""
+        """The size of the batches of these tests: what the exporter accepts, at most 20."""
         return min(self.exporter.limits.records or 20, 20)
 
     # --- the contract
 
-    def test_the_configuration_is_read_and_unknown_keys_are_refused(self) -> None:
+    def test_the_configuration_is_read_and_unknown_keys_are_errors(self) -> None:
         """A mistake in a definition is found when it is made, not when data waits."""
         convert_config(self.exporter, self.config())
         try:
             convert_config(self.exporter, {**self.config(), "noSuchKey": 1})
         except msgspec.ValidationError:
             return
-        raise AssertionError("an unknown key was taken; use forbid_unknown_fields=True")
+        raise AssertionError("an unknown key was accepted; use forbid_unknown_fields=True")
 
     def test_every_record_arrives_and_in_order(self) -> None:
         """Three batches, one after the other."""
@@ -134,7 +134,7 @@ class ExporterContract:
     def test_a_batch_may_be_sent_twice(self) -> None:
         """After a crash the last batch comes again, to a new instance."""
         size = self.batch_size()
-        batch = make_batch(self.payloads(size))  # once: also the times of its messages are the same
+        batch = make_batch(self.payloads(size))  # made once, so that the times are the same too
         for _ in range(2):
             exporter = self.make()
             assert deliver(exporter, batch) == {}
@@ -149,8 +149,8 @@ class ExporterContract:
         exporter.close()
         assert set(self.delivered()) == set(range(size))
 
-    def test_faults_are_waited_out_and_nothing_is_rejected(self) -> None:
-        """Whatever the destination or the link has, the records arrive once it is over."""
+    def test_faults_are_retried_and_nothing_is_rejected(self) -> None:
+        """The records arrive once the destination or the link has recovered."""
         first, size = 0, self.batch_size()
         for fault in self.faults:
             exporter = self.make()
@@ -160,16 +160,16 @@ class ExporterContract:
                 outcome = attempt(exporter, batch)
             check_outcome(outcome, batch)
             assert not outcome.rejected, f"{fault}: rejected {outcome.rejected}"
-            assert outcome.retry, f"{fault}: taken for delivered"
-            # The very same batch again, as after a crash: also what was accepted may come twice.
+            assert outcome.retry, f"{fault}: counted as delivered"
+            # The same batch, as after a crash: accepted records may arrive twice.
             assert deliver(exporter, batch) == {}, fault
             exporter.close()
             arrived = set(self.delivered())
             assert set(range(first, first + size)) <= arrived, f"{fault}: only {sorted(arrived)} arrived"
             first += size
 
-    def test_slow_answers_are_waited_for(self) -> None:
-        """A batch that is answered late is not sent twice."""
+    def test_slow_answers_are_awaited(self) -> None:
+        """A batch whose answer is late is not sent twice."""
         first, size = 0, self.batch_size()
         for delay in self.delays:
             exporter = self.make()
@@ -198,8 +198,8 @@ class ExporterContract:
         assert rejected.keys() == {bad}, f"rejected: {rejected}"
         assert set(self.delivered()) == set(range(size)) - {bad}
 
-    def test_closing_is_always_possible(self) -> None:
-        """Also before the first batch, after a failed one, and while the destination is gone."""
+    def test_closing_always_works(self) -> None:
+        """Also before the first batch, after a failed one, and while the destination is down."""
         self.make().close()
         for fault in self.faults:
             exporter = self.make()

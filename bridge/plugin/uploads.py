@@ -1,9 +1,9 @@
-"""What the S3 export task executor reads: task definitions, key placeholders, input URLs.
+"""The input of the S3 export task executor: task definitions, key placeholders, input URLs.
 
 The formats are those of the AWS Stream Manager SDK (S3ExportTaskDefinition, StatusMessage). A
 placeholder `!{timestamp:PATTERN}` in a key is filled with the time of the first attempt, in UTC.
-PATTERN is Java's DateTimeFormatter as far as it can stand in a key: letters, and `/` between them.
-`YYYY` is taken for the calendar year that its users mean, not for Java's week-based year.
+PATTERN is the part of Java's DateTimeFormatter that is useful in a key: letters, and text between them.
+`YYYY` is the calendar year that its users mean, not Java's week-based year.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
     user_metadata: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise ValueError for what no upload can have; a status message carries the definition then."""
+        """Raise ValueError for impossible values; after decoding, so that a status message shows them."""
         for name, value, least, most in (("bucket", self.bucket, 3, 63), ("key", self.key, 1, MAX_KEY)):
             if not least <= len(value) <= most:
-                raise ValueError(f"{name}: {len(value)} characters; it has {least} to {most}")
+                raise ValueError(f"{name}: it has {len(value)} characters; {least} to {most} are allowed")
         reserved = [name for name in self.user_metadata if name.lower().startswith("$aws-gg-")]
         if reserved:
             raise ValueError(f"userMetadata: names that begin with $aws-gg- are reserved: {reserved[0]}")
 
     def metadata(self) -> dict[str, str]:
-        """The metadata as S3 takes it; raises ValueError for what no HTTP header can hold.
+        """The metadata in S3's form; raises ValueError for what an HTTP header cannot hold.
 
-        The SDK lets numbers through, S3 knows only texts.
+        The SDK accepts numbers, S3 only strings.
         """
         found = {name.lower(): str(value) for name, value in self.user_metadata.items()}
         for name, value in found.items():
             if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
                 raise ValueError(
-                    f"userMetadata {name!r}: {value!r} fits into no HTTP header; "
-                    "names have ASCII letters, digits and hyphens, values printable ASCII letters"
+                    f"userMetadata {name!r}: {value!r} does not fit in an HTTP header; "
+                    "names have ASCII letters, digits and hyphens, values printable ASCII characters"
                 )
         return found
 
@@ -76,8 +76,8 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
         """The file that the input URL names; raises ValueError."""
         url = urlsplit(self.input_url)
         if url.scheme not in ("", "file") or url.netloc not in ("", "localhost"):
-            raise ValueError(f"inputUrl {self.input_url!r} is no file of this machine; use file:/path")
-        # A bare path is taken as it is: a `%`, `?` or `#` in it is part of the name.
+            raise ValueError(f"inputUrl {self.input_url!r} is not a file of this machine; use file:/path")
+        # A bare path is used as it is: `%`, `?` and `#` are part of the name.
         path = Path(unquote(url.path) if url.scheme else self.input_url)
         if not path.is_absolute():
             raise ValueError(f"inputUrl {self.input_url!r} is not an absolute path")
@@ -85,7 +85,7 @@ class TaskDefinition(Struct, rename="camel", kw_only=True, frozen=True):
 
 
 def resolve_key(key: str, now: datetime) -> str:
-    """Fill the placeholders of a key; raises ValueError for one that is not understood."""
+    """Fill the placeholders of a key; raises ValueError for an unknown one."""
 
     def fill(found: re.Match[str]) -> str:
         if found[1] != "timestamp":
@@ -94,7 +94,7 @@ def resolve_key(key: str, now: datetime) -> str:
 
     resolved = _PLACEHOLDER.sub(fill, key)
     if not 0 < len(resolved.encode()) <= MAX_KEY:
-        raise ValueError(f"the key has {len(resolved.encode())} bytes; at most {MAX_KEY} are possible")
+        raise ValueError(f"the key has {len(resolved.encode())} bytes; 1 to {MAX_KEY} are allowed")
     return resolved
 
 
@@ -106,5 +106,5 @@ def _letters(piece: str, now: datetime) -> str:
     if piece in _SHORT:
         return str(int(now.strftime(_SHORT[piece])))
     if piece not in _FORMATS:
-        raise ValueError(f"the date pattern {piece!r} is not understood")
+        raise ValueError(f"the date pattern {piece!r} is not supported")
     return now.strftime(_FORMATS[piece])

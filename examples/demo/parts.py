@@ -57,7 +57,7 @@ bucket = "{bucket}"
 prefix = "{prefix}"
 endpoint_url = "{endpoint}"
 time_hint_millis = 2000
-head_interval_millis = 1000
+report_interval_millis = 1000
 """
 
 STREAMS = {

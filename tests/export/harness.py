@@ -85,11 +85,13 @@ class Gateway:
         )
 
 
-async def until(condition: Callable[[], Any], within: float = 20.0, say: Callable[[], str] = str) -> None:
-    """Wait for a condition; fail with what `say` says."""
+async def until(
+    condition: Callable[[], Any], within: float = 20.0, describe: Callable[[], str] = str
+) -> None:
+    """Wait for a condition; fail with a description."""
     deadline = time.monotonic() + within
     while not condition():
-        assert time.monotonic() < deadline, f"not in {within} s: {say()}"
+        assert time.monotonic() < deadline, f"not in {within} s: {describe()}"
         await asyncio.sleep(0.01)
 
 
@@ -134,7 +136,7 @@ def drop_in(root: Path, name: str, source: str) -> None:
     path.chmod(0o644)
 
 
-# An exporter that appends what it is given to a file, and does as its configuration says before.
+# An exporter that appends its records to a file, after an optional fault.
 RECORDER = '''
     import json, os, threading, time
     from bridge import *
@@ -267,7 +269,7 @@ class Bucket:
 
     def config(self, **more: Any) -> dict[str, Any]:
         base = {"identifier": "up", "bucket": self.name, "prefix": "raw", "endpointUrl": self.url}
-        return {**base, "timeHintMillis": 50, "headIntervalMillis": 20, **more}
+        return {**base, "timeHintMillis": 50, "reportIntervalMillis": 20, **more}
 
     def names(self) -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.name)
@@ -282,12 +284,12 @@ class Bucket:
     def rows(self, key: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in gzip.decompress(self.body(key)).splitlines()]
 
-    def head_exported(self) -> list[int]:
-        """What the head object says was exported, per stream; empty before it is there."""
+    def reported_exported(self) -> list[int]:
+        """`exported` of each stream in the gateway report; empty before it exists."""
         there = "raw/" + objectkeys.report_key("gw-1") in self.names()
-        return [stream["exported"] for stream in self.head()["streams"]] if there else []
+        return [stream["exported"] for stream in self.report()["streams"]] if there else []
 
-    def head(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(self.body("raw/" + objectkeys.report_key("gw-1")))
         return document
 

@@ -250,7 +250,7 @@ class TestS3(S3Faults):
 
     @contextmanager
     def no_bucket(self) -> Iterator[None]:
-        """For data that is no reason to drop it: somebody will make the bucket."""
+        """Not a reason to drop data: the bucket can still be created."""
         kept = {key: self.bucket.body(key) for key in self.bucket.names()}
         self.bucket.remove()
         yield

@@ -1,4 +1,4 @@
-"""Where AWS credentials come from, that they are renewed, and that trouble with them loses nothing."""
+"""Where AWS credentials come from, that they are renewed, and that a failure of them loses nothing."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_credentials_that_come_later_are_taken_up_without_a_restart(fake: FakeAw
 @pytest.mark.parametrize(
     "code", ["ExpiredTokenException", "UnrecognizedClientException", "AccessDeniedException"]
 )
-def test_credentials_that_are_refused_and_then_replaced_are_taken_up_without_a_restart(
+def test_rejected_credentials_that_are_replaced_apply_without_a_restart(
     fake: FakeAws, shared: Path, code: str
 ) -> None:
     settings = AwsSettings(endpoint_url=fake.url, region=f"eu-{code.lower()}")  # a session of its own
@@ -148,9 +148,7 @@ def test_credentials_that_are_refused_and_then_replaced_are_taken_up_without_a_r
     assert fake.keys == ["OLD", "OLD", "NEW"]
 
 
-def test_credentials_of_the_provider_that_are_refused_are_fetched_anew(
-    fake: FakeAws, settings: AwsSettings
-) -> None:
+def test_rejected_credentials_of_the_provider_are_fetched_again(fake: FakeAws, settings: AwsSettings) -> None:
     exporter = kinesis(settings)
     fake.faults = [error(400, "ExpiredTokenException")]
     deliver(exporter, make_batch([b"x"]), attempts=2)
@@ -279,7 +277,7 @@ def listed(root: Path) -> dict[str, Any]:
     return export  # type: ignore[no-any-return]
 
 
-def test_refused_credentials_are_waited_out_and_reported(fake: FakeAws, tmp_path: Path) -> None:
+def test_rejected_credentials_are_retried_and_reported(fake: FakeAws, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
             config = {"identifier": "k", "kinesisStreamName": "s", "endpointUrl": fake.url}

@@ -27,7 +27,7 @@ def written(path: Path, *positions: int) -> None:
 def test_the_newest_slot_counts_and_a_torn_one_costs_one_step(tmp_path: Path) -> None:
     path = tmp_path / "c.cursor"
     written(path, 1, 2, 3)
-    found = CursorFile.peek(path)
+    found = CursorFile.read(path)
     assert found is not None
     assert found.position == 3
     written(path, 4)
@@ -36,19 +36,19 @@ def test_the_newest_slot_counts_and_a_torn_one_costs_one_step(tmp_path: Path) ->
         torn = bytearray(data)
         torn[newest + 60] ^= 1
         path.write_bytes(torn)
-        found = CursorFile.peek(path)
+        found = CursorFile.read(path)
         assert found is not None
         assert found.position in (3, 4)
 
 
-def test_every_torn_length_gives_a_whole_cursor_or_says_that_there_is_none(tmp_path: Path) -> None:
+def test_a_cursor_torn_at_any_length_is_read_complete_or_reported_missing(tmp_path: Path) -> None:
     path = tmp_path / "c.cursor"
     written(path, 1, 2)
     data = path.read_bytes()
     for size in [0, 1, 30, 100, SLOT - 1, SLOT, SLOT + 1, SLOT + 60, 2 * SLOT]:
         path.write_bytes(data[:size])
         try:
-            found = CursorFile.peek(path)
+            found = CursorFile.read(path)
         except CorruptData:
             assert 0 < size < SLOT
         else:
@@ -64,7 +64,7 @@ def test_the_log_of_skipped_ranges_survives_a_torn_line_and_repeats(tmp_path: Pa
         out.write("10 20 expi")
     again = Skipped(path)
     assert again.ranges == [(0, 5, "expired"), (9, 9, "purged")]
-    again.add([(4, 5, "expired"), (9, 12, "purged")])  # told again after a crash
+    again.add([(4, 5, "expired"), (9, 12, "purged")])  # reported again after a crash
     assert Skipped(path).ranges == [(0, 5, "expired"), (9, 12, "purged")]
 
 
@@ -97,7 +97,7 @@ def test_of_any_number_of_ranges_the_newest_are_exact_and_the_others_are_counted
     assert path.stat().st_size < 100_000
 
 
-def test_neighbours_that_come_one_by_one_do_not_lengthen_the_file_for_ever(tmp_path: Path) -> None:
+def test_neighbours_that_come_one_by_one_do_not_grow_the_file_without_limit(tmp_path: Path) -> None:
     path = tmp_path / "x.skipped"
     skipped = Skipped(path)
     for number in range(3000):
@@ -136,11 +136,11 @@ def test_half_a_cursor_that_a_full_disk_took_is_an_error_and_costs_no_other_step
         for _ in range(2):
             with pytest.raises(OSError, match="large"):
                 file.write(Cursor(epoch=7, kind="k", position=3))
-    found = CursorFile.peek(path)
+    found = CursorFile.read(path)
     assert found is not None
     assert found.position == 2
     file.write(Cursor(epoch=7, kind="k", position=3))
-    found = CursorFile.peek(path)
+    found = CursorFile.read(path)
     assert found is not None
     assert found.position == 3
     file.close()
@@ -157,7 +157,7 @@ def test_numbering_continues_after_what_was_planned(tmp_path: Path) -> None:
     assert highest_exported(tmp_path, "b", 7) == -1
 
 
-def test_after_a_start_exports_are_as_far_as_they_were_also_before_the_worker_says_so(
+def test_after_a_start_positions_are_known_before_the_worker_reports_them(
     recorder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def exported() -> None:
@@ -256,7 +256,7 @@ def test_no_batch_is_sent_before_its_boundaries_are_on_the_disk(recorder: Path) 
             handler.emit = lambda record: refusals.append(record.getMessage())  # type: ignore[method-assign]
             logging.getLogger("bridge.export").addHandler(handler)
             try:
-                await until(lambda: len([text for text in refusals if "trying again" in text]) >= 2)
+                await until(lambda: len([text for text in refusals if "retrying" in text]) >= 2)
             finally:
                 logging.getLogger("bridge.export").removeHandler(handler)
             assert numbers(recorder / "out") == [0]
@@ -270,7 +270,7 @@ def test_no_batch_is_sent_before_its_boundaries_are_on_the_disk(recorder: Path) 
 def position(root: Path) -> int:
     """The position that is on the disk."""
     (path,) = (root / "data" / "exports" / "a").glob("*.cursor")
-    found = CursorFile.peek(path)
+    found = CursorFile.read(path)
     return found.position if found else -1
 
 
@@ -341,7 +341,7 @@ def test_a_start_beyond_the_newest_message_moves_no_number(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_what_was_sent_stays_known_when_an_export_starts_anew_further_back(recorder: Path) -> None:
+def test_what_was_sent_stays_known_when_an_export_starts_over_further_back(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder) as gateway:
             config = {"identifier": "x", "path": str(recorder / "out")}

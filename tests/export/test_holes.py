@@ -54,7 +54,7 @@ def test_damage_right_behind_purged_messages_costs_no_message_behind_it(recorder
     assert numbers(recorder / "out") == [0, *range(21, 31)]
 
 
-def test_an_export_is_not_told_of_what_was_gone_before_it_began(tmp_path: Path) -> None:
+def test_drops_before_an_export_began_are_not_reported_to_it(tmp_path: Path) -> None:
     tasks = {"identifier": "up", "statusConfig": {"statusStreamName": "status", "statusLevel": 4}}
 
     async def scenario() -> list[Any]:
@@ -68,8 +68,10 @@ def test_an_export_is_not_told_of_what_was_gone_before_it_began(tmp_path: Path) 
             assert gateway.status("tasks").skipped_messages_count == 29
             return [json.loads(message) for message in gateway.read("status")]
 
-    told = asyncio.run(scenario())
-    assert [message["statusContext"]["sequenceNumber"] for message in told if message["status"] != 2] == [29]
+    reported = asyncio.run(scenario())
+    assert [message["statusContext"]["sequenceNumber"] for message in reported if message["status"] != 2] == [
+        29
+    ]
 
 
 def test_an_export_that_is_deleted_and_made_again_at_once_begins_at_its_start(recorder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The worker keeps exports away from metadata addresses, and gets an instance's credentials all the same."""
+"""The worker blocks exports to metadata addresses, and still gets the credentials of an instance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLE = {
     "Token": "t",
     "Expiration": "2999-01-01T00:00:00Z",
 }
-# With this address in the place of the real ones, so that there is somebody who would answer.
+# With this address instead of the real ones, so that a server would answer.
 PROGRAM = """
     import os, socket, sys
     from bridge.plugin import aws
@@ -85,7 +85,7 @@ def test_only_credentials_are_asked_for_at_a_metadata_address() -> None:
         server.shutdown()
         thread.join()
         server.server_close()
-    why = "is a cloud's metadata address, which no export may reach"
+    why = "is a cloud's metadata address, which exports may not reach"
     assert done.stdout.splitlines() == [
         f"refused 127.0.0.1 {why}",
         f"refused ::ffff:127.0.0.1 {why}",
@@ -98,7 +98,7 @@ def test_only_credentials_are_asked_for_at_a_metadata_address() -> None:
 @pytest.mark.parametrize(
     "host", ["169.254.169.254", "2852039166", "[::ffff:169.254.169.254]", "[fd00:ec2::254]"]
 )
-def test_an_export_to_a_metadata_address_is_refused_and_the_log_says_so(
+def test_an_export_to_a_metadata_address_is_blocked_and_logged(
     tmp_path: Path, host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:

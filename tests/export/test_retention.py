@@ -84,7 +84,7 @@ def test_a_file_system_that_others_fill_takes_messages_again_once_all_is_exporte
 
 
 @pytest.mark.parametrize("moved", ["start", "kind"])
-def test_an_export_that_is_redefined_holds_its_data_before_the_worker_says_where_it_begins(
+def test_a_redefined_export_holds_its_data_until_the_worker_reports_its_position(
     recorder: Path, moved: str
 ) -> None:
     config = to(recorder)

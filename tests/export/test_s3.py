@@ -1,4 +1,4 @@
-"""The `s3` exporter against moto's server: the object contract, retries, the head object."""
+"""The `s3` exporter against moto's server: the object contract, retries, the gateway report."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_after_sigkill_the_batch_is_sent_again_under_the_same_name(tmp_path: Pat
     assert sorted(covered) == list(range(600))  # no hole, and no overlap: boundaries stayed the same
 
 
-def test_a_restarted_gateway_goes_on_where_it_was(tmp_path: Path, bucket: Bucket) -> None:
+def test_a_restarted_gateway_resumes_where_it_was(tmp_path: Path, bucket: Bucket) -> None:
     async def part(create: bool, last: int) -> None:
         async with running(tmp_path) as gateway:
             if create:
@@ -132,7 +132,7 @@ def test_an_object_is_due_by_size_or_by_time_whichever_comes_first(tmp_path: Pat
     assert sorted((name.first, name.last) for name in names) == [(0, 8), (9, 17)]  # 18 to 24 wait for time
 
 
-def test_dropped_messages_split_objects_and_are_named_in_the_head(tmp_path: Path, bucket: Bucket) -> None:
+def test_dropped_messages_split_objects_and_are_in_the_gateway_report(tmp_path: Path, bucket: Bucket) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
             config = bucket.config(disabled=True)
@@ -143,17 +143,19 @@ def test_dropped_messages_split_objects_and_are_named_in_the_head(tmp_path: Path
             gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
             await gateway.exported("plant", 9)
-            await until(lambda: bucket.head_exported() == [9])
+            await until(lambda: bucket.reported_exported() == [9])
 
     asyncio.run(scenario())
     names = [name for key in bucket.data_keys() if (name := objectkeys.parse_key(key))]
     assert sorted((name.first, name.last) for name in names) == [(2, 3), (6, 9)]
-    (stream,) = bucket.head()["streams"]
+    (stream,) = bucket.report()["streams"]
     assert stream["dropped"] == [[0, 1, "purged"], [4, 5, "purged"]]
     assert (stream["stream"], stream["oldest"], stream["newest"]) == ("plant", 2, 9)
 
 
-def test_the_head_names_all_streams_that_go_to_the_same_place(tmp_path: Path, bucket: Bucket) -> None:
+def test_the_gateway_report_lists_all_streams_with_the_same_destination(
+    tmp_path: Path, bucket: Bucket
+) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
             for name in ("a", "b"):
@@ -164,12 +166,12 @@ def test_the_head_names_all_streams_that_go_to_the_same_place(tmp_path: Path, bu
                 await gateway.exported(name, 0)
 
     asyncio.run(scenario())
-    head = bucket.head()
-    assert [(s["stream"], s["exported"]) for s in head["streams"]] == [("a", 0), ("b", 0)]
-    assert head["gateway"] == "gw-1"
+    report = bucket.report()
+    assert [(s["stream"], s["exported"]) for s in report["streams"]] == [("a", 0), ("b", 0)]
+    assert report["gateway"] == "gw-1"
 
 
-def test_drops_without_an_upload_are_named_in_the_head(tmp_path: Path, bucket: Bucket) -> None:
+def test_drops_without_an_upload_are_in_the_gateway_report(tmp_path: Path, bucket: Bucket) -> None:
     async def scenario() -> None:
         forwarder = Forwarder(bucket.url)
         try:
@@ -177,15 +179,15 @@ def test_drops_without_an_upload_are_named_in_the_head(tmp_path: Path, bucket: B
                 config = bucket.config(endpointUrl=forwarder.url)
                 gateway.create("plant", {"s3": [config]}, timeToLiveMillis=60_000)
                 await gateway.append("plant", b"0", b"1")
-                await until(lambda: bucket.head_exported() == [1])
+                await until(lambda: bucket.reported_exported() == [1])
                 with forwarder.shut():
                     await gateway.append("plant", *(b"%d" % n for n in range(2, 12)))
                     await until(lambda: gateway.status("plant").error_message)
                     in_a_minute = gateway.store.clock.now() + 61_000
                     gateway.store.streams["plant"].maintain(in_a_minute)
                     gateway.manager.refresh()
-                await until(lambda: bucket.head_exported() == [11], say=lambda: str(bucket.head()))
-                (stream,) = bucket.head()["streams"]
+                await until(lambda: bucket.reported_exported() == [11], describe=lambda: str(bucket.report()))
+                (stream,) = bucket.report()["streams"]
                 assert stream["dropped"] == [[2, 11, "expired"]]
                 assert stream["newest"] == 11
         finally:
@@ -194,17 +196,17 @@ def test_drops_without_an_upload_are_named_in_the_head(tmp_path: Path, bucket: B
     asyncio.run(scenario())
 
 
-def test_a_stream_that_was_deleted_is_not_in_the_head(tmp_path: Path, bucket: Bucket) -> None:
+def test_a_deleted_stream_is_not_in_the_gateway_report(tmp_path: Path, bucket: Bucket) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
             for name in ("a", "b"):
                 gateway.create(name, {"s3": [bucket.config()]})
                 await gateway.append(name, b"x")
-            await until(lambda: bucket.head_exported() == [0, 0])
+            await until(lambda: bucket.reported_exported() == [0, 0])
             gateway.manager.delete("a")
-            await until(lambda: [s["stream"] for s in bucket.head()["streams"]] == ["b"])
+            await until(lambda: [s["stream"] for s in bucket.report()["streams"]] == ["b"])
             gateway.update("b", {})
-            await until(lambda: not bucket.head()["streams"])
+            await until(lambda: not bucket.report()["streams"])
 
     asyncio.run(scenario())
 
@@ -218,14 +220,14 @@ def test_what_is_before_the_start_of_an_export_is_not_taken_for_lost(tmp_path: P
             gateway.store.streams["plant"].drop([(8, 8)], DropReason.PURGED)
             gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
-            await until(lambda: bucket.head_exported() == [9])
-            (stream,) = bucket.head()["streams"]
+            await until(lambda: bucket.reported_exported() == [9])
+            (stream,) = bucket.report()["streams"]
             assert stream["dropped"] == [[0, 6, "before_start"], [8, 8, "purged"]]
             # The start moves: what is in between is in objects already, which counts.
             await gateway.append("plant", b"10", b"11")
             gateway.update("plant", {"s3": [{**config, "disabled": False, "startSequenceNumber": 9}]})
             wanted = [[0, 7, "before_start"], [8, 8, "purged"]]
-            await until(lambda: bucket.head()["streams"][0]["dropped"] == wanted)
+            await until(lambda: bucket.report()["streams"][0]["dropped"] == wanted)
 
     asyncio.run(scenario())
 

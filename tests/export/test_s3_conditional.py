@@ -92,7 +92,7 @@ def test_a_doubled_data_directory_overwrites_nothing_and_stops_until_it_is_redef
         toml = tmp_path / "other.toml"
         export = f'identifier = "up"\nbucket = "{bucket.name}"\nregion = "eu-west-1"\n'
         export += f'prefix = "raw"\nendpoint_url = "{bucket.url}"\n'
-        export += "time_hint_millis = 50\nhead_interval_millis = 20\n"
+        export += "time_hint_millis = 50\nreport_interval_millis = 20\n"
         gateway_table = f'[gateway]\ndata_dir = "{tmp_path / "other/data"}"\nid = "gw-1"\n'
         where = "[streams.plant]\n[[streams.plant.export.s3]]\n"
         for changed, found in ((export, False), (export.replace('region = "eu-west-1"\n', ""), True)):
@@ -158,7 +158,7 @@ def test_an_object_without_a_digest_or_of_other_rows_stops_the_export(bucket: Bu
     with pytest.raises(Stopped, match="other messages"):
         exporter.export(other_rows(batch))
     bucket.client.put_object(Bucket=bucket.name, Key=key, Body=b"of an older version")
-    with pytest.raises(Stopped, match="unknown digest"):
+    with pytest.raises(Stopped, match="without a digest"):
         exporter.export(batch)
     assert bucket.body(key) == b"of an older version"
 
@@ -219,7 +219,7 @@ def test_a_conflict_of_two_requests_is_tried_again(bucket: Bucket) -> None:
     deliver(exporter, make_batch([b"x"]))
 
 
-def test_without_the_right_to_look_the_error_names_it_and_the_export_waits(bucket: Bucket) -> None:
+def test_without_the_right_to_read_the_error_names_it_and_the_export_waits(bucket: Bucket) -> None:
     batch = make_batch([b"x"])
     exporter = make(bucket, Refusing("head_object", 403, "403"))
     deliver(exporter, batch)
@@ -233,13 +233,13 @@ def test_a_store_without_conditional_requests_is_named_with_the_remedy(bucket: B
         exporter.export(make_batch([b"x"]))
 
 
-def test_the_head_object_is_rewritten(tmp_path: Path, bucket: Bucket) -> None:
+def test_the_gateway_report_is_rewritten(tmp_path: Path, bucket: Bucket) -> None:
     async def scenario() -> None:
         async with running(tmp_path) as gateway:
             gateway.create("plant", {"s3": [bucket.config()]})
             for n in range(2):
                 await gateway.append("plant", b"x")
-                await until(lambda n=n: bucket.head_exported() == [n])  # type: ignore[misc]
+                await until(lambda n=n: bucket.reported_exported() == [n])  # type: ignore[misc]
 
     asyncio.run(scenario())
     assert "raw/" + objectkeys.report_key("gw-1") in bucket.names()

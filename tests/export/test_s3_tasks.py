@@ -54,7 +54,7 @@ def statuses(context: Notes) -> list[int]:
     return [message["status"] for message in context.messages]
 
 
-def test_a_task_uploads_its_file_and_tells_how_it_went(tmp_path: Path, bucket: Bucket) -> None:
+def test_a_task_uploads_its_file_and_reports_its_status(tmp_path: Path, bucket: Bucket) -> None:
     path, context = tmp_path / "a b.txt", Notes()
     path.write_bytes(b"content")
     deliver(make(bucket, context), make_batch([task(bucket, path, userMetadata={"Plant": 7})], first=42))
@@ -77,27 +77,27 @@ def test_a_task_uploads_its_file_and_tells_how_it_went(tmp_path: Path, bucket: B
     ("change", "word"),
     [
         ({"inputUrl": "file:/no/such/file"}, "No such file"),
-        ({"inputUrl": "http://example.org/f"}, "no file of this machine"),
+        ({"inputUrl": "http://example.org/f"}, "not a file of this machine"),
         ({"inputUrl": "relative"}, "absolute path"),
         ({"bucket": "no-such-bucket-anywhere"}, "NoSuchBucket"),
-        ({"key": "!{timestamp:qq}"}, "not understood"),
+        ({"key": "!{timestamp:qq}"}, "not supported"),
         ({"key": "!{other:yyyy}"}, "only placeholder"),
         ({"userMetadata": {"$aws-gg-x": "1"}}, "reserved"),
-        ({"userMetadata": {"operator": "Müller"}}, "'Müller' fits into no HTTP header"),
-        ({"userMetadata": {"a": "two\nlines"}}, "no HTTP header"),
-        ({"userMetadata": {"a:b": "x"}}, "no HTTP header"),
+        ({"userMetadata": {"operator": "Müller"}}, "'Müller' does not fit in an HTTP header"),
+        ({"userMetadata": {"a": "two\nlines"}}, "in an HTTP header"),
+        ({"userMetadata": {"a:b": "x"}}, "in an HTTP header"),
         ({"bucket": None}, "bucket"),
         ({"bucket": "My Bucket!"}, "Invalid bucket name"),
         ({"inputUrl": "file:/dev/null/below"}, "Not a directory"),
         ({"inputUrl": "file:/" + "a" * 300}, "File name too long"),
         ({"inputUrl": "file:{dir}/loop"}, "symbolic links"),
-        ({"inputUrl": "file:{dir}"}, "no regular file"),
-        ({"inputUrl": "file:{dir}/fifo"}, "no regular file"),
-        ({"inputUrl": "file:/dev/zero"}, "no regular file"),
-        ({"inputUrl": "file:/proc/self/status"}, "does not have the 0 bytes"),
+        ({"inputUrl": "file:{dir}"}, "not a regular file"),
+        ({"inputUrl": "file:{dir}/fifo"}, "not a regular file"),
+        ({"inputUrl": "file:/dev/zero"}, "not a regular file"),
+        ({"inputUrl": "file:/proc/self/status"}, "does not have its size of 0 bytes"),
     ],
 )
-def test_what_can_never_succeed_is_a_failure_and_the_next_task_goes_on(
+def test_a_task_that_can_never_succeed_fails_and_the_next_one_runs(
     tmp_path: Path, bucket: Bucket, change: dict[str, Any], word: str
 ) -> None:
     path, context = tmp_path / "f", Notes()
@@ -143,7 +143,7 @@ def test_a_file_rewritten_while_it_is_uploaded_arrives_as_it_is_at_the_end(
 
     context = Rewriting()
     exporter, batch = make(bucket, context), make_batch([task(bucket, path)])
-    with pytest.raises(Retry, match="changes while it is uploaded"):
+    with pytest.raises(Retry, match="changed while it was uploaded"):
         exporter.export(batch)
     deliver(exporter, batch)
     assert bucket.body("k") == b"b" * (11 * MIB)
@@ -195,7 +195,7 @@ def test_levels_are_thresholds(tmp_path: Path, bucket: Bucket) -> None:
     assert statuses(context) == [1]
 
 
-def test_an_interrupted_upload_goes_on_after_its_last_part(tmp_path: Path, bucket: Bucket) -> None:
+def test_an_interrupted_upload_resumes_after_its_last_part(tmp_path: Path, bucket: Bucket) -> None:
     path, context = tmp_path / "f", Notes()
     path.write_bytes(os.urandom(16 * MIB))
     forwarder = Forwarder(bucket.url)
@@ -294,7 +294,7 @@ def test_tasks_of_a_deleted_export_are_canceled(tmp_path: Path, bucket: Bucket) 
                     await gateway.append("tasks", task(bucket, path), task(bucket, path))
                     await until(lambda: gateway.status("tasks").error_message)
                     gateway.update("tasks", {})
-                    await until(lambda: seen(gateway)[-1:] == [(2, 4)], say=lambda: str(seen(gateway)))
+                    await until(lambda: seen(gateway)[-1:] == [(2, 4)], describe=lambda: str(seen(gateway)))
                 assert seen(gateway) == [(0, 2), (0, 0), (1, 2), (1, 4), (2, 4)]
         finally:
             forwarder.close()
@@ -313,7 +313,7 @@ def test_tasks_of_a_deleted_stream_are_canceled(tmp_path: Path, bucket: Bucket) 
                 status = {"statusStreamName": "status"}
                 config = {"identifier": "up", "endpointUrl": forwarder.url, "statusConfig": status}
 
-                def told() -> list[dict[str, Any]]:
+                def reported() -> list[dict[str, Any]]:
                     return [json.loads(message) for message in gateway.read("status")]
 
                 gateway.create("status", {})
@@ -324,24 +324,24 @@ def test_tasks_of_a_deleted_stream_are_canceled(tmp_path: Path, bucket: Bucket) 
                     await gateway.append("tasks", task(bucket, path), b"no task", task(bucket, path, key="z"))
                     await until(lambda: gateway.status("tasks").error_message)
                     gateway.manager.delete("tasks")
-                    await until(lambda: len(told()) >= 6, say=lambda: str(told()))
-                return told()
+                    await until(lambda: len(reported()) >= 6, describe=lambda: str(reported()))
+                return reported()
         finally:
             forwarder.close()
 
-    told = asyncio.run(scenario())
-    seen = [(message["statusContext"]["sequenceNumber"], message["status"]) for message in told]
+    reported = asyncio.run(scenario())
+    seen = [(message["statusContext"]["sequenceNumber"], message["status"]) for message in reported]
     assert seen == [(0, 2), (0, 0), (1, 2), (1, 4), (2, 4), (3, 4)]
-    canceled = [message["statusContext"].get("s3ExportTaskDefinition") for message in told[3:]]
+    canceled = [message["statusContext"].get("s3ExportTaskDefinition") for message in reported[3:]]
     assert [found and found["key"] for found in canceled] == ["k", None, "z"]
-    assert {message["statusContext"]["streamName"] for message in told} == {"tasks"}
+    assert {message["statusContext"]["streamName"] for message in reported} == {"tasks"}
 
 
 @pytest.mark.parametrize(
     "change",
     [{"bucket": "b"}, {"key": "k" * 1025}, {"key": ""}, {"userMetadata": {"$aws-gg-x": "1"}}],
 )
-def test_a_task_that_is_refused_for_its_values_is_named_with_its_definition(
+def test_the_status_of_an_invalid_task_has_its_definition(
     tmp_path: Path, bucket: Bucket, change: dict[str, Any]
 ) -> None:
     context = Notes()
@@ -394,7 +394,7 @@ def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, buc
                 status = {"statusStreamName": "status"}
                 config = {"identifier": "up", "endpointUrl": forwarder.url, "statusConfig": status}
 
-                def told() -> list[tuple[int, int, str]]:
+                def reported() -> list[tuple[int, int, str]]:
                     messages = map(json.loads, gateway.read("status"))
                     return [
                         (m["statusContext"]["sequenceNumber"], m["status"], m["message"]) for m in messages
@@ -410,24 +410,24 @@ def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, buc
                 gateway.store.streams["tasks"].maintain(in_a_minute)
                 forwarder.open = True
                 gateway.manager.refresh()
-                await until(lambda: len(told()) >= 4, say=lambda: str(told()))
+                await until(lambda: len(reported()) >= 4, describe=lambda: str(reported()))
                 await gateway.append("tasks", task(bucket, small))
                 await gateway.exported("tasks", 3)
-                return told()
+                return reported()
         finally:
             forwarder.close()
 
-    told = asyncio.run(scenario())
-    assert [(number, status) for number, status, _ in told] == [
+    reported = asyncio.run(scenario())
+    assert [(number, status) for number, status, _ in reported] == [
         *((0, 2), (0, 4), (1, 4), (2, 4)),
         *((3, 2), (3, 0)),
     ]
-    assert all("expired" in text for _, status, text in told if status == 4)
+    assert all("expired" in text for _, status, text in reported if status == 4)
     assert not bucket.client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
     assert bucket.body("k") == b"x"
 
 
-def test_after_sigkill_a_task_is_finished_and_told_at_least_once(tmp_path: Path, bucket: Bucket) -> None:
+def test_after_sigkill_a_task_is_finished_and_reported_at_least_once(tmp_path: Path, bucket: Bucket) -> None:
     path = tmp_path / "f"
     path.write_bytes(os.urandom(12 * MIB))
     status = {"statusStreamName": "status"}

@@ -219,7 +219,7 @@ def test_an_update_changes_an_export_and_keeps_its_position(recorder: Path) -> N
     assert (numbers(recorder / "out"), numbers(recorder / "new")) == ([0], [1])
 
 
-def test_a_deleted_export_is_forgotten_and_starts_anew_when_it_comes_back(recorder: Path) -> None:
+def test_a_deleted_export_is_forgotten_and_starts_over_when_it_comes_back(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder) as gateway:
             gateway.create("a", {"recorder": [to(recorder)]})
@@ -337,7 +337,7 @@ PATIENT = """
 
 
 @pytest.mark.parametrize("fault", ["down", "half", "kill"])
-def test_what_is_dropped_out_of_a_batch_between_two_attempts_is_told_and_counted(
+def test_what_is_dropped_out_of_a_batch_between_two_attempts_is_reported_and_counted(
     tmp_path: Path, fault: str
 ) -> None:
     drop_in(tmp_path, "patient", PATIENT)
@@ -367,12 +367,14 @@ def test_what_is_dropped_out_of_a_batch_between_two_attempts_is_told_and_counted
             assert status.exported_messages_count == 16 - 1 - gone
 
     asyncio.run(scenario())
-    told = [number for what, ends in notes() if what == "limits" for number in range(ends[0], ends[1] + 1)]
-    assert sorted(told) == ([1, 3, 5] if fault == "half" else [0, 1, 2, 3, 4, 5])
+    reported = [
+        number for what, ends in notes() if what == "limits" for number in range(ends[0], ends[1] + 1)
+    ]
+    assert sorted(reported) == ([1, 3, 5] if fault == "half" else [0, 1, 2, 3, 4, 5])
     filtered = [ends for what, ends in notes() if what == "filtered"]
-    assert filtered == [[8, 8]] * (2 if fault == "kill" else 1)  # a worker that is new may tell again
+    assert filtered == [[8, 8]] * (2 if fault == "kill" else 1)  # a new worker may report it again
     sent = {number for what, given in notes() if what in ("sent", "half") for number in given}
-    assert sent == set(range(16)) - set(told) - {8}
+    assert sent == set(range(16)) - set(reported) - {8}
 
 
 def test_mistakes_in_an_export_definition_are_named_with_path_and_remedy(recorder: Path) -> None:

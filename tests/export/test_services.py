@@ -176,7 +176,7 @@ def test_records_of_one_mqtt_client_have_its_id_as_their_key(fake: FakeAws, tmp_
                 request = b'{"name": "a", "payload": "cmVxdWVzdA=="}'
                 client.publish("streambridge/press-7/appendMessage", request, 1)
                 await gateway.append("a", b"by nobody")
-                await until(lambda: len(keys()) == 6, say=lambda: str(keys()))
+                await until(lambda: len(keys()) == 6, describe=lambda: str(keys()))
                 client.socket().shutdown(socket.SHUT_RDWR)  # the will is its own too
                 await until(lambda: b"will" in keys())
             finally:
@@ -367,7 +367,7 @@ def test_an_entry_with_two_values_for_one_time_is_rejected_alone(fake: FakeAws, 
 
 
 @pytest.mark.parametrize("answer", [error(409, "ConflictingOperationException"), None])
-def test_a_conflict_of_one_entry_with_what_others_send_is_waited_out(fake: FakeAws, answer: Any) -> None:
+def test_a_conflict_of_one_entry_with_another_client_is_retried(fake: FakeAws, answer: Any) -> None:
     def of_the_entry(request: Any) -> tuple[int, dict[str, Any]]:
         wrong = {"errorCode": "ConflictingOperationException", "errorMessage": "busy", "timestamps": []}
         return 200, {"errorEntries": [{"entryId": "0", "errors": [wrong]}]}
@@ -433,7 +433,7 @@ def test_http_batches_are_the_sdks_messages(web: Web) -> None:
 def test_http_sends_headers_and_a_token_that_may_change(web: Web, tmp_path: Path) -> None:
     token = tmp_path / "token"
     exporter = make("http", uri=web.url, headers={"X-Plant": "7"}, bearerTokenFile=str(token))
-    with pytest.raises(Retry, match="token cannot be read"):
+    with pytest.raises(Retry, match="cannot read the bearer token"):
         exporter.export(make_batch([b"x"]))
     for value in ("one", "two"):
         token.write_text(value + "\n", encoding="utf-8")

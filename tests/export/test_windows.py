@@ -48,7 +48,7 @@ def test_objects_longer_than_a_window_arrive_and_little_is_sent_twice(tmp_path: 
         root.mkdir()
         with link(bucket.url, up, down) as slow:
             async with running(root, tuning=TUNING) as gateway:
-                where = {"prefix": name, "endpointUrl": slow.url, "headIntervalMillis": 60_000}
+                where = {"prefix": name, "endpointUrl": slow.url, "reportIntervalMillis": 60_000}
                 config = bucket.config(**where, sizeHintBytes=OBJECT)
                 gateway.create(name, {"s3": [{**config, "disabled": True}]})
                 await gateway.append(name, *(os.urandom(MESSAGE) for _ in range(count)))

@@ -66,7 +66,7 @@ def test_a_plugin_that_segfaults_is_named_and_waits_while_others_go_on(
     assert not any("export good" in line for line in named)
 
 
-def test_a_plugin_that_segfaults_for_ever_never_stops_the_others(recorder: Path) -> None:
+def test_a_plugin_that_always_segfaults_never_stops_the_others(recorder: Path) -> None:
     the_good_one_goes_on(recorder, "segfault", "killed by signal 11", heals=False)
 
 
@@ -96,7 +96,7 @@ def test_a_plugin_that_leaks_has_the_worker_replaced_before_the_machine_suffers(
     the_good_one_goes_on(recorder, "leak", "the export worker grew to", tuning=small)
 
 
-def test_a_destination_that_is_away_does_not_cost_memory_at_every_attempt(recorder: Path) -> None:
+def test_a_destination_that_is_down_does_not_cost_memory_at_every_attempt(recorder: Path) -> None:
     attempts: list[socket.socket] = []
     fast = Tuning(beat=0.1, first_backoff=0.02, max_backoff=0.05)
 
@@ -213,7 +213,7 @@ def test_the_worker_ends_with_its_parent_even_when_a_plugin_hangs(recorder: Path
             await until(lambda: (recorder / "bad.attempts").exists())
             pid = gateway.exports.pid
             assert pid is not None
-            gateway.exports._disconnect()  # what the worker sees when the parent is gone
+            gateway.exports._disconnect()  # what the worker sees when the parent has died
             await until(lambda: gateway.exports.pid not in (None, pid))
             return pid
 
@@ -315,7 +315,7 @@ HELPED = """
 """
 
 
-def test_a_thread_of_a_plugin_may_say_that_its_export_is_working(tmp_path: Path) -> None:
+def test_a_thread_of_a_plugin_may_report_progress_of_its_export(tmp_path: Path) -> None:
     drop_in(tmp_path, "helped", HELPED)
 
     async def scenario() -> None:

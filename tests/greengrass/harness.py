@@ -44,10 +44,10 @@ class Exports:
             for raw in configs
         ]
 
-    def waiting(self, name: str) -> dict[str, list[Any]]:
+    def pending(self, name: str) -> dict[str, list[Any]]:
         return {}
 
-    def forget(self, name: str, waiting: object = None) -> None:
+    def forget(self, name: str, pending: object = None) -> None:
         self.known.pop(name, None)
 
     def committed(self, *_: object) -> None:

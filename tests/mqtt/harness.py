@@ -92,10 +92,10 @@ class NoExports:
     def define(self, *_: object) -> None:
         return
 
-    def waiting(self, name: str) -> dict[str, list[Any]]:
+    def pending(self, name: str) -> dict[str, list[Any]]:
         return {}
 
-    def forget(self, name: str, waiting: object = None) -> None:
+    def forget(self, name: str, pending: object = None) -> None:
         return
 
     def committed(self, *_: object) -> None:

@@ -1,0 +1,64 @@
+"""The gateway report: an object beside the data in S3 that lists the streams of a gateway.
+
+It is a contract with the ingest job. Key: `objectkeys.report_key(gateway)` under the prefix. JSON:
+
+    {"gateway": "gw-1",
+     "updated": 1767225600000,                         Unix time in ms
+     "streams": [
+       {"stream": "plant",                             its name, not escaped
+        "epoch": 1767222000000,                        as in the keys of its objects
+        "oldest": 0,                                   oldest number stored on the gateway
+        "newest": 1041,                                newest committed number; -1 if none
+        "exported": 999,                               all numbers up to here are uploaded or in `dropped`
+        "dropped": [[17, 20, "overwritten"], ...]}]}   never uploaded: [first, last, reason], ascending
+
+* `dropped` is complete up to `exported`: a number up to `exported` that is in no object and in no range
+  of `dropped` was lost after its upload. The newest thousand ranges are exact. Older ranges may be joined
+  across uploaded numbers, with the reason `joined:<count>`: `count` numbers of the range were legally
+  dropped. If more than `count` are in no object, some were lost after their upload, and it is unknown
+  which: a reader must count all of them as lost.
+* Reasons: `overwritten`, `expired`, `purged`, `limits`, `memory`, `skipped`, `exported` (freed after
+  an earlier upload), `filtered` (by a plugin), `before_start` (before the export's
+  `startSequenceNumber`), `joined:<count>`: all legal. `damaged` (stored bytes failed their check) and
+  `unknown` (missing without a known reason) are losses, and never joined.
+* Numbers from `exported` + 1 to `newest` are pending on the gateway.
+* A range may be both in `dropped` and in an object, if an upload's answer was lost and the messages
+  were dropped before the next attempt: the object counts. If such ranges are joined, as many others
+  could be lost there unnoticed; that takes all of this, and a range older than the newest thousand.
+* A stream is listed while it exists on the gateway and is exported to this place. Of several exports to
+  the same place, the most advanced is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from bridge.plugin.api import Progress
+
+
+def gateway_report(gateway: str, updated: int, exports: Iterable[Progress]) -> bytes:
+    """Return the content of a gateway report; `updated` is Unix time in ms."""
+    most_advanced: dict[tuple[str, int], Progress] = {}
+    for export in exports:
+        known = most_advanced.get((export.stream, export.epoch))
+        if known is None or known.exported < export.exported:
+            most_advanced[export.stream, export.epoch] = export
+    return msgspec.json.encode(
+        {
+            "gateway": gateway,
+            "updated": updated,
+            "streams": [
+                {
+                    "stream": export.stream,
+                    "epoch": export.epoch,
+                    "oldest": export.oldest,
+                    "newest": export.newest,
+                    "exported": export.exported,
+                    "dropped": export.skipped,
+                }
+                for _, export in sorted(most_advanced.items())
+            ],
+        }
+    )
