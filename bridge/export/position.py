@@ -12,6 +12,7 @@ from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
 from bridge.export.host import Host
 from bridge.export.planning import Source
+from bridge.export.sizing import FIRST
 from bridge.model import ExportStatus
 from bridge.plugin.api import ExportConfig
 from bridge.streams.layout import directory_name
@@ -49,7 +50,9 @@ class Position:
 
     def _fresh(self, config: ExportConfig) -> cursors.Cursor:
         start = start_of(config)
-        return cursors.Cursor(epoch=self.source.epoch, kind=self._kind, start=start, position=start)
+        return cursors.Cursor(
+            epoch=self.source.epoch, kind=self._kind, start=start, position=start, limit=FIRST
+        )
 
     def load(self, config: ExportConfig, oldest: Callable[[], int]) -> bool:
         """Open the files and read the position; return whether there was one. Raises OSError.
@@ -68,9 +71,9 @@ class Position:
             if found is None or found.epoch != self.source.epoch or found.kind != self._kind:
                 self._path.with_suffix(".skipped").unlink(missing_ok=True)
                 found = None
-            elif found.start != fresh.start:  # that moves the position; the counters stay
+            elif found.start != fresh.start:  # that moves the position; the rest stays
                 fresh.messages, fresh.size, fresh.last_time = found.messages, found.size, found.last_time
-                fresh.rejected, fresh.skipped = found.rejected, found.skipped
+                fresh.rejected, fresh.skipped, fresh.limit = found.rejected, found.skipped, found.limit
                 found = None
         if found is None and not self._contiguous:
             # Messages dropped before the export began are counted, and not reported to the exporter.

@@ -3,13 +3,16 @@
 What an attempt has sent is lost when its connection breaks, so an attempt must be short compared with the
 time for which the link stays up. That time is learned from operation:
 
+* A new export starts with `FIRST` bytes. Until its first break, a delivery raises the limit to what the link
+  moves in `SHORT` seconds: a fast link has no limit after two small requests.
 * The link counts as up from the beginning of the first delivery after a break.
 * A break that cost more than `1/PARTS` of that time lowers the limit to what the link moves in such a part.
   If nothing was delivered before it, the attempt took all of the time: the limit is `1/PARTS` of its size.
 * A delivery that took less than `1/PARTS` of the time for which the link has been up doubles the limit.
 
-So the limit follows the link within a few breaks, whatever its rate, and without a break there is none. At
-most about `2/PARTS` of a window is wasted, on average a fraction of that.
+So the limit follows the link within a few breaks, whatever its rate, and on a link without breaks there is
+soon none. At most about `2/PARTS` of a window is wasted, on average a fraction of that; of the first window,
+about `SHORT` seconds if that is more.
 """
 
 from __future__ import annotations
@@ -17,16 +20,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PARTS = 10
+PARTS = 12  # of the time for which the link stays up
 MIN_SIZE = 4096  # bytes; smaller requests have more overhead than content
+FIRST = 16 * 1024  # bytes; TCP sends them in about one round trip (RFC 6928)
+SHORT = 1.0  # seconds; a link is not worth using if it never stays up for several times as long
 
 
 class Sizing:
     """The limit of one export's attempts; sizes in bytes of payloads and topics, times in seconds."""
 
     def __init__(self, limit: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` is what an earlier process learned; None: no limit."""
+        """`limit` is `FIRST` for a new export, later what an earlier process learned; None: no limit."""
         self.limit = limit
+        self._unbroken = True  # no break has shown how long the link stays up
         self._clock = clock
         self._up_since: float | None = None
         self._rate = 0.0  # bytes per second, of the last delivery large enough to measure it
@@ -39,8 +45,11 @@ class Sizing:
         limited = self.limit is not None and size * 2 >= self.limit
         if not self._rate or size * 2 >= (self.limit or largest):  # small ones measure latency
             self._rate = size / max(seconds, 0.001)
-        if self.limit is not None and limited and seconds * PARTS <= now - self._up_since:
-            self.limit = self.limit * 2 if self.limit * 2 < largest else None
+        if self.limit is not None and limited:
+            wanted = self.limit * 2 if seconds * PARTS <= now - self._up_since else self.limit
+            if self._unbroken:
+                wanted = max(wanted, int(self._rate * SHORT))
+            self.limit = wanted if wanted < largest else None
 
     def cut(self, size: int, seconds: float) -> None:
         """An attempt ended without an answer, after it had sent something."""
@@ -52,4 +61,4 @@ class Sizing:
             if seconds * PARTS <= up:
                 return  # little was lost: the server had closed a kept connection, for example
             wanted = min(int(self._rate * up / PARTS), size)
-        self.limit = max(min(wanted, self.limit or wanted), MIN_SIZE)
+        self.limit, self._unbroken = max(min(wanted, self.limit or wanted), MIN_SIZE), False

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.testbed.forwarder import Forwarder
 from bridge import objectkeys
-from bridge.export.sizing import Sizing
+from bridge.export.sizing import FIRST, Sizing
 from bridge.export.wire import Tuning
 from tests.export.harness import Bucket, drop_in, numbers, recorded, running, until
 from tests.fakes.proxy import Link
@@ -74,6 +74,22 @@ def test_objects_longer_than_a_window_arrive_and_little_is_sent_twice(tmp_path: 
         assert sorted(covered) == list(range(count)), name  # no hole, and no two objects of one number
 
 
+def test_the_first_window_of_a_new_export_delivers(tmp_path: Path, bucket: Bucket) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path, tuning=TUNING) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(disabled=True)]})
+            await gateway.append("plant", *(os.urandom(MESSAGE) for _ in range(3000)))
+            with link(bucket.url, 8, 600) as slow:
+                # The size hint is more than this window lets through.
+                gateway.update(
+                    "plant", {"s3": [bucket.config(endpointUrl=slow.url, sizeHintBytes=5_000_000)]}
+                )
+                await until(lambda: gateway.status("plant").error_message)
+                assert gateway.status("plant").exported_bytes_from_stream >= slow.sent / 2
+
+    asyncio.run(scenario())
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
@@ -87,8 +103,8 @@ class Clock:
 def test_the_size_of_an_attempt_follows_the_windows_of_a_link(rate: int, up: float, down: float) -> None:
     """At true rates and times, without a link: what it moves, and what of that was in vain."""
     clock, most, delay = Clock(), int(rate * up * 1.25), 0.05
-    sizing = Sizing(clock=clock)
-    good = vain = 0.0
+    sizing = Sizing(FIRST, clock)
+    good = vain = first = 0.0
     for window in range(20):
         ends = clock.now + up
         while clock.now < ends:
@@ -98,6 +114,7 @@ def test_the_size_of_an_attempt_follows_the_windows_of_a_link(rate: int, up: flo
                 clock.now += takes
                 sizing.delivered(size, takes, most)
                 good += size * (window > 0)
+                first += size * (window == 0)
             else:
                 vain += (ends - clock.now) * rate * (window > 0)
                 takes, clock.now = ends - clock.now, ends
@@ -105,12 +122,25 @@ def test_the_size_of_an_attempt_follows_the_windows_of_a_link(rate: int, up: flo
         clock.now += down
     assert vain <= 0.1 * (good + vain)
     assert good >= 0.8 * 19 * up * rate
+    assert first >= 0.6 * up * rate
     clock.now += up
     for _ in range(10_000):  # the link has become a steady one
         takes = (sizing.limit or most) / rate
         clock.now += takes
         sizing.delivered(sizing.limit or most, takes, most)
     assert sizing.limit is None
+
+
+def test_a_fast_link_has_no_limit_after_two_small_requests() -> None:
+    clock, rate, delay, most = Clock(), 10_000_000, 0.02, 5_000_000
+    sizing = Sizing(FIRST, clock)
+    sizes = []
+    while (size := sizing.limit) is not None:
+        sizes.append(size)
+        clock.now += size / rate + delay
+        sizing.delivered(size, size / rate + delay, most)
+    assert len(sizes) == 2
+    assert sum(sizes) < most / 5
 
 
 def test_a_connection_that_broke_after_long_good_times_changes_no_size() -> None:
@@ -200,7 +230,7 @@ FRAGILE = """
         Config = Config
 
         def export(self, batch):
-            if sum(len(record.payload) for record in batch.records) > 20_000:
+            if sum(len(record.payload) for record in batch.records) > 5_000:
                 raise Retry("the link is gone", cut=True)
             numbers = [record.sequence_number for record in batch.records]
             with open(self.config.path, "a") as out:
@@ -220,7 +250,7 @@ def test_without_names_a_batch_keeps_its_boundaries_and_goes_in_parts(tmp_path: 
         async with running(tmp_path, tuning=TUNING) as gateway:
             config = {"identifier": "x", "path": str(tmp_path / "out"), "batchSize": 100}
             gateway.create("a", {"fragile": [{**config, "lingerMillis": 60_000}]})
-            await gateway.append("a", *(bytes(1000) for _ in range(100)))
+            await gateway.append("a", *(bytes(120) for _ in range(100)))
             await gateway.exported("a", 99)
             assert gateway.status("a").exported_messages_count == 100
             assert gateway.status("a").skipped_messages_count == 0
