@@ -18,7 +18,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-from bridge import objectkeys
+from bridge import Context, objectkeys
 from bridge.export.settings import ExportSettings
 from bridge.export.supervisor import ExportSupervisor, highest_exported
 from bridge.export.wire import Tuning
@@ -248,6 +248,18 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
     monkeypatch.delenv("AWS_PROFILE", raising=False)
+
+
+class Impatient(Context):
+    """A context whose AWS clients give up after `patience` seconds without an answer."""
+
+    def __init__(self, patience: float) -> None:
+        super().__init__()
+        self._patience = patience
+
+    def client(self, service: str, config: Any, **options: Any) -> Any:
+        timeouts = {"connect_timeout": self._patience, "read_timeout": self._patience}
+        return super().client(service, config, **timeouts, **options)
 
 
 class Bucket:

@@ -16,9 +16,10 @@ import pytest
 from benchmarks.testbed.aws import Answer, FakeAws, Request, error, partial, reset
 from benchmarks.testbed.forwarder import Forwarder
 from benchmarks.testbed.web import Refusing, Web
-from bridge.plugin import aws, discovery
+from bridge import Context
+from bridge.plugin import discovery
 from bridge.plugin.testing import ExporterContract
-from tests.export.harness import Bucket
+from tests.export.harness import Bucket, Impatient
 
 GIVE_UP = 0.5  # seconds without an answer
 EXPORTERS = discovery.load().exporters
@@ -37,15 +38,13 @@ class LinkFaults(ExporterContract):
     faults: ClassVar = ("link_down", "no_answer", "answers_lost")
     delays: ClassVar = ("late_answers",)
     forwarder: Forwarder
+    patience: float = GIVE_UP
 
     @pytest.fixture
-    def behind(
-        self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-    ) -> Iterator[Callable[[str], str]]:
+    def behind(self, request: pytest.FixtureRequest) -> Iterator[Callable[[str], str]]:
         """Put a forwarder before a URL; gives the forwarder's."""
         forwarders = []
-        if "slow" not in request.node.name:  # what does not answer is given up soon
-            monkeypatch.setattr("bridge.plugin.aws.READ_TIMEOUT", GIVE_UP)
+        self.patience = 60 if "slow" in request.node.name else GIVE_UP
 
         def behind(url: str) -> str:
             self.forwarder = Forwarder(url)
@@ -55,6 +54,9 @@ class LinkFaults(ExporterContract):
         yield behind
         for forwarder in forwarders:
             forwarder.close()
+
+    def context(self) -> Context:
+        return Impatient(self.patience)
 
     def link_down(self) -> Any:
         return self.forwarder.shut()
@@ -302,7 +304,7 @@ class TestHttpRaw(LinkFaults):
         self.web, self.uri = web, behind(web.url) + "/in"
 
     def config(self) -> dict[str, Any]:
-        return {"identifier": "h", "uri": self.uri, "timeoutMillis": int(aws.READ_TIMEOUT * 1000)}
+        return {"identifier": "h", "uri": self.uri, "timeoutMillis": int(self.patience * 1000)}
 
     def delivered(self) -> list[int]:
         return [int(body.split()[1]) for body in self.web.bodies]
