@@ -25,7 +25,7 @@ from msgspec import Meta
 from bridge import (
     Batch,
     BatchedConfig,
-    Batching,
+    BatchLimits,
     Context,
     Endpoint,
     ExportConfig,
@@ -69,6 +69,7 @@ class HttpExporter(Exporter):
 
     kind: ClassVar[str] = "http"
     Config: ClassVar[type[ExportConfig]] = HttpConfig
+    limits: ClassVar[BatchLimits] = BatchLimits(records=500)
 
     config: HttpConfig
 
@@ -92,11 +93,6 @@ class HttpExporter(Exporter):
             client_cert=certificate or config.cert_file,
             socket_options=no_delay,
         )
-
-    @classmethod
-    def batching(cls, config: HttpConfig) -> Batching:
-        base = super().batching(config)
-        return Batching(records=base.records or 500, millis=base.millis)
 
     def export(self, batch: Batch) -> Outcome:
         headers = {**self.config.headers}

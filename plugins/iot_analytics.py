@@ -15,7 +15,6 @@ from msgspec import Meta
 from bridge import (
     AwsBatchedConfig,
     Batch,
-    Batching,
     BatchLimits,
     Context,
     ExportConfig,
@@ -54,11 +53,6 @@ class IotAnalyticsExporter(Exporter):
         self._sender: FirehoseSender | None = None
         if target is not None:
             self._sender = FirehoseSender(config, target, context, delimiter=b"\n")
-
-    @classmethod
-    def batching(cls, config: IotAnalyticsConfig) -> Batching:
-        base = super().batching(config)
-        return Batching(records=base.records or 100, millis=base.millis)
 
     def export(self, batch: Batch) -> Outcome:
         if self._sender is None:

@@ -24,7 +24,6 @@ from msgspec import Meta
 from bridge import (
     AwsBatchedConfig,
     Batch,
-    Batching,
     BatchLimits,
     Context,
     ExportConfig,
@@ -78,11 +77,6 @@ class KinesisExporter(Exporter):
     def check(cls, config: KinesisConfig) -> None:
         if config.partition_key is not None:
             KeyTemplate(config.partition_key)
-
-    @classmethod
-    def batching(cls, config: KinesisConfig) -> Batching:
-        base = super().batching(config)
-        return Batching(records=base.records or 500, millis=base.millis)
 
     def export(self, batch: Batch) -> Outcome:
         keys = [self._template.key(batch, record) if self._template else None for record in batch.records]

@@ -23,7 +23,6 @@ from msgspec import Meta, Struct
 from bridge import (
     AwsBatchedConfig,
     Batch,
-    Batching,
     BatchLimits,
     Context,
     ExportConfig,
@@ -118,11 +117,6 @@ class SitewiseExporter(Exporter):
     def __init__(self, config: SitewiseConfig, context: Context) -> None:
         super().__init__(config, context)
         self._client = context.client("iotsitewise", config)
-
-    @classmethod
-    def batching(cls, config: SitewiseConfig) -> Batching:
-        base = super().batching(config)
-        return Batching(records=base.records or MAX_ENTRIES, millis=base.millis)
 
     def export(self, batch: Batch) -> Outcome:
         entries: dict[int, Entry] = {}

@@ -45,8 +45,8 @@ Modules, each importing only those above it (`make lint` checks it):
                  attempt may be; backoff: when the next one is; bandwidth: the ceiling of all exports
     host         what the worker offers all exports: clients, appends, hooks; and whose plugin runs
     position     one export's cursor with its files
-    batches      one export's planned batch; context: what its exporter may call
-    task         one export: its state and its steps
+    batches      one export's planned batch
+    task         one export: its state, its steps, and the context of its exporter
     scheduler    the pool: picks tasks and runs them
     worker       the process; supervisor: the parent's side
 """

@@ -114,10 +114,10 @@ class Planner:
         if not found:
             return Plan(end, [], self.missing(position, end - 1, []))
         if self._limits.contiguous:
-            found = _run(found)
+            found = _consecutive(found)
         records = self._records_of(found, config)
-        if len(records) != len(found) and self._limits.contiguous:
-            records = _record_run(records)
+        if self._limits.contiguous:
+            records = _consecutive(records)
         first, last = found[0].sequence_number, found[-1].sequence_number
         if len(records) == len(found) == last - first + 1:
             return Plan(first, records, self.missing(position, first - 1, []))
@@ -175,10 +175,9 @@ class Planner:
     def pending(self, position: int) -> list[Record]:
         """The first pending records, as far as they can still be read."""
         try:
-            found = self._read(position, self._source.next, 1000, MAX_BYTES)
+            return self._read(position, self._source.next, 1000, MAX_BYTES)
         except Exception:  # the stream is being deleted meanwhile
             return []
-        return found
 
     def close(self) -> None:
         """Close the files."""
@@ -270,16 +269,9 @@ def intersection(ranges: list[tuple[int, int, str]], numbers: Collection[int]) -
     return found
 
 
-def _run(found: list[Record]) -> list[Record]:
+def _consecutive(records: list[Record]) -> list[Record]:
     """The leading records with consecutive numbers."""
-    first = found[0].sequence_number
-    if found[-1].sequence_number - first == len(found) - 1:
-        return found
-    end = next(n for n, m in enumerate(found) if m.sequence_number != first + n)
-    return found[:end]
-
-
-def _record_run(records: list[Record]) -> list[Record]:
-    numbers = enumerate(records, records[0].sequence_number) if records else ()
-    end = next((n for n, (due, record) in enumerate(numbers) if record.sequence_number != due), len(records))
-    return records[:end]
+    if not records or records[-1].sequence_number - records[0].sequence_number == len(records) - 1:
+        return records
+    first = records[0].sequence_number
+    return records[: next(n for n, record in enumerate(records) if record.sequence_number != first + n)]

@@ -97,7 +97,7 @@ class Scheduler:
         """Snapshots of all exports of a kind; raises Retry while the position of one is unknown."""
         with self._changed:
             tasks = [task for task in self._tasks if task.kind == kind and not task.deleted]
-        if not all(task.is_loaded for task in tasks):
+        if not all(task.position.is_loaded for task in tasks):
             raise Retry("the positions of all exports are not read yet")
         return [task.progress() for task in tasks]
 

@@ -16,6 +16,8 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -23,12 +25,22 @@ from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
 from bridge.export.backoff import Backoff
 from bridge.export.batches import Batches, NoBatch, size_of
-from bridge.export.context import WorkerContext
 from bridge.export.host import Host
 from bridge.export.planning import Planner, Source, too_large
 from bridge.export.position import Position, shorten, start_of
-from bridge.model import ExportStatus
-from bridge.plugin.api import Batch, ExportConfig, Exporter, Outcome, Progress, Record, Retry, Stopped
+from bridge.plugin.api import (
+    AwsBatchedConfig,
+    AwsConfig,
+    Batch,
+    Context,
+    ExportConfig,
+    Exporter,
+    Outcome,
+    Progress,
+    Record,
+    Retry,
+    Stopped,
+)
 
 NEVER = math.inf
 LAST = 11  # the priority of exports without one
@@ -62,7 +74,7 @@ class Task:
         self._backoff = Backoff(host.tuning.first_backoff, host.tuning.max_backoff)
         self._planner = Planner(source, host.transform(self.key, kind))
         self._batches = Batches(host, self.position, self._planner, exporter)
-        self._context = WorkerContext(host, self, source.epoch)
+        self._context = WorkerContext(host, self)
 
     # --- for the main thread and the scheduler
 
@@ -99,7 +111,7 @@ class Task:
         cursor = self.position.cursor
         if self.deleted:
             return 0.0
-        if not self.is_loaded:
+        if not self.position.is_loaded:
             return self._backoff.until
         if self._updated:
             return 0.0
@@ -116,15 +128,6 @@ class Task:
         self.alone = alone
         self._failing = True
         self.position.cursor.error = shorten(reason)
-
-    def status(self) -> ExportStatus:
-        """The status in descriptions of the stream."""
-        return self.position.status()
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the position has been read."""
-        return self.position.is_loaded
 
     def progress(self) -> Progress:
         """A snapshot for exporters that report on the gateway."""
@@ -151,10 +154,6 @@ class Task:
         self._host.bandwidth.wait(self.working)
         self._charged = self._host.bandwidth.charge(size)
 
-    def save_state(self, state: bytes) -> None:
-        """Store an exporter's own state with the cursor."""
-        self.position.save_state(state)
-
     # --- in a pool thread
 
     def step(self) -> None:
@@ -167,7 +166,7 @@ class Task:
                     self._release()
                     return
                 self._resume()
-            if not self.is_loaded:
+            if not self.position.is_loaded:
                 self._load()
             if self.config.disabled or self.position.cursor.stopped:
                 self.position.write()
@@ -333,3 +332,37 @@ class Task:
         self.position.close()
         self._planner.close()
         self.closed = True
+
+
+class WorkerContext(Context):
+    """The context of an exporter in the worker."""
+
+    def __init__(self, host: Host, task: Task) -> None:
+        super().__init__(host.gateway, task.source.name, task.source.epoch)
+        self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
+        self._host, self._task = host, task
+
+    def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
+        return self._host.client(service, config, **options)
+
+    def working(self) -> None:
+        self._task.working()
+
+    def throttle(self, size: int) -> None:
+        self._task.throttle(size)
+
+    def append(self, stream: str, payload: bytes) -> None:
+        self._host.append(stream, payload)
+
+    def save_state(self, state: bytes) -> None:
+        self._task.position.save_state(state)
+        self.state = state
+
+    def open(self, path: Path) -> BinaryIO:
+        return self._host.allow.open(path)
+
+    def may_write_to(self, bucket: str) -> bool:
+        return self._host.allow.bucket(bucket)
+
+    def exports(self) -> list[Progress]:
+        return self._host.progress(self._task.kind)

@@ -279,9 +279,15 @@ class Worker:
                 continue  # deleted
             tasks = self._scheduler.of_stream(name)
             positions = {
-                task.config.identifier: task.position.cursor.position for task in tasks if task.is_loaded
+                task.config.identifier: task.position.cursor.position
+                for task in tasks
+                if task.position.is_loaded
             }
-            statuses = [task.status() for task in tasks if task.is_loaded or task.position.cursor.error]
+            statuses = [
+                task.position.status()
+                for task in tasks
+                if task.position.is_loaded or task.position.cursor.error
+            ]
             self.send(wire.Statuses(name, source.revision, statuses + self._broken.get(name, []), positions))
 
     def _run_hooks(self) -> None:
