@@ -40,6 +40,8 @@ class Position:
         self._file: cursors.CursorFile | None = None  # the first step opens it
         self._is_deleted = False
         self.dirty = False
+        # The export of the same name that this one has replaced: it knows what its last write did not.
+        self.replaced: Position | None = None
         self.cursor = self._fresh(config)
         self.skipped: cursors.Skipped | None = None
 
@@ -60,8 +62,12 @@ class Position:
         `oldest` returns the number of the oldest stored message of the stream.
         """
         fresh, found = self._fresh(config), None
+        before, self.replaced = self.replaced, None
         try:
-            found = cursors.CursorFile.read(self._path) if self._path.exists() else None
+            if before is not None and before.is_loaded:
+                found = msgspec.structs.replace(before.cursor)
+            elif self._path.exists():
+                found = cursors.CursorFile.read(self._path)
         except CorruptData as error:
             fresh.error = f"{error}; exporting again from {fresh.position}"
             log.error("%s: %s", self.label, fresh.error)

@@ -248,14 +248,16 @@ class Worker:
                 if current.config != config:
                     current.update(config)
                 continue
+            replaced = current if current is not None and not current.deleted else None
             if current is not None:
                 self._remove(current, replaced=True)
-            self._add(source, kind, config)
+            self._add(source, kind, config, replaced)
         self._scheduler.wake()
         self.changed(message.name)
 
-    def _add(self, source: Source, kind: str, config: ExportConfig) -> None:
+    def _add(self, source: Source, kind: str, config: ExportConfig, replaced: Task | None) -> None:
         task = Task(self._host, source, kind, self._registry.exporters[kind], config)
+        task.position.replaced = replaced.position if replaced is not None else None
         crash = self._crashes.pop(task.key, None)
         if crash is not None:
             task.hold(crash.wait, crash.reason, alone=crash.alone)
