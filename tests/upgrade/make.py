@@ -24,10 +24,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.testbed.web import Web
 from bridge.clock import System
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
-from tests.fakes.web import Web
 from tests.mqtt.harness import Client, ack, publish, until
 
 CONFIG = """

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.web import Web
 from bridge.clock import System
 from bridge.errors import DataDirectoryBusy
 from bridge.mqtt.settings import MqttConfig
@@ -30,7 +31,6 @@ from bridge.streams import formats, layout
 from bridge.streams.drops import LOSSES
 from bridge.streams.formats import Format
 from tests.fakes.clock import Shifted
-from tests.fakes.web import Web
 from tests.mqtt.harness import Bridge, Client, ack, publish, run_async, until
 from tests.streams.conftest import House, everything
 
