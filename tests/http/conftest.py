@@ -1,4 +1,4 @@
-"""A running service with its HTTP door, and Chromium."""
+"""A running service with its HTTP listener, and Chromium."""
 
 from __future__ import annotations
 

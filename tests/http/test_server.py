@@ -1,4 +1,4 @@
-"""The HTTP door's guards and health checks, by plain requests."""
+"""The HTTP listener's guards and health checks, by plain requests."""
 
 from __future__ import annotations
 
