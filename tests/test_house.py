@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import grimp
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def circles() -> list[list[str]]:
@@ -36,3 +41,9 @@ def test_no_more_than_two_files_import_each_other_and_none_of_different_packages
     for group in circles():
         assert len(group) == 2, f"a circle of imports: {group}"
         assert len({module.rpartition(".")[0] for module in group}) == 1, f"a circle of packages: {group}"
+
+
+def test_the_wheel_carries_every_package() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("bridge/**/__init__.py")}
+    assert found <= listed

@@ -80,6 +80,7 @@ def control(
     if op is Op.CREATE:
         operations.call_now("createMessageStream", Define(definition=definition), caller)
     else:
+        assert op is Op.UPDATE, op
         stored = operations.manager.definitions.get(str(definition.get("name")))
         whole = definition if stored is None else with_extensions(definition, stored)
         operations.call_now("updateMessageStream", Update(definition=whole), caller)

@@ -34,6 +34,7 @@ from bridge.errors import (
 )
 from bridge.model import (
     ExportStatus,
+    Limits,
     MessageStreamDefinition,
     MessageStreamInfo,
     Persistence,
@@ -98,17 +99,16 @@ def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
         flush=definition.flush_on_write and definition.persistence is Persistence.File,
         free_exported=definition.retention == "exported",
         dedup_window=definition.deduplication_window_millis,
-        limits=MessageLimits()
-        if limits is None
-        else MessageLimits(
-            limits.max_messages,
-            limits.max_bytes,
-            limits.max_age_millis,
-            limits.max_messages_per_topic,
-            limits.max_message_size,
-            limits.discard == "new",
-        ),
+        limits=MessageLimits() if limits is None else _message_limits(limits),
     )
+
+
+def _message_limits(limits: Limits) -> MessageLimits:
+    """The limits under the store's names. One that the store lacks is a TypeError, never ignored."""
+    values = msgspec.structs.asdict(limits)
+    values["max_age"] = values.pop("max_age_millis")
+    values["discard_new"] = values.pop("discard") == "new"
+    return MessageLimits(**values)
 
 
 class Refusal:

@@ -34,7 +34,7 @@ class Event(enum.Enum):
     ACCEPTED = "the client has its session"
     REFUSED = "wrong credentials, a rule, or a limit"
     FAILED = "a wrong packet, a message not stored, a time-out, a limit, take-over, revocation, or the stop"
-    LOST = "the transport has ended"
+    LOST = "the network connection has ended without a DISCONNECT"
 
 
 class Transition(NamedTuple):
