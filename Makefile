@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak test test-slow bench lint format docs fuzz audit venv deb release clean
+.PHONY: help demo soak crashstates test test-slow bench lint format docs fuzz audit venv deb release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -24,6 +24,10 @@ test: venv lint ## the checks for every commit; in CI also a share of the slow t
 test-slow: venv ## the tests that take minutes; SHARE=1 runs only the first share
 	@.ci/tools java mosquitto strace systemd nspawn
 	$(BIN)/python -m pytest -m slow $(if $(SHARE),--share $(SHARE))
+
+crashstates: venv ## what a power cut may leave of real runs, each state started: STATES=800 of each kind, SEED=
+	@.ci/tools strace
+	$(BIN)/python -m tests.crashstates --states $(or $(STATES),800) $(if $(SEED),--seed $(SEED))
 
 bench: venv ## all benchmarks with their peers, and docs/results.md from them (45 minutes)
 	@.ci/tools java mosquitto nats redis rabbitmq

@@ -134,10 +134,11 @@ class Bridge:
         allow: Allow | None = None,
         system: Shifted | None = None,
         hurry: float = 1,
+        registry: discovery.Registry | None = None,
     ) -> None:
-        """Every wait of the MQTT front end is `hurry` times shorter."""
+        """Every wait of the MQTT front end is `hurry` times shorter. `registry`: plugins that are loaded."""
         self.root, self.config, self.allow, self.system = root, config, allow, system or Shifted()
-        self.hurry = hurry
+        self.hurry, self.registry = hurry, registry
         self.store: StreamStore
         self.manager: StreamManager
         self.front: MqttFrontEnd
@@ -150,7 +151,7 @@ class Bridge:
             on_event=lambda stream, what: None,
             system=self.system,
         )
-        self.manager = StreamManager(self.store, discovery.load([]), NoExports())
+        self.manager = StreamManager(self.store, self.registry or discovery.load([]), NoExports())
         self.operations = Operations(self.manager, self.allow)
         self.front = MqttFrontEnd(self.config, self.operations, Access(self.config), Hurried(self.hurry))
         self.urls = await self.front.start()
