@@ -1,0 +1,457 @@
+"""The export protocol: batches with durable boundaries, sent until they are accepted.
+
+Two streams with one export each, in one worker, and three messages over both. The streams are without
+`flush_on_write`, so a power cut may take any tail, also one that was exported. The destination is S3 as the
+exporter uses it: a batch is an object whose name is its boundaries; an object that is there is not
+overwritten, and one with the same rows counts as delivered.
+
+Each message has an identity of its own, so that a number that is given to two messages is seen.
+
+Not modelled: rejected records and the dead-letter stream, exporters that send a batch in parts, several
+exports of one stream, redefinition, damaged cursors (they begin anew), and other writers in the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from itertools import pairwise
+from typing import NamedTuple
+
+from tests.model.explorer import Invariant, Steps, Transition
+
+NOBODY = -1  # the identity of a number that was skipped
+STREAMS = ("A", "B")
+Records = tuple[tuple[int, int], ...]  # numbers and identities
+
+
+class Defect(Enum):
+    """An essential step left out or done in the wrong order."""
+
+    NONE = "nothing"
+    UNCOMMITTED = "a message is exported before it is committed"
+    CURSOR_LATE = "a batch is sent before its boundaries are on the disk"
+    CURSOR_LEADS = "the cursor passes a batch before it is accepted"
+    LOST_IS_DELIVERED = "a batch whose answer was lost counts as delivered"
+    OTHER_BOUNDARIES = "a batch that may have arrived gets other boundaries without a look at the destination"
+    NO_FLOOR = "after a power cut a number that was exported is given again"
+    TRIM_EARLY = "retention frees what was sent and not accepted"
+    UNRECORDED = "dropped messages are passed over without a record"
+    RECORD_LATE = "the cursor passes dropped messages before they are recorded"
+
+
+class Batch(NamedTuple):
+    """An attempt or an object: its boundaries and its rows."""
+
+    first: int
+    last: int
+    records: Records
+
+
+class Cursor(NamedTuple):
+    """Position and planned batch. `reached` is the highest number that may have been sent."""
+
+    position: int = 0
+    planned: tuple[int, int] | None = None
+    reached: int = -1
+
+
+class Export(NamedTuple):
+    """One stream, its export and its objects."""
+
+    log: tuple[int, ...] = ()  # identities by number
+    committed: int = 0
+    made: int = 0
+    dropped: frozenset[int] = frozenset()  # by a limit, by retention, or skipped
+    freed: frozenset[int] = frozenset()  # of these by retention: all exports have passed them
+    disk: Cursor = Cursor()
+    cursor: Cursor = Cursor()  # the worker's
+    doubtful: bool = False  # an attempt of the planned batch had no answer
+    told: frozenset[int] = frozenset()  # in the file of skipped ranges
+    untold: frozenset[int] = frozenset()  # (by a defect) in memory only
+    sending: Batch | None = None
+    late: Batch | None = None  # its connection is gone, and it may still arrive
+    objects: tuple[Batch, ...] = ()
+    moved: bool = False  # a batch got other boundaries for a good reason
+
+
+class State(NamedTuple):
+    """Both exports, and how many faults there were."""
+
+    exports: tuple[Export, Export] = (Export(), Export())
+    lost: int = 0
+    limited: int = 0
+
+
+class Exports:
+    """The model. `messages` of the two streams; at most so many lost answers and drops by a limit."""
+
+    def __init__(
+        self,
+        messages: tuple[int, int] = (2, 1),
+        *,
+        lost: int = 1,
+        limited: int = 1,
+        defect: Defect = Defect.NONE,
+    ) -> None:
+        self.messages, self.lost, self.limited, self.defect = messages, lost, limited, defect
+        room, streams = "bridge.export", "bridge.streams"
+        self.transitions = (
+            self._each(
+                "append", self._append, f"{streams}.stream:Stream.append", f"{streams}.log:SegmentLog.write"
+            ),
+            self._each(
+                "commit", self._commit, f"{streams}.log:SegmentLog.commit", f"{room}.worker:Worker._take"
+            ),
+            self._each(
+                "plan", self._plan, f"{room}.planning:Planner.plan", f"{room}.batches:Batches._plan",
+                f"{room}.cursor:Cursor.plan", f"{room}.cursor:Skipped.add",
+            ),
+            self._each("write the cursor", self._write, f"{room}.position:Position.write"),
+            self._each(
+                "send", self._send, f"{room}.batches:Batches.next", f"{room}.planning:Planner.again",
+                f"{room}.task:Task._export",
+            ),
+            self._each("accept", self._accept, "plugins.s3:S3Exporter.export"),
+            self._each(
+                "settle", self._settle, f"{room}.batches:Batches.settle", f"{room}.batches:Batches._settled"
+            ),
+            self._each(
+                "look, and cut the batch short", self._portion, f"{room}.batches:Batches._portion"
+            ),
+            self._each(
+                "free what was exported", self._free, f"{streams}.segment_limits:exported",
+                f"{room}.supervisor:ExportSupervisor.exported_upto",
+            ),
+            self._each("the answer is lost", self._lose, f"{room}.batches:Batches.was_cut", fault=True),
+            self._each("a late object arrives", self._arrive, fault=True),
+            self._each("a limit drops", self._limit, f"{streams}.stream:Stream.drop", fault=True),
+            Transition(
+                "the worker is killed",
+                self._kill_worker,
+                (f"{room}.position:Position.load", f"{room}.batches:Batches.resume", f"{room}.worker:_lock"),
+                crash=True,
+            ),
+            Transition("the service is killed", self._kill, crash=True),
+            Transition(
+                "power cut", self._cut, (f"{room}.cursor:highest_exported",), crash=True
+            ),
+        )  # fmt: skip
+        self.invariants = (
+            Invariant[State](
+                "a number never stands for two messages",
+                "Only committed messages are read. The highest number that may have been sent is on the "
+                "disk before it is sent, and after a power cut numbering goes on above it.",
+                lambda state: all(map(_one_message_a_number, state.exports)),
+            ),
+            Invariant[State](
+                "what a cursor on the disk has passed has arrived or is recorded as dropped",
+                "The position moves when the destination has accepted, and is written later. A dropped "
+                "range is on the disk before the cursor that passes it.",
+                lambda state: all(map(_passed_has_arrived, state.exports)),
+            ),
+            Invariant[State](
+                "below what has arrived nothing is left out without a record",
+                "One batch at a time, in the order of the numbers; the next is planned when the last is "
+                "settled.",
+                lambda state: all(map(_no_hole, state.exports)),
+            ),
+            Invariant[State](
+                "retention frees only what has arrived",
+                "Retention asks for the position, which is behind what was accepted.",
+                lambda state: all(map(_freed_has_arrived, state.exports)),
+            ),
+            Invariant[State](
+                "a batch keeps its boundaries until it is accepted",
+                "They are on the disk before the first attempt, and each attempt has them as its name. "
+                "They change only if part of the batch was dropped, or if the gateway has looked and "
+                "found nothing under the old name.",
+                lambda state: all(map(_no_overlap, state.exports)),
+            ),
+        )
+
+    def _each(self, name: str, steps: object, *code: str, fault: bool = False) -> Transition[State]:
+        """A transition that each of the two exports makes for itself."""
+
+        def both(state: State) -> Steps[State]:
+            for at, export in enumerate(state.exports):
+                for does, after, *spent in steps(state, export, at):  # type: ignore[operator]
+                    exports = (after, state.exports[1]) if at == 0 else (state.exports[0], after)
+                    lost, limited = spent[0] if spent else (0, 0)
+                    yield f"{STREAMS[at]}: {does}", State(exports, state.lost + lost, state.limited + limited)
+
+        return Transition(name, both, code, fault=fault)
+
+    def begins(self) -> Iterable[State]:
+        """Two empty streams."""
+        yield State()
+
+    def is_over(self, state: State) -> bool:
+        """Every message that is still there has arrived."""
+        return all(
+            export.made == most and export.committed == len(export.log) and not export.sending
+            and all(n in arrived(export) or n in export.dropped for n in range(export.committed))
+            for export, most in zip(state.exports, self.messages, strict=True)
+        )  # fmt: skip
+
+    # -- the stream ------------------------------------------------------------------------------
+
+    def _append(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        if export.made < self.messages[at] and export.committed == len(export.log):
+            yield (
+                f"message {export.made} is written",
+                export._replace(log=(*export.log, export.made), made=export.made + 1),
+            )
+
+    def _commit(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        if export.committed < len(export.log):
+            yield "it is committed", export._replace(committed=len(export.log))
+
+    def _limit(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export, tuple[int, int]]]:
+        oldest = _oldest(export)
+        if state.limited < self.limited and oldest < export.committed:
+            yield f"a limit drops number {oldest}", export._replace(dropped=export.dropped | {oldest}), (0, 1)
+
+    def _free(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        oldest, cursor = _oldest(export), export.cursor
+        if oldest >= export.committed:
+            return
+        passed = cursor.position
+        if self.defect is Defect.TRIM_EARLY and export.sending:
+            passed = export.sending.last + 1
+        if oldest < passed:
+            yield (
+                f"retention frees number {oldest}",
+                export._replace(dropped=export.dropped | {oldest}, freed=export.freed | {oldest}),
+            )
+
+    # -- the worker ------------------------------------------------------------------------------
+
+    def _readable(self, export: Export) -> int:
+        return len(export.log) if self.defect is Defect.UNCOMMITTED else export.committed
+
+    def _plan(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        cursor, end = export.cursor, self._readable(export)
+        if cursor.planned or export.sending or cursor.position >= end:
+            return
+        there = [n for n in range(cursor.position, end) if n not in export.dropped]
+        first = there[0] if there else end
+        export = self._passed(export, range(cursor.position, first))
+        if not there:
+            yield (
+                "the worker passes over what was dropped",
+                export._replace(cursor=cursor._replace(position=end)),
+            )
+            return
+        run = 1
+        while run < len(there) and there[run] == there[run - 1] + 1:
+            run += 1
+        for last in there[:run]:
+            planned = Cursor(first, (first, last), max(cursor.reached, last))
+            yield (
+                f"the worker plans the batch {first}-{last}",
+                export._replace(cursor=planned, doubtful=False),
+            )
+
+    def _passed(self, export: Export, numbers: Iterable[int]) -> Export:
+        match self.defect:
+            case Defect.UNRECORDED:
+                return export
+            case Defect.RECORD_LATE:
+                return export._replace(untold=export.untold.union(numbers))
+        return export._replace(told=export.told.union(numbers))
+
+    def _write(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        if export.cursor != export.disk:
+            yield "the cursor is written and synced", export._replace(disk=export.cursor)
+
+    def _send(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        cursor = export.cursor
+        if not cursor.planned or any(one.sending for one in state.exports):
+            return  # one thread
+        first, last = cursor.planned
+        if last >= len(export.log):
+            return  # (by a defect) the message is gone again
+        if cursor != export.disk and self.defect is not Defect.CURSOR_LATE:
+            return
+        if any(n in export.dropped for n in range(first, last + 1)):
+            yield (
+                "part of the batch was dropped: it is planned anew",
+                export._replace(cursor=cursor._replace(planned=None), moved=True),
+            )
+            return
+        batch = Batch(first, last, tuple((n, export.log[n]) for n in range(first, last + 1)))
+        after = export._replace(sending=batch)
+        if self.defect is Defect.CURSOR_LEADS:
+            ahead = cursor._replace(position=last + 1)
+            after = after._replace(cursor=ahead, disk=ahead)
+        yield f"the batch {first}-{last} is sent", after
+
+    def _portion(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """The link is too slow for a batch whose answer was lost."""
+        cursor = export.cursor
+        if not cursor.planned or export.sending or not export.doubtful:
+            return
+        first, last = cursor.planned
+        if any(n in export.dropped for n in range(first, last + 1)):
+            return
+        there = any((one.first, one.last) == (first, last) for one in export.objects)
+        if there and self.defect is not Defect.OTHER_BOUNDARIES:
+            yield (
+                f"the object {first}-{last} is found",
+                export._replace(cursor=Cursor(last + 1, None, cursor.reached), doubtful=False),
+            )
+        elif last > first:
+            shorter = Cursor(first, (first, last - 1), cursor.reached)
+            yield (
+                f"the batch is cut short to {first}-{last - 1}",
+                export._replace(cursor=shorter, doubtful=False),
+            )
+
+    def _accept(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        batch = export.sending
+        if batch is not None and batch not in export.objects and not _occupied(export, batch):
+            yield (
+                f"the object {batch.first}-{batch.last} is there",
+                export._replace(objects=(*export.objects, batch)),
+            )
+
+    def _settle(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        batch, cursor = export.sending, export.cursor
+        if batch is not None and batch in export.objects:
+            yield "the answer arrives", export._replace(
+                sending=None, doubtful=False, cursor=Cursor(batch.last + 1, None, cursor.reached),
+                told=export.told | export.untold, untold=frozenset(),
+            )  # fmt: skip
+
+    def _lose(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export, tuple[int, int]]]:
+        batch, cursor = export.sending, export.cursor
+        if batch is None or state.lost >= self.lost:
+            return
+        after = export._replace(sending=None, doubtful=True)
+        if self.defect is Defect.LOST_IS_DELIVERED:
+            after = after._replace(cursor=Cursor(batch.last + 1, None, cursor.reached))
+        yield "the connection breaks", after, (1, 0)
+        if batch not in export.objects:
+            yield (
+                "the connection breaks, and the object is still on its way",
+                after._replace(late=batch),
+                (1, 0),
+            )
+
+    def _arrive(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        batch = export.late
+        if batch is None:
+            return
+        if batch in export.objects or _occupied(export, batch):
+            yield "a late object is refused", export._replace(late=None)
+        else:
+            # If the gateway has looked meanwhile, it may have cut the batch short.
+            moved = export.moved or export.cursor.planned != (batch.first, batch.last)
+            yield (
+                "a late object arrives",
+                export._replace(late=None, objects=(*export.objects, batch), moved=moved),
+            )
+
+    # -- crashes ---------------------------------------------------------------------------------
+
+    def _without_worker(self, state: State) -> Iterator[State]:
+        """Another worker reads the cursors. What was on its way is lost, or arrives late."""
+        ends = [
+            export._replace(
+                cursor=export.disk, doubtful=export.disk.planned is not None, sending=None, untold=frozenset()
+            )
+            for export in state.exports
+        ]
+        yield state._replace(exports=(ends[0], ends[1]))
+        for at, export in enumerate(state.exports):
+            batch = export.sending
+            if batch is not None and batch not in export.objects and state.lost < self.lost:
+                late = [*ends]
+                late[at] = late[at]._replace(late=batch)
+                yield state._replace(exports=(late[0], late[1]), lost=state.lost + 1)
+
+    def _kill_worker(self, state: State) -> Steps[State]:
+        for after in self._without_worker(state):
+            yield "the worker is killed", after
+
+    def _kill(self, state: State) -> Steps[State]:
+        """The service and its worker: what was written and not committed may be there or not."""
+        exports = state.exports
+        if exports[0].committed == len(exports[0].log) and exports[1].committed == len(exports[1].log):
+            return  # the same as the end of the worker
+        for killed in self._without_worker(state):
+            one, other = (self._uncommitted_gone(export) for export in killed.exports)
+            yield "the service is killed", killed._replace(exports=(one, other))
+
+    @staticmethod
+    def _uncommitted_gone(export: Export) -> Export:
+        return export._replace(log=export.log[: export.committed])
+
+    def _cut(self, state: State) -> Steps[State]:
+        """Any tail of a stream may be gone; cursors are synced."""
+        for killed in self._without_worker(state):
+            for one in self._tails(killed.exports[0]):
+                for other in self._tails(killed.exports[1]):
+                    yield "the power is cut", killed._replace(exports=(one, other))
+
+    def _tails(self, export: Export) -> Iterator[Export]:
+        for kept in range(len(export.log) + 1):
+            floor = kept if self.defect is Defect.NO_FLOOR else export.disk.reached + 1
+            following = max(kept, floor)
+            log = export.log[:kept] + (NOBODY,) * (following - kept)
+            skipped = frozenset(range(kept, following))
+            dropped = frozenset(n for n in export.dropped if n < kept) | skipped
+            freed = frozenset(n for n in export.freed if n < kept)
+            moved = export.moved or bool(skipped)
+            yield export._replace(log=log, committed=len(log), dropped=dropped, freed=freed, moved=moved)
+
+
+def _oldest(export: Export) -> int:
+    return next((n for n in range(len(export.log)) if n not in export.dropped), len(export.log))
+
+
+def _occupied(export: Export, batch: Batch) -> bool:
+    return any((one.first, one.last) == (batch.first, batch.last) for one in export.objects)
+
+
+def _share(one: Batch, other: Batch) -> bool:
+    return one.first <= other.last and other.first <= one.last
+
+
+def arrived(export: Export) -> set[int]:
+    """The numbers that are at the destination."""
+    return {number for one in export.objects for number, _ in one.records}
+
+
+# -- what must hold ------------------------------------------------------------------------------------
+
+
+def _one_message_a_number(export: Export) -> bool:
+    known: dict[int, int] = {n: identity for n, identity in enumerate(export.log) if identity != NOBODY}
+    return all(
+        known.setdefault(number, identity) == identity
+        for one in export.objects
+        for number, identity in one.records
+    )
+
+
+def _passed_has_arrived(export: Export) -> bool:
+    there = arrived(export) | export.told
+    return all(number in there for number in range(export.disk.position))
+
+
+def _no_hole(export: Export) -> bool:
+    there = arrived(export)
+    return all(n in there or n in export.told for n in range(max(there, default=0)))
+
+
+def _freed_has_arrived(export: Export) -> bool:
+    return export.freed <= arrived(export) | export.told
+
+
+def _no_overlap(export: Export) -> bool:
+    if export.moved:
+        return True
+    parts = sorted((one.first, one.last) for one in export.objects)
+    return all(left[1] < right[0] for left, right in pairwise(parts))
