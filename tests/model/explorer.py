@@ -28,6 +28,11 @@ class Transition(Generic[S]):
     fault: bool = False  # a failure of the environment: nothing may depend on it
     crash: bool = False  # a fault that counts against the bound on crashes
 
+    @property
+    def does(self) -> str:
+        """What the step does: the first line of its function's docstring."""
+        return (self.steps.__doc__ or "").strip().partition("\n")[0]
+
 
 @dataclass(frozen=True)
 class Invariant(Generic[S]):
@@ -66,8 +71,8 @@ class Violation(AssertionError):  # noqa: N818 # named for what happened
 
     def __init__(self, broken: str, story: Sequence[str], state: object) -> None:
         lines = [f"{number:3}. {line}" for number, line in enumerate(story, 1)]
-        super().__init__("\n".join([f"broken: {broken}", *lines, f"     then: {state}"]))
-        self.broken, self.story = broken, story
+        super().__init__("\n".join([f"broken: {broken}", *lines]))
+        self.broken, self.story, self.state = broken, story, state
 
 
 class _Node(NamedTuple, Generic[S]):
@@ -146,3 +151,25 @@ def never_taken(model: Model[S], explored: Sequence[Explored]) -> list[str]:
     """The transitions that none of these explorations took."""
     taken = sum((one.taken for one in explored), Counter[str]())
     return [transition.name for transition in model.transitions if not taken[transition.name]]
+
+
+def drawn(model: Model[S], crashes: int, view: Callable[[S], str]) -> dict[tuple[str, str], list[str]]:
+    """Which transitions lead from one view of a state to another: the model as a figure."""
+    seen = {(state, 0) for state in model.begins()}
+    waiting, found = list(seen), dict[tuple[str, str], list[str]]()
+    while waiting:
+        state, used = waiting.pop()
+        for transition in model.transitions:
+            if transition.crash and used == crashes:
+                continue
+            for _, after in transition.steps(state):
+                node = after, used + transition.crash
+                if node not in seen:
+                    seen.add(node)
+                    waiting.append(node)
+                if (here := view(state)) != (there := view(after)):
+                    names = found.setdefault((here, there), [])
+                    if transition.name not in names:
+                        names.append(transition.name)
+    order = [transition.name for transition in model.transitions]
+    return {pair: sorted(found[pair], key=order.index) for pair in sorted(found)}

@@ -180,6 +180,7 @@ class Exports:
                     lost, limited = spent[0] if spent else (0, 0)
                     yield f"{STREAMS[at]}: {does}", State(exports, state.lost + lost, state.limited + limited)
 
+        both.__doc__ = steps.__doc__
         return Transition(name, both, code, fault=fault)
 
     def begins(self) -> Iterable[State]:
@@ -197,6 +198,7 @@ class Exports:
     # -- the stream ------------------------------------------------------------------------------
 
     def _append(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """A message is written to the stream's file."""
         if export.made < self.messages[at] and export.committed == len(export.log):
             yield (
                 f"message {export.made} is written",
@@ -204,15 +206,18 @@ class Exports:
             )
 
     def _commit(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """It is committed, and the worker hears of it."""
         if export.committed < len(export.log):
             yield "it is committed", export._replace(committed=len(export.log))
 
     def _limit(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export, tuple[int, int]]]:
+        """A limit drops the oldest message, exported or not."""
         oldest = _oldest(export)
         if state.limited < self.limited and oldest < export.committed:
             yield f"a limit drops number {oldest}", export._replace(dropped=export.dropped | {oldest}), (0, 1)
 
     def _free(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """Retention drops the oldest message that the export has passed."""
         oldest, cursor = _oldest(export), export.cursor
         if oldest >= export.committed:
             return
@@ -231,6 +236,7 @@ class Exports:
         return len(export.log) if self.defect is Defect.UNCOMMITTED else export.committed
 
     def _plan(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """The next batch: what is dropped is passed over and recorded, then boundaries are chosen."""
         cursor, end = export.cursor, self._readable(export)
         if cursor.planned or export.sending or cursor.position >= end:
             return
@@ -262,10 +268,12 @@ class Exports:
         return export._replace(told=export.told.union(numbers))
 
     def _write(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """The cursor is written to the slot that is not the newest, and synced."""
         if export.cursor != export.disk:
             yield "the cursor is written and synced", export._replace(disk=export.cursor)
 
     def _send(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """The planned batch is sent, if its boundaries are on the disk."""
         cursor = export.cursor
         if not cursor.planned or any(one.sending for one in state.exports):
             return  # one thread
@@ -309,6 +317,7 @@ class Exports:
             )
 
     def _accept(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """The destination has the object; one that is there under this name is not overwritten."""
         batch = export.sending
         if batch is not None and batch not in export.objects and not _occupied(export, batch):
             yield (
@@ -317,6 +326,7 @@ class Exports:
             )
 
     def _settle(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """The answer has come: the position moves behind the batch."""
         batch, cursor = export.sending, export.cursor
         if batch is not None and batch in export.objects:
             yield "the answer arrives", export._replace(
@@ -325,6 +335,7 @@ class Exports:
             )  # fmt: skip
 
     def _lose(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export, tuple[int, int]]]:
+        """No answer comes: the batch may have arrived."""
         batch, cursor = export.sending, export.cursor
         if batch is None or state.lost >= self.lost:
             return
@@ -340,6 +351,7 @@ class Exports:
             )
 
     def _arrive(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
+        """What was on its way arrives after all."""
         batch = export.late
         if batch is None:
             return
@@ -372,6 +384,7 @@ class Exports:
                 yield state._replace(exports=(late[0], late[1]), lost=state.lost + 1)
 
     def _kill_worker(self, state: State) -> Steps[State]:
+        """Another worker reads the cursors."""
         for after in self._without_worker(state):
             yield "the worker is killed", after
 
@@ -455,3 +468,15 @@ def _no_overlap(export: Export) -> bool:
         return True
     parts = sorted((one.first, one.last) for one in export.objects)
     return all(left[1] < right[0] for left, right in pairwise(parts))
+
+
+def stage(state: State) -> str:
+    """Where the export of A is with its batch."""
+    export = state.exports[0]
+    if export.sending:
+        return "accepted" if export.sending in export.objects else "sent"
+    if not export.cursor.planned:
+        return "idle"
+    if export.cursor != export.disk:
+        return "planned"
+    return "in_doubt" if export.doubtful else "fixed"

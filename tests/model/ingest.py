@@ -195,6 +195,7 @@ class Ingest:
                 if state.drivers[0] == state.drivers[1]:
                     return
 
+        both.__doc__ = steps.__doc__
         return Transition(name, both, code, fault=fault, crash=crash)
 
     def begins(self) -> Iterable[State]:
@@ -249,6 +250,7 @@ class Ingest:
     # -- a run -----------------------------------------------------------------------------------
 
     def _begin(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
+        """A run reads the reports of the gateways."""
         if driver.phase is Phase.IDLE:
             if self.defect is Defect.LIST_FIRST:
                 yield "a run lists the objects", Driver(Phase.BEGUN, listing=state.bucket)
@@ -256,6 +258,7 @@ class Ingest:
                 yield "a run reads the gateway's report", Driver(Phase.BEGUN, state.report)
 
     def _list(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
+        """It lists the objects."""
         if driver.phase is Phase.BEGUN:
             if self.defect is Defect.LIST_FIRST:
                 yield (
@@ -281,6 +284,7 @@ class Ingest:
         return tuple(work)
 
     def _plan(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
+        """It loads the state that the table points to, and plans a round from the names of the objects."""
         table = state.table
         if driver.phase is Phase.LISTED and table.readable and (work := self._todo(table, driver)):
             yield "a run plans a round", driver._replace(
@@ -289,6 +293,7 @@ class Ingest:
             )  # fmt: skip
 
     def _work(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
+        """A task reads an object, checks it, and writes the fresh rows to a data file."""
         if driver.phase is not Phase.WORKING:
             return
         (upload, fresh), *rest = driver.work
@@ -306,6 +311,7 @@ class Ingest:
             yield f"a task takes {NAMES[upload]}", after._replace(rows=rows, taken=driver.taken | fresh)
 
     def _task_killed(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
+        """A task dies with its file written; it is repeated."""
         if driver.phase is Phase.WORKING and state.bucket & 1 << driver.work[0][0]:
             rows = driver.rows
             if self.defect is Defect.ORPHANS and driver.work[0][0] != BAD:
@@ -313,6 +319,7 @@ class Ingest:
             yield "a task is killed when its file is written, and repeated", driver._replace(rows=rows)
 
     def _save(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
+        """The state document is written under a new name."""
         if driver.phase is not Phase.WORKED:
             return
         if not driver.taken and not driver.bad:
@@ -336,6 +343,7 @@ class Ingest:
         return state._replace(table=Table(rows, version, covered, refused, readable))
 
     def _commit(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver, State]]:
+        """Files and pointer are committed, if the table still has the version that was planned from."""
         table = state.table
         if driver.phase is Phase.HALF:
             yield "the other half is committed", _again(driver), self._other_half(state, driver)
@@ -372,6 +380,7 @@ class Ingest:
         return state._replace(table=table._replace(readable=True))
 
     def _commit_unsure(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver, State]]:
+        """The answer to a commit, made or not, is lost."""
         if driver.phase is Phase.SAVED and state.lost < self.lost and state.table.version == driver.base:
             spent = state._replace(lost=state.lost + 1)
             after = driver._replace(phase=Phase.UNSURE)
@@ -383,6 +392,7 @@ class Ingest:
             yield "the connection breaks before the commit", after, spent
 
     def _finish(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver, State]]:
+        """Nothing is left to plan: the run gives its verdict."""
         table = state.table
         if driver.phase is not Phase.LISTED or not table.readable or self._todo(table, driver):
             return
@@ -406,6 +416,7 @@ class Ingest:
         yield f"a run ends and says: {verdict}", Driver(), after
 
     def _killed(self, state: State, driver: Driver) -> Iterator[tuple[str, Driver]]:
+        """A driver dies; the next run begins anew."""
         if driver.phase > Phase.LISTED:
             yield "a driver is killed", Driver()
 
@@ -417,3 +428,8 @@ def _again(driver: Driver) -> Driver:
 
 def _messages(mask: int) -> list[int]:
     return [message for message in range(3) if mask & 1 << message]
+
+
+def phase(state: State) -> str:
+    """Where the only run is."""
+    return state.drivers[0].phase.name.lower()
