@@ -463,6 +463,10 @@ class StreamManager:
         """
         return await self._reads.read(self.stream(name), options or ReadMessagesOptions(), max_bytes, turn)
 
+    async def sync(self, names: Iterable[str]) -> None:
+        """Bring what these streams have committed to the disk. Raises StreamNotFound."""
+        await self.store.committer.sync([self.stream(name) for name in names])
+
     async def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
         """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -140,6 +140,9 @@ class Streams:
     def wants_client(self, name: str) -> bool:
         return False
 
+    async def sync(self, names: Iterable[str]) -> None:
+        pass  # nothing here outlives the process
+
     async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[StreamMessage]:
         found = self.definitions[name].stored[options.desired_start_sequence_number :]
         if not found:
@@ -243,6 +246,13 @@ class World:
         except StopIteration:
             return
         raise AssertionError("the broker waits for something")
+
+    def kill(self) -> None:
+        """End the server where it is: nothing more that it had begun happens. Start another one."""
+        self.runtime = ByHand()
+        for stream in self.streams.definitions.values():
+            stream.pending, stream.waiting = [], []
+        self.start()
 
     def run(self, seconds: float = 0.0) -> None:
         """Let so much time pass, and do what is due."""

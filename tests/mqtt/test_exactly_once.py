@@ -43,6 +43,24 @@ def test_a_message_whose_id_was_free_again_before_a_power_cut_is_stored(tmp_path
     run(tmp_path)
 
 
+@bridge_test
+async def test_a_message_found_at_a_start_is_on_the_disk_before_its_repetition_is_acknowledged(
+    bridge: Bridge,
+) -> None:
+    bridge.stream("safe", "safe", flush_on_write=True)
+    client = await bridge.connect("c", clean=False)
+    assert (await client.exchange(publish("safe", b"A", 2, 1))).head == RECEIVED
+    before = sessions(bridge.root).read_bytes()
+    assert (await client.exchange(publish("safe", b"B", 2, 2))).head == RECEIVED
+    taken = copied(bridge)
+    sessions(taken).write_bytes(before)  # a kill after B was written, perhaps before it was synced
+    async with found_again(bridge, taken) as again:
+        assert again.store.streams["safe"].unsynced() == []
+        client = await again.connect("c", clean=False)
+        assert (await client.exchange(publish("safe", b"B", 2, 2, dup=True))).head == RECEIVED
+        assert await again.payloads("safe") == [b"A", b"B"]
+
+
 @pytest.mark.parametrize("how", ["killed", "machine started anew after a clean stop"])
 def test_a_message_that_is_repeated_after_the_next_start_is_stored_once(tmp_path: Path, how: str) -> None:
     @bridge_test

@@ -161,6 +161,8 @@ async def find_stored_ids(broker: Broker) -> None:
                         refused.add(key)
             position = messages[-1].sequence_number + 1
         broker.journal.replay_points[name] = ReplayPoint(broker.store.stream(name).next_sequence)
+    # What is found may have been written and not synced. Its repetition is acknowledged without a commit.
+    await broker.store.sync({name for names in found.values() for name in names})
     for (session, packet_id, topic), names in found.items():
         names |= session.partial.get(packet_id, frozenset())
         own = broker.store.bound(text(topic))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from bridge.errors import StreamError
     from bridge.operations.reading import ReadMessagesOptions
@@ -52,6 +52,9 @@ class Store(Protocol):
 
     async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[StreamMessage]:
         """Messages of a stream; raises NotEnoughMessages, CorruptData or OSError."""
+
+    async def sync(self, names: Iterable[str]) -> None:
+        """Bring what these streams have committed to the disk."""
 
     @property
     def under_pressure(self) -> bool:
