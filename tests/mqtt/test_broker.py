@@ -17,7 +17,7 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5, V311
 from tests.fakes.byhand import Wire, World
 
-from .harness import PING, ack, connect, publish, subscribe, unsubscribe
+from .harness import PING, ack, connect, full_disk, publish, subscribe, unsubscribe
 
 CONNACK, PRESENT = b"\x20\2\0\0", b"\x20\2\1\0"
 PONG = b"\xd0\0"
@@ -97,6 +97,40 @@ def test_a_message_that_one_of_its_streams_refuses_is_in_none(world: World, clie
     wire.send(publish("in/both", b"x", 1, 1, level=V5))
     assert wire.got() == b"\x40\3\0\1\x97"
     assert [one.pending for one in world.streams.definitions.values()] == [[], []]
+
+
+def test_a_kill_right_after_the_first_qos_2_message_of_a_stream_is_stored_leaves_no_second_copy(
+    world: World,
+) -> None:
+    stream = world.streams.definitions["s"]
+    wire = world.connect(connect("c", clean=False))
+    assert wire.got() == CONNACK
+    wire.send(publish("in/a", b"x", 2, 7))
+    stream.commit()  # in the turn in which it was read: nothing of the turn's end has been done
+    world.kill()
+    wire = world.connect(connect("c", clean=False))
+    assert wire.got() == PRESENT
+    wire.send(publish("in/a", b"x", 2, 7, dup=True))
+    assert wire.got() == b"\x50\2\0\7"
+    assert stream.payloads == [b"x"]
+
+
+def test_a_repeated_pubrel_is_not_answered_before_the_journal_has_the_release(world: World) -> None:
+    stream = world.streams.definitions["s"]
+    stream.by_itself = True
+    wire = world.connect(connect("c", clean=False) + publish("in/a", b"x", 2, 7))
+    assert wire.got() == CONNACK + b"\x50\2\0\7"
+    with full_disk():
+        for answer in (b"", PRESENT):  # the second time the packet id is free in memory
+            wire.send(ack(0x62, 7))
+            world.run(5)  # the journal tries again each second
+            assert wire.got() == answer
+            assert wire.transport.closed
+            wire = world.connect(connect("c", clean=False))
+    world.kill()
+    wire = world.connect(connect("c", clean=False) + ack(0x62, 7) + publish("in/a", b"y", 2, 7, dup=True))
+    assert wire.got() == PRESENT + b"\x70\2\0\7" + b"\x50\2\0\7"
+    assert stream.payloads == [b"x", b"y"]
 
 
 def test_qos_2_is_stored_once_however_often_it_is_sent_and_free_after_its_release(

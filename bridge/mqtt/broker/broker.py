@@ -363,11 +363,13 @@ class Broker:
         if packet_id in session.incoming:
             session.incoming.discard(packet_id)
             if session.persistent:
-                # Were this lost, the next message with the id would pass for a duplicate.
                 self.journal.released(session, packet_id)
-                batch.touched[self.journal] = None
         elif inbox.line.level == V5:
             reason = PACKET_ID_NOT_FOUND
+        if session.persistent:
+            # Were the release lost, the next message with the id would pass for a duplicate. That of a
+            # repeated PUBREL is waited for too: the journal may have failed to keep it.
+            batch.touched[self.journal] = None
         batch.acks += answers.ack(PUBCOMP, packet_id.to_bytes(2, "big"), reason)
 
     # -- SUBSCRIBE and UNSUBSCRIBE ------------------------------------------------------------

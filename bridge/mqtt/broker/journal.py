@@ -160,7 +160,8 @@ class Journal:
     def search_from_here(self, stream: Stream) -> None:
         """From here on QoS 2 ids are looked for in a stream at the next start."""
         self.replay_points[stream.name] = ReplayPoint(stream.next_sequence)
-        self._add(Marked(stream.name, stream.next_sequence))
+        # Now, not at the end of the turn: the stream may be written before that.
+        self._file.add_at_once(_encoder.encode(Marked(stream.name, stream.next_sequence)))
 
     def settled_in(self, places: Iterable[tuple[Stream, int]], owner: object) -> None:
         """The journal has the ids of the QoS 2 messages that streams hold under these numbers."""

@@ -116,6 +116,17 @@ class JournalFile:
         if self._write_timer is None:
             self._write_timer = self._runtime.soon(self._write)
 
+    def add_at_once(self, body: bytes) -> None:
+        """Write a body before this returns; if that fails, as `add`. It may come before earlier bodies."""
+        if self._open and not self.failed:
+            try:
+                self._append(b"".join(_framed(body)))
+            except OSError as problem:
+                log.error("%s: %s; it will be written again", self.path, problem)
+            else:
+                return
+        self.add(body)
+
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Call `done` once all bodies so far are in the file."""
         if self._buffer or self.failed:
@@ -155,6 +166,7 @@ class JournalFile:
                 self._write_snapshot()
             elif self._buffer:
                 self._append(b"".join(self._buffer))
+                self._begin_copy()
             self.failed = False
         except OSError as problem:
             self._cannot_write(problem)
@@ -171,7 +183,12 @@ class JournalFile:
         self._must_sync()
         if self._copy is not None:
             self._copy.append(data)
-        elif self._size > 4 * self._least + SLACK and not self._copying and self._open:
+
+    def _begin_copy(self) -> None:
+        """Have a snapshot written if most of the file is dead."""
+        if self._copy is not None or self._copying or not self._open:
+            return
+        if self._size > 4 * self._least + SLACK:
             frames = self._snapshot_frames()
             self._copy = _Copy(self.path, frames)
             self._copying = True
