@@ -168,7 +168,8 @@ class Commit:
                 "PUBLISH",
                 self.publish,
                 (f"{broker}.publishing:Publisher.publish", f"{broker}.inbox:Inbox.put",
-                 f"{streams}.stream:Stream.append", f"{broker}.replay:ReplayPoint.expect"),
+                 f"{streams}.stream:Stream.append", f"{broker}.replay:ReplayPoint.expect",
+                 f"{broker}.journal:Journal.search_from_here"),
             ),
             Transition(
                 "write a group",
