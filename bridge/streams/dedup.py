@@ -32,6 +32,10 @@ class Window:
         self.length = DEFAULT if length is None else length
         self._most = MOST if length is None else None
 
+    def __bool__(self) -> bool:
+        """Whether any id is in the window."""
+        return bool(self._numbers)
+
     def find(self, message_id: bytes) -> int | None:
         """The number of the message that had this id, if it is in the window."""
         return self._numbers.get(message_id)

@@ -132,6 +132,11 @@ class Stream(Contents):
             return self.window
         window = Window(length)
         window.load(self, self.clock.now())
+        if self.settings.flush and window and not self.busy and (work := self.unsynced()):
+            # A kill may have come between write and sync, and a repetition is acknowledged without a commit.
+            with contextlib.suppress(OSError):  # then the next sync in the background writes it elsewhere
+                self.sync(work)
+                self.synced(work)
         return window
 
     async def idle(self) -> None:

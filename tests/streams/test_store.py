@@ -410,6 +410,17 @@ def test_a_repeated_message_id_inside_the_window_is_stored_once_also_after_a_res
     run(work())
 
 
+def test_what_a_message_id_is_found_for_at_a_start_is_on_the_disk(house: House) -> None:
+    async def work() -> None:
+        async with house.stream(flush=True, dedup_window=60_000) as stream:
+            await put(stream, b"a", ids=True)
+        async with house.stream() as stream:  # a repetition is acknowledged without another commit
+            assert stream.unsynced() == []
+            assert await put(stream, b"a", ids=True) == [0]
+
+    run(work())
+
+
 def test_a_repeated_message_id_is_known_also_behind_numbers_that_were_skipped(house: House) -> None:
     async def work() -> None:
         async with house.stream(dedup_window=60_000) as stream:
