@@ -101,7 +101,7 @@ class Exports:
                 "append", self._append, f"{streams}.stream:Stream.append", f"{streams}.log:SegmentLog.write"
             ),
             self._each(
-                "commit", self._commit, f"{streams}.log:SegmentLog.commit", f"{room}.worker:Worker._take"
+                "commit", self._commit, f"{streams}.log:SegmentLog.commit", f"{room}.worker:Worker._handle"
             ),
             self._each(
                 "plan", self._plan, f"{room}.planning:Planner.plan", f"{room}.batches:Batches._plan",
@@ -109,7 +109,7 @@ class Exports:
             ),
             self._each("write the cursor", self._write, f"{room}.position:Position.write"),
             self._each(
-                "send", self._send, f"{room}.batches:Batches.next", f"{room}.planning:Planner.again",
+                "send", self._send, f"{room}.batches:Batches.next", f"{room}.planning:Planner.reread",
                 f"{room}.task:Task._export",
             ),
             self._each("accept", self._accept, "plugins.s3:S3Exporter.export"),
@@ -117,7 +117,7 @@ class Exports:
                 "settle", self._settle, f"{room}.batches:Batches.settle", f"{room}.batches:Batches._settled"
             ),
             self._each(
-                "look, and cut the batch short", self._portion, f"{room}.batches:Batches._portion"
+                "look, and cut the batch short", self._portion, f"{room}.batches:Batches._next_part"
             ),
             self._each(
                 "free what was exported", self._free, f"{streams}.segment_limits:exported",

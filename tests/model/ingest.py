@@ -125,9 +125,10 @@ class Ingest:
         self.transitions = (
             Transition("upload", self.upload),
             Transition("drop", self.drop),
-            Transition("the gateway reports", self.reports, ("bridge.plugin.heads:head_document",)),
+            Transition("the gateway reports", self.reports, ("bridge.plugin.reports:gateway_report",)),
             self._each(
-                "begin a run", self._begin, f"{room}.heads:read_heads", f"{room}.planner:Inventory"
+                "begin a run", self._begin, f"{room}.gateway_reports:read_gateway_reports",
+                f"{room}.planner:Inventory"
             ),
             self._each(
                 "list", self._list, f"{room}.planner:Inventory"
