@@ -133,7 +133,7 @@ def test_many_large_messages_are_appended_in_requests_that_the_service_takes(on:
 def test_a_message_that_is_too_large_for_a_request_is_refused_as_that(on: Command) -> None:
     on("streams", "append", "declared", given="one\n")
     told = on("streams", "append", "declared", given="x" * (65 << 20), code=1)
-    assert "a request may have 67108864 bytes; send smaller messages" in told
+    assert "a request may have at most 67108864 bytes; send smaller messages" in told
     assert described(on, "declared")["messages"] == 1
 
 
@@ -203,7 +203,9 @@ def test_exports_shows_the_progress_and_the_error_of_each_export(fill: Fill) -> 
     cursor.write(stuck)
     cursor.close()
     header, lake, live = streambridge("exports", "--data-dir", data).stdout.splitlines()
-    assert header.split() == ["STREAM", "EXPORT", "KIND", "EXPORTED", "TO", "GO", "REJECTED", "LAST", "STATE"]
+    assert header.split() == [
+        "STREAM", "EXPORT", "KIND", "EXPORTED", "PENDING", "REJECTED", "LAST", "ATTEMPT", "STATE"
+    ]  # fmt: skip
     assert lake.split()[:6] == ["sensors", "lake", "s3", "3", "2", "1"]
     assert lake.endswith("no route to host")
     assert live.split() == ["sensors", "live", "kinesis", "-", "6", "0", "-", "paused"]
