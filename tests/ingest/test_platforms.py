@@ -28,7 +28,9 @@ def test_workers_need_none_of_the_gateways_packages(what: str, tmp_path: Path) -
     hide += "sys.meta_path = [one for one in sys.meta_path if '__editable__' not in repr(one)]\n"
     place = ROOT if what == "checkout" else write_package(tmp_path)[0]
     hide += f"sys.path = [{str(place)!r}, *(path for path in sys.path if path)]\n"
-    modules = ", ".join(f"bridge.ingest.{name}" for name in ("worker", "decode", "refine_worker", "compact"))
+    modules = ", ".join(
+        f"bridge.ingest.{name}" for name in ("worker", "decode", "refine_worker", "sinks.compact")
+    )
     done = subprocess.run(
         [sys.executable, "-c", f"{hide}import {modules}; print({modules.split(',')[0]}.__file__)"],
         cwd=tmp_path,
