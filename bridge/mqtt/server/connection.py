@@ -189,13 +189,6 @@ class Connection(Flow):
             why = f"an answer of {len(data)} bytes, above its Maximum Packet Size of {self.max_packet_out}"
             self.fail("refused_packet_size", why, PACKET_TOO_LARGE)
 
-    def acknowledge_now(self) -> None:
-        """Have the kernel acknowledge what was read, if nothing else goes out to carry that."""
-        sock = self.transport.get_extra_info("socket")
-        if sock is not None and sock.family != socket.AF_UNIX and not self.transport.is_closing():
-            with contextlib.suppress(OSError):  # the peer may have gone this very moment
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-
     def proceed(self) -> None:
         data, self._tail = bytes(self._tail), b""
         if data:
@@ -510,8 +503,12 @@ class Connection(Flow):
         The kernel waits 40 ms for data of ours to go along with the TCP acknowledgement, and a client without
         TCP_NODELAY keeps its next small packet back for as long (Nagle's algorithm).
         """
-        if not len(session.outbox):
-            self.acknowledge_now()
+        if len(session.outbox) or self.transport.is_closing():
+            return
+        sock = self.transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            with contextlib.suppress(OSError):  # the peer may have gone this very moment
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _throttle(self, seconds: float) -> None:
         """Read no further for as long as what was read should have taken, beyond the last second's worth."""
