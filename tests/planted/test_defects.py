@@ -1,0 +1,29 @@
+"""The planted defects still apply, each to one place, and are what they say: one line."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from .defects import ROOMS, ROOT, Defect, load
+
+DEFECTS = load()
+
+
+def test_there_are_sixty_defects_spread_over_the_rooms() -> None:
+    assert len({defect.name for defect in DEFECTS}) == len(DEFECTS) == 60
+    rooms = Counter(defect.room for defect in DEFECTS)
+    assert set(rooms) == set(ROOMS)
+    assert min(rooms.values()) >= 13
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=str)
+def test_the_defect_applies_to_one_line_and_compiles(defect: Defect) -> None:
+    planted = defect.plant()
+    compile(planted, defect.file, "exec")
+    gone, added = defect.changed_lines()
+    assert gone == 1, "it changes more than one line"
+    assert added <= 1, "it adds lines"
+    assert planted != (ROOT / defect.file).read_text()
+    assert defect.harm.endswith(".")
