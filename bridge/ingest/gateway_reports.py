@@ -12,7 +12,6 @@ such as a copy of a report, is reported as a problem and never used.
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -20,13 +19,12 @@ from typing import Any
 
 from bridge.ingest.errors import BadObject, Unreadable, Vanished, line
 from bridge.ingest.planner import StreamId
-from bridge.ingest.store import Entry, ObjectStore, read
+from bridge.ingest.store import Entry, ObjectStore, ahead, read
 from bridge.objectkeys import MAX_SEQUENCE, REPORTS, report_key
 
 YEAR_10000 = 253_402_300_800_000  # ms
 EPOCH_DIGITS = 19  # of the epoch in an object key
 MAX_REPORT = 32 << 20  # bytes: 600 streams, each with the thousand ranges that a gateway lists at most
-READERS = 16  # reports read at the same time: each costs a round trip, and every gateway has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +67,13 @@ class GatewayReports:
 def read_gateway_reports(store: ObjectStore) -> GatewayReports:
     """Read all gateway reports. Call it before the listing, so that no report is newer than the listing."""
     found = GatewayReports()
-    with ThreadPoolExecutor(READERS) as pool:
-        for one in pool.map(partial(_read, store, Lock()), list(store.under(REPORTS))):
-            found.streams |= one.streams
-            found.updated |= one.updated
-            found.problems += one.problems
+    parsing = Lock()
+    reads = [partial(_read, store, parsing, entry) for entry in store.under(REPORTS)]
+    for answer in ahead(reads, store.ahead):
+        one = answer()
+        found.streams |= one.streams
+        found.updated |= one.updated
+        found.problems += one.problems
     return found
 
 

@@ -1,4 +1,4 @@
-"""The job: list, plan, work in the executors, commit, until nothing is new.
+"""The job: list, plan, have the tasks work, commit, until nothing is new.
 
 A run can crash at any point. Before the commit it leaves unused data files, and perhaps a state document that
 no table points to; after the commit the round is done. No later run has to clean up for its result to be
@@ -9,7 +9,6 @@ commit.
 from __future__ import annotations
 
 import base64
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,15 +26,13 @@ from bridge.ingest.report import Name, Report, build
 from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, sweep_on_error
 from bridge.ingest.state import Piece, Quarantined, StateStore, TableState
 from bridge.ingest.store import StorageLocation
-from bridge.ingest.worker import collected, numbered, pack, task
+from bridge.ingest.tasks import SparkTasks, Tasks
+from bridge.ingest.worker import pack
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 TASK_BYTES = 32 << 20  # of objects, compressed, that one task reads
-DEAD_WORKER = re.compile(
-    "Python worker exited unexpectedly|Python worker failed to connect|ExecutorLostFailure"
-)
 CONFLICTS = 5  # rounds in a row that lost against other runs, before this run gives up
 
 
@@ -98,12 +95,30 @@ def run(
     *,
     retry_quarantined: bool = False,
 ) -> Summary:
+    """`ingest` with tasks in Spark. `spark` may be a function that opens the session."""
+
+    def tasks() -> Tasks:
+        return SparkTasks(spark() if callable(spark) else spark)
+
+    return ingest(tasks, source, sink, limits, on_round, retry_quarantined=retry_quarantined)
+
+
+def ingest(
+    tasks: Callable[[], Tasks],
+    source: StorageLocation,
+    sink: Sink,
+    limits: RoundLimits | None = None,
+    on_round: Callable[[Round], None] = lambda done: None,
+    *,
+    retry_quarantined: bool = False,
+    clock: Callable[[], int] = time.time_ns,
+) -> Summary:
     """Bring the table up to date with the objects under `source`; calls `on_round` after every round.
 
-    With `retry_quarantined`, the objects that earlier runs quarantined are read once more.
-    `spark` may be a function that opens the session: it is not called if there is nothing new.
+    With `retry_quarantined`, the objects that earlier runs quarantined are read once more. `tasks` is called
+    for every round, and not if there is nothing new; `clock` gives the Unix time in ns.
     Raises IngestError, CommitConflict after five rounds in a row that lost against other runs, and whatever
-    Spark and the libraries raise.
+    the tasks and the libraries raise.
     """
     began = time.monotonic()
     store = source.open()
@@ -121,7 +136,7 @@ def run(
     while True:
         start = time.monotonic()
         version = sink.pointer()  # before its location, which changes when another run creates the table
-        known = states or StateStore(sink.state())
+        known = states or StateStore(sink.state(), clock)
         state = known.load(version)
         if retry is None:
             retry = set(state.quarantine)
@@ -130,11 +145,10 @@ def run(
         if not todo.work:
             break
         target = sink.target()
-        states = StateStore(sink.state()) if version is None else known  # the table exists now
+        states = StateStore(sink.state(), clock) if version is None else known  # the table exists now
         done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
         try:
-            session = spark() if callable(spark) else spark
-            skipped = _round(session, source, sink, target, states, state, todo, reports, done)
+            skipped = _round(tasks(), source, sink, target, states, state, todo, reports, done)
         except CommitConflict:
             conflicts += 1
             if conflicts == CONFLICTS:
@@ -170,7 +184,7 @@ def run(
 
 
 def _round(
-    spark: SparkSession,
+    tasks: Tasks,
     source: StorageLocation,
     sink: Sink,
     target: Target,
@@ -184,9 +198,9 @@ def _round(
     start = time.monotonic()
     target = labelled(target)
     with sweep_on_error(target):
-        parts = split(todo, _slots(spark))
+        parts = split(todo, tasks.slots())
         done.tasks = len(parts)
-        rows = _work(spark, [pack(part) for part in parts], source, target, f"round {done.number}")
+        rows = tasks.work(f"round {done.number}", [pack(part) for part in parts], source, target)
         outcomes = {body["key"]: body for body in rows["object"]}
         files = [DataFile(**body) for body in rows["file"]]
         if any(body["number"] for body in rows["attempt"]):
@@ -213,20 +227,6 @@ def _round(
         done.version = version
     done.commit_seconds = time.monotonic() - start
     return skipped
-
-
-def _work(
-    spark: SparkSession, parts: list[bytes], source: StorageLocation, target: Target, what: str
-) -> dict[str, list[Any]]:
-    """Return the status rows of the tasks. If a worker died in the last attempt, run all again, isolated."""
-    frame = numbered(spark, parts)
-    try:
-        return collected(spark, what, frame, task(parts, source, target))
-    except Exception as error:  # of pyspark or py4j, depending on the version
-        if not DEAD_WORKER.search(str(error)):
-            raise
-    sweep(target)
-    return collected(spark, what, frame, task(parts, source, target, isolated=True))
 
 
 def _apply(
@@ -286,11 +286,3 @@ def split(todo: Plan, slots: int) -> list[list[Work]]:
     """Split the work into tasks of about the same bytes, in order, with at least one for each slot."""
     limit = max(1, min(TASK_BYTES, -(-todo.bytes // slots)))
     return grouped(todo.work, lambda work: work.item.size, limit)
-
-
-def _slots(spark: SparkSession) -> int:
-    """Return how many tasks run at the same time; over Spark Connect, which does not report it, a guess."""
-    try:
-        return int(spark.sparkContext.defaultParallelism)
-    except Exception:  # Connect has no sparkContext, and each version raises something else
-        return 16

@@ -142,10 +142,10 @@ class StateStore:
         return found
 
     def _read(self, version: int) -> dict[str, Any]:
-        for store in (self._store, *map(StorageLocation.open, _above(self.location))):
+        for place in (None, *_above(self.location)):
             with suppress(Vanished):
                 try:
-                    document = json.loads(store.get(_name(version)))
+                    document = json.loads((place.open() if place else self._store).get(_name(version)))
                 except (ValueError, RecursionError) as error:
                     raise self._damaged(version, error) from error
                 if not isinstance(document, dict):
@@ -204,11 +204,11 @@ def load_state(sink: Sink) -> TableState:
 
 def _above(location: StorageLocation) -> Iterator[StorageLocation]:
     """Yield the folders one and two levels up, if they exist."""
-    url = location.url.rstrip("/")
+    above = location.above()
     for _ in range(2):
-        url = url.rpartition("/")[0]
-        if url and not url.endswith("/"):
-            yield StorageLocation(url, location.endpoint)
+        if above is not None:
+            yield above
+            above = above.above()
 
 
 def _name(version: int) -> str:

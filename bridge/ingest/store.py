@@ -14,21 +14,24 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Container, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote, urlparse
 from uuid import uuid4
 
 from bridge.ingest.errors import BadObject, BadOption, IngestError, Unreadable, Vanished
 
+T = TypeVar("T")
 S3_SCHEMES = ("s3", "s3a", "s3n")
 LISTERS = 16  # prefixes listed at the same time: a LIST request returns 1000 keys
+READERS = 16  # small objects read at the same time: each costs a round trip
 READS = 4  # attempts to read an object whose connection breaks, before Spark retries the whole task
 RETRY_INTERVAL = 0.5  # seconds
 ALWAYS = float("inf")
@@ -58,7 +61,12 @@ class Entry(NamedTuple):
 
 
 class ObjectStore(Protocol):
-    """The storage operations that the job needs."""
+    """The storage operations that the job needs.
+
+    `ahead` is how many requests may be on their way at the same time. 0: only one, in the caller's thread.
+    """
+
+    ahead: int
 
     def list(self) -> Iterator[Entry]: ...
     def under(self, prefix: str) -> Iterator[Entry]: ...
@@ -100,7 +108,12 @@ class StorageLocation:
         return LocalStore(Path(unquote(parsed.path) if parsed.scheme else self.url))
 
     def join(self, name: str) -> StorageLocation:
-        return StorageLocation(f"{self.url.rstrip('/')}/{name}", self.endpoint)
+        return replace(self, url=f"{self.url.rstrip('/')}/{name}")
+
+    def above(self) -> StorageLocation | None:
+        """Return the folder one level up, if there is one."""
+        url = self.url.rstrip("/").rpartition("/")[0]
+        return replace(self, url=url) if url and not url.endswith("/") else None
 
 
 def table_folder(option: str, given: str, refused: str) -> Path:
@@ -124,6 +137,25 @@ def shared(location: StorageLocation) -> ObjectStore:
     return location.open()
 
 
+def ahead(requests: Iterable[Callable[[], T]], threads: int) -> Iterator[Callable[[], T]]:
+    """Yield for each request, in order, a function that returns its answer, or raises.
+
+    Meanwhile the next ones are made in so many threads; without any, a request is made when its function is
+    called.
+    """
+    if not threads:
+        yield from requests
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        coming: deque[Future[T]] = deque()
+        for request in requests:
+            coming.append(pool.submit(request))
+            if len(coming) > threads:
+                yield coming.popleft().result
+        while coming:
+            yield coming.popleft().result
+
+
 def read(store: ObjectStore, key: str, size: int, most: int) -> bytes:
     """Read an object that was listed with this size.
 
@@ -138,7 +170,8 @@ def read(store: ObjectStore, key: str, size: int, most: int) -> bytes:
     except PermissionError as error:  # of a file
         raise Unreadable(f"{type(error).__name__}: {error.strerror}") from error
     except Exception as error:
-        details = getattr(error, "response", {}).get("Error", {})  # botocore's ClientError
+        # of botocore's ClientError; its errors of a connection have None there
+        details = (getattr(error, "response", None) or {}).get("Error", {})
         if details.get("Code") not in OBJECT_ERRORS:
             raise
         raise Unreadable(f"{details['Code']}: {details.get('Message')}") from error
@@ -146,6 +179,8 @@ def read(store: ObjectStore, key: str, size: int, most: int) -> bytes:
 
 class LocalStore:
     """Objects as files below a directory; files that end in `.tmp` are unfinished."""
+
+    ahead = READERS
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -243,6 +278,8 @@ def _unlisted(error: OSError) -> None:
 
 class S3Store:
     """Objects below a prefix of a bucket, with boto3's default credential chain."""
+
+    ahead = READERS
 
     def __init__(
         self, bucket: str, prefix: str, endpoint: str | None, retry_interval: float = RETRY_INTERVAL

@@ -23,8 +23,8 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -34,7 +34,7 @@ from bridge.ingest.errors import BadObject, Unreadable, Vanished
 from bridge.ingest.files import DayFiles, Target
 from bridge.ingest.planner import Work
 from bridge.ingest.session import watched
-from bridge.ingest.store import StorageLocation, read, shared
+from bridge.ingest.store import StorageLocation, ahead, read, shared
 from bridge.objectkeys import parse_key
 
 if TYPE_CHECKING:
@@ -89,7 +89,15 @@ def pack(work: Sequence[Work]) -> bytes:
     return zlib.compress(json.dumps(rows).encode())
 
 
-def task(parts: list[bytes], source: StorageLocation, target: Target, *, isolated: bool = False) -> Function:
+def unpack(part: bytes) -> list[Any]:
+    """Return what `process` takes, from what `pack` has returned."""
+    work: list[Any] = json.loads(zlib.decompress(part))
+    return work
+
+
+def task(
+    parts: Sequence[bytes], source: StorageLocation, target: Target, *, isolated: bool = False
+) -> Function:
     """Return the function that takes the objects of each part.
 
     With `isolated`, the first attempt too reads objects in child processes.
@@ -99,7 +107,7 @@ def task(parts: list[bytes], source: StorageLocation, target: Target, *, isolate
         from bridge.ingest.isolated import one_by_one
 
         take = one_by_one if isolated or attempt() else process
-        yield from take(json.loads(zlib.decompress(parts[part])), source, target)
+        yield from take(unpack(parts[part]), source, target)
         yield "attempt", {"number": attempt()}
 
     return each_part(work)
@@ -117,33 +125,22 @@ def process(work: list[Any], source: StorageLocation, target: Target) -> Iterato
     """Read, check and write the objects of one task."""
     with DayFiles(target) as files:
         extras = {name: files.schema.field(name).type for name in target.extras}
-        for key, etag, fresh, fetched in _fetch(work, source):
+        store = shared(source)
+        fetches = [partial(read, store, key, size, MAX_OBJECT) for key, _, size, _ in work]
+        coming = ahead(fetches, min(AHEAD, store.ahead))
+        for (key, etag, _, fresh), fetched in zip(work, coming, strict=True):
             yield "object", {"key": key, "etag": etag, **_take(key, fresh, fetched, files, extras)}
     for file in files.written:
         yield "file", asdict(file)
 
 
-def _fetch(
-    work: list[Any], source: StorageLocation
-) -> Iterator[tuple[str, str, list[list[int]], Future[bytes]]]:
-    """Yield the objects in order, while the next ones are being fetched."""
-    store = shared(source)
-    with ThreadPoolExecutor(AHEAD) as pool:
-        coming: list[Future[bytes]] = []
-        for index, (key, etag, _, fresh) in enumerate(work):
-            while len(coming) <= AHEAD and index + len(coming) < len(work):
-                ahead, _, size, _ = work[index + len(coming)]
-                coming.append(pool.submit(read, store, ahead, size, MAX_OBJECT))
-            yield key, etag, fresh, coming.pop(0)
-
-
 def _take(
-    key: str, fresh: list[list[int]], fetched: Future[bytes], files: DayFiles, extras: Extras
+    key: str, fresh: list[list[int]], fetched: Callable[[], bytes], files: DayFiles, extras: Extras
 ) -> dict[str, Any]:
     name = parse_key(key)
     assert name is not None, key  # the planner plans no other key
     try:
-        table = decode(fetched.result(), name, extras)
+        table = decode(fetched(), name, extras)
     except BadObject as error:
         return {"status": "bad", "reason": str(error)}
     except Vanished as error:

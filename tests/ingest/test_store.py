@@ -9,10 +9,10 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from botocore.exceptions import BotoCoreError
+from botocore.exceptions import BotoCoreError, ReadTimeoutError
 
 from bridge.ingest.errors import Vanished
-from bridge.ingest.store import READS, S3Store, StorageLocation
+from bridge.ingest.store import READS, LocalStore, S3Store, StorageLocation, read
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -52,6 +52,15 @@ def test_an_object_whose_connection_breaks_is_read_again_and_not_its_whole_task(
         assert S3Store("bucket", "", endpoint, retry_interval=0.01).get("key") == CONTENT
     with breaking(READS) as endpoint, pytest.raises(BotoCoreError):
         S3Store("bucket", "", endpoint, retry_interval=0.01).get("key")
+
+
+def test_an_error_of_the_connection_is_raised_as_it_is() -> None:
+    class Silent(LocalStore):
+        def get(self, key: str, most: int | None = None) -> bytes:
+            raise ReadTimeoutError(endpoint_url="http://s3")
+
+    with pytest.raises(ReadTimeoutError):
+        read(Silent(Path()), "key", 1, 1)
 
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
