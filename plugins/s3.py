@@ -26,7 +26,6 @@ import hashlib
 import math
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -112,7 +111,7 @@ class S3Exporter(Exporter):
             self._options["ServerSideEncryption"] = config.server_side_encryption
         if config.kms_key_id:
             self._options["SSEKMSKeyId"] = config.kms_key_id
-        self._destination = (config.endpoint_url, config.bucket, self._prefix)
+        self._destination = (context.gateway, config.endpoint_url, config.bucket, self._prefix)
         # When the last upload or drop was settled: an older report does not have it. `inf`: not settled yet;
         # also at the start, because the previous worker may have died before it wrote a report.
         self._settled_at = math.inf
@@ -219,12 +218,12 @@ class S3Exporter(Exporter):
     def idle(self) -> float | None:
         """Write the gateway report if it is old; one export does it for all to the same destination."""
         if self._settled_at == math.inf:
-            self._settled_at = time.monotonic()
+            self._settled_at = self.context.monotonic()
         with _reports_lock:
             if not self._report_is_old():
                 return None
             last = _written.get(self._destination, -math.inf)
-            wait = last + self.config.report_interval_millis / 1000 - time.monotonic()
+            wait = last + self.config.report_interval_millis / 1000 - self.context.monotonic()
             if wait > 0:
                 return wait
             try:
@@ -246,9 +245,9 @@ class S3Exporter(Exporter):
         return self._settled_at > _written.get(self._destination, -math.inf)
 
     def _write_report(self, exports: list[Progress]) -> None:
-        now = time.monotonic()
+        now = self.context.monotonic()
         here = [_with_before_start(export) for export in exports if self._same_destination(export.config)]
-        document = gateway_report(self.context.gateway, time.time_ns() // 1_000_000, here)
+        document = gateway_report(self.context.gateway, int(self.context.now() * 1000), here)
         key = self._under(report_key(self.context.gateway))
         try:
             self._put(key, document, "application/json")
@@ -288,7 +287,7 @@ def _with_before_start(export: Progress) -> Progress:
 
 
 _reports_lock = threading.Lock()
-_written: dict[tuple[str | None, str, str], float] = {}  # when the report of a destination was written
+_written: dict[tuple[str, str | None, str, str], float] = {}  # when the report of a destination was written
 
 
 class _Row(Struct, gc=False):

@@ -271,6 +271,10 @@ class Context:
         """Unix time in seconds."""
         return time.time()
 
+    def monotonic(self) -> float:
+        """Seconds on a clock that only moves forward. Its zero means nothing."""
+        return time.monotonic()
+
 
 class Exporter:
     """The base of exporters: set the class variables and write `export`."""
