@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +24,8 @@ from bridge.ingest.table import TableOptions, open_sink
 from bridge.objectkeys import parse_key
 from tests.ingest.gateway import Gateway
 from tests.ingest.rest_catalog import serving
+from tests.simulation.bucket import Bucket
+from tests.simulation.table import Table
 
 Open = Callable[[], Any]
 KINDS = [
@@ -32,6 +35,7 @@ KINDS = [
     pytest.param("iceberg in glue", marks=pytest.mark.slow(seconds=15)),  # each new client takes a second
     "delta",
     "delta in s3",
+    "in memory",  # of the simulation, which stands in for the others
 ]
 
 
@@ -45,6 +49,8 @@ def stack() -> Iterator[ExitStack]:
 def table(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> Open:
     """Open the same table anew, as another run would."""
     kind = request.param
+    if kind == "in memory":
+        return Table(Bucket(Random(0), time.time)).sink
     if kind.startswith("delta"):
         request.getfixturevalue("delta")
     place: StorageLocation = request.getfixturevalue("bucket") if " in " in kind else StorageLocation("")

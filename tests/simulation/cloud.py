@@ -1,0 +1,373 @@
+"""The cloud of the simulation: runs of the real ingest job on a bucket and a table in memory, and checkers.
+
+`ingest_run` drives `bridge.ingest.job.ingest` without Spark, threads or a clock. Between any two of its steps
+it calls `at` with the name of what comes next: a request to a store (`list`, `get KEY`, `put KEY`,
+`put done KEY`, `delete KEY`), a call of the table (`pointer`, `commit`, `committed`, ...), a task (`task`,
+`task done`). Whoever drives the simulation may do there what the rest of the world does at that moment:
+upload, harm an object, let another run work, from its beginning to its end. It may raise `Killed` (SIGKILL of
+the driver), `TaskKilled` (of the Python worker, inside a task) or an error of botocore; `put done` and
+`committed` come when it has happened, so an error there is a lost answer. After a kill nothing of that
+process happens any more, and none of its clean-up.
+
+`CloudCheck` holds what must be true of the table, the state and the verdicts, at any time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError, ConnectionClosedError
+
+from bridge.ingest.errors import CommitConflict
+from bridge.ingest.files import Target
+from bridge.ingest.job import Summary, ingest
+from bridge.ingest.planner import RoundLimits, StreamId
+from bridge.ingest.ranges import Ranges
+from bridge.ingest.state import load_state
+from bridge.ingest.store import StorageLocation
+from bridge.ingest.worker import process, unpack
+from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
+
+from .bucket import ENDPOINT, At, Bucket, Place, nowhere
+from .table import Table
+
+ATTEMPTS = 4  # at a task, as Spark makes them
+Row = tuple[str, str, int, int]  # gateway, stream, epoch, number
+
+
+class Killed(BaseException):
+    """The driver is dead."""
+
+
+class TaskKilled(BaseException):
+    """The Python worker of a task is dead."""
+
+
+class TaskError(Exception):
+    """All attempts at a task failed, so the run ends."""
+
+
+@dataclass(frozen=True)
+class RunFaults:
+    """How often, 0 to 1: of the steps of a run, but for `repeated`, which is of the tasks."""
+
+    killed: float = 0.0  # the driver
+    task_killed: float = 0.0  # of a task's steps
+    failed: float = 0.0  # a request fails, or its answer is lost
+    unreadable: float = 0.0  # an object cannot be read, for a reason of its own
+    repeated: float = 0.0  # two attempts at a task come to their end, and the answer of the first is lost
+
+
+@dataclass
+class Ended:
+    """How a run ended: with a summary, or with an error, which may be `Killed`."""
+
+    summary: Summary | None = None
+    error: BaseException | None = None
+    reports: dict[str, bytes] = field(default_factory=dict)  # the gateway reports that it read, by key
+    unreadable: set[str] = field(default_factory=set)  # keys that it could not read
+    since: int = 0  # length of the bucket's log when it began
+
+
+def ingest_run(
+    bucket: Bucket,
+    table: Table,
+    random: Random,
+    at: At = nowhere,
+    *,
+    faults: RunFaults = RunFaults(),
+    limits: RoundLimits | None = None,
+    prefix: str = "",
+    retry_quarantined: bool = False,
+) -> Ended:
+    """Run the ingest job once. Raises what is no fault of the world, such as StateMissing."""
+    ended = Ended(since=len(bucket.log))
+    driver = _Driver(bucket, random, at, faults, prefix, ended)
+    try:
+        ended.summary = ingest(
+            lambda: _LocalTasks(driver),
+            bucket.place(prefix, driver.at),
+            table.sink(driver.at),
+            limits,
+            retry_quarantined=retry_quarantined,
+            clock=lambda: int(bucket.now() * 1_000_000_000),
+        )
+    except (Killed, TaskError, CommitConflict, BotoCoreError, ClientError) as error:
+        ended.error = error
+    return ended
+
+
+class _Driver:
+    """The process of a run."""
+
+    def __init__(
+        self, bucket: Bucket, random: Random, at: At, faults: RunFaults, prefix: str, ended: Ended
+    ) -> None:
+        self.bucket, self.random, self.faults, self.ended = bucket, random, faults, ended
+        self.prefix = f"{prefix}/" if prefix else ""
+        self._outer, self._dead = at, False
+
+    def at(self, point: str) -> None:
+        """Come to a point; raises Killed, also whenever it is called again."""
+        if self._dead:
+            raise Killed(point)
+        try:
+            self._outer(point)
+        except Killed:
+            self._dead = True
+            raise
+        if self.random.random() < self.faults.killed:
+            self._dead = True
+            raise Killed(point)
+        self._request(point)
+
+    def _request(self, point: str) -> None:
+        verb, _, key = point.partition(" ")
+        if self.random.random() < self.faults.failed:
+            raise ConnectionClosedError(endpoint_url=ENDPOINT)
+        if verb != "get":
+            return
+        if key.startswith(REPORTS) and (found := self.bucket.objects.get(self.prefix + key)):
+            self.ended.reports[key] = found.body
+        if parse_key(key) and self.random.random() < self.faults.unreadable:
+            self.ended.unreadable.add(key)
+            answer: Any = {"Error": {"Code": "AccessDenied", "Message": "not yours"}}
+            raise ClientError(answer, "GetObject")
+
+
+class _LocalTasks:
+    """Tasks in this process, one after the other; see `bridge.ingest.tasks`."""
+
+    def __init__(self, driver: _Driver) -> None:
+        self.driver, self.random = driver, driver.random
+
+    def slots(self) -> int:
+        return self.random.randint(1, 3)
+
+    def work(
+        self, what: str, parts: Sequence[bytes], source: StorageLocation, target: Target
+    ) -> dict[str, list[Any]]:
+        bodies: dict[str, list[Any]] = defaultdict(list)
+        for part in parts:
+            for kind, body in self._task(part, source, target):
+                bodies[kind].append(json.loads(json.dumps(body)))  # as it comes from Spark
+        return bodies
+
+    def _task(self, part: bytes, source: StorageLocation, target: Target) -> list[tuple[str, Any]]:
+        lost = self.random.random() < self.driver.faults.repeated
+        for number in range(ATTEMPTS):
+            with suppress(TaskKilled, BotoCoreError, ClientError):
+                found = self._attempt(part, source, target)
+                if lost:
+                    lost = False
+                    continue
+                return [*found, ("attempt", {"number": number})]
+        raise TaskError(f"{ATTEMPTS} attempts failed")
+
+    def _attempt(self, part: bytes, source: StorageLocation, target: Target) -> list[tuple[str, Any]]:
+        worker = _Worker(self.driver)
+        worker.at("task")
+        assert isinstance(source, Place)
+        assert isinstance(target.location, Place)
+        there = replace(target, location=replace(target.location, at=worker.at))
+        found = list(process(unpack(part), replace(source, at=worker.at), there))
+        worker.at("task done")
+        return found
+
+
+class _Worker:
+    """The process of one attempt at a task."""
+
+    def __init__(self, driver: _Driver) -> None:
+        self.driver, self._dead = driver, False
+
+    def at(self, point: str) -> None:
+        if self._dead:
+            raise TaskKilled(point)
+        try:
+            self.driver.at(point)
+            if self.driver.random.random() < self.driver.faults.task_killed:
+                raise TaskKilled(point)
+        except TaskKilled:
+            self._dead = True
+            raise
+
+
+class CloudError(AssertionError):
+    """The cloud is not as it must be."""
+
+
+@dataclass
+class _Claim:
+    """What a gateway says of a stream."""
+
+    exported: int
+    newest: int
+    dropped: list[tuple[int, int, str]]
+
+    def explains(self, number: int) -> bool:
+        """Whether it says that a number was dropped, legally; for joined ranges see `joined`."""
+        return any(
+            low <= number <= high and why not in LOSSES and not why.startswith(JOINED)
+            for low, high, why in self.dropped
+        )
+
+    def joined(self) -> Iterator[tuple[int, int, int]]:
+        for low, high, why in self.dropped:
+            if why.startswith(JOINED):
+                yield low, high, int(why.removeprefix(JOINED))
+
+
+Excused = Callable[[StreamId, int], bool]
+
+
+def nothing(stream: StreamId, number: int) -> bool:
+    """The gateway has lost and dropped nothing."""
+    return False
+
+
+class CloudCheck:
+    """What must be true. `appended` has the payload of every row that a gateway has ever appended.
+
+    All methods raise CloudError. Each data file is read once, so that a check costs what is new.
+    """
+
+    def __init__(self, bucket: Bucket, table: Table, appended: Mapping[Row, bytes], prefix: str = "") -> None:
+        self.bucket, self.the_table, self.appended = bucket, table, appended
+        self.prefix = f"{prefix}/" if prefix else ""
+        self.rows = 0
+        self.numbers: dict[StreamId, Ranges] = {}  # that are in the table
+        self._files: dict[str, Counter[Row]] = {}
+
+    def table(self) -> None:
+        """Every row was appended, with its payload, and is there once; no row has gone; so says the state."""
+        now = {file.path: file for file in self.the_table.now.files}
+        removed = [self._files.pop(path) for path in self._files.keys() - now.keys()]
+        before = sum(removed, Counter[Row]())  # what a compaction has merged must be in the new files
+        for path in now.keys() - self._files.keys():
+            found = self._files[path] = self._content(path)
+            if sum(found.values()) != now[path].rows:
+                raise CloudError(f"{path} has {sum(found.values())} rows, the table says {now[path].rows}")
+            for row, count in found.items():
+                if before[row]:
+                    before[row] -= count
+                    continue
+                stream, number = StreamId(*row[:3]), row[3]
+                known = self.numbers.setdefault(stream, Ranges())
+                if count > 1 or known.covers(number, number):
+                    raise CloudError(f"{row} is in the table more than once")
+                known.add(number, number)
+                self.rows += 1
+        if lost := [row for row, count in before.items() if count > 0]:
+            raise CloudError(f"rows have left the table: {lost[:5]}")
+        if any(count < 0 for count in before.values()):
+            raise CloudError("rows were doubled by a compaction")
+        self._state()
+
+    def _content(self, path: str) -> Counter[Row]:
+        names = ["gateway", "stream", "epoch", "sequence_number", "payload"]
+        columns = self.the_table.content(path, names).to_pydict()
+        rows: Counter[Row] = Counter()
+        for *name, epoch, number, payload in zip(*(columns[name] for name in names), strict=True):
+            row = (*name, int(epoch), number)
+            if row not in self.appended:
+                raise CloudError(f"{row} was never appended")
+            if self.appended[row] != payload:
+                raise CloudError(f"{row} has another payload than was appended: {payload[:100]!r}")
+            rows[row] += 1
+        return rows
+
+    def _state(self) -> None:
+        """The state covers the rows of the table and no others."""
+        state = load_state(self.the_table.sink())
+        covered = {stream: list(ranges) for stream, ranges in state.covered().items() if ranges}
+        there = {stream: list(ranges) for stream, ranges in self.numbers.items() if ranges}
+        if covered != there:
+            raise CloudError(f"the state covers {covered}, the table has {there}")
+
+    def run(self, ended: Ended, excused: Excused = nothing) -> None:
+        """The verdict of a run is true, given the gateway reports that it read.
+
+        A run that says "incomplete" has a reason: somebody has harmed an object, it could not be read, or
+        `excused` says that the gateway has dropped or lost the number, whether it has reported that or not.
+        """
+        if ended.summary is None:
+            return
+        report = ended.summary.report
+        claims = dict(_claims(ended.reports))
+        harmed = self._harmed(ended.since)
+        ever = self._harmed(0)  # a refused object that was put back is known until a run has read it again
+        for document in report.refused:
+            if document["key"] not in ever:
+                raise CloudError(f"{document} was refused, and nobody has harmed it")
+        for document in report.unreadable:
+            if document["key"] not in ended.unreadable:
+                raise CloudError(f"{document} could be read")
+        for found in report.streams:
+            stream = StreamId(found.gateway, found.stream, found.epoch)
+            gone = _numbers(harmed, stream)
+            for hole in found.holes:
+                if hole.kind == "missing":
+                    for number in range(hole.first, hole.last + 1):
+                        if not (gone.covers(number, number) or excused(stream, number)):
+                            raise CloudError(f"{stream}: {number} is called missing, and is not: {hole}")
+        if report.complete:
+            for stream, claim in claims.items():
+                self._complete(stream, claim)
+        elif report.streams and not any(map(report.total, ("missing", "quarantined", "unreadable"))):
+            raise CloudError("a run says that something is missing, and not what")
+
+    def _complete(self, stream: StreamId, claim: _Claim) -> None:
+        """All that the gateway says it has uploaded is in the table."""
+        there = self.numbers.get(stream, Ranges())
+        absent = {n for low, high in there.missing(0, claim.exported) for n in range(low, high + 1)}
+        absent = {number for number in absent if not claim.explains(number)}
+        for low, high, count in claim.joined():
+            within = {number for number in absent if low <= number <= high}
+            absent -= within if len(within) <= count else set()
+        if absent:
+            raise CloudError(f"{stream}: called complete, and these are not there: {sorted(absent)[:10]}")
+
+    def _harmed(self, since: int) -> set[str]:
+        """The keys of objects that somebody has harmed; those put back since then count too."""
+        back = {each.key for each in self.bucket.log[since:] if each.what == "uploaded again"}
+        return {key.removeprefix(self.prefix) for key in self.bucket.harmed | back}
+
+    def everything(self, rows: Mapping[Row, bytes], excused: Excused = nothing) -> None:
+        """All of these rows are in the table, but for those that are excused or were harmed."""
+        harmed = self._harmed(len(self.bucket.log))
+        streams = {StreamId(*row[:3]) for row in rows}
+        gone = {stream: _numbers(harmed, stream) for stream in streams}
+        for row in rows:
+            stream, number = StreamId(*row[:3]), row[3]
+            known = self.numbers.get(stream)
+            if not (
+                (known and known.covers(number, number))
+                or gone[stream].covers(number, number)
+                or excused(stream, number)
+            ):
+                raise CloudError(f"{row} is not in the table")
+
+
+def _claims(reports: Mapping[str, bytes]) -> Iterator[tuple[StreamId, _Claim]]:
+    for body in reports.values():
+        with suppress(ValueError):  # damaged by somebody
+            document = json.loads(body)
+            for stream in document["streams"]:
+                name = StreamId(document["gateway"], stream["stream"], int(stream["epoch"]))
+                yield name, _Claim(stream["exported"], stream["newest"], stream["dropped"])
+
+
+def _numbers(keys: set[str], stream: StreamId) -> Ranges:
+    found = Ranges()
+    for key in keys:
+        name = parse_key(key)
+        if name and StreamId(name.gateway, name.stream, name.epoch) == stream:
+            found.add(name.first, name.last)
+    return found

@@ -1,0 +1,164 @@
+"""A table in memory, with the contract of `bridge.ingest.sinks.base` (tests/ingest/test_sinks.py checks it).
+
+`Table` is what is there; a `TableSink` is what one run has opened of it. Data files and state documents are
+objects of a bucket. Each commit makes a version: its files and its pointer, visible together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bridge.ingest.columns import MESSAGES, shaped
+from bridge.ingest.errors import CommitConflict
+from bridge.ingest.files import DataFile, DayFiles, Target
+from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, absent, labelled, sweep_on_error
+
+from .bucket import At, Bucket, Place, nowhere
+
+DAY_MS = 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What one commit left; `at` is its Unix time in ms."""
+
+    at: int
+    pointer: int | None
+    files: tuple[LiveFile, ...]
+
+
+class Table:
+    """A table in a bucket."""
+
+    def __init__(self, bucket: Bucket, name: str = "lake.messages") -> None:
+        self.bucket, self.name = bucket, name
+        self.schema: pa.Schema | None = None  # None: there is no such table
+        self.versions: list[Version] = [Version(0, None, ())]
+        self.commits = 0
+
+    @property
+    def now(self) -> Version:
+        """What a reader sees."""
+        return self.versions[-1]
+
+    def sink(self, at: At = nowhere) -> TableSink:
+        """Open the table; `at` is called before each step."""
+        return TableSink(self, at)
+
+    def content(self, path: str, columns: Sequence[str] | None = None) -> pa.Table:
+        """Return the rows of a data file."""
+        body = self.bucket.objects[f"{self.name}/{path}"].body
+        return pq.ParquetFile(BytesIO(body)).read(columns and list(columns), use_threads=False)
+
+
+class TableSink:
+    """A sink. A commit calls `at("commit")` before it happens, and `at("committed")` after it."""
+
+    def __init__(self, table: Table, at: At) -> None:
+        self._table, self._at = table, at
+
+    @property
+    def name(self) -> str:
+        return self._table.name
+
+    def table(self) -> Table | None:
+        self._at("table")
+        return self._table if self._table.schema is not None else None
+
+    def pointer(self) -> int | None:
+        self._at("pointer")
+        return self._table.now.pointer
+
+    def differences(self) -> list[Difference]:
+        return []  # nobody else changes its columns
+
+    def _place(self) -> Place:
+        return self._table.bucket.place(self._table.name, self._at)
+
+    def target(self) -> Target:
+        self._at("target")
+        if self._table.schema is None:
+            self._table.schema = MESSAGES
+        return Target.of(self._place(), "data/ingest_day", self._table.schema, MESSAGES)
+
+    def state(self) -> Place:
+        place = self._table.bucket.place(f"state/{self._table.name}", self._at)
+        return place if self._table.schema is None else replace(place, url=f"{place.url}/made")
+
+    def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
+        self._at("add columns")
+        schema = self._table.schema or MESSAGES
+        for field in absent(columns, schema.names):
+            schema = schema.append(field)
+        self._table.schema = schema
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        self._at("commit")
+        self._table.schema = self._table.schema or MESSAGES
+        found = self._table.now.pointer
+        if found != version:  # otherwise an earlier attempt succeeded, and only its answer was lost
+            if found != previous:
+                raise CommitConflict(f"{self.name}: another run committed first")
+            self._add(version, self._table.now.files, files)
+        self._at("committed")
+
+    def _add(self, pointer: int | None, kept: Sequence[LiveFile], files: Sequence[DataFile]) -> None:
+        table = self._table
+        table.commits += 1
+        new = [LiveFile(file.path, file.day, file.size, file.rows, table.commits) for file in files]
+        table.versions.append(Version(int(table.bucket.now() * 1000), pointer, (*kept, *new)))
+
+    def files(self) -> list[LiveFile]:
+        self._at("files")
+        return list(self._table.now.files)
+
+    def rows(self) -> int:
+        return sum(file.rows for file in self._table.now.files)
+
+    def compact(self, spark: object) -> Compacted:
+        """Merge the files of each day; uses no Spark. The pointer stays the same."""
+        days: dict[str, list[LiveFile]] = {}
+        for file in self.files():
+            days.setdefault(file.day, []).append(file)
+        old = [file for files in days.values() if len(files) > 1 for file in files]
+        target = labelled(self.target())
+        with sweep_on_error(target):
+            with DayFiles(target) as merged:
+                for file in old:
+                    merged.add(shaped(self._table.content(file.path), target.arrow()))
+            self._at("compacted")
+            there = set(self._table.now.files)
+            if not there.issuperset(old):
+                raise CommitConflict(f"{self.name}: another run has compacted it")
+        if old:
+            kept = [file for file in self._table.now.files if file not in set(old)]
+            self._add(self._table.now.pointer, kept, merged.written)
+        return Compacted(len(old), len(merged.written), sum(file.rows for file in merged.written))
+
+    def expire(self, days: float) -> int:
+        """Forget versions that are so old, but for the current one, and delete the files only they had."""
+        table, before = self._table, table_time(self._table) - days * DAY_MS
+        table.versions = [v for v in table.versions if v.at >= before or v is table.now]
+        used = {file.path for version in table.versions for file in version.files}
+        return self._place().open().sweep("data/", "", used, before)
+
+    def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> pa.Table:
+        rows = pa.concat_tables([*self._contents()], promote_options="default")
+        rows = rows.select(list(columns)) if columns else rows
+        return rows if limit is None else rows.slice(0, limit)
+
+    def _contents(self) -> Iterator[pa.Table]:
+        schema = self._table.schema or MESSAGES
+        yield schema.empty_table()
+        for file in self.files():
+            yield shaped(self._table.content(file.path), schema)
+
+
+def table_time(table: Table) -> float:
+    """Unix time in ms."""
+    return table.bucket.now() * 1000

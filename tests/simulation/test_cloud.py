@@ -1,0 +1,249 @@
+"""The cloud alone, from one seed: gateways with the real s3 exporter, the real ingest job, faults everywhere.
+
+The gateways are simple: they append, drop, plan a batch, send it until it is accepted, crash in between, and
+report. What the rest of a gateway does to its messages is not of interest here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from bridge import Batch, Context, Exporter, Record, Retry
+from bridge.ingest.planner import RoundLimits, StreamId
+from bridge.plugin import discovery
+from bridge.plugin.api import Progress, convert_config
+
+from .bucket import ENDPOINT, Bucket, Faults
+from .cloud import CloudCheck, Ended, Row, RunFaults, ingest_run
+from .table import Table
+
+CLS = discovery.load().exporters["s3"]
+NOON = 1_795_000_000.0  # Unix time in seconds when a world begins
+
+
+class Clock:
+    """Time that passes when the world says so; seconds."""
+
+    def __init__(self) -> None:
+        self.time = NOON
+
+    def now(self) -> float:
+        return self.time
+
+
+class Link(Context):
+    """What the exporters of one gateway may call."""
+
+    def __init__(self, gateway: Gateway, stream: str, epoch: int) -> None:
+        super().__init__(gateway.name, stream, epoch)
+        self._gateway = gateway
+
+    def client(self, service: str, config: Any, **options: Any) -> Any:
+        assert service == "s3"
+        return self._gateway.bucket.client()
+
+    def now(self) -> float:
+        return self._gateway.clock.time
+
+    monotonic = now
+
+    def exports(self) -> list[Progress]:
+        return [stream.progress() for stream in self._gateway.streams]
+
+
+class Stream:
+    """A stream of a gateway and its export. All that is here survives a crash, but for the exporter."""
+
+    def __init__(self, gateway: Gateway, name: str, epoch: int) -> None:
+        self.gateway, self.name, self.epoch = gateway, name, epoch
+        self.records: list[Record] = []
+        self.exported = -1
+        self.tried = -1  # the last number of the batch that was begun
+        self.dropped: list[tuple[int, int, str]] = []
+        self.start()
+
+    def start(self) -> None:
+        """Make the exporter anew, as after a crash."""
+        config = {
+            "identifier": "up",
+            "bucket": "landing",
+            "endpointUrl": ENDPOINT,
+            "reportIntervalMillis": 2000,
+        }
+        self.context = Link(self.gateway, self.name, self.epoch)
+        self.exporter: Exporter = CLS(convert_config(CLS, config), self.context)
+
+    def progress(self) -> Progress:
+        return Progress(
+            stream=self.name, epoch=self.epoch, identifier="up", config=self.exporter.config, oldest=0,
+            newest=len(self.records) - 1, exported=self.exported, skipped=list(self.dropped),
+        )  # fmt: skip
+
+    def append(self, random: Random, appended: dict[Row, bytes]) -> None:
+        for _ in range(random.randint(1, 40)):
+            number, payload = len(self.records), random.randbytes(random.randrange(20))
+            when = int(self.gateway.clock.time * 1000)
+            self.records.append(Record(number, when, f"plant/{self.name}", payload))
+            appended[self.gateway.name, self.name, self.epoch, number] = payload
+
+    def drop(self, random: Random) -> None:
+        """Drop the oldest pending messages; they may be of a batch that was tried."""
+        last = min(self.exported + random.randint(1, 60), len(self.records) - 1)
+        if last > self.exported:
+            self.dropped.append((self.exported + 1, last, "overwritten"))
+            self.exporter.dropped(self.exported + 1, last, "overwritten")
+            self.exported, self.tried = last, -1
+
+    def export(self, random: Random) -> None:
+        """Make one attempt at a batch; crash before its position is stored, perhaps."""
+        first, newest = self.exported + 1, len(self.records) - 1
+        if first > newest:
+            return
+        if self.tried < first:
+            self.tried = min(first + random.randint(0, 60), newest)
+        batch = Batch(
+            self.gateway.name, self.name, self.epoch, first, self.tried, self.records[first : self.tried + 1]
+        )
+        try:
+            self.exporter.export(batch)
+        except Retry:
+            return
+        if random.random() < 0.1:
+            self.start()
+        else:
+            self.exported = self.tried
+
+    def has_dropped(self, number: int) -> bool:
+        return any(low <= number <= high for low, high, _ in self.dropped)
+
+
+class Gateway:
+    """A gateway with some streams."""
+
+    def __init__(self, name: str, bucket: Bucket, clock: Clock) -> None:
+        self.name, self.bucket, self.clock = name, bucket, clock
+        self.streams = [Stream(self, stream, int(clock.time)) for stream in ("readings", "a/b c")]
+
+    def idle(self) -> None:
+        """Write the report, if it is old."""
+        for stream in self.streams:
+            try:
+                stream.exporter.idle()
+            except Retry:
+                return
+
+
+class World:
+    """Some gateways, a bucket, a table, and what happens from one seed."""
+
+    def __init__(self, seed: int, make_table: Callable[[Bucket], Table] = Table) -> None:
+        self.random, self.clock = Random(seed), Clock()
+        self.bucket = Bucket(self.random, self.clock.now, Faults.all(0.03))
+        self.lake = Bucket(self.random, self.clock.now, name="lake")
+        self.table = make_table(self.lake)
+        self.appended: dict[Row, bytes] = {}
+        self.check = CloudCheck(self.bucket, self.table, self.appended)
+        # the endpoint of an exporter is not that of other worlds: so each has a report of its own
+        self.gateways = [Gateway(f"gw-{seed}-{number}", self.bucket, self.clock) for number in range(2)]
+        self.faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.1)
+        self.runs: list[Ended] = []
+        self.depth = 0
+
+    def step(self) -> None:
+        """Let something happen."""
+        random = self.random
+        self.clock.time += random.random()
+        stream = random.choice(random.choice(self.gateways).streams)
+        chance = random.random()
+        if chance < 0.3:
+            stream.append(random, self.appended)
+        elif chance < 0.8:
+            stream.export(random)
+        elif chance < 0.82:
+            stream.drop(random)
+        elif chance < 0.92:
+            stream.gateway.idle()
+        elif chance < 0.94:
+            self.bucket.late()
+        elif chance < 0.95:
+            self.bucket.down = not self.bucket.down
+        elif chance < 0.955:
+            self.harm()
+        elif chance < 0.96 and self.bucket.harmed:
+            self.bucket.upload_again(random.choice(sorted(self.bucket.harmed)))
+        elif chance > 0.99:
+            self.ingest()
+
+    def harm(self) -> None:
+        """Somebody harms an object."""
+        data = [key for key in self.bucket.keys if key.startswith("gateway=")]
+        if data:
+            do = self.random.choice([self.bucket.delete, self.bucket.damage, self.bucket.tear])
+            do(self.random.choice(data))
+
+    def ingest(self) -> None:
+        """Let an ingest run work; meanwhile other things happen, another run too."""
+        if self.depth == 2:
+            return
+        self.depth += 1
+        limits = RoundLimits(objects=self.random.choice([2, 10, 1000]))
+        again = self.random.random() < 0.2
+        ended = ingest_run(
+            self.bucket, self.table, self.random, self.at, faults=self.faults, limits=limits,
+            retry_quarantined=again,
+        )  # fmt: skip
+        self.depth -= 1
+        self.runs.append(ended)
+        self.check.table()
+        self.check.run(ended, self.excused)
+        if self.random.random() < 0.1:
+            self.table.sink().compact(None)
+            self.check.table()
+
+    def at(self, point: str) -> None:
+        if self.random.random() < 0.05:
+            self.step()
+
+    def excused(self, stream: StreamId, number: int) -> bool:
+        """Whether the gateway has dropped it."""
+        return any(
+            (gateway.name, one.name, one.epoch) == stream and one.has_dropped(number)
+            for gateway in self.gateways
+            for one in gateway.streams
+        )
+
+    def settle(self) -> Ended:
+        """End all faults, put everything back, let all arrive; then one run."""
+        self.bucket.down, self.bucket.faults, self.faults = False, Faults(), RunFaults()
+        while self.bucket.late():
+            pass
+        for key in sorted(self.bucket.harmed):
+            self.bucket.upload_again(key)
+        for gateway in self.gateways:
+            for stream in gateway.streams:
+                while stream.exported < len(stream.records) - 1:
+                    stream.export(self.random)
+            self.clock.time += 10
+            for stream in gateway.streams:
+                stream.start()  # the report that arrived late may be an old one
+            gateway.idle()
+        ended = ingest_run(self.bucket, self.table, self.random, retry_quarantined=True)
+        self.check.table()
+        self.check.run(ended, self.excused)
+        self.check.everything(self.appended, self.excused)
+        return ended
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_the_table_has_every_row_once_and_verdicts_are_true(seed: int) -> None:
+    world = World(seed)
+    for _ in range(1500):
+        world.step()
+    ended = world.settle()
+    assert ended.summary is not None
+    assert ended.summary.report.complete, ended.summary.report.to_json()
+    assert world.check.rows > 1000
