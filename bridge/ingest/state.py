@@ -164,8 +164,10 @@ class StateStore:
 
     def save(self, state: TableState, previous: int | None) -> int:
         """Write the state as a new document and return its version. It counts once the table points to it."""
-        fresh = (self._clock() // 1_000_000) << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
-        version = max(fresh, (previous or 0) + 1)
+        # The clock may be behind that of the run before. The random part must differ then too: a sink takes
+        # the commit of another run with the same version for its own.
+        ms = max(self._clock() // 1_000_000, ((previous or 0) >> RANDOM_BITS) + 1)
+        version = ms << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
         document = {
             "format": FORMAT,
             "version": version,

@@ -160,6 +160,20 @@ def days_ago(days: int) -> Callable[[], int]:
     return lambda: time.time_ns() - days * 24 * 3600 * 10**9
 
 
+def test_two_runs_whose_clocks_are_behind_never_take_each_others_commit_for_their_own(
+    table: Open, landing: StorageLocation
+) -> None:
+    before = committed(table(), "by a host whose clock is right")
+    one, other = (
+        StateStore(table().state(), days_ago(1)).save(TableState(notes={"note": note}), before)
+        for note in ("one", "other")
+    )
+    table().commit(before, one, written(table(), landing, 0, 9))
+    with pytest.raises(CommitConflict):
+        table().commit(before, other, written(table(), landing, 10, 19))
+    assert (numbers(table()), load_state(table()).notes) == (list(range(10)), {"note": "one"})
+
+
 def test_a_table_can_be_rolled_back_by_a_week_though_its_state_then_was_older(
     table: Open,
 ) -> None:
