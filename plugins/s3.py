@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
+from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import Meta, Struct
@@ -111,7 +112,8 @@ class S3Exporter(Exporter):
             self._options["ServerSideEncryption"] = config.server_side_encryption
         if config.kms_key_id:
             self._options["SSEKMSKeyId"] = config.kms_key_id
-        self._destination = (context.gateway, config.endpoint_url, config.bucket, self._prefix)
+        self._destination = (config.bucket, self._prefix)
+        self._written = _written.setdefault(self._client, {})
         # When the last upload or drop was settled: an older report does not have it. `inf`: not settled yet;
         # also at the start, because the previous worker may have died before it wrote a report.
         self._settled_at = math.inf
@@ -222,7 +224,7 @@ class S3Exporter(Exporter):
         with _reports_lock:
             if not self._report_is_old():
                 return None
-            last = _written.get(self._destination, -math.inf)
+            last = self._written.get(self._destination, -math.inf)
             wait = last + self.config.report_interval_millis / 1000 - self.context.monotonic()
             if wait > 0:
                 return wait
@@ -242,7 +244,7 @@ class S3Exporter(Exporter):
                     self.context.log.warning("the gateway report is not up to date: %s", error)
 
     def _report_is_old(self) -> bool:
-        return self._settled_at > _written.get(self._destination, -math.inf)
+        return self._settled_at > self._written.get(self._destination, -math.inf)
 
     def _write_report(self, exports: list[Progress]) -> None:
         now = self.context.monotonic()
@@ -253,7 +255,7 @@ class S3Exporter(Exporter):
             self._put(key, document, "application/json")
         except Exception as error:
             raise failure(error, f"uploading {self._url(key)}") from error
-        _written[self._destination] = now
+        self._written[self._destination] = now
 
     def _same_destination(self, other: ExportConfig) -> bool:
         mine = self.config
@@ -287,7 +289,8 @@ def _with_before_start(export: Progress) -> Progress:
 
 
 _reports_lock = threading.Lock()
-_written: dict[tuple[str, str | None, str, str], float] = {}  # when the report of a destination was written
+# By client, and by bucket and prefix: when the report there was written.
+_written: WeakKeyDictionary[Any, dict[tuple[str, str], float]] = WeakKeyDictionary()
 
 
 class _Row(Struct, gc=False):
