@@ -249,7 +249,9 @@ class CloudCheck:
         """Every row was appended, with its payload, and is there once; no row has gone; so says the state."""
         now = {file.path: file for file in self.the_table.now.files}
         removed = [self._files.pop(path) for path in self._files.keys() - now.keys()]
-        before = sum(removed, Counter[Row]())  # what a compaction has merged must be in the new files
+        before = Counter[Row]()  # what a compaction has merged must be in the new files
+        for gone in removed:
+            before.update(gone)
         for path in now.keys() - self._files.keys():
             found = self._files[path] = self._content(path)
             if sum(found.values()) != now[path].rows:
@@ -272,6 +274,8 @@ class CloudCheck:
 
     def _content(self, path: str) -> Counter[Row]:
         names = ["gateway", "stream", "epoch", "sequence_number", "payload"]
+        if f"{self.the_table.name}/{path}" not in self.the_table.bucket.objects:
+            raise CloudError(f"{path} is a file of the table, and has gone")
         columns = self.the_table.content(path, names).to_pydict()
         rows: Counter[Row] = Counter()
         for *name, epoch, number, payload in zip(*(columns[name] for name in names), strict=True):
@@ -294,14 +298,17 @@ class CloudCheck:
     def run(self, ended: Ended, excused: Excused = nothing) -> None:
         """The verdict of a run is true, given the gateway reports that it read.
 
-        A run that says "incomplete" has a reason: somebody has harmed an object, it could not be read, or
-        `excused` says that the gateway has dropped or lost the number, whether it has reported that or not.
+        A run that says "incomplete" has a reason: somebody has harmed an object, it could not be read, it
+        came after the run had begun, or `excused` says that the gateway has dropped or lost the number,
+        whether it has reported that or not.
         """
         if ended.summary is None:
             return
         report = ended.summary.report
         claims = dict(_claims(ended.reports))
-        harmed = self._harmed(ended.since)
+        # not in its listing, but perhaps in that of another run, which has skipped it and taken later ones
+        late = {self._relative(each.key) for each in self.bucket.log[ended.since :] if each.what == "put"}
+        absent = self._harmed(ended.since) | late
         ever = self._harmed(0)  # a refused object that was put back is known until a run has read it again
         for document in report.refused:
             if document["key"] not in ever:
@@ -311,12 +318,18 @@ class CloudCheck:
                 raise CloudError(f"{document} could be read")
         for found in report.streams:
             stream = StreamId(found.gateway, found.stream, found.epoch)
-            gone = _numbers(harmed, stream)
+            gone, claim = _numbers(absent, stream), claims.get(stream)
             for hole in found.holes:
-                if hole.kind == "missing":
-                    for number in range(hole.first, hole.last + 1):
-                        if not (gone.covers(number, number) or excused(stream, number)):
-                            raise CloudError(f"{stream}: {number} is called missing, and is not: {hole}")
+                for number in range(hole.first, hole.last + 1):
+                    named = claim is not None and claim.explains(number)
+                    reason = gone.covers(number, number) or excused(stream, number)
+                    pending = claim is None or number > claim.exported
+                    if (
+                        (hole.kind == "missing" and (named or not reason))
+                        or (hole.kind == "trimmed" and not excused(stream, number))
+                        or (hole.kind == "waiting" and not pending)
+                    ):
+                        raise CloudError(f"{stream}: {number} is called {hole.kind}, and is not: {hole}")
         if report.complete:
             for stream, claim in claims.items():
                 self._complete(stream, claim)
@@ -337,7 +350,10 @@ class CloudCheck:
     def _harmed(self, since: int) -> set[str]:
         """The keys of objects that somebody has harmed; those put back since then count too."""
         back = {each.key for each in self.bucket.log[since:] if each.what == "uploaded again"}
-        return {key.removeprefix(self.prefix) for key in self.bucket.harmed | back}
+        return {self._relative(key) for key in self.bucket.harmed | back}
+
+    def _relative(self, key: str) -> str:
+        return key.removeprefix(self.prefix)
 
     def everything(self, rows: Mapping[Row, bytes], excused: Excused = nothing) -> None:
         """All of these rows are in the table, but for those that are excused or were harmed."""

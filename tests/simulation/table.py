@@ -35,8 +35,11 @@ class Version:
 class Table:
     """A table in a bucket."""
 
-    def __init__(self, bucket: Bucket, name: str = "lake.messages") -> None:
-        self.bucket, self.name = bucket, name
+    def __init__(
+        self, bucket: Bucket, name: str = "lake.messages", kind: type[TableSink] | None = None
+    ) -> None:
+        """`kind` is what opens it."""
+        self.bucket, self.name, self.kind = bucket, name, kind or TableSink
         self.schema: pa.Schema | None = None  # None: there is no such table
         self.versions: list[Version] = [Version(0, None, ())]
         self.commits = 0
@@ -48,7 +51,7 @@ class Table:
 
     def sink(self, at: At = nowhere) -> TableSink:
         """Open the table; `at` is called before each step."""
-        return TableSink(self, at)
+        return self.kind(self, at)
 
     def content(self, path: str, columns: Sequence[str] | None = None) -> pa.Table:
         """Return the rows of a data file."""
@@ -60,65 +63,66 @@ class TableSink:
     """A sink. A commit calls `at("commit")` before it happens, and `at("committed")` after it."""
 
     def __init__(self, table: Table, at: At) -> None:
-        self._table, self._at = table, at
+        self.memory, self.at = table, at
 
     @property
     def name(self) -> str:
-        return self._table.name
+        return self.memory.name
 
     def table(self) -> Table | None:
-        self._at("table")
-        return self._table if self._table.schema is not None else None
+        self.at("table")
+        return self.memory if self.memory.schema is not None else None
 
     def pointer(self) -> int | None:
-        self._at("pointer")
-        return self._table.now.pointer
+        self.at("pointer")
+        return self.memory.now.pointer
 
     def differences(self) -> list[Difference]:
         return []  # nobody else changes its columns
 
     def _place(self) -> Place:
-        return self._table.bucket.place(self._table.name, self._at)
+        return self.memory.bucket.place(self.memory.name, self.at)
 
     def target(self) -> Target:
-        self._at("target")
-        if self._table.schema is None:
-            self._table.schema = MESSAGES
-        return Target.of(self._place(), "data/ingest_day", self._table.schema, MESSAGES)
+        self.at("target")
+        if self.memory.schema is None:
+            self.memory.schema = MESSAGES
+        return Target.of(self._place(), "data/ingest_day", self.memory.schema, MESSAGES)
 
     def state(self) -> Place:
-        place = self._table.bucket.place(f"state/{self._table.name}", self._at)
-        return place if self._table.schema is None else replace(place, url=f"{place.url}/made")
+        place = self.memory.bucket.place(f"state/{self.memory.name}", self.at)
+        return place if self.memory.schema is None else replace(place, url=f"{place.url}/made")
 
     def add_columns(self, columns: Mapping[str, pa.DataType]) -> None:
-        self._at("add columns")
-        schema = self._table.schema or MESSAGES
+        self.at("add columns")
+        schema = self.memory.schema or MESSAGES
         for field in absent(columns, schema.names):
             schema = schema.append(field)
-        self._table.schema = schema
+        self.memory.schema = schema
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
-        self._at("commit")
-        self._table.schema = self._table.schema or MESSAGES
-        found = self._table.now.pointer
+        self.at("commit")
+        self.memory.schema = self.memory.schema or MESSAGES
+        found = self.memory.now.pointer
         if found != version:  # otherwise an earlier attempt succeeded, and only its answer was lost
             if found != previous:
                 raise CommitConflict(f"{self.name}: another run committed first")
-            self._add(version, self._table.now.files, files)
-        self._at("committed")
+            self.add(version, self.memory.now.files, files)
+        self.at("committed")
 
-    def _add(self, pointer: int | None, kept: Sequence[LiveFile], files: Sequence[DataFile]) -> None:
-        table = self._table
+    def add(self, pointer: int | None, kept: Sequence[LiveFile], files: Sequence[DataFile]) -> None:
+        """Make a version of the files kept and added."""
+        table = self.memory
         table.commits += 1
         new = [LiveFile(file.path, file.day, file.size, file.rows, table.commits) for file in files]
         table.versions.append(Version(int(table.bucket.now() * 1000), pointer, (*kept, *new)))
 
     def files(self) -> list[LiveFile]:
-        self._at("files")
-        return list(self._table.now.files)
+        self.at("files")
+        return list(self.memory.now.files)
 
     def rows(self) -> int:
-        return sum(file.rows for file in self._table.now.files)
+        return sum(file.rows for file in self.memory.now.files)
 
     def compact(self, spark: object) -> Compacted:
         """Merge the files of each day; uses no Spark. The pointer stays the same."""
@@ -130,19 +134,19 @@ class TableSink:
         with sweep_on_error(target):
             with DayFiles(target) as merged:
                 for file in old:
-                    merged.add(shaped(self._table.content(file.path), target.arrow()))
-            self._at("compacted")
-            there = set(self._table.now.files)
+                    merged.add(shaped(self.memory.content(file.path), target.arrow()))
+            self.at("compacted")
+            there = set(self.memory.now.files)
             if not there.issuperset(old):
                 raise CommitConflict(f"{self.name}: another run has compacted it")
         if old:
-            kept = [file for file in self._table.now.files if file not in set(old)]
-            self._add(self._table.now.pointer, kept, merged.written)
+            kept = [file for file in self.memory.now.files if file not in set(old)]
+            self.add(self.memory.now.pointer, kept, merged.written)
         return Compacted(len(old), len(merged.written), sum(file.rows for file in merged.written))
 
     def expire(self, days: float) -> int:
         """Forget versions that are so old, but for the current one, and delete the files only they had."""
-        table, before = self._table, table_time(self._table) - days * DAY_MS
+        table, before = self.memory, table_time(self.memory) - days * DAY_MS
         table.versions = [v for v in table.versions if v.at >= before or v is table.now]
         used = {file.path for version in table.versions for file in version.files}
         return self._place().open().sweep("data/", "", used, before)
@@ -153,10 +157,10 @@ class TableSink:
         return rows if limit is None else rows.slice(0, limit)
 
     def _contents(self) -> Iterator[pa.Table]:
-        schema = self._table.schema or MESSAGES
+        schema = self.memory.schema or MESSAGES
         yield schema.empty_table()
         for file in self.files():
-            yield shaped(self._table.content(file.path), schema)
+            yield shaped(self.memory.content(file.path), schema)
 
 
 def table_time(table: Table) -> float:

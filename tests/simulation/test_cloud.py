@@ -6,20 +6,22 @@ report. What the rest of a gateway does to its messages is not of interest here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 import pytest
+from botocore.exceptions import ConnectionClosedError
 
 from bridge import Batch, Context, Exporter, Record, Retry
+from bridge.ingest.files import DataFile
 from bridge.ingest.planner import RoundLimits, StreamId
 from bridge.plugin import discovery
 from bridge.plugin.api import Progress, convert_config
 
 from .bucket import ENDPOINT, Bucket, Faults
-from .cloud import CloudCheck, Ended, Row, RunFaults, ingest_run
-from .table import Table
+from .cloud import CloudCheck, CloudError, Ended, Killed, Row, RunFaults, ingest_run
+from .table import Table, TableSink
 
 CLS = discovery.load().exporters["s3"]
 NOON = 1_795_000_000.0  # Unix time in seconds when a world begins
@@ -44,7 +46,7 @@ class Link(Context):
 
     def client(self, service: str, config: Any, **options: Any) -> Any:
         assert service == "s3"
-        return self._gateway.bucket.client()
+        return self._gateway.client
 
     def now(self) -> float:
         return self._gateway.clock.time
@@ -64,10 +66,9 @@ class Stream:
         self.exported = -1
         self.tried = -1  # the last number of the batch that was begun
         self.dropped: list[tuple[int, int, str]] = []
-        self.start()
 
     def start(self) -> None:
-        """Make the exporter anew, as after a crash."""
+        """Make the exporter anew."""
         config = {
             "identifier": "up",
             "bucket": "landing",
@@ -113,7 +114,7 @@ class Stream:
         except Retry:
             return
         if random.random() < 0.1:
-            self.start()
+            self.gateway.start()
         else:
             self.exported = self.tried
 
@@ -124,9 +125,16 @@ class Stream:
 class Gateway:
     """A gateway with some streams."""
 
-    def __init__(self, name: str, bucket: Bucket, clock: Clock) -> None:
+    def __init__(self, name: str, bucket: Bucket, clock: Clock, kind: type[Stream]) -> None:
         self.name, self.bucket, self.clock = name, bucket, clock
-        self.streams = [Stream(self, stream, int(clock.time)) for stream in ("readings", "a/b c")]
+        self.streams = [kind(self, stream, int(clock.time)) for stream in ("readings", "a/b c")]
+        self.start()
+
+    def start(self) -> None:
+        """Start a process, as after a crash."""
+        self.client = self.bucket.client()
+        for stream in self.streams:
+            stream.start()
 
     def idle(self) -> None:
         """Write the report, if it is old."""
@@ -138,17 +146,25 @@ class Gateway:
 
 
 class World:
-    """Some gateways, a bucket, a table, and what happens from one seed."""
+    """Some gateways, a bucket, a table, and what happens from one seed.
 
-    def __init__(self, seed: int, make_table: Callable[[Bucket], Table] = Table) -> None:
+    The kinds of what it is made of are given, so that a test can plant a mistake in one.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        sink: type[TableSink] = TableSink,
+        bucket: type[Bucket] = Bucket,
+        stream: type[Stream] = Stream,
+    ) -> None:
         self.random, self.clock = Random(seed), Clock()
-        self.bucket = Bucket(self.random, self.clock.now, Faults.all(0.03))
+        self.bucket = bucket(self.random, self.clock.now, Faults.all(0.03))
         self.lake = Bucket(self.random, self.clock.now, name="lake")
-        self.table = make_table(self.lake)
+        self.table = Table(self.lake, kind=sink)
         self.appended: dict[Row, bytes] = {}
         self.check = CloudCheck(self.bucket, self.table, self.appended)
-        # the endpoint of an exporter is not that of other worlds: so each has a report of its own
-        self.gateways = [Gateway(f"gw-{seed}-{number}", self.bucket, self.clock) for number in range(2)]
+        self.gateways = [Gateway(name, self.bucket, self.clock, stream) for name in ("gw-a", "gw-b")]
         self.faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.1)
         self.runs: list[Ended] = []
         self.depth = 0
@@ -175,7 +191,7 @@ class World:
             self.harm()
         elif chance < 0.96 and self.bucket.harmed:
             self.bucket.upload_again(random.choice(sorted(self.bucket.harmed)))
-        elif chance > 0.99:
+        elif chance > 0.985:
             self.ingest()
 
     def harm(self) -> None:
@@ -205,8 +221,18 @@ class World:
             self.check.table()
 
     def at(self, point: str) -> None:
-        if self.random.random() < 0.05:
-            self.step()
+        """Do what happens between two steps of a run; the narrow places are made wider."""
+        random, faulty = self.random, self.faults.killed > 0
+        verb, _, key = point.partition(" ")
+        if random.random() < 0.03:
+            for _ in range(random.choice([1, 3, 40])):
+                self.step()
+        if random.random() < (0.1 if verb in ("task", "commit") else 0.002):
+            self.ingest()
+        if verb == "get" and key in self.bucket.objects and random.random() < 0.01:
+            self.bucket.delete(key)
+        if faulty and verb in ("commit", "committed") and random.random() < 0.1:
+            raise random.choice([Killed(point), ConnectionClosedError(endpoint_url=ENDPOINT)])
 
     def excused(self, stream: StreamId, number: int) -> bool:
         """Whether the gateway has dropped it."""
@@ -228,8 +254,7 @@ class World:
                 while stream.exported < len(stream.records) - 1:
                     stream.export(self.random)
             self.clock.time += 10
-            for stream in gateway.streams:
-                stream.start()  # the report that arrived late may be an old one
+            gateway.start()  # the report that arrived late may be an old one
             gateway.idle()
         ended = ingest_run(self.bucket, self.table, self.random, retry_quarantined=True)
         self.check.table()
@@ -238,12 +263,107 @@ class World:
         return ended
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_the_table_has_every_row_once_and_verdicts_are_true(seed: int) -> None:
-    world = World(seed)
-    for _ in range(1500):
+def played(seed: int, steps: int = 1000, **kinds: Any) -> tuple[World, Ended]:
+    """Play a world to its end; raises what its checks raise."""
+    world = World(seed, **kinds)
+    for _ in range(steps):
         world.step()
     ended = world.settle()
     assert ended.summary is not None
-    assert ended.summary.report.complete, ended.summary.report.to_json()
-    assert world.check.rows > 1000
+    if not ended.summary.report.complete or ended.summary.report.refused:
+        raise CloudError(f"not complete, though all is settled: {ended.summary.report.to_json()}")
+    return world, ended
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow(seconds=100))], ids=["few", "many"]
+)
+def test_whatever_happens_the_table_has_every_row_once_and_verdicts_are_true(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        world, _ = played(seed)
+        assert world.check.rows > 3000, seed
+
+
+def test_a_seed_gives_the_same_world_again() -> None:
+    def story() -> object:
+        world, _ = played(11, 400)
+        ends = [(str(run.error), run.since, sorted(run.reports)) for run in world.runs]
+        return world.bucket.log, ends, world.check.rows, world.table.commits
+
+    assert story() == story()
+
+
+class Blind(TableSink):
+    """Commits without looking whether another run was first."""
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        super().commit(self.memory.now.pointer, version, files)
+
+
+class InTwo(TableSink):
+    """Commits the files first, and then the pointer."""
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        self.add(previous, self.memory.now.files, files)
+        super().commit(previous, version, [])
+
+
+class Lossy(TableSink):
+    """Forgets a file when there are many."""
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        super().commit(previous, version, files[:2])
+
+
+class Stale(TableSink):
+    """Answers with the pointer of the commit before, and takes it for the current one."""
+
+    def pointer(self) -> int | None:
+        return self.memory.versions[-2].pointer if len(self.memory.versions) > 1 else None
+
+    def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
+        super().commit(self.memory.now.pointer, version, files)
+
+
+class Hasty(Stream):
+    """Takes an attempt without an answer for delivered."""
+
+    def export(self, random: Random) -> None:
+        super().export(random)
+        self.exported = max(self.exported, self.tried)
+
+
+class Forgetful(Stream):
+    """Drops messages and does not report it."""
+
+    def drop(self, random: Random) -> None:
+        super().drop(random)
+        self.dropped.clear()
+
+
+class Leaky(Bucket):
+    """Stores less of an object than it was given."""
+
+    def store(self, key: str, body: bytes, what: str, metadata: dict[str, str] | None = None) -> str:
+        if what == "put" and self.random.random() < 0.02:
+            body = body[:-1]
+        return super().store(key, body, what, metadata)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "found"),
+    [
+        ({"sink": Blind}, "more than once|the state covers"),
+        ({"sink": InTwo}, "more than once|the state covers"),
+        ({"sink": Lossy}, "the state covers"),
+        ({"sink": Stale}, "more than once|the state covers"),
+        ({"stream": Hasty}, "called missing"),
+        ({"stream": Forgetful}, "called missing"),
+        ({"bucket": Leaky}, "nobody has harmed it"),
+    ],
+    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
+)
+def test_a_mistake_that_is_planted_is_found(kinds: dict[str, Any], found: str) -> None:
+    with pytest.raises(CloudError, match=found):
+        for seed in range(20):
+            played(seed, 500, **kinds)
