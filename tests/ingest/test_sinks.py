@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,12 +17,14 @@ import pyarrow as pa
 import pytest
 
 from bridge.ingest.decode import decode
-from bridge.ingest.errors import BadOption, CommitConflict, StateMissing
-from bridge.ingest.files import DataFile, DayFiles
-from bridge.ingest.job import run
+from bridge.ingest.errors import BadOption, CommitConflict, StateMissing, Vanished
+from bridge.ingest.files import DataFile, DayFiles, Target
+from bridge.ingest.job import ingest, run
+from bridge.ingest.sinks.base import discard, labelled, sweep
 from bridge.ingest.state import StateStore, TableState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
+from bridge.ingest.worker import process, unpack
 from bridge.objectkeys import parse_key
 from tests.ingest.gateway import Gateway
 from tests.ingest.rest_catalog import serving
@@ -72,13 +76,15 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack) -> O
     return lambda: open_sink(options)
 
 
-def written(sink: Any, landing: StorageLocation, first: int, last: int, **extra: Any) -> list[DataFile]:
+def written(
+    sink: Any, landing: StorageLocation, first: int, last: int, target: Target | None = None, **extra: Any
+) -> list[DataFile]:
     """Data files with these rows, as a task would have written them."""
     gateway = Gateway(landing)
     key = gateway.export(first, last, **extra)
     name = parse_key(key)
     assert name is not None
-    target = sink.target()
+    target = target or sink.target()
     schema = target.arrow()
     rows = decode(gateway.store.get(key), name, {extra: schema.field(extra).type for extra in target.extras})
     with DayFiles(target) as files:
@@ -125,6 +131,66 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(table: Open, landing: 
     table().commit(None, 7, files)
     table().commit(None, 7, files)  # the same again
     assert numbers(table()) == list(range(10))
+
+
+def test_refused_files_are_deleted_and_those_of_the_table_are_kept(
+    table: Open, landing: StorageLocation
+) -> None:
+    kept, refused = written(table(), landing, 0, 9), written(table(), landing, 10, 19)
+    table().commit(None, 7, kept)
+    discard(table(), [*kept, *refused])  # of the first, only the answer was lost
+    assert numbers(table()) == list(range(10))
+    store = table().target().location.open()
+    with pytest.raises(Vanished):
+        store.get(refused[0].path)
+
+
+def test_what_a_killed_task_has_written_is_swept_and_nothing_else(
+    table: Open, landing: StorageLocation
+) -> None:
+    table().commit(None, 7, written(table(), landing, 0, 9))
+    mine = labelled(table().target())
+    dead, alive = (written(table(), landing, 10, 19, mine) for _ in range(2))
+    sweep(mine, keep=alive)
+    table().commit(7, 8, alive)
+    assert numbers(table()) == list(range(20))
+    with pytest.raises(Vanished):
+        mine.location.open().get(dead[0].path)
+
+
+class Here:
+    """The tasks of a run in this process; `meanwhile` is called once, between plan and work."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._meanwhile = [meanwhile]
+
+    def slots(self) -> int:
+        return 1
+
+    def work(self, what: str, parts: Any, source: StorageLocation, target: Target) -> dict[str, list[Any]]:
+        while self._meanwhile:
+            self._meanwhile.pop()()
+        bodies: dict[str, list[Any]] = defaultdict(list)
+        for part in parts:
+            for kind, body in process(unpack(part), source, target):
+                bodies[kind].append(json.loads(json.dumps(body)))
+        return bodies
+
+
+def test_two_runs_at_once_add_every_row_once_and_the_later_one_finds_its_state(
+    table: Open, landing: StorageLocation
+) -> None:
+    gateway = Gateway(landing)
+    gateway.export(0, 9)
+
+    def other_run() -> None:
+        gateway.export(10, 19)
+        assert ingest(lambda: Here(int), landing, table()).rows == 20
+
+    tasks = Here(other_run)
+    summary = ingest(lambda: tasks, landing, table())
+    assert (summary.rows, numbers(table())) == (0, list(range(20)))
+    assert load_state(table()).rows() == 20
 
 
 def test_columns_are_added_once_and_older_rows_have_none(table: Open, landing: StorageLocation) -> None:
