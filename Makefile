@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak crashstates test test-slow bench lint format docs fuzz audit venv deb release clean
+.PHONY: help demo soak crashstates planted test test-slow bench lint format docs fuzz audit venv deb release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -28,6 +28,10 @@ test-slow: venv ## the tests that take minutes; SHARE=1 runs only the first shar
 crashstates: venv ## what a power cut may leave of real runs, each state started: STATES=800 of each kind, SEED=
 	@.ci/tools strace
 	$(BIN)/python -m tests.crashstates --states $(or $(STATES),800) $(if $(SEED),--seed $(SEED))
+
+planted: venv ## plants sixty defects, and notes what finds each (hours): ONLY=words of one, JOBS=1
+	@.ci/tools java mosquitto
+	$(BIN)/python -m tests.planted --jobs $(or $(JOBS),1) $(if $(ONLY),--only "$(ONLY)")
 
 bench: venv ## all benchmarks with their peers, and docs/results.md from them (45 minutes)
 	@.ci/tools java mosquitto nats redis rabbitmq

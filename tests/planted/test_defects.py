@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from . import table
 from .defects import ROOMS, ROOT, Defect, load
 
 DEFECTS = load()
@@ -27,3 +28,14 @@ def test_the_defect_applies_to_one_line_and_compiles(defect: Defect) -> None:
     assert added <= 1, "it adds lines"
     assert planted != (ROOT / defect.file).read_text()
     assert defect.harm.endswith(".")
+
+
+def test_the_page_shows_the_results_as_they_are() -> None:
+    content = table.PAGE.read_text()
+    assert content == table.page(content, table.rendered(DEFECTS, table.read())), (
+        "run python -m tests.planted.table"
+    )
+
+
+def test_the_results_are_those_of_these_defects() -> None:
+    assert set(table.read()) <= {defect.name for defect in DEFECTS}
