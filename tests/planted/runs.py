@@ -34,7 +34,13 @@ NICE = 10
 
 # Where the tests are that can reach a room, without the slow ones.
 REACH = {
-    "store": ("tests/streams", "tests/test_manager.py", "tests/mqtt", "tests/export/test_retention.py"),
+    "store": (
+        "tests/streams",
+        "tests/test_manager.py",
+        "tests/mqtt/test_exactly_once.py",
+        "tests/mqtt/test_crash.py",
+        "tests/export/test_retention.py",
+    ),
     "broker": ("tests/mqtt", "tests/operations"),
     "export": ("tests/export", "tests/test_manager.py"),
     "ingest": ("tests/ingest",),
