@@ -254,7 +254,7 @@ class SegmentLog:
     def sync(self, work: list[tuple[OpenSegment, int]]) -> None:
         """Wait until these are on the disk; raises OSError. May run in a thread."""
         for item, _ in work:
-            self._files.sync(item.fd)
+            self._sync(item)
         if self._suspect:  # the kernel reports an error once; a second sync succeeds
             raise OSError(EIO, "an earlier sync failed")
         if any(item.synced < HEADER.size for item, _ in work):

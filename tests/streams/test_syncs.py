@@ -198,11 +198,13 @@ class Forgetful(Files):
     """A disk that reports a failed sync once, and has then lost what was written before it."""
 
     def __init__(self) -> None:
-        self.fail_next = False
+        self.fail_next = self.full = False
         self._dirty: dict[int, list[tuple[int, bytes]]] = {}
         self._durable: dict[int, bytearray] = {}
 
     def open(self, path: Path, flags: int) -> int:
+        if flags & os.O_CREAT and self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         fd = super().open(path, flags)
         if flags & os.O_TRUNC:
             self._dirty.pop(os.fstat(fd).st_ino, None)
@@ -245,6 +247,28 @@ def test_what_an_earlier_group_left_to_the_background_is_saved_when_a_later_grou
             stream.configure(StorageSettings(flush=True), b"{}")
             disk.fail_next = True
             assert await put(stream, b"c") == [2]
+            await store.committer.sync([stream])
+            assert stream.log.unsynced() == []
+            found = disk.power_cut(house)
+        async with found.stream() as stream:
+            assert payloads(stream) == [b"a" * 3000, b"b" * 3000, b"c"]
+
+    run(work())
+
+
+def test_what_could_not_be_written_elsewhere_after_a_failed_sync_is_written_at_the_next_one(
+    house: House,
+) -> None:
+    async def work() -> None:
+        house.files = disk = Forgetful()
+        async with house.store() as store:
+            stream = store.create("s", StorageSettings(), b"{}")
+            await put(stream, b"a" * 3000, b"b" * 3000)
+            disk.fail_next = disk.full = True
+            await store.committer.sync([stream])
+            assert "so did writing elsewhere" in house.events[-1]
+            disk.full = False
+            await put(stream, b"c")
             await store.committer.sync([stream])
             assert stream.log.unsynced() == []
             found = disk.power_cut(house)
