@@ -8,6 +8,7 @@ A test counts as having found a defect if it fails twice with the defect and pas
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -31,6 +32,7 @@ SIMULATION_LIMIT = 600.0  # seconds: it ends by itself, unless the defect makes 
 TESTS_LIMIT = 1800.0  # seconds, for all test files of a room
 FLAKY = 5  # tests that fail for other reasons, until a run is given up
 NICE = 10
+OPTIONS = ("-q", "-m", "not slow", "-p", "no:cacheprovider")  # of pytest
 
 # Where the tests are that can reach a room, without the slow ones.
 REACH = {
@@ -45,6 +47,9 @@ REACH = {
     "export": ("tests/export", "tests/test_manager.py"),
     "ingest": ("tests/ingest",),
 }
+
+
+REACHED = Path(__file__).with_name("reach.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +82,12 @@ def by_tests(defect: Defect) -> Found:
     """Run the tests that can reach a defect, the likeliest first, until one finds it."""
     began = time.monotonic()
     flaky: list[str] = []
+    files = likeliest_first(defect)
+    if not files:
+        return Found("", 0)  # no test reaches it
     with tree(defect) as copy, tree(None) as clean:
         while len(flaky) < FLAKY:
-            failed = _first_failed(copy, likeliest_first(defect), flaky)
+            failed = _first_failed(copy, files, flaky)
             if not failed:
                 break
             took = time.monotonic() - began
@@ -103,9 +111,17 @@ def simulate(place: Path, seed: int) -> Found:
     return Found((lines or ["it failed"])[-1].strip() if status else "", time.monotonic() - began)
 
 
+def reached() -> dict[str, list[str]]:
+    """The test files that reach the line of each defect, by its name, as `reach` has measured it."""
+    return json.loads(REACHED.read_text()) if REACHED.exists() else {}
+
+
 def likeliest_first(defect: Defect) -> list[str]:
-    """The test files of a defect's room; those that share its rarer words come first."""
+    """The test files that can reach a defect; those that share its rarer words come first."""
     files = _test_files(defect.room)
+    measured = reached().get(defect.name)
+    if measured is not None:
+        files = {name: words for name, words in files.items() if name in measured}
     common = Counter(word for words in files.values() for word in words)
     mine = _words(f"{defect.name} {defect.harm} {Path(defect.file).stem} {defect.old}")
 
@@ -132,8 +148,8 @@ def _first_failed(place: Path, tests: Iterable[str], without: Iterable[str] = ()
     """The first test that fails in a tree, as pytest names it without parameters; empty if none does."""
     report = place / "report.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", "-o", "junit_family=xunit1", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", *OPTIONS, *tests]
+    command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
     status, said = _run(command + [f"--deselect={name}" for name in without], place, TESTS_LIMIT)
     if status == 0:
         return ""
@@ -144,6 +160,11 @@ def _first_failed(place: Path, tests: Iterable[str], without: Iterable[str] = ()
                 classes = outer.split(".")[len(Path(file).with_suffix("").parts) :]
                 return "::".join([file, *classes, case.get("name", "").partition("[")[0]])
     raise RuntimeError(f"pytest ended with {status}, and names no test:\n{said[-2000:]}")
+
+
+def pytest(place: Path, tests: Iterable[str]) -> str:
+    """Run tests in a tree to their end; returns what pytest says."""
+    return _run([sys.executable, "-m", "pytest", *OPTIONS, *tests], place, 2 * TESTS_LIMIT)[1]
 
 
 def _run(command: list[str], place: Path, limit: float) -> tuple[int, str]:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from bridge.errors import StorageFailed, StreamError
+from bridge.errors import StorageFailed, StreamError, StreamFull
 from bridge.operations.manager import committed
 from bridge.streams.layout import Files
-from bridge.streams.meta import StorageSettings
+from bridge.streams.meta import MessageLimits, StorageSettings
 
 from .conftest import House, everything, payloads, put, run
 
@@ -139,6 +139,58 @@ def test_what_is_pending_behind_a_failed_write_fails_with_it_and_numbers_are_not
             assert all(isinstance(outcome, StorageFailed) for outcome in outcomes)
             files.fails = lambda call: 0
             assert await put(stream, b"x") == [0]
+
+    run(work())
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("number", [1, 3])
+def test_no_message_of_a_failed_group_passes_for_a_duplicate(
+    house: House, files: Faulty, flush: bool, number: int
+) -> None:
+    """Also not behind others in the window, and not after a second failure."""
+
+    async def work() -> None:
+        async with house.stream(flush=flush, dedup_window=60_000) as stream:
+            assert await put(stream, b"first", ids=True) == [0]
+            failed = [b"%d" % n for n in range(number)]
+            files.fails = lambda call: errno.EIO if call == "write" else 0
+            for _ in range(2):
+                with pytest.raises(StorageFailed):
+                    await put(stream, *failed, ids=True)
+            files.fails = lambda call: 0
+            assert await put(stream, b"first", ids=True) == [0]
+            assert await put(stream, *failed, ids=True) == list(range(1, number + 1))
+            assert await put(stream, *failed, ids=True) == list(range(1, number + 1))
+            assert payloads(stream) == [b"first", *failed]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        MessageLimits(max_messages=5, discard_new=True),
+        MessageLimits(max_bytes=5 * 11, discard_new=True),
+        MessageLimits(max_messages_per_topic=5, discard_new=True),
+        MessageLimits(max_bytes=5 * 11, max_messages_per_topic=5, discard_new=True),
+    ],
+    ids=str,
+)
+def test_a_failed_group_takes_no_room_from_a_limit(
+    house: House, files: Faulty, limits: MessageLimits
+) -> None:
+    async def work() -> None:
+        async with house.stream(limits=limits) as stream:
+            for n in range(5):
+                files.fails = lambda call: errno.EIO if call == "write" else 0
+                with pytest.raises(StorageFailed):
+                    await put(stream, *[b"%010d" % n] * (5 - n))
+                files.fails = lambda call: 0
+                assert await put(stream, b"%010d" % n) == [n]
+            with pytest.raises(StreamFull):
+                await put(stream, b"%010d" % 5)
+            assert payloads(stream) == [b"%010d" % n for n in range(5)]
 
     run(work())
 
@@ -368,7 +420,7 @@ import asyncio, pathlib, sys
 sys.path.insert(0, sys.argv[2])
 from bridge.operations.manager import committed
 from bridge.errors import StreamError
-from bridge.streams.meta import StorageSettings
+from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.store import StreamStore
 async def main():
     root = pathlib.Path(sys.argv[1])
