@@ -1,0 +1,178 @@
+"""What the broker remembers over several lives, with clients away and with clients that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import StorageFailed
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5
+from tests.fakes.byhand import Wire, World
+
+from .harness import ack, connect, full_disk, publish, subscribe
+
+PRESENT = b"\x20\2\1\0"
+Restart = Callable[[World], None]
+
+
+def stopped(world: World) -> None:
+    world.run()
+    world.broker.stop()
+    world.start()
+
+
+def killed(world: World) -> None:
+    world.run()
+    world.kill()
+
+
+RESTARTS = pytest.mark.parametrize("restart", [stopped, killed])
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def client(world: World, name: str, **options: object) -> Wire:
+    """A client that has got its CONNACK."""
+    wire = world.connect(connect(name, **options))  # type: ignore[arg-type]
+    answer = wire.got()
+    assert answer[:1] + answer[3:4] == b"\x20\0", answer
+    return wire
+
+
+def lasting(world: World, name: str, **options: object) -> Wire:
+    """A client of MQTT 5 whose session outlives it by 60 s, but not if it is there already."""
+    wire = world.connect(connect(name, level=V5, clean=False, properties={p.SESSION_EXPIRY: 60}, **options))  # type: ignore[arg-type]
+    assert wire.got()[3:4] == b"\0"
+    return wire
+
+
+@RESTARTS
+def test_messages_that_were_queued_in_several_lives_all_come_in_their_order(
+    world: World, restart: Restart
+) -> None:
+    subscriber = client(world, "s", clean=False)
+    subscriber.send(subscribe(5, ("t", 1)))
+    subscriber.got()
+    subscriber.lose()
+    waiting: list[bytes] = []
+    for life in range(4):
+        publisher = client(world, "p")
+        for number in range(3):
+            publisher.send(publish("t", b"%d-%d" % (life, number), 1, 1))
+            assert publisher.got() == ack(0x40, 1)
+            waiting.append(b"%d-%d" % (life, number))
+        restart(world)
+        subscriber = world.connect(connect("s", clean=False))
+        queued = [publish("t", payload, 1, n) for n, payload in enumerate(waiting, 1)]
+        assert subscriber.got() == PRESENT + b"".join(queued)
+        subscriber.send(ack(0x40, 1))  # it has the first of them
+        subscriber.got()
+        subscriber.lose()
+        del waiting[0]
+        restart(world)
+
+
+@RESTARTS
+def test_restarts_neither_lengthen_a_session_nor_the_delay_of_a_will(world: World, restart: Restart) -> None:
+    watcher = client(world, "watcher", clean=False)
+    watcher.send(subscribe(5, ("will/#", 1)))
+    watcher.got()
+    lasting(world, "c").lose()
+    will = {"will": ("will/w", b"gone", 1), "will_properties": {p.WILL_DELAY: 40}}
+    lasting(world, "w", **will).lose()
+    watcher.lose()
+    for second in range(10, 60, 10):
+        world.run(10)
+        restart(world)
+        watcher = world.connect(connect("watcher", clean=False))
+        got = watcher.got()
+        assert (b"gone" in got) is (second == 40), f"after {second} s"
+        watcher.send(ack(0x40, 1))
+        watcher.got()
+        watcher.lose()
+        assert (world.broker.sessions.get("c") is None) is False, f"after {second} s"
+    world.run(11)
+    assert world.broker.sessions.get("c") is None
+
+
+@RESTARTS
+@pytest.mark.parametrize("failing", ["s", "other"])
+def test_a_stream_that_has_a_message_does_not_get_it_again_after_a_restart(
+    world: World, failing: str, restart: Restart
+) -> None:
+    streams = world.streams.definitions
+    streams["s" if failing == "other" else "other"].by_itself = True
+    wire = client(world, "c", clean=False)
+    for attempt in range(3):
+        wire.send(publish("in/both", b"x", 2, 7, dup=attempt > 0))
+        wire.got()
+        streams[failing].commit(StorageFailed("no"))
+        wire.got()
+        assert wire.transport.closed
+        restart(world)
+        wire = client(world, "c", clean=False)
+    streams[failing].by_itself = True
+    wire.send(publish("in/both", b"x", 2, 7, dup=True))
+    assert wire.got() == b"\x50\2\0\7"
+    assert (streams["s"].payloads, streams["other"].payloads) == ([b"x"], [b"x"])
+
+
+def test_a_message_that_waits_while_the_journal_begins_anew_is_stored_after_a_kill(world: World) -> None:
+    wire = client(world, "c", clean=False)
+    wire.send(publish("in/a", b"x", 2, 7))
+    assert wire.got() == b""
+    other = client(world, "other", clean=False)
+    with full_disk(1):
+        other.send(subscribe(5, ("t", 1)))
+        other.got()
+    world.run(5)  # what could not be written is written as a whole
+    world.kill()
+    wire = world.connect(connect("c", clean=False) + publish("in/a", b"x", 2, 7, dup=True))
+    assert wire.got() == PRESENT
+    stream = world.streams.definitions["s"]
+    stream.commit()
+    assert wire.got() == b"\x50\2\0\7"
+    assert stream.payloads == [b"x"]
+
+
+def test_what_a_slow_subscriber_leaves_behind_takes_no_room(tmp_path: Path) -> None:
+    """Messages of QoS 0 wait only while it is there; the others have all of the queue then."""
+    world = World(tmp_path, queued_bytes=10_000)
+    publisher, subscriber = client(world, "p"), client(world, "s", clean=False)
+    subscriber.send(subscribe(5, ("live", 0), ("t", 1)))
+    subscriber.got()
+    for _ in range(5):
+        subscriber.connection.pause_writing()
+        publisher.send(publish("live", b"x" * 3000) * 3)
+        publisher.got()
+        subscriber.lose()
+        subscriber = client(world, "s", clean=False)
+    subscriber.lose()
+    for number in range(4):
+        publisher.send(publish("t", b"%d" % number * 2000, 1, 1))
+        publisher.got()
+    subscriber = world.connect(connect("s", clean=False))
+    queued = [publish("t", b"%d" % number * 2000, 1, number + 1) for number in range(4)]
+    assert subscriber.got() == PRESENT + b"".join(queued)
+
+
+@pytest.mark.parametrize("topic", ["plain/{}", "in/{}", "in/both/{}"])
+def test_no_more_is_retained_than_the_limit_whatever_else_becomes_of_it(tmp_path: Path, topic: str) -> None:
+    world = World(tmp_path, retained_messages=3)
+    stream = world.streams.definitions["s"]
+    stream.by_itself = True
+    wire = client(world, "c", level=V5)
+    for number in range(6):
+        wire.send(publish(topic.format(number), b"x", 1, 9, retain=True, level=V5))
+        assert wire.got() == (ack(0x40, 9) if number < 3 else b"\x40\3\0\x09\x97")
+    assert len(stream.payloads) == (0 if topic.startswith("plain") else 3), "refused before it is stored"
+    wire.send(publish(topic.format(0), b"", 1, 9, retain=True, level=V5))
+    assert wire.got() == ack(0x40, 9)
+    wire.send(publish(topic.format(9), b"x", 1, 9, retain=True, level=V5))
+    assert wire.got() == ack(0x40, 9)
