@@ -304,11 +304,10 @@ class CloudCheck:
         """
         if ended.summary is None:
             return
-        report = ended.summary.report
+        report, harmed = ended.summary.report, self._harmed(ended.since)
         claims = dict(_claims(ended.reports))
         # not in its listing, but perhaps in that of another run, which has skipped it and taken later ones
-        late = {self._relative(each.key) for each in self.bucket.log[ended.since :] if each.what == "put"}
-        absent = self._harmed(ended.since) | late
+        came = {self._relative(each.key) for each in self.bucket.log[ended.since :] if each.what == "put"}
         ever = self._harmed(0)  # a refused object that was put back is known until a run has read it again
         for document in report.refused:
             if document["key"] not in ever:
@@ -318,12 +317,16 @@ class CloudCheck:
                 raise CloudError(f"{document} could be read")
         for found in report.streams:
             stream = StreamId(found.gateway, found.stream, found.epoch)
-            gone, claim = _numbers(absent, stream), claims.get(stream)
+            gone, late, claim = _numbers(harmed, stream), _numbers(came, stream), claims.get(stream)
             for hole in found.holes:
                 for number in range(hole.first, hole.last + 1):
                     named = claim is not None and claim.explains(number)
-                    reason = gone.covers(number, number) or excused(stream, number)
                     pending = claim is None or number > claim.exported
+                    reason = (
+                        gone.covers(number, number)
+                        or excused(stream, number)
+                        or (pending and late.covers(number, number))
+                    )
                     if (
                         (hole.kind == "missing" and (named or not reason))
                         or (hole.kind == "trimmed" and not excused(stream, number))

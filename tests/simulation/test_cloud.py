@@ -14,6 +14,7 @@ import pytest
 from botocore.exceptions import ConnectionClosedError
 
 from bridge import Batch, Context, Exporter, Record, Retry
+from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import DataFile
 from bridge.ingest.planner import RoundLimits, StreamId
 from bridge.plugin import discovery
@@ -224,7 +225,7 @@ class World:
         """Do what happens between two steps of a run; the narrow places are made wider."""
         random, faulty = self.random, self.faults.killed > 0
         verb, _, key = point.partition(" ")
-        if random.random() < 0.03:
+        if random.random() < (0.2 if verb == "list" else 0.03):
             for _ in range(random.choice([1, 3, 40])):
                 self.step()
         if random.random() < (0.1 if verb in ("task", "commit") else 0.002):
@@ -232,7 +233,8 @@ class World:
         if verb == "get" and key in self.bucket.objects and random.random() < 0.01:
             self.bucket.delete(key)
         if faulty and verb in ("commit", "committed") and random.random() < 0.1:
-            raise random.choice([Killed(point), ConnectionClosedError(endpoint_url=ENDPOINT)])
+            broken = ConnectionClosedError(endpoint_url=ENDPOINT)
+            raise random.choice([Killed(point), broken, CommitConflict("refused when it was repeated")])
 
     def excused(self, stream: StreamId, number: int) -> bool:
         """Whether the gateway has dropped it."""
