@@ -1,0 +1,499 @@
+"""What is promised, compared with what is there (docs/guarantees.md).
+
+* A message that was acknowledged is in each of its streams, unless a power cut came within the time in which
+  the stream's settings allow a loss, or a limit dropped it.
+* What is in a stream was sent by somebody, to a topic of the stream, who had the right; a QoS 2 message is
+  there once (over a power cut its packet id may be forgotten), an append with an id once.
+* The messages of a client are in the order in which it sent them; numbers are contiguous.
+* A number that was seen in a stream, or in the cloud, stands for the same message from then on.
+* Objects hold the numbers of their names; what an export has passed is in the cloud, or its loss is recorded.
+* A persistent session gets each message of an ordinary topic that was acknowledged after it subscribed, in order.
+* The table has every exported row once; a verdict is true.
+* Once all faults have ended, everything comes to rest; a stop and `verify` find nothing wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from bridge.objectkeys import parse_key
+from bridge.operations.reading import ReadMessagesOptions
+
+from . import kernel as kernels
+from .clients import Device, Message
+from .cloud import CloudCheck, CloudError, RunFaults, ingest_run
+from .plan import FAMILIES
+
+if TYPE_CHECKING:
+    from .world import World
+
+EXPORTED = ("safe", "plain", "ring")
+ON_THE_WAY = 0.002  # s, of an acknowledgement
+SLACK = 0.5  # s, of a sync that is under way
+STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "ids", "dead")
+
+
+def streams_of(topic: str) -> list[str]:
+    """The streams that a topic is bound to."""
+    family, _, rest = topic.partition("/")
+    found = [family] if family in STREAMS else []
+    if family in ("safe", "plain") and rest.startswith("both/"):
+        found.append("both")
+    return found
+
+
+class Checks:
+    """The truth about one world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.seen: dict[str, dict[int, bytes]] = {name: {} for name in STREAMS}
+        self.exported: dict[str, dict[int, bytes]] = {name: {} for name in EXPORTED}
+        self.now: dict[str, list[tuple[int, bytes, bytes]]] = {name: [] for name in STREAMS}
+        self.appended: dict[tuple[str, str, int, int], bytes] = {}
+        self.epochs: dict[str, int] = {}
+        self.cloud = CloudCheck(world.bucket, world.table, self.appended)
+        self._known: dict[bytes, Message] = {}
+        self._known_of: dict[str, int] = defaultdict(int)
+        self._read_log = 0
+        self._allowed: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+        self._ingest_depth = 0
+        self._bodies: dict[tuple[str, str], bytes] = {}
+        store = world.bucket.store
+
+        def noted(key: str, body: bytes, what: str, metadata: Any = None) -> str:
+            etag = store(key, body, what, metadata)
+            if what == "put":
+                self._object(key, body)
+            return etag
+
+        world.bucket.store = noted  # type: ignore[method-assign]
+
+    def broken(self, text: str) -> None:
+        from .world import Broken
+
+        raise Broken(text)
+
+    # -- what was sent
+
+    def _message(self, payload: bytes) -> Message | None:
+        for device in self.world.devices:
+            for message in device.messages[self._known_of[device.name] :]:
+                self._known[message.payload] = message
+            self._known_of[device.name] = len(device.messages)
+        return self._known.get(payload)
+
+    # -- when a loss is allowed
+
+    @property
+    def lied(self) -> bool:
+        """Whether the power was cut after syncs that did nothing: then nothing is promised but what follows."""
+        return any(begin < cut for begin, _ in self.world.lies for cut in self.world.cuts)
+
+    def flushed(self, stream: str) -> bool:
+        """Whether a stream syncs before it acknowledges."""
+        seed = self.world.plan.seed
+        return (
+            stream in ("safe", "kin", "dead")
+            or (stream == "both" and seed % 2 == 1)
+            or (stream == "ids" and not seed % 3)
+        )
+
+    def _excused(self, stream: str, at: float) -> bool:
+        """Whether a message that was acknowledged then may be gone after one of the power cuts."""
+        world = self.world
+        if stream == "memory":
+            return any(start > at for start in world.starts)
+        if self.flushed(stream):
+            return False
+        calm = world.plan.sync_interval / 1000 + SLACK
+        for cut in world.cuts:
+            if cut <= at - ON_THE_WAY:
+                continue
+            marks = [at, *(t for t in self._interruptions() if at < t < cut), cut]
+            if max(b - a for a, b in zip(marks, marks[1:], strict=False)) < calm:
+                return True
+        return False
+
+    def _interruptions(self) -> list[float]:
+        world = self.world
+        return sorted([*world.starts, *world.kills, *world.sync_failures])
+
+    # -- the streams
+
+    def _read(self) -> dict[str, list[tuple[int, bytes, bytes]]]:
+        """All messages of all streams, by the product's own read."""
+        world = self.world
+        process = world.process
+        assert process is not None
+        found: dict[str, list[tuple[int, bytes, bytes]]] = {}
+        done: list[BaseException | None] = []
+
+        async def read() -> None:
+            manager = world.service._manager
+            for name in STREAMS:
+                stream = manager.store.streams.get(name)
+                if stream is None:
+                    continue
+                self._epoch(name, stream.epoch)
+                rows: list[tuple[int, bytes, bytes]] = []
+                at = 0
+                while at < stream.log.next:
+                    options = ReadMessagesOptions(
+                        desired_start_sequence_number=at, max_message_count=10_000, read_timeout_millis=0
+                    )
+                    try:
+                        some = await manager.read(name, options)
+                    except Exception as error:
+                        if "NotEnough" in type(error).__name__:
+                            break
+                        raise
+                    rows += [(m.sequence_number, bytes(m.topic), bytes(m.payload)) for m in some]
+                    at = rows[-1][0] + 1
+                found[name] = rows
+
+        def ended(task: asyncio.Task[None]) -> None:
+            done.append(None if task.cancelled() else task.exception())
+
+        with world.kernel.inside(process):
+            process.loop.create_task(read()).add_done_callback(ended)
+        process.loop.kick()
+        world.kernel.run(lambda: bool(done) or process.dead, 30)
+        if process.dead or (done and isinstance(done[0], kernels.Killed)):
+            return {}
+        if not done:
+            self.broken("a read does not end")
+        if done[0] is not None:
+            raise done[0]
+        return found
+
+    def _epoch(self, name: str, epoch: int) -> None:
+        before = self.epochs.setdefault(name, epoch)
+        if before != epoch and not self.lied:
+            self.broken(f"the stream {name} was made anew: its epoch was {before} and is {epoch}")
+
+    def after_start(self) -> None:
+        """The service has been started: look at all streams, mostly."""
+        if self.world.random.random() < 0.4 and self.world.kernel.now > 1001:
+            return
+        self.look()
+
+    def look(self) -> None:
+        """Look at all streams."""
+        found = self._read()
+        for name, rows in found.items():
+            self._stream(name, rows)
+            self.now[name] = rows
+
+    def after_stop(self) -> None:
+        """The service has been stopped."""
+
+    def after_cut(self) -> None:
+        """Numbers whose messages may have been lost may be used again, unless they were exported."""
+        for name in ("plain", "both", "ring", "memory", "ids"):
+            seen = self.seen[name]
+            for number, payload in list(seen.items()):
+                if self.exported.get(name, {}).get(number) is not None:
+                    continue
+                del seen[number]
+
+    def _stream(self, name: str, rows: list[tuple[int, bytes, bytes]]) -> None:
+        if self.lied:
+            for number, _, payload in rows if name not in ("ids", "dead") else ():
+                if self._message(payload) is None:
+                    self.broken(f"{name}: number {number} was never sent: {payload!r}")
+            return
+        seen, cuts = self.seen[name], self.world.cuts
+        before = -1
+        for number, topic, payload in rows:
+            if number <= before:
+                self.broken(f"{name}: number {number} comes after {before}")
+            if number > before + 1 and before >= 0 and not (cuts or name == "memory" or name in ("kin", "ring")):
+                self.broken(f"{name}: after number {before} comes {number}")
+            before = number
+            was = seen.get(number)
+            if was is None:
+                seen[number] = payload
+                row = "g", name, self.epochs[name], number
+                if self.appended.setdefault(row, payload) != payload:
+                    if self.exported.get(name, {}).get(number) is not None:
+                        self.broken(f"{name}: number {number} is {payload!r}, and another message was exported")
+                    self.appended[row] = payload
+            elif was != payload:
+                self.broken(f"{name}: number {number} was {was!r} and is {payload!r}")
+        if name not in ("ids", "dead"):
+            self._sent(name, rows)
+        elif name == "ids":
+            self._ids(rows)
+        self._acknowledged(name, {payload for _, _, payload in rows})
+
+    def _sent(self, name: str, rows: list[tuple[int, bytes, bytes]]) -> None:
+        """Nothing is invented, in the wrong stream, out of order, or there too often."""
+        times: Counter[bytes] = Counter()
+        newest: dict[str, int] = {}
+        for number, topic, payload in rows:
+            message = self._message(payload)
+            if message is None:
+                self.broken(f"{name}: number {number} was never sent: {payload!r}")
+                continue
+            if name not in streams_of(message.topic) or topic != message.topic.encode():
+                self.broken(f"{name}: number {number} was sent to {message.topic}, not to {topic!r}")
+            times[payload] += 1
+            if times[payload] == 1:
+                # A power cut may take an unsynced message and leave a later one; sent again, it comes after that.
+                again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.world.cuts)
+                if newest.get(message.client, -1) > message.number and not (again and len(message.sent) > 1):
+                    self.broken(
+                        f"{name}: message {message.number} of {message.client} (number {number}) comes after its "
+                        f"message {newest[message.client]}"
+                    )
+                newest[message.client] = max(message.number, newest.get(message.client, -1))
+                self._right(name, message)
+            elif message.qos == 0 or len(message.sent) < times[payload] and message.qos == 1:
+                self.broken(
+                    f"{name}: QoS {message.qos}: {payload!r} is there {times[payload]} times, and was sent "
+                    f"{len(message.sent)} times"
+                )
+            elif message.qos == 2 and not any(cut > message.sent[0] for cut in self.world.cuts):
+                self.broken(f"{name}: QoS 2: {payload!r} is there twice")
+
+    def _right(self, name: str, message: Message) -> None:
+        """Who sent it could still do so: by the rules of the last reload before it was stored."""
+        device = int(message.client.rpartition("-")[2])
+        taken = self.world.revoked.get((device, message.topic.partition("/")[0]))
+        if taken and message.sent and message.sent[0] > taken + 0.01:
+            self.broken(f"{name}: {message.client} sent {message.payload!r} after it had lost the right to")
+
+    def given_back(self, key: tuple[int, str]) -> None:
+        """A device has its right again."""
+
+    def password_changed(self, device: Device) -> None:
+        """A reload has changed a password: the old connection must end, and the old password open none."""
+        world = self.world
+        process = world.process
+        if process is None or process.dead or process.calls_left is not None:
+            return
+        connections = device.connections
+        if not world.kernel.run(lambda: device.link is None or not device.connected or process.dead, 1.0):
+            self.broken(f"{device.name} is still connected after its password was changed")
+        world.kernel.pass_time(0.2)
+        if device.connections > connections and not process.dead:
+            self.broken(f"{device.name} got in with its old password")
+
+    def _ids(self, rows: list[tuple[int, bytes, bytes]]) -> None:
+        times = Counter(payload for _, _, payload in rows)
+        for payload, count in times.items():
+            if count > 1:
+                self.broken(f"ids: {payload!r} is there {count} times")
+        known = {one.payload for one in self.world.appender.all}
+        for number, _, payload in rows:
+            if payload not in known:
+                self.broken(f"ids: number {number} was never sent: {payload!r}")
+
+    def _acknowledged(self, name: str, there: set[bytes]) -> None:
+        if name == "ids":
+            for one in self.world.appender.all:
+                if one.acked is not None and one.payload not in there and not self._excused(name, one.acked):
+                    self.broken(f"ids: {one.payload!r} was acknowledged at {one.acked - 1000:.6f}, and is gone")
+            return
+        if name in ("ring", "dead"):
+            return
+        sent = set(self.world.kinesis.records) if name == "kin" else set()
+        if name == "kin":
+            sent |= {base for base in self._dead()}
+        for device in self.world.devices:
+            for message in device.messages:
+                if (
+                    message.acked is not None
+                    and name in streams_of(message.topic)
+                    and message.payload not in there
+                    and message.payload not in sent
+                    and not self._excused(name, message.acked)
+                ):
+                    self.broken(
+                        f"{name}: {message.payload!r} (QoS {message.qos}) was acknowledged at "
+                        f"{message.acked - 1000:.6f}, and is gone"
+                    )
+
+    def _dead(self) -> Iterator[bytes]:
+        for payload in self.seen["dead"].values():
+            document = json.loads(payload)
+            yield base64.b64decode(document.get("payload", ""))
+
+    # -- the cloud
+
+    def _object(self, key: str, body: bytes) -> None:
+        """An object has arrived."""
+        name = parse_key(key)
+        if name is None:
+            return
+        numbers = []
+        for line in gzip.decompress(body).splitlines():
+            row = json.loads(line)
+            number, payload = row["sequence_number"], base64.b64decode(row["payload"])
+            numbers.append(number)
+            if self.lied:
+                continue
+            known = self.exported[name.stream]
+            if known.setdefault(number, payload) != payload:
+                self.broken(f"{name.stream}: number {number} was exported as {known[number]!r} and {payload!r}")
+            was = self.seen[name.stream].get(number)
+            if was is not None and was != payload:
+                self.broken(f"{name.stream}: number {number} is {was!r}, and was exported as {payload!r}")
+            self.seen[name.stream][number] = payload
+            self.epochs.setdefault(name.stream, name.epoch)
+            self.appended["g", name.stream, name.epoch, number] = payload
+            if self._message(payload) is None:
+                self.broken(f"{name.stream}: number {number} was exported and never sent: {payload!r}")
+        if numbers != list(range(name.first, name.last + 1)):
+            self.broken(f"the object {key} holds {numbers[:3]} to {numbers[-3:]}")
+
+    def ingest(self) -> None:
+        """One run, with faults; the world goes on meanwhile."""
+        if self._ingest_depth or self.lied:
+            return
+        world = self.world
+        self._ingest_depth += 1
+
+        def meanwhile(point: str) -> None:
+            if world.cloud_random.random() < 0.05:
+                world.kernel.pass_time(world.cloud_random.random() * 0.05)
+
+        faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.05)
+        try:
+            ended = ingest_run(world.bucket, world.table, world.cloud_random, meanwhile, faults=faults)
+            self._cloud_is_right(ended)
+        finally:
+            self._ingest_depth -= 1
+
+    def _cloud_is_right(self, ended: Any) -> None:
+        try:
+            self.cloud.table()
+            self.cloud.run(ended, self._lost_at_gateway)
+        except CloudError as error:
+            self.broken(f"the table: {error}")
+
+    def _lost_at_gateway(self, stream: Any, number: int) -> bool:
+        return stream.stream == "ring" or bool(self.world.cuts) and number not in self.seen[stream.stream]
+
+    # -- the end
+
+    def at_rest(self) -> None:
+        """All faults have ended: wait until nothing is left to do, and look at everything."""
+        from .world import QUIET
+
+        world = self.world
+        if self.lied:  # a stream may need `streambridge repair` now
+            world.kernel.pass_time(3.0)
+            world.ensure()
+            self.look()
+            world.tell("the service is stopped")
+            world._do_stop()
+            return
+        if not world.kernel.run(self._clients_are_done, QUIET):
+            waiting = [
+                f"{client.name}: {len(client.queue)} to send, {len(client.flying)} not acknowledged, "
+                f"connected: {client.connected}"
+                for client in world.devices
+                if not client.idle
+            ]
+            if not world.appender.idle:
+                waiting.append(f"appender: {len(world.appender.open)}: {world.appender.refusals[-1:]}")
+            self.broken(f"a client is not served: {waiting}")
+        self.look()
+        if not world.kernel.run(self._exports_are_done, 400 + QUIET):
+            self.broken(f"exports do not catch up: {self._behind()}")
+        world.kernel.pass_time(2.0)
+        self._subscriber()
+        self._all_exported()
+        for key in sorted(world.bucket.harmed):
+            world.bucket.upload_again(key)
+        ended = ingest_run(world.bucket, world.table, world.cloud_random, retry_quarantined=True)
+        self._cloud_is_right(ended)
+        rows = {
+            ("g", name, self.epochs[name], number): payload
+            for name in EXPORTED
+            for number, payload in self.exported[name].items()
+        }
+        try:
+            self.cloud.everything(rows)
+        except CloudError as error:
+            self.broken(f"the table: {error}")
+        world.tell("the service is stopped")
+        world._do_stop()
+        self._verify()
+
+    def _clients_are_done(self) -> bool:
+        world = self.world
+        world.ensure()
+        return all(device.idle for device in world.devices) and world.appender.idle
+
+    def _behind(self) -> dict[str, Any]:
+        manager, exports = self.world.service._manager, self.world.service._exports
+        found = {}
+        for name in (*EXPORTED, "kin"):
+            upto = exports.exported_upto(name)
+            following = manager.store.streams[name].log.next
+            if upto is None or upto < following:
+                found[name] = (upto, following, [s.error_message for s in exports.statuses(name)])
+        return found
+
+    def _exports_are_done(self) -> bool:
+        self.world.ensure()
+        return not self._behind()
+
+    def _all_exported(self) -> None:
+        if self.lied:
+            return
+        for name in ("safe", "plain"):
+            for number, payload in self.seen[name].items():
+                if number not in self.exported[name]:
+                    self.broken(f"{name}: number {number} ({payload!r}) is not in the cloud")
+        arrived = set(self.world.kinesis.records) | set(self._dead())
+        for number, payload in self.seen["kin"].items():
+            if payload not in arrived:
+                self.broken(f"kin: number {number} ({payload!r}) has not arrived")
+
+    def _subscriber(self) -> None:
+        """What a persistent session got."""
+        world, subscriber = self.world, self.world.subscriber
+        if self.lied:
+            return
+        got = Counter(payload for _, _, payload in subscriber.got)
+        newest: dict[tuple[str, int], int] = {}
+        first: set[bytes] = set()
+        for _, _, payload in subscriber.got:
+            message = self._message(payload)
+            if message is None:
+                self.broken(f"the subscriber got what nobody sent: {payload!r}")
+                continue
+            if payload in first:
+                continue
+            first.add(payload)
+            key = message.client, message.qos
+            if newest.get(key, -1) > message.number and not world.cuts:
+                self.broken(f"the subscriber got {payload!r} after message {newest[key]} of {message.client}")
+            newest[key] = max(message.number, newest.get(key, -1))
+        if world.cuts or subscriber.lost_session or subscriber.subscribed_at is None:
+            return
+        for device in world.devices:
+            for message in device.messages:
+                if (
+                    message.topic.startswith("live/")
+                    and message.acked is not None
+                    and message.sent[0] > subscriber.subscribed_at + 0.1
+                    and not got[message.payload]
+                ):
+                    self.broken(f"the subscriber never got {message.payload!r}")
+
+    def _verify(self) -> None:
+        """`streambridge verify` finds nothing wrong."""
+
+
+FAMILY_NAMES = FAMILIES

@@ -1,0 +1,139 @@
+"""Runs worlds one after the other, and makes the plan of one that fails smaller."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from . import boundary, kernel as kernels
+from .boundary import CHILDREN, MACHINE
+from .disk import REAL
+from .kernel import Killed
+from .plan import Plan, draw
+from .world import World
+
+from . import checks, cloud, product, table  # isort: skip - not in the child of each world
+
+clock = time.perf_counter
+
+
+class Result(msgspec.Struct):
+    """How a world ended."""
+
+    error: str = ""
+    story: list[str] = []
+    crashes: int = 0
+    acknowledged: int = 0
+    trace: str = ""
+
+
+def one(plan: Plan, place: Path) -> Result:
+    """Run one world."""
+    result = Result()
+    world = None
+    try:
+        world = World(plan, place)
+        world.run()
+    except (Exception, Killed) as error:
+        result.error = f"{type(error).__name__}: {error}"
+        result.trace = traceback.format_exc()
+    finally:
+        if world is not None:
+            result.story, result.crashes = world.story, world.crashes
+            result.acknowledged = sum(
+                message.acked is not None for device in world.devices for message in device.messages
+            )
+            if world.process is not None:
+                world.kernel.kill(world.process, -9)
+        CHILDREN.clear()
+        kernels.use(None)
+        MACHINE.disk = None
+    return result
+
+
+def apart(plan: Plan) -> Result:
+    """Run a world in a process of its own, so that what other worlds have left in memory cannot matter.
+
+    The order of a set of objects depends on their addresses: `__main__` has them given alike.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            result = one(plan, Path())
+            REAL["write"](writing, msgspec.msgpack.encode(result))
+        finally:
+            boundary.leave()
+    REAL["close"](writing)
+    with open(reading, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(child, 0)
+    return msgspec.msgpack.decode(data, type=Result) if data else Result("the process has ended")
+
+
+def run(seed: int, seconds: float, place: Path, *, worlds: int | None = None, story: bool = False) -> int:
+    """Run worlds from a seed on; returns 1 if one is broken."""
+    os.chdir(place)
+    MACHINE.here = f"{os.getcwd()}/"
+    one(draw(0), Path())  # what is imported and made once is there, then, in the child of each world
+    gc.collect()
+    boundary.real_freeze()
+    began = clock()
+    crashes = acknowledged = number = 0
+    print(f"seed {seed}", flush=True)
+    while (number < worlds) if worlds is not None else (clock() - began < seconds):
+        result = apart(draw(seed + number))
+        crashes, acknowledged = crashes + result.crashes, acknowledged + result.acknowledged
+        if story:
+            print("\n".join(result.story))
+        if result.error:
+            report(seed + number, result)
+            return 1
+        number += 1
+    spent = clock() - began
+    print(
+        f"{number} worlds, {crashes} crashes with a restart, {acknowledged} messages acknowledged in {spent:.0f} s: "
+        f"{crashes * 60 / spent:.0f} crashes and {acknowledged * 60 / spent:.0f} messages a minute"
+    )
+    return 0
+
+
+def report(seed: int, result: Result) -> None:
+    """Print what is broken in a world, and the shortest story that still breaks it."""
+    print(result.trace)
+    print(f"seed {seed}: {result.error}", flush=True)
+    plan = draw(seed)
+    shorter = shrink(plan, result)
+    short = apart(shorter)
+    print(f"\n{len(shorter.steps)} of its {len(plan.steps)} steps are enough:\n")
+    print("\n".join(short.story))
+    print(f"\n{short.error}\n\nthe same again: python -m tests.simulation --worlds 1 --seed {seed}")
+
+
+def shrink(plan: Plan, result: Result, patience: float = 60.0) -> Plan:
+    """Leave out steps as long as the world is still broken in the same way, for at most so many seconds."""
+    until = clock() + patience
+    kind = _kind(result.error)
+    size = len(plan.steps) // 2
+    while size and clock() < until:
+        at = 0
+        while at < len(plan.steps) and clock() < until:
+            fewer = replace(plan, steps=plan.steps[:at] + plan.steps[at + size :])
+            if _kind(apart(fewer).error) == kind:
+                plan = fewer
+            else:
+                at += size
+        size //= 2
+    return plan
+
+
+def _kind(error: str) -> str:
+    """An error without its numbers and names."""
+    return re.sub(r"[0-9]+|b'[^']*'", "", error)[:60]

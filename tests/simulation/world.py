@@ -1,0 +1,459 @@
+"""A world: one gateway, its clients, its cloud; what a plan says happens to them.
+
+The service is the product's own, started on a configuration file and a data directory. A world ends
+with its faults healed: every client must get its acknowledgements, and every export must catch up; then
+everything is checked once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import logging
+import shutil
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from . import boundary, kernel as kernels, loop as loops
+from .boundary import MACHINE
+from .clients import ADDRESS, Device, Subscriber
+from .disk import Disk
+from .kernel import Kernel, Process
+from .plan import DEVICES, Plan, Step
+
+WALL = 1_790_000_000.0
+QUIET = 120.0  # s of simulated time in which everything must settle
+TERM, HUP = 15, 1
+
+
+class Broken(AssertionError):
+    """A promise was broken."""
+
+
+class World:
+    """What one plan becomes."""
+
+    def __init__(self, plan: Plan, place: Path) -> None:
+        from . import checks, cloud, product, table
+
+        self.plan, self.place = plan, place
+        seed = plan.seed
+        self.random = Random(f"world {seed}")
+        self.kernel = Kernel(seed)
+        kernels.use(self.kernel)
+        self.story: list[str] = []
+        self.crashes = 0
+        self._lines: Counter[str] = Counter()  # of the log since the last start, by message
+        loops.NETWORK.clear()
+        loops.Socket.by_number.clear()
+        product.reset()
+        MACHINE.entropy = Random(f"entropy {seed}")
+        MACHINE.wall, MACHINE.boot, MACHINE.synchronised = WALL, "boot 0", True
+        MACHINE.log = self._log
+        MACHINE.client = self._client
+        self.root = place / "disk"
+        if self.root.exists():
+            shutil.rmtree(self.root)
+        self.disk = MACHINE.disk = Disk(self.root, Random(f"disk {seed}"))
+        self.disk.strict = plan.strict
+        self.disk.on_failure = lambda: self.sync_failures.append(self.kernel.now)
+        self.bucket = cloud.Bucket(Random(f"bucket {seed}"), lambda: boundary.wall_ns() / 1e9)
+        self.lake = cloud.Bucket(Random(f"lake {seed}"), lambda: boundary.wall_ns() / 1e9, name="lake")
+        self.table = table.Table(self.lake)
+        self.kinesis = product.Kinesis(self, Random(f"kinesis {seed}"))
+        self.process: Process | None = None
+        self.service: Any = None
+        self.powered = True
+        self.cuts: list[float] = []  # when
+        self.kills: list[float] = []
+        self.starts: list[float] = []
+        self.sync_failures: list[float] = []
+        self.lies: list[tuple[float, float]] = []  # from and to
+        self.revoked: dict[tuple[int, str], float] = {}
+        self.passwords = [0] * DEVICES
+        self.ring = plan.ring
+        self.linger = plan.linger
+        self._pending_cut = False
+        self.devices = [
+            Device(self.kernel, f"device-{n}", Random(f"device {n} {seed}"), v5=plan.v5[n], user=f"user{n}",
+                   password=f"word{n}-0")
+            for n in range(DEVICES)
+        ]  # fmt: skip
+        self.subscriber = Subscriber(
+            self.kernel, "subscriber", Random(f"subscriber {seed}"), [("live/1/#", 1), ("live/2/#", 2)],
+            v5=bool(seed % 2),
+        )  # fmt: skip
+        self.appender = product.Appender(self.kernel, Random(f"appender {seed}"))
+        self.clients = [*self.devices, self.subscriber, self.appender]
+        self.checks = checks.Checks(self)
+        self.cloud_random = Random(f"cloud {seed}")
+        self._write_config()
+
+    # -- the story
+
+    def tell(self, text: str) -> None:
+        text = text.replace(MACHINE.here, "")
+        self.story.append(f"{self.kernel.now - 1000:11.6f}  {text}")
+
+    def _log(self, process: Process, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if process.name == "gateway":
+            stream = getattr(record, "stream", "")
+            key = stream + str(record.msg)
+            self._lines[key] += 1
+            if self._lines[key] <= 5:
+                self.tell(f"    log: {record.levelname.lower()}: {stream}{': ' if stream else ''}{text}")
+            if record.exc_info and record.exc_info[1] is not None:
+                if isinstance(record.exc_info[1], kernels.Killed):
+                    return
+                trace = "".join(traceback.format_exception(record.exc_info[1]))
+                raise Broken(f"an internal error: {text}\n{trace}")
+
+    # -- the gateway
+
+    def _write_config(self) -> None:
+        plan = self.plan
+        rules = []
+        for n in range(DEVICES):
+            topics = [
+                f"{family}/#"
+                for family in ("safe", "plain", "both", "ring", "memory", "kin", "live")
+                if (n, family) not in self.revoked
+            ]
+            rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(topics)}\nsubscribe = []\n')
+        s3 = f'bucket = "landing"\ntime_hint_millis = {self.linger}\nsize_hint_bytes = {plan.batch}\nreport_interval_millis = 500\n'
+        small = f"segment_size = {plan.segment}\n"
+        text = f"""
+[gateway]
+id = "g"
+data_dir = "{self.root}/data"
+memory_dir = "{self.place}/memory"
+sync_interval = {plan.sync_interval}
+[mqtt]
+listen = ["tcp://{ADDRESS[0]}:{ADDRESS[1]}"]
+users_file = "{self.place}/users"
+allow_anonymous = true
+{"".join(rules)}
+[[mqtt.acl]]
+user = ""
+publish = ["streambridge/%c/#", "streams/ids"]
+subscribe = ["live/#"]
+[export]
+threads = {plan.threads}
+plugin_dirs = []
+[http]
+listen = ""
+[greengrass]
+listen = ""
+[streams.safe]
+topics = ["safe/#"]
+flush_on_write = true
+{small}
+[[streams.safe.export.s3]]
+identifier = "lake"
+{s3}
+[streams.plain]
+topics = ["plain/#"]
+{small}
+[[streams.plain.export.s3]]
+identifier = "lake"
+{s3}
+[streams.both]
+topics = ["safe/both/#", "plain/both/#", "both/#"]
+flush_on_write = {"true" if plan.seed % 2 else "false"}
+{small}
+[streams.ring]
+topics = ["ring/#"]
+{small}
+limits = {{ max_messages = {self.ring} }}
+[[streams.ring.export.s3]]
+identifier = "lake"
+{s3}
+[streams.memory]
+topics = ["memory/#"]
+persistence = "Memory"
+[streams.kin]
+topics = ["kin/#"]
+flush_on_write = true
+retention = "exported"
+max_size = {max(20 * plan.segment, 65536)}
+{small}
+[[streams.kin.export.kinesis]]
+identifier = "kinesis"
+kinesis_stream_name = "out"
+batch_size = {1 + plan.seed % 20}
+dead_letter_stream = "dead"
+[streams.dead]
+flush_on_write = true
+max_size = 2048
+segment_size = 1024
+[streams.ids]
+deduplication_window = "10m"
+flush_on_write = {"false" if plan.seed % 3 else "true"}
+{small}
+limits = {{ max_messages = 100000, max_message_size = 5000 }}
+"""
+        (self.place / "config.toml").write_text(text)
+        lines = []
+        for n in range(DEVICES):
+            salt = b"0123456789abcdef"
+            digest = hashlib.pbkdf2_hmac("sha512", f"word{n}-{self.passwords[n]}".encode(), salt, 1, 64)
+            lines.append(f"user{n}:$7$1${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n")
+        users = self.place / "users"
+        users.write_text("".join(lines))
+        users.chmod(0o600)
+
+    def start(self) -> None:
+        """Start the service and wait until it listens, or dies."""
+        from . import product
+
+        self.starts.append(self.kernel.now)
+        self._lines.clear()
+        process = self.process = self.kernel.spawn("gateway")
+        process.at_exit.append(lambda: boundary.close_all(process))
+        process.loop = loops.Loop(process)
+        self.service = None
+
+        def main() -> None:
+            self.service = product.service(self.place / "config.toml")
+            task = process.loop.create_task(self.service.run())
+            task.add_done_callback(ended)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, kernels.Killed):
+                trace = "".join(traceback.format_exception(error))
+                if not isinstance(error, OSError) or not (self.disk.full or self.sync_failures or self.disk.failing):
+                    self.failed = Broken(f"the service ends with an error:\n{trace}")
+                self.tell(f"the service ends: {error}")
+            self.kernel.later(0.0, None, self.kernel.kill, process, 0)
+
+        self.failed: Broken | None = None
+        self.kernel.later(0.0, process, main)
+        if not self.kernel.run(lambda: process.dead or ADDRESS in loops.NETWORK, QUIET):
+            raise Broken("the service does not start")
+        if self.failed is not None:
+            raise self.failed
+        if not process.dead:
+            self.tell("the service runs")
+            self.checks.after_start()
+
+    def ensure(self) -> None:
+        """If the service is dead, start it again."""
+        for _ in range(200):
+            assert self.process is not None
+            if not self.process.dead:
+                return
+            self._died()
+            self.start()
+        raise Broken("the service does not stay alive")
+
+    def _died(self) -> None:
+        assert self.process is not None
+        now = self.process.died
+        if self.process.status == -9:
+            self.crashes += 1
+            if self._pending_cut:
+                self.tell(f"the power is gone: {self._cut()}")
+                self.cuts.append(now)
+                self.checks.after_cut()
+            else:
+                self.tell("the service is dead")
+                self.kills.append(now)
+        self._pending_cut = False
+        self.kernel.pass_time(self.random.random() * 0.05)
+
+    def _cut(self) -> str:
+        if self.disk.lying:
+            self.lies[-1] = self.lies[-1][0], self.kernel.now
+        text = self.disk.cut()
+        shutil.rmtree(self.place / "memory", ignore_errors=True)
+        self.disk.failing = 0
+        MACHINE.boot = f"boot {len(self.cuts) + 1}"
+        return text
+
+    def _client(self, settings: Any, service: str, *_: Any, **__: Any) -> Any:
+        from . import product
+
+        real = self.bucket.client() if service == "s3" else self.kinesis
+        return product.Slow(self.kernel, self.random, real, self.bucket)
+
+    # -- the run
+
+    def run(self) -> None:
+        """Carry out the plan, then heal everything and check; raises Broken."""
+        self.start()
+        for client in self.clients:
+            client.start()
+        for step in self.plan.steps:
+            self.ensure()
+            self.tell(f"{step.words()}")
+            getattr(self, f"_do_{step.do}")(*step.arguments)
+            self.kernel.pass_time(step.wait)
+        self.settle()
+
+    def settle(self) -> None:
+        """Heal all faults; everything must come to rest, and be right."""
+        self.tell("all faults end")
+        self._do_full(False)
+        self._do_lie(False)
+        self._do_link(False)
+        self._do_faults(0.0)
+        self.disk.failing = 0
+        assert self.process is not None
+        self.process.calls_left = None
+        self._heal_rights()
+        self.ensure()
+        if not self.process.dead:
+            self.tell("the service is stopped, and started: a stream that could not be opened is opened now")
+            self._do_stop()
+        self.ensure()
+        while self.bucket.late():
+            pass
+        for client in self.clients:
+            client.start()
+        self.checks.at_rest()
+
+    def _heal_rights(self) -> None:
+        if self.revoked:
+            self.revoked.clear()
+            self.reload()
+
+    def reload(self) -> None:
+        self._write_config()
+        if self.process is not None and not self.process.dead:
+            with self.kernel.inside(self.process):
+                self.process.loop.signal(HUP)
+            self.kernel.pass_time(0.001)
+
+    # -- steps
+
+    def _do_publish(self, device: int, number: int, family: str, qos: int) -> None:
+        who = self.devices[device]
+        deep = {"live": "live/1/x" if qos < 2 else "live/2/x"}
+        for n in range(number):
+            topic = deep.get(family, f"{family}/{device}")
+            if family in ("safe", "plain") and n % 7 == 3:
+                topic = f"{family}/both/{device}"
+            body = f"{who.name} {len(who.messages)} {self.random.randrange(10**6)} ".encode()
+            who.publish(topic, body + b"." * self.random.choice((0, 5, 40, 200)), qos)
+
+    def _do_append(self, number: int, again: bool) -> None:
+        self.appender.append(number, again=again)
+
+    def _do_drop(self, device: int) -> None:
+        self.devices[device].drop()
+
+    def _do_leave(self, device: int, politely: bool) -> None:
+        self.devices[device].leave(politely=politely)
+
+    def _do_come(self, device: int, _: bool) -> None:
+        self.devices[device].start()
+
+    def _do_subscriber(self) -> None:
+        if self.subscriber.away:
+            self.subscriber.start()
+        else:
+            self.subscriber.leave(politely=self.random.random() < 0.5)
+
+    def _do_kill(self, after: float, unit: str) -> None:
+        self._doom(after, unit)
+
+    def _do_cut(self, after: float, unit: str) -> None:
+        self._pending_cut = True
+        self._doom(after, unit)
+
+    def _doom(self, after: float, unit: str) -> None:
+        process = self.process
+        assert process is not None
+        if unit.startswith("s"):
+            self.kernel.later(after, None, self.kernel.kill, process, -9)
+        else:
+            process.calls_left = int(after)
+            self.kernel.later(1.0, None, self.kernel.kill, process, -9)
+
+    def _do_stop(self) -> None:
+        process = self.process
+        assert process is not None
+        with self.kernel.inside(process):
+            process.loop.signal(TERM)
+        if not self.kernel.run(lambda: process.dead, QUIET):
+            raise Broken("the service does not stop")
+        if process.status == 0:
+            self.tell("the service has stopped")
+            self.checks.after_stop()
+
+    def _do_worker(self, after: float, unit: str) -> None:
+        for thread in self.kernel_threads("worker"):
+            thread.process.calls_left = int(after)
+            break
+
+    def kernel_threads(self, name: str) -> list[Any]:
+        return [process.threads[0] for process in boundary.CHILDREN if not process.dead and process.threads]
+
+    def _do_link(self, down: bool) -> None:
+        self.bucket.down = self.kinesis.down = down
+
+    def _do_faults(self, share: float) -> None:
+        from .bucket import Faults
+
+        self.bucket.faults = Faults.all(share)
+        self.kinesis.faults = share
+
+    def _do_late(self) -> None:
+        self.bucket.late()
+
+    def _do_syncs(self, number: int) -> None:
+        self.disk.failing = number
+
+    def _do_lie(self, on: bool) -> None:
+        if on and not self.disk.lying:
+            self.lies.append((self.kernel.now, float("inf")))
+        elif not on and self.disk.lying:
+            self.lies[-1] = self.lies[-1][0], self.kernel.now
+        self.disk.lying = on
+
+    def _do_full(self, on: bool) -> None:
+        self.disk.full = on
+
+    def _do_clock(self, seconds: float) -> None:
+        MACHINE.wall += seconds
+
+    def _do_revoke(self, device: int, family: str) -> None:
+        key = device, family
+        if self.revoked.pop(key, None) is None:
+            self.revoked[key] = 0.0
+            self.reload()
+            if self.process is not None and not self.process.dead:
+                self.revoked[key] = self.kernel.now
+        else:
+            self.checks.given_back(key)
+            self.reload()
+
+    def _do_passwords(self, device: int) -> None:
+        self.passwords[device] += 1
+        self.reload()
+        who = self.devices[device]
+        self.checks.password_changed(who)
+        who.password = f"word{device}-{self.passwords[device]}"
+
+    def _do_update(self) -> None:
+        self.ring = self.random.choice((5, 40, 200))
+        self.linger = self.random.choice((1, 100, 400))
+        self.reload()
+
+    def _do_ingest(self) -> None:
+        self.checks.ingest()
+
+    def _do_harm(self, how: str) -> None:
+        data = [key for key in self.bucket.keys if key.startswith("gateway=")]
+        if data:
+            key = self.random.choice(data)
+            if key not in self.bucket.harmed:
+                getattr(self.bucket, how)(key)
