@@ -115,6 +115,28 @@ def test_a_kill_right_after_the_first_qos_2_message_of_a_stream_is_stored_leaves
     assert stream.payloads == [b"x"]
 
 
+@pytest.mark.parametrize("level", [V311, V5])
+def test_a_qos_2_message_that_a_start_could_not_find_again_is_not_stored(world: World, level: int) -> None:
+    stream = world.streams.definitions["s"]
+    stream.by_itself = True
+    message = publish("in/a", b"x", 2, 7, level=level)
+    lasting = LASTING if level == V5 else None
+    one, two = (world.connect(connect(name, clean=False, level=level, properties=lasting)) for name in "ab")
+    two.got()
+    with full_disk():
+        one.send(message)
+        one.got()
+        assert one.transport.closed
+        assert stream.payloads == []
+    two.send(message)  # the journal is written at once, not when it would try again
+    assert stream.payloads == [b"x"]
+    world.kill()
+    two = world.connect(connect("b", clean=False, level=level, properties=lasting))
+    two.send(publish("in/a", b"x", 2, 7, dup=True, level=level))
+    two.got()
+    assert stream.payloads == [b"x"]
+
+
 def test_a_repeated_pubrel_is_not_answered_before_the_journal_has_the_release(world: World) -> None:
     stream = world.streams.definitions["s"]
     stream.by_itself = True

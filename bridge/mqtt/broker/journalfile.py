@@ -117,15 +117,25 @@ class JournalFile:
             self._write_timer = self._runtime.soon(self._write)
 
     def add_at_once(self, body: bytes) -> None:
-        """Write a body before this returns; if that fails, as `add`. It may come before earlier bodies."""
-        if self._open and not self.failed:
-            try:
-                self._append(b"".join(_framed(body)))
-            except OSError as problem:
-                log.error("%s: %s; it will be written again", self.path, problem)
+        """Write a body before this returns. It may come before earlier bodies.
+
+        After a failure, a snapshot is written in place of everything. Raises OSError; the body is dropped.
+        """
+        if not self._open:
+            return
+        try:
+            if self.failed:
+                self._write_snapshot()
+                self.failed = False
+                self._buffer = []  # the snapshot has it
             else:
-                return
-        self.add(body)
+                self._append(b"".join(_framed(body)))
+        except OSError as problem:
+            self._cannot_write(problem)
+            self._write_in(RETRY_INTERVAL)
+            raise
+        if self._waiting:
+            self._write_in(0)
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Call `done` once all bodies so far are in the file."""
@@ -171,11 +181,16 @@ class JournalFile:
         except OSError as problem:
             self._cannot_write(problem)
             error = StorageFailed(f"{self.path}: {problem}")
-            self._write_timer = self._runtime.later(RETRY_INTERVAL, self._write)
+            self._write_in(RETRY_INTERVAL)
         self._buffer = []
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             done(error)
+
+    def _write_in(self, seconds: float) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        self._write_timer = self._runtime.later(seconds, self._write)
 
     def _append(self, data: bytes) -> None:
         write_all(self._fd, data, self._size)

@@ -23,6 +23,7 @@ from bridge.errors import (
     MessageTooLarge,
     NoStream,
     RetainedFull,
+    StorageFailed,
     StreamBridgeError,
     StreamError,
     Unauthorized,
@@ -137,7 +138,7 @@ class Publisher:
         if not packet.qos:
             self._counts[f"dropped_{kind}"] += 1
             self._reports.not_stored(line.name, kind, error)
-        elif line.level == V5:
+        elif line.level == V5 and not isinstance(error, StorageFailed):
             self._counts[f"rejected_{kind}"] += 1
             self._reports.not_stored(line.name, kind, error)
             batch.acks += answers.ack(PUBACK if packet.qos == 1 else PUBREC, packet.packet_id, reason)
@@ -199,7 +200,7 @@ class Publisher:
                 self._journal.replay_points[stream.name].expect(place, batch)
 
     def _search_from_here(self, streams: tuple[Stream, ...], packet: Publish, kept: bytes) -> None:
-        """Have these streams searched for QoS 2 ids at the next start, from here on."""
+        """Have these streams searched for QoS 2 ids at the next start, from here on. Raises StreamError."""
         for stream in streams:
             if stream.name not in self._journal.replay_points:
                 stream.ensure_admits(packet.topic, packet.payload, kept)  # a refused one leaves nothing
