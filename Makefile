@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak crashstates planted test test-slow bench lint format docs fuzz audit venv deb release clean
+.PHONY: help demo soak simulate crashstates planted test test-slow bench lint format docs fuzz audit venv deb release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -24,6 +24,9 @@ test: venv lint ## the checks for every commit; in CI also a share of the slow t
 test-slow: venv ## the tests that take minutes; SHARE=1 runs only the first share
 	@.ci/tools java mosquitto strace systemd nspawn
 	$(BIN)/python -m pytest -m slow $(if $(SHARE),--share $(SHARE))
+
+simulate: venv ## the whole product on a simulated machine, new worlds each time: MINUTES=1, SEED=
+	$(BIN)/python -m tests.simulation --minutes $(or $(MINUTES),1) $(if $(SEED),--seed $(SEED))
 
 crashstates: venv ## what a power cut may leave of real runs, each state started: STATES=800 of each kind, SEED=
 	@.ci/tools strace

@@ -11,10 +11,10 @@ supervisor, and the worker with its scheduler and exporters. What is simulated i
                fail or lie, a disk that is full
     boundary   puts these below `os`, `time`, `threading`, `socket`, `select`
 
-A *world* is one gateway with its clients and its cloud. Its `plan` is drawn from the seed: what the clients do,
-and what fails when. Everything else is drawn from the seed too, so a seed always gives the same run,
+A *world* is one gateway with its clients and its cloud. Its `plan` is drawn from the seed: what the clients
+do, and what fails when. Everything else is drawn from the seed too, so a seed always gives the same run,
 to the same line of its story. `checks` compares what was promised with what is there.
 
-A world that fails is made smaller: steps are left out of its plan as long as it still fails in the same way.
-What remains is printed as a story.
+A world that fails is made smaller: steps are left out of its plan as long as it still fails in the same
+way. What remains is printed as a story.
 """

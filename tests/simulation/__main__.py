@@ -35,7 +35,7 @@ def main() -> int:
     from . import runs
 
     seed = secrets.SystemRandom().randrange(10**9) if given.seed is None else given.seed
-    place = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm"))  # noqa: S108
+    place = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm"))
     try:
         return runs.run(seed, given.minutes * 60, place, worlds=given.worlds, story=given.story)
     finally:

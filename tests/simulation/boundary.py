@@ -1,14 +1,13 @@
 """Puts the simulated machine below the product: what `os`, `time`, `threading` and others do in it.
 
-`install` must run before anything of the product is imported, in a process of its own. Code that does not run in
-a simulated process, and files that are not on the simulated disk, get the real thing.
+`install` must run before anything of the product is imported, in a process of its own. Code that does not run
+in a simulated process, and files that are not on the simulated disk, get the real thing.
 """
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import gc
-import io
 import logging
 import os
 import queue
@@ -21,8 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from . import kernel as kernels
@@ -48,7 +46,6 @@ class Machine:
 
 
 MACHINE = Machine()
-_real_open = io.open
 _get_ident = threading.get_ident
 
 
@@ -102,10 +99,8 @@ def close_all(process: Process) -> None:
     for fd in process.files:
         if MACHINE.disk is not None:
             MACHINE.disk.open.pop(fd, None)
-        try:
+        with contextlib.suppress(OSError):
             REAL["close"](fd)
-        except OSError:
-            pass
     process.files.clear()
 
 
@@ -227,18 +222,14 @@ def _rmtree(path: Any, ignore_errors: bool = False, onerror: Any = None, **more:
             if entry.is_dir(follow_symlinks=False):
                 _rmtree(entry.path, ignore_errors)
             else:
-                os.unlink(entry.path)
-        os.rmdir(path)
+                _unlink(entry.path)
+        _rmdir(path)
     except OSError:
         if not ignore_errors:
             raise
 
 
 _real_rmtree = shutil.rmtree
-
-
-class _Boot:
-    """Stands for the kernel's file with the boot id."""
 
 
 def _exit(status: int) -> None:
@@ -371,7 +362,7 @@ def install() -> None:
     uuid.uuid4 = lambda: uuid.UUID(bytes=_urandom(16), version=4)
     secrets.randbits = lambda bits: MACHINE.entropy.getrandbits(bits)
     secrets.token_bytes = lambda size=32: _urandom(size)
-    loops.START = _start_child
+    loops.CHILDREN.start = _start_child
 
 
 def _start_child(parent: Process, arguments: list[str]) -> Process:

@@ -7,7 +7,8 @@
 * The messages of a client are in the order in which it sent them; numbers are contiguous.
 * A number that was seen in a stream, or in the cloud, stands for the same message from then on.
 * Objects hold the numbers of their names; what an export has passed is in the cloud, or its loss is recorded.
-* A persistent session gets each message of an ordinary topic that was acknowledged after it subscribed, in order.
+* A persistent session gets each message of an ordinary topic that was acknowledged after it subscribed, in
+  order.
 * The table has every exported row once; a verdict is true.
 * Once all faults have ended, everything comes to rest; a stop and `verify` find nothing wrong.
 """
@@ -20,6 +21,7 @@ import gzip
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bridge.objectkeys import parse_key
@@ -28,7 +30,6 @@ from bridge.operations.reading import ReadMessagesOptions
 from . import kernel as kernels
 from .clients import Device, Message
 from .cloud import CloudCheck, CloudError, RunFaults, ingest_run
-from .plan import FAMILIES
 
 if TYPE_CHECKING:
     from .world import World
@@ -76,9 +77,9 @@ class Checks:
         world.bucket.store = noted  # type: ignore[method-assign]
 
     def broken(self, text: str) -> None:
-        from .world import Broken
+        from .world import BrokenError
 
-        raise Broken(text)
+        raise BrokenError(text)
 
     # -- what was sent
 
@@ -93,7 +94,7 @@ class Checks:
 
     @property
     def lied(self) -> bool:
-        """Whether the power was cut after syncs that did nothing: then nothing is promised but what follows."""
+        """Whether the power was cut after syncs that did nothing: then little is promised."""
         return any(begin < cut for begin, _ in self.world.lies for cut in self.world.cuts)
 
     def flushed(self, stream: str) -> bool:
@@ -117,7 +118,7 @@ class Checks:
             if cut <= at - ON_THE_WAY:
                 continue
             marks = [at, *(t for t in self._interruptions() if at < t < cut), cut]
-            if max(b - a for a, b in zip(marks, marks[1:], strict=False)) < calm:
+            if max(b - a for a, b in pairwise(marks)) < calm:
                 return True
         return False
 
@@ -198,7 +199,7 @@ class Checks:
         """Numbers whose messages may have been lost may be used again, unless they were exported."""
         for name in ("plain", "both", "ring", "memory", "ids"):
             seen = self.seen[name]
-            for number, payload in list(seen.items()):
+            for number in list(seen):
                 if self.exported.get(name, {}).get(number) is not None:
                     continue
                 del seen[number]
@@ -211,10 +212,14 @@ class Checks:
             return
         seen, cuts = self.seen[name], self.world.cuts
         before = -1
-        for number, topic, payload in rows:
+        for number, _topic, payload in rows:
             if number <= before:
                 self.broken(f"{name}: number {number} comes after {before}")
-            if number > before + 1 and before >= 0 and not (cuts or name == "memory" or name in ("kin", "ring")):
+            if (
+                number > before + 1
+                and before >= 0
+                and not (cuts or name == "memory" or name in ("kin", "ring"))
+            ):
                 self.broken(f"{name}: after number {before} comes {number}")
             before = number
             was = seen.get(number)
@@ -223,7 +228,9 @@ class Checks:
                 row = "g", name, self.epochs[name], number
                 if self.appended.setdefault(row, payload) != payload:
                     if self.exported.get(name, {}).get(number) is not None:
-                        self.broken(f"{name}: number {number} is {payload!r}, and another message was exported")
+                        self.broken(
+                            f"{name}: number {number} is {payload!r}, and another message was exported"
+                        )
                     self.appended[row] = payload
             elif was != payload:
                 self.broken(f"{name}: number {number} was {was!r} and is {payload!r}")
@@ -246,16 +253,16 @@ class Checks:
                 self.broken(f"{name}: number {number} was sent to {message.topic}, not to {topic!r}")
             times[payload] += 1
             if times[payload] == 1:
-                # A power cut may take an unsynced message and leave a later one; sent again, it comes after that.
+                # A power cut may take an unsynced message and leave a later one.
                 again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.world.cuts)
                 if newest.get(message.client, -1) > message.number and not (again and len(message.sent) > 1):
                     self.broken(
-                        f"{name}: message {message.number} of {message.client} (number {number}) comes after its "
-                        f"message {newest[message.client]}"
+                        f"{name}: message {message.number} of {message.client} (number {number}) comes after "
+                        f"its message {newest[message.client]}"
                     )
                 newest[message.client] = max(message.number, newest.get(message.client, -1))
                 self._right(name, message)
-            elif message.qos == 0 or len(message.sent) < times[payload] and message.qos == 1:
+            elif message.qos == 0 or (len(message.sent) < times[payload] and message.qos == 1):
                 self.broken(
                     f"{name}: QoS {message.qos}: {payload!r} is there {times[payload]} times, and was sent "
                     f"{len(message.sent)} times"
@@ -300,13 +307,15 @@ class Checks:
         if name == "ids":
             for one in self.world.appender.all:
                 if one.acked is not None and one.payload not in there and not self._excused(name, one.acked):
-                    self.broken(f"ids: {one.payload!r} was acknowledged at {one.acked - 1000:.6f}, and is gone")
+                    self.broken(
+                        f"ids: {one.payload!r} was acknowledged at {one.acked - 1000:.6f}, and is gone"
+                    )
             return
         if name in ("ring", "dead"):
             return
         sent = set(self.world.kinesis.records) if name == "kin" else set()
         if name == "kin":
-            sent |= {base for base in self._dead()}
+            sent |= set(self._dead())
         for device in self.world.devices:
             for message in device.messages:
                 if (
@@ -342,7 +351,9 @@ class Checks:
                 continue
             known = self.exported[name.stream]
             if known.setdefault(number, payload) != payload:
-                self.broken(f"{name.stream}: number {number} was exported as {known[number]!r} and {payload!r}")
+                self.broken(
+                    f"{name.stream}: number {number} was exported as {known[number]!r} and {payload!r}"
+                )
             was = self.seen[name.stream].get(number)
             if was is not None and was != payload:
                 self.broken(f"{name.stream}: number {number} is {was!r}, and was exported as {payload!r}")
@@ -380,7 +391,7 @@ class Checks:
             self.broken(f"the table: {error}")
 
     def _lost_at_gateway(self, stream: Any, number: int) -> bool:
-        return stream.stream == "ring" or bool(self.world.cuts) and number not in self.seen[stream.stream]
+        return stream.stream == "ring" or (bool(self.world.cuts) and number not in self.seen[stream.stream])
 
     # -- the end
 
@@ -494,6 +505,3 @@ class Checks:
 
     def _verify(self) -> None:
         """`streambridge verify` finds nothing wrong."""
-
-
-FAMILY_NAMES = FAMILIES

@@ -1,7 +1,7 @@
 """MQTT clients of the simulated network: devices that publish, and subscribers that stay away at times.
 
-A client never forgets what it has sent and nobody has acknowledged: it sends it again, in order, when it is back
-(MQTT 3.1.1 section 4.4). It notes what it sent on which connection, and what was acknowledged when;
+A client never forgets what it has sent and nobody has acknowledged: it sends it again, in order, when it is
+back (MQTT 3.1.1 section 4.4). It notes what it sent on which connection, and what was acknowledged when;
 `checks` reads that.
 """
 
@@ -227,8 +227,7 @@ class Device(Client):
 
     def ready(self) -> None:
         for message in self.flying.values():
-            # After a power cut the session may be gone, and the packet id means nothing any more: PUBREL of an
-            # id that is not in use is answered all the same.
+            # Also if a power cut has taken the session: PUBREL of an id that is not in use is answered.
             if message.received is not None:
                 self.send(PUBREL, 2, message.pid.to_bytes(2, "big"))
             else:

@@ -1,4 +1,4 @@
-"""The disk of the simulated machine: real files on a tmpfs, and a note of what of them is on the disk for sure.
+"""The simulated disk: real files on a tmpfs, and a note of what of them is on the disk for sure.
 
 A sync makes what a file held then durable; a directory's sync, its names. A power cut (`cut`) leaves
 

@@ -1,8 +1,8 @@
 """Time, processes and threads of the simulated machine.
 
-One thing runs at a time: an event of the kernel's queue. A simulated thread is a thread of the interpreter that
-runs only while the kernel waits for it, and hands over wherever a real one could: at a lock that is taken, a
-wait, a sleep, or a call of the operating system. How long such a call takes is drawn, so that the order of
+One thing runs at a time: an event of the kernel's queue. A simulated thread is a thread of the interpreter
+that runs only while the kernel waits for it, and hands over wherever a real one could: at a lock,
+a wait, a sleep, or a call of the operating system. How long such a call takes is drawn, so that the order of
 threads differs from seed to seed, and never within one.
 
 A killed process ends where it is: whatever of it still runs, to unwind its stack, gets `Killed` from all that
@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from random import Random
 from typing import Any
 
-
 SHORT, HANDED_OVER = 60e-6, 0.3  # of calls that take less (in s), so many hand over
 
 
@@ -28,7 +27,7 @@ class Killed(SystemExit):
     """Raised in a process that has been killed; asyncio passes on a SystemExit."""
 
 
-class Deadlock(AssertionError):
+class DeadlockError(AssertionError):
     """Nothing can run, and something waits."""
 
 
@@ -64,9 +63,7 @@ class Kernel:
         self.steps = 0
         self._events: list[tuple[float, int, Process | None, Callable[..., object], tuple[Any, ...]]] = []
 
-    def later(
-        self, seconds: float, process: Process | None, do: Callable[..., object], *args: Any
-    ) -> None:
+    def later(self, seconds: float, process: Process | None, do: Callable[..., object], *args: Any) -> None:
         """Call `do` in so many seconds, unless the process is dead then."""
         heapq.heappush(self._events, (self.now + seconds, next(self.numbers), process, do, args))
 
@@ -95,7 +92,7 @@ class Kernel:
         """Let the next thread run: the event loop waits for it, and makes no other event happen."""
         mine = [event for event in self._events if getattr(event[3], "__func__", None) is Thread._resume]
         if not mine:
-            raise Deadlock("the event loop waits for a thread, and none can run")
+            raise DeadlockError("the event loop waits for a thread, and none can run")
         event = min(mine)
         self._events.remove(event)
         heapq.heapify(self._events)
@@ -321,7 +318,7 @@ class Lock:
         if not blocking:
             return False
         if now is None:
-            raise Deadlock("a lock is taken, and nothing runs")
+            raise DeadlockError("a lock is taken, and nothing runs")
         return self._wait(now, timeout)
 
     def _wait(self, now: Kernel, timeout: float) -> bool:

@@ -1,7 +1,7 @@
 """The event loop of a simulated process, and what it talks to: clients, its worker, other processes.
 
-A transport's bytes take a drawn time to arrive, in pieces that are drawn. Each direction keeps its order. When
-a connection breaks, what is on its way is lost, each side's part of it.
+A transport's bytes take a drawn time to arrive, in pieces that are drawn. Each direction keeps its order.
+When a connection breaks, what is on its way is lost, each side's part of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from .kernel import Kernel, Killed, Process, Thread
 
@@ -134,7 +134,9 @@ class Loop(asyncio.BaseEventLoop):
         NETWORK[sock.address] = self.process, protocol_factory
         return sock
 
-    async def create_connection(self, protocol_factory: Any, *args: Any, sock: Any = None, **more: Any) -> Any:
+    async def create_connection(
+        self, protocol_factory: Any, *args: Any, sock: Any = None, **more: Any
+    ) -> Any:
         protocol = protocol_factory()
         transport = PairTransport(self, sock, protocol)
         protocol.connection_made(transport)
@@ -142,7 +144,7 @@ class Loop(asyncio.BaseEventLoop):
 
     async def subprocess_exec(self, protocol_factory: Any, *args: Any, **more: Any) -> Any:
         protocol = protocol_factory()
-        transport = ProcessTransport(self, protocol, START(self.process, [str(arg) for arg in args]))
+        transport = ProcessTransport(self, protocol, CHILDREN.start(self.process, [str(arg) for arg in args]))
         protocol.connection_made(transport)
         return transport, protocol
 
@@ -158,7 +160,15 @@ def unwind(coroutine: Any) -> None:
 
 
 NETWORK: dict[tuple[str, int], tuple[Process, Callable[[], Any]]] = {}
-START: Callable[[Process, list[str]], Process]  # starts a child process; `boundary` sets it
+
+
+class Children:
+    """How child processes are started; `boundary` knows."""
+
+    start: Callable[[Process, list[str]], Process]
+
+
+CHILDREN = Children()
 
 
 class Listener:
@@ -380,7 +390,7 @@ class End:
 class Socket:
     """A socket of a pair, in one process."""
 
-    by_number: dict[int, Socket] = {}
+    by_number: ClassVar[dict[int, Socket]] = {}
 
     def __init__(self, end: End, process: Process) -> None:
         self.end, self.kernel = end, end.kernel

@@ -108,7 +108,9 @@ TROUBLES = {
 def _publish(random: Random, wait: float) -> Step:
     number = random.choice((1, 2, 5, 20, 60, 150))
     family = random.choices(FAMILIES, (6, 5, 3, 3, 1, 3, 2))[0]
-    return Step("publish", (random.randrange(DEVICES), number, family, random.choice((0, 1, 1, 1, 2, 2))), wait)
+    return Step(
+        "publish", (random.randrange(DEVICES), number, family, random.choice((0, 1, 1, 1, 2, 2))), wait
+    )
 
 
 def _crash(random: Random, wait: float) -> Step:

@@ -24,7 +24,8 @@ from bridge.control.server import ControlFrontEnd
 from bridge.plugin import discovery
 from bridge.service.service import Service
 
-from . import boundary, kernel as kernels
+from . import boundary
+from . import kernel as kernels
 from .boundary import MACHINE
 from .clients import PUBLISH, Client, Packet, _text
 from .kernel import Kernel
@@ -86,7 +87,7 @@ def service(config: Path) -> Service:
 
 
 def _modules() -> list[Any]:
-    plugins = {type(cls).__module__ for cls in ()} | {cls.__module__ for cls in REGISTRY.exporters.values()}
+    plugins = {cls.__module__ for cls in REGISTRY.exporters.values()}
     return [
         module
         for name, module in list(sys.modules.items())
@@ -199,6 +200,10 @@ class Appended:
         self.rest = 0  # how often it is sent again after its answer
 
 
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
 class Appender(Client):
     """Appends to the stream `ids` by requests; without an answer it asks again, with the same id."""
 
@@ -235,7 +240,7 @@ class Appender(Client):
                 self._sent.add(request)
                 one.sent.append(self.kernel.now)
                 body = {
-                    "name": "ids", "payload": base64.b64encode(one.payload).decode(), "messageId": base64.b64encode(one.id.encode()).decode(),
+                    "name": "ids", "payload": _base64(one.payload), "messageId": _base64(one.id.encode()),
                     "requestId": request,
                 }  # fmt: skip
                 data = json.dumps(body).encode()

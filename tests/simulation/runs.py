@@ -12,14 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from . import boundary, kernel as kernels
+from . import boundary
+from . import kernel as kernels
 from .boundary import CHILDREN, MACHINE
 from .disk import REAL
 from .kernel import Killed
 from .plan import Plan, draw
-from .world import World
-
-from . import checks, cloud, product, table  # isort: skip - not in the child of each world
+from .world import World, prepare
 
 clock = time.perf_counter
 
@@ -81,7 +80,8 @@ def apart(plan: Plan) -> Result:
 def run(seed: int, seconds: float, place: Path, *, worlds: int | None = None, story: bool = False) -> int:
     """Run worlds from a seed on; returns 1 if one is broken."""
     os.chdir(place)
-    MACHINE.here = f"{os.getcwd()}/"
+    MACHINE.here = f"{Path.cwd()}/"
+    prepare()
     one(draw(0), Path())  # what is imported and made once is there, then, in the child of each world
     gc.collect()
     boundary.real_freeze()
@@ -98,9 +98,10 @@ def run(seed: int, seconds: float, place: Path, *, worlds: int | None = None, st
             return 1
         number += 1
     spent = clock() - began
+    each = [round(count * 60 / spent) for count in (crashes, acknowledged)]
     print(
-        f"{number} worlds, {crashes} crashes with a restart, {acknowledged} messages acknowledged in {spent:.0f} s: "
-        f"{crashes * 60 / spent:.0f} crashes and {acknowledged * 60 / spent:.0f} messages a minute"
+        f"{number} worlds, {crashes} crashes with a restart, {acknowledged} messages acknowledged in "
+        f"{spent:.0f} s: {each[0]} crashes and {each[1]} messages a minute"
     )
     return 0
 

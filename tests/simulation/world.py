@@ -15,25 +15,31 @@ import logging
 import shutil
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from . import boundary, kernel as kernels, loop as loops
+from . import boundary
+from . import kernel as kernels
+from . import loop as loops
 from .boundary import MACHINE
 from .clients import ADDRESS, Device, Subscriber
 from .disk import Disk
 from .kernel import Kernel, Process
-from .plan import DEVICES, Plan, Step
+from .plan import DEVICES, Plan
 
 WALL = 1_790_000_000.0
 QUIET = 120.0  # s of simulated time in which everything must settle
 TERM, HUP = 15, 1
 
 
-class Broken(AssertionError):
+class BrokenError(AssertionError):
     """A promise was broken."""
+
+
+def prepare() -> None:
+    """Import everything now, and not in the process of each world."""
+    from . import checks, cloud, product, table  # noqa: F401
 
 
 class World:
@@ -113,7 +119,7 @@ class World:
                 if isinstance(record.exc_info[1], kernels.Killed):
                     return
                 trace = "".join(traceback.format_exception(record.exc_info[1]))
-                raise Broken(f"an internal error: {text}\n{trace}")
+                raise BrokenError(f"an internal error: {text}\n{trace}")
 
     # -- the gateway
 
@@ -127,7 +133,10 @@ class World:
                 if (n, family) not in self.revoked
             ]
             rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(topics)}\nsubscribe = []\n')
-        s3 = f'bucket = "landing"\ntime_hint_millis = {self.linger}\nsize_hint_bytes = {plan.batch}\nreport_interval_millis = 500\n'
+        s3 = (
+            f'bucket = "landing"\ntime_hint_millis = {self.linger}\nsize_hint_bytes = {plan.batch}\n'
+            "report_interval_millis = 500\n"
+        )
         small = f"segment_size = {plan.segment}\n"
         text = f"""
 [gateway]
@@ -204,7 +213,9 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         for n in range(DEVICES):
             salt = b"0123456789abcdef"
             digest = hashlib.pbkdf2_hmac("sha512", f"word{n}-{self.passwords[n]}".encode(), salt, 1, 64)
-            lines.append(f"user{n}:$7$1${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n")
+            lines.append(
+                f"user{n}:$7$1${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n"
+            )
         users = self.place / "users"
         users.write_text("".join(lines))
         users.chmod(0o600)
@@ -229,15 +240,17 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, kernels.Killed):
                 trace = "".join(traceback.format_exception(error))
-                if not isinstance(error, OSError) or not (self.disk.full or self.sync_failures or self.disk.failing):
-                    self.failed = Broken(f"the service ends with an error:\n{trace}")
+                if not isinstance(error, OSError) or not (
+                    self.disk.full or self.sync_failures or self.disk.failing
+                ):
+                    self.failed = BrokenError(f"the service ends with an error:\n{trace}")
                 self.tell(f"the service ends: {error}")
             self.kernel.later(0.0, None, self.kernel.kill, process, 0)
 
-        self.failed: Broken | None = None
+        self.failed: BrokenError | None = None
         self.kernel.later(0.0, process, main)
         if not self.kernel.run(lambda: process.dead or ADDRESS in loops.NETWORK, QUIET):
-            raise Broken("the service does not start")
+            raise BrokenError("the service does not start")
         if self.failed is not None:
             raise self.failed
         if not process.dead:
@@ -252,7 +265,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
                 return
             self._died()
             self.start()
-        raise Broken("the service does not stay alive")
+        raise BrokenError("the service does not stay alive")
 
     def _died(self) -> None:
         assert self.process is not None
@@ -287,7 +300,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
     # -- the run
 
     def run(self) -> None:
-        """Carry out the plan, then heal everything and check; raises Broken."""
+        """Carry out the plan, then heal everything and check; raises BrokenError."""
         self.start()
         for client in self.clients:
             client.start()
@@ -384,7 +397,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         with self.kernel.inside(process):
             process.loop.signal(TERM)
         if not self.kernel.run(lambda: process.dead, QUIET):
-            raise Broken("the service does not stop")
+            raise BrokenError("the service does not stop")
         if process.status == 0:
             self.tell("the service has stopped")
             self.checks.after_stop()
