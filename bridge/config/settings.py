@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
-from bridge.config.tomlstruct import Reader, dotted, keys_of, snake, struct_in, unit_of
+from bridge.config.tomlstruct import Reader, dotted, fields_of, keys_of, snake, struct_in, unit_of
 from bridge.errors import ConfigError, InvalidDefinition
 from bridge.export.settings import ExportSettings
 from bridge.greengrass.settings import GreengrassConfig
@@ -285,5 +285,5 @@ def _inner(struct: Callable[[], type[Struct] | None], name: str) -> type[Struct]
 
 def _type(struct: type[Struct] | None, name: str) -> Any:
     """The type of a field by its name on the wire; None if there is none."""
-    fields = () if struct is None else msgspec.structs.fields(struct)
+    fields = () if struct is None else fields_of(struct)
     return next((field.type for field in fields if field.encode_name == name), None)

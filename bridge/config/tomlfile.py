@@ -108,7 +108,8 @@ def _merge(into: dict[str, Any], data: dict[str, Any], keys: Keys, forget: Calla
         if isinstance(known, dict) and isinstance(value, dict):
             _merge(known, value, here, forget)
         else:
-            forget(here)
+            if key in into:  # else no position is known, and looking for it takes as long as all are many
+                forget(here)
             into[key] = value
 
 

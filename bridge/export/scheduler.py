@@ -11,21 +11,45 @@ stays with its export, a new thread takes its place in the pool, and the worker 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
 import time
+from typing import NamedTuple
 
 from bridge.export.bandwidth import Bandwidth
 from bridge.export.task import NEVER, Task
 from bridge.plugin.api import Progress, Retry
 
+LONGEST_WAIT = 3600.0  # seconds; a plugin may ask for more than a thread can wait (`threading.TIMEOUT_MAX`)
+
+_Due = tuple[int, float, int, Task]  # priority, last step, number of the entry
+
+
+class _Entry(NamedTuple):
+    """The valid entry of a task: its number, when it comes up (0: it is due), and its rank then."""
+
+    number: int
+    at: float
+    rank: int
+
 
 class Scheduler:
-    """Runs the tasks of one worker; sends no batch before the bandwidth is free."""
+    """Runs the tasks of one worker; sends no batch before the bandwidth is free.
+
+    A task has one valid entry in one of the heaps, or none while it runs or has nothing to do. Entries that
+    are no longer valid are skipped when they come up.
+    """
 
     def __init__(self, threads: int, bandwidth: Bandwidth) -> None:
         self._threads, self._bandwidth = threads, bandwidth
         self._changed = threading.Condition()
-        self._tasks: list[Task] = []  # also deleted ones, until they are closed
+        self._streams: dict[str, dict[Task, None]] = {}  # also deleted tasks, until they are closed
+        self._valid: dict[Task, _Entry] = {}
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[float, int, Task]] = []  # monotonic time
+        self._due: list[_Due] = []
+        self._due_deleted: list[_Due] = []  # these need no bandwidth
         self._running: dict[int, Task] = {}  # by thread
         self._hung: set[int] = set()
         self._stopping = False
@@ -40,8 +64,8 @@ class Scheduler:
     def put(self, task: Task) -> None:
         """Add an export."""
         with self._changed:
-            self._tasks.append(task)
-            self._changed.notify()
+            self._streams.setdefault(task.source.name, {})[task] = None
+            self._schedule(task)
 
     def get(self, stream: str, identifier: str) -> Task | None:
         """The export of that name."""
@@ -50,12 +74,13 @@ class Scheduler:
     def of_stream(self, stream: str) -> list[Task]:
         """The exports of a stream."""
         with self._changed:
-            return [task for task in self._tasks if task.source.name == stream and not task.deleted]
+            return [task for task in self._streams.get(stream, ()) if not task.deleted]
 
-    def wake(self) -> None:
-        """Look for due exports again: messages were committed, or a configuration has changed."""
+    def wake(self, stream: str) -> None:
+        """Look at a stream's exports again: messages were committed, or a configuration has changed."""
         with self._changed:
-            self._changed.notify_all()
+            for task in self._streams.get(stream, ()):
+                self._schedule(task)
 
     def hung(self) -> list[Task]:
         """Replace the threads that hang since the last call; return their exports."""
@@ -85,7 +110,7 @@ class Scheduler:
 
     def finish(self) -> None:
         """After `stop`: write the cursors of all exports that are not running, and close them."""
-        tasks = [task for task in self._tasks if not task.running and not task.deleted]
+        tasks = [task for task in self._tasks() if not task.running and not task.deleted]
         for task in tasks:
             task.position.try_write()
         for task in tasks:  # after all writes: with the link down, closing takes long
@@ -96,7 +121,7 @@ class Scheduler:
     def progress(self, kind: str) -> list[Progress]:
         """Snapshots of all exports of a kind; raises Retry while the position of one is unknown."""
         with self._changed:
-            tasks = [task for task in self._tasks if task.kind == kind and not task.deleted]
+            tasks = [task for task in self._tasks() if task.kind == kind and not task.deleted]
         if not all(task.position.is_loaded for task in tasks):
             raise Retry("the positions of all exports are not read yet")
         return [task.progress() for task in tasks]
@@ -121,28 +146,94 @@ class Scheduler:
                 task.running = False
                 del self._running[me]
                 if task.closed:  # not only deleted, which may have happened in the middle of this step
-                    self._tasks.remove(task)
+                    self._forget(task)
+                else:
+                    self._schedule(task)
                 self._changed.notify_all()
                 if me in self._hung:  # it came back; another thread has its place
                     self._hung.discard(me)
                     return
+
+    def _tasks(self) -> list[Task]:
+        return [task for tasks in self._streams.values() for task in tasks]
+
+    def _forget(self, task: Task) -> None:
+        name = task.source.name
+        del self._streams[name][task]
+        if not self._streams[name]:
+            del self._streams[name]
+
+    def _schedule(self, task: Task) -> None:
+        """Enter a task for when it is due, unless an entry brings it up by then. With the lock held."""
+        at, rank, known = task.due(), self._rank(task), self._valid.get(task)
+        if task.running or (known is not None and known.at <= at < NEVER and known.rank == rank):
+            return
+        self._valid.pop(task, None)
+        if at == NEVER:
+            return
+        number = next(self._numbers)
+        self._valid[task] = _Entry(number, at, rank)
+        heapq.heappush(self._waiting, (at, number, task))
+        if at <= time.monotonic() or self._waiting[0][1] == number:
+            self._changed.notify()
+        if len(self._waiting) > 2 * len(self._valid) + 100:
+            self._waiting = [entry for entry in self._waiting if self._is_valid(entry[2], entry[1])]
+            heapq.heapify(self._waiting)
+
+    def _is_valid(self, task: Task, number: int) -> bool:
+        known = self._valid.get(task)
+        return known is not None and known.number == number
+
+    def _rank(self, task: Task) -> int:
+        """Its priority; 0 for a deleted one, which needs no bandwidth."""
+        return 0 if task.deleted else task.priority
+
+    def _collect_due(self, now: float) -> None:
+        """Move the tasks that are due from one heap to the other."""
+        while self._waiting and self._waiting[0][0] <= now:
+            _, number, task = heapq.heappop(self._waiting)
+            if not self._is_valid(task, number):
+                continue
+            at = task.due()
+            if at > now:
+                del self._valid[task]
+                self._schedule(task)
+                continue
+            rank = self._rank(task)
+            self._valid[task] = _Entry(number, 0.0, rank)
+            heap = self._due if rank else self._due_deleted
+            heapq.heappush(heap, (task.priority, task.last_step, number, task))
+
+    def _first(self, heap: list[_Due], *, without_alone: bool) -> _Due | None:
+        """The first valid entry; it stays in the heap."""
+        held, found = list[_Due](), None
+        while heap and found is None:
+            entry = heap[0]
+            if not self._is_valid(entry[3], entry[2]):
+                heapq.heappop(heap)
+            elif without_alone and entry[3].alone:
+                held.append(heapq.heappop(heap))
+            else:
+                found = entry
+        for entry in held:
+            heapq.heappush(heap, entry)
+        return found
 
     def _pick(self) -> Task | None:
         """Wait for the next task; None when the pool stops. Called with the lock held."""
         while not self._stopping:
             now = time.monotonic()
             alone = any(task.alone for task in self._running.values())
-            best: Task | None = None
-            earliest = NEVER
-            for task in self._tasks:
-                if task.running or (alone and task.alone):
-                    continue
-                at = max(task.due(), 0.0 if task.deleted else self._bandwidth.free_at)
-                if at > now:
-                    earliest = min(earliest, at)
-                elif best is None or (task.priority, task.last_step) < (best.priority, best.last_step):
-                    best = task
-            if best is not None:
-                return best
-            self._changed.wait(None if earliest == NEVER else earliest - now)
+            self._collect_due(now)
+            free_at = self._bandwidth.free_at
+            heaps = [self._due_deleted, self._due] if free_at <= now else [self._due_deleted]
+            found = [entry for heap in heaps if (entry := self._first(heap, without_alone=alone))]
+            if found:
+                task = min(found)[3]
+                del self._valid[task]
+                return task
+            until = [self._waiting[0][0]] if self._waiting else []
+            if self._due and free_at > now:
+                until.append(free_at)
+            self._changed.wait(min(min(until) - now, LONGEST_WAIT) if until else None)
         return None

@@ -285,6 +285,8 @@ class Task:
             with self._host.in_plugin(self.key, "being idle"):
                 again = exporter.idle()
             self._idle_at = NEVER if again is None else time.monotonic() + again
+            if again is None:
+                self._planner.close()  # a file less for each idle export; a deleted one frees its space
             self._recovered()
 
     def _failed(self, reason: str, after: float | None, *, cut: bool = False) -> None:

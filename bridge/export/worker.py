@@ -198,7 +198,7 @@ class Worker:
                 source = self._sources.get(name)
                 if source is not None:
                     source.oldest, source.next = oldest, max(source.next, following)
-                    self._scheduler.wake()
+                    self._scheduler.wake(name)
             case wire.Define():
                 self._define(message)
             case wire.Forget(name, pending):
@@ -252,7 +252,7 @@ class Worker:
             if current is not None:
                 self._remove(current, replaced=True)
             self._add(source, kind, config, replaced)
-        self._scheduler.wake()
+        self._scheduler.wake(message.name)
         self.changed(message.name)
 
     def _add(self, source: Source, kind: str, config: ExportConfig, replaced: Task | None) -> None:
@@ -265,7 +265,7 @@ class Worker:
 
     def _remove(self, task: Task, *, replaced: bool = False, pending: Sequence[Record] | None = None) -> None:
         task.remove(replaced=replaced, pending=pending)
-        self._scheduler.wake()
+        self._scheduler.wake(task.source.name)
 
     def _forget(self, name: str, pending: Mapping[str, Sequence[Record]] = MappingProxyType({})) -> None:
         for task in self._scheduler.of_stream(name):

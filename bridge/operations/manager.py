@@ -51,7 +51,7 @@ from bridge.plugin.discovery import Registry
 from bridge.streams.drops import DropReason
 from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.segment import StreamMessage
-from bridge.streams.store import StreamStore
+from bridge.streams.store import SLICE, StreamStore
 from bridge.streams.stream import Stream
 from bridge.topics import FilterTree, is_topic_filter, matches
 
@@ -258,10 +258,14 @@ class StreamManager:
         self._exports.committed(stream.name, stream.oldest, stream.next_sequence)
         stream.exported_upto = self._exports.exported_upto(stream.name)
 
-    def refresh(self) -> None:
+    async def refresh(self) -> None:
         """Exchange positions with the export side; called periodically, since limits also drop by age."""
-        for stream in self.store.streams.values():
-            self._report(stream)
+        streams = list(self.store.streams.values())
+        for start in range(0, len(streams), SLICE):
+            for stream in streams[start : start + SLICE]:
+                if not stream.closed:
+                    self._report(stream)
+            await asyncio.sleep(0)
         self.store.committer.reclaim_exported()
         self._reads.tidy()
 

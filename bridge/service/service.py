@@ -87,6 +87,12 @@ def _raise_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def _most_streams() -> int | None:
+    """How many streams leave a quarter of the open files to clients and to everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft * 3 // 4
+
+
 class Service:
     """One running service."""
 
@@ -112,6 +118,7 @@ class Service:
             gateway.memory_dir,
             on_event=_on_event,
             floor=lambda name, epoch: highest_exported(gateway.data_dir, name, epoch) + 1,
+            most=_most_streams(),
         )
         log.info(
             "opened %d streams in %.3f s",
@@ -203,7 +210,7 @@ class Service:
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(REFRESH)
-            self._manager.refresh()
+            await self._manager.refresh()
             self._report_full_streams()
             notify("WATCHDOG=1")  # from the event loop itself: if it is stuck, it sends none
 
@@ -286,7 +293,7 @@ class Service:
             log.error("damaged data cannot be quarantined: %s", error, extra={"stream": stream.name})
         finally:
             self._healing.discard(stream.name)
-            self._manager.refresh()
+            await self._manager.refresh()
 
     async def _append_status(self, stream: str, payload: bytes) -> None:
         """Append to a status or dead-letter stream for an exporter: this process is the only writer."""

@@ -186,7 +186,7 @@ class Committer:
     async def sync(self, streams: Iterable[Stream]) -> None:
         """Sync everything that is committed in these streams, in parallel."""
         for stream in streams:
-            if stream not in self._syncing:
+            if stream not in self._syncing and (stream.busy or stream.unsynced()):
                 self._syncing[stream] = asyncio.get_running_loop().create_future()
                 if not stream.busy:  # else the end of its group begins the sync
                     self._sync(stream)
@@ -307,10 +307,11 @@ class Committer:
             return False
 
     def maintain(self, streams: Iterable[Stream]) -> None:
-        """Apply the limits that depend on time."""
+        """Apply the limits that depend on time, to the streams that are still open."""
         for stream in streams:
             try:
-                stream.maintain(stream.clock.now())
+                if not stream.closed:
+                    stream.maintain(stream.clock.now())
             except OSError as error:
                 self._on_event(stream.name, f"cannot apply its limits: {error}")
 

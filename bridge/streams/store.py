@@ -32,7 +32,8 @@ import msgspec
 
 from bridge.clock import NAME as CLOCK
 from bridge.clock import Clock, System
-from bridge.errors import DataDirectoryBusy, OtherFormat, StreamError
+from bridge.errors import DataDirectoryBusy, OtherFormat, StorageFailed, StreamError
+from bridge.objectkeys import MAX_SEQUENCE
 from bridge.runtime import LoopRuntime, Runtime
 from bridge.streams import drops, formats, layout, meta
 from bridge.streams.committer import Committer
@@ -44,6 +45,7 @@ from bridge.streams.stream import Stream
 LOCK = "lock"
 MEMORY = "memory"
 RANDOM_BITS = 40  # of ms: 35 years
+SLICE = 200  # streams that are maintained before other clients are served: a few milliseconds
 RESERVE = 10_000_000  # numbers of a memory stream that one write of its definition covers
 
 log = logging.getLogger(__name__)
@@ -93,13 +95,15 @@ class StreamStore:
         system: System | None = None,
         runtime: Runtime | None = None,
         link: bool = True,
+        most: int | None = None,
     ) -> None:
         """Open the directory, or make it; raises DataDirectoryBusy, OtherFormat or OSError.
 
         `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `runtime`
         is the running event loop's, unless another one is given; `close` closes it. `link`: whether to link
-        `<data_dir>/memory` to `memory_dir`.
+        `<data_dir>/memory` to `memory_dir`. `most` is how many streams are opened: each keeps a file open.
         """
+        self._most = most
         self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.streams: dict[str, Stream] = {}
         self._runtime = runtime or LoopRuntime(THREADS, "commit")
@@ -212,10 +216,24 @@ class StreamStore:
                     known.name, f"{', '.join(map(str, bad))}: damaged; rewritten from the other copy"
                 )
                 meta.save(self._files, directory, known)
+            self._check_number()
             self.streams[known.name] = self._start(directory, known)
         except (OSError, OtherFormat, StreamError) as error:
-            why = f"{directory}: {error}; repair that and restart the service"
+            what = str(error)
+            why = (
+                what
+                if isinstance(error, StorageFailed)
+                else f"{directory}: {what}; repair that and restart the service"
+            )
             self._cannot_open(known.name, Unopened(why, known.definition))
+
+    def _check_number(self) -> None:
+        """Raise StorageFailed if one more stream would take the files that others need."""
+        if self._most is not None and len(self.streams) >= self._most:
+            raise StorageFailed(
+                f"{self._most} streams are open, which is three quarters of the limit of open files; raise "
+                "that limit (LimitNOFILE= in the systemd unit, else `ulimit -Hn`) and restart the service"
+            )
 
     def _cannot_open(self, name: str, unopened: Unopened) -> None:
         self.unopened[name] = unopened
@@ -227,7 +245,7 @@ class StreamStore:
             log.info(
                 "%d segments were brought to this version's format", number, extra={"stream": known.name}
             )
-        floor = max(self._floor(known.name, known.epoch), known.reserved)
+        floor = min(max(self._floor(known.name, known.epoch), known.reserved), MAX_SEQUENCE + 1)
         if known.settings.memory:
             shutil.rmtree(data, ignore_errors=True)
             data.mkdir(mode=0o700)
@@ -249,13 +267,15 @@ class StreamStore:
 
     def _reserve(self, directory: Path, known: Meta, first: int, ahead: int = RESERVE) -> Meta:
         """Reserve the numbers from `first` up to first + ahead for a memory stream, durably."""
-        fresh = msgspec.structs.replace(known, generation=known.generation + 1, reserved=first + ahead)
+        reserved = min(first + ahead, MAX_SEQUENCE + 1)
+        fresh = msgspec.structs.replace(known, generation=known.generation + 1, reserved=reserved)
         meta.save(self._files, directory, fresh)
         return fresh
 
     # -- streams ---------------------------------------------------------------------------------
     def create(self, name: str, settings: StorageSettings, definition: bytes) -> Stream:
-        """Create a stream, durably; raises OSError. The name must be free."""
+        """Create a stream, durably; raises OSError, or StorageFailed. The name must be free."""
+        self._check_number()
         directory = self._root / layout.directory_name(name)
         fresh = self._root / f".new-{directory.name}"
         shutil.rmtree(fresh, ignore_errors=True)
@@ -309,9 +329,13 @@ class StreamStore:
         while True:
             await asyncio.sleep(sync_interval)
             streams = list(self.streams.values())
-            self.committer.maintain(streams)
+            for start in range(0, len(streams), SLICE):
+                self.committer.maintain(streams[start : start + SLICE])
+                await asyncio.sleep(0)
+            streams = [stream for stream in streams if not stream.closed]
             for stream in streams:
-                if stream.settings.memory and stream.next_sequence + RESERVE // 2 > stream.meta.reserved:
+                wanted = min(stream.next_sequence + RESERVE // 2, MAX_SEQUENCE + 1)
+                if stream.settings.memory and wanted > stream.meta.reserved:
                     try:
                         stream.meta = self._reserve(stream.home, stream.meta, stream.next_sequence)
                     except OSError as error:

@@ -152,7 +152,7 @@ def test_dropped_messages_split_objects_and_are_in_the_gateway_report(tmp_path: 
             await gateway.append("plant", *(b"%d" % n for n in range(10)))
             stream = gateway.store.streams["plant"]
             stream.drop([(0, 1), (4, 5)], DropReason.PURGED)
-            gateway.manager.refresh()
+            await gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
             await gateway.exported("plant", 9)
             await until(lambda: bucket.reported_exported() == [9])
@@ -197,7 +197,7 @@ def test_drops_without_an_upload_are_in_the_gateway_report(tmp_path: Path, bucke
                     await until(lambda: gateway.status("plant").error_message)
                     in_a_minute = gateway.store.clock.now() + 61_000
                     gateway.store.streams["plant"].maintain(in_a_minute)
-                    gateway.manager.refresh()
+                    await gateway.manager.refresh()
                 await until(lambda: bucket.reported_exported() == [11], describe=lambda: str(bucket.report()))
                 (stream,) = bucket.report()["streams"]
                 assert stream["dropped"] == [[2, 11, "expired"]]
@@ -230,7 +230,7 @@ def test_what_is_before_the_start_of_an_export_is_not_taken_for_lost(tmp_path: P
             gateway.create("plant", {"s3": [config]})
             await gateway.append("plant", *(b"%d" % n for n in range(10)))
             gateway.store.streams["plant"].drop([(8, 8)], DropReason.PURGED)
-            gateway.manager.refresh()
+            await gateway.manager.refresh()
             gateway.update("plant", {"s3": [{**config, "disabled": False}]})
             await until(lambda: bucket.reported_exported() == [9])
             (stream,) = bucket.report()["streams"]

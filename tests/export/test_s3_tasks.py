@@ -410,7 +410,7 @@ def test_tasks_that_expire_before_they_are_done_are_canceled(tmp_path: Path, buc
                 in_a_minute = gateway.store.clock.now() + 61_000
                 gateway.store.streams["tasks"].maintain(in_a_minute)
                 forwarder.open = True
-                gateway.manager.refresh()
+                await gateway.manager.refresh()
                 await until(lambda: len(reported()) >= 4, describe=lambda: str(reported()))
                 await gateway.append("tasks", task(bucket, small))
                 await gateway.exported("tasks", 3)

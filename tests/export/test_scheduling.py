@@ -285,7 +285,7 @@ def test_dropped_messages_are_passed_over(recorder: Path) -> None:
             exports = {"recorder": [to(recorder, disabled=True)]}
             gateway.create("a", exports, limits={"maxMessages": 3})
             await gateway.append("a", *(b"x" for _ in range(10)))
-            gateway.manager.refresh()
+            await gateway.manager.refresh()
             exports = {"recorder": [to(recorder)]}
             gateway.update("a", exports, limits={"maxMessages": 3})
             await gateway.exported("a", 9)
@@ -353,7 +353,7 @@ def test_what_is_dropped_out_of_a_batch_between_two_attempts_is_reported_and_cou
             await gateway.append("a", *(b"noise" if n == 8 else b"x" for n in range(10)))
             await until(lambda: notes() and gateway.status("a").error_message)
             await gateway.append("a", *(b"x" for _ in range(6)))  # 0 to 5 make room for these
-            gateway.manager.refresh()
+            await gateway.manager.refresh()
             if fault == "kill":
                 assert gateway.exports.pid is not None
                 os.kill(gateway.exports.pid, signal.SIGKILL)

@@ -1,0 +1,147 @@
+"""Ten thousand streams on one gateway: what each costs does not depend on how many there are.
+
+No test here asserts a time. They compare the cost per stream with few and with many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bridge.config import settings
+from bridge.errors import StorageFailed
+from bridge.streams.meta import StorageSettings
+from bridge.streams.store import StreamStore
+
+from .export.harness import RECORDER, drop_in, running
+from .fakes.clock import Shifted
+from .streams.conftest import payloads, put
+
+
+def test_reading_fragments_costs_the_same_for_each_stream(tmp_path: Path) -> None:
+    """A fragment once looked through the positions of all files for each of its keys."""
+
+    def cost(number: int, name: str) -> float:
+        root = tmp_path / name
+        (root / "conf.d").mkdir(parents=True)
+        for name, file in (("a", "bridge.toml"), ("b", "conf.d/more.toml")):
+            tables = "".join(f'[streams.{name}{n}]\ntopics = ["{name}/{n}"]\n' for n in range(number))
+            (root / file).write_text(tables)
+        took = []
+        for _ in range(3):
+            began = time.process_time()
+            found = settings.load(root / "bridge.toml", dict)
+            took.append((time.process_time() - began) / number)
+            assert len(found.streams) == 2 * number
+        return min(took)
+
+    cost(100, "first")
+    few, many = cost(100, "few"), cost(4000, "many")
+    assert many < 2 * few
+
+
+class Counting(Shifted):
+    """A machine that counts the readings of its clock: `maintain` takes one for each stream."""
+
+    readings = 0
+
+    def boottime(self) -> int:
+        self.readings += 1
+        return super().boottime()
+
+
+@asynccontextmanager
+async def many(root: Path, number: int, machine: Shifted) -> AsyncIterator[StreamStore]:
+    store = StreamStore(root / "data", root / "memory", on_event=lambda *what: None, system=machine)
+    try:
+        for n in range(number):
+            store.create(f"s{n}", StorageSettings(memory=True), b"{}")
+        yield store
+    finally:
+        await store.close()
+
+
+def test_maintaining_many_streams_holds_the_event_loop_no_longer_than_maintaining_few(tmp_path: Path) -> None:
+    async def most_in_one_turn(number: int) -> int:
+        machine, most = Counting(), 0
+        async with many(tmp_path / str(number), number, machine) as store:
+            keeping = asyncio.create_task(store.keep(0.01))
+            machine.readings = before = 0
+            while machine.readings < 3 * number:
+                await asyncio.sleep(0)
+                most, before = max(most, machine.readings - before), machine.readings
+            keeping.cancel()
+        return most
+
+    few, more = asyncio.run(most_in_one_turn(400)), asyncio.run(most_in_one_turn(1200))
+    assert few > 100
+    assert more < 1.5 * few
+
+
+def test_more_streams_than_files_may_be_open_are_refused_and_keep_their_messages(tmp_path: Path) -> None:
+    """They once took all files, and then the service could not start."""
+
+    async def scenario() -> None:
+        events: list[str] = []
+
+        def store(most: int) -> StreamStore:
+            return StreamStore(
+                tmp_path / "data",
+                tmp_path / "memory",
+                on_event=lambda *what: events.append(str(what)),
+                most=most,
+            )
+
+        opened = store(3)
+        for name in "abc":
+            await put(opened.create(name, StorageSettings(), b"{}"), name.encode())
+        with pytest.raises(StorageFailed, match="3 streams are open"):
+            opened.create("d", StorageSettings(), b"{}")
+        assert sorted(opened.streams) == ["a", "b", "c"]
+        opened.delete("a")
+        opened.create("d", StorageSettings(), b"{}")
+        await opened.close()
+        fewer = store(2)
+        assert sorted(fewer.streams) == ["b", "c"]
+        assert "2 streams are open" in fewer.unopened["d"].why
+        assert len(events) == 1
+        await fewer.close()
+        again = store(3)
+        assert [payloads(again.streams[name]) for name in "bcd"] == [[b"b"], [b"c"], []]
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow(seconds=30)
+def test_an_export_costs_the_worker_the_same_among_few_and_among_many(tmp_path: Path) -> None:
+    """The worker once looked through all exports at every step of each."""
+
+    async def cost(number: int) -> float:
+        root = tmp_path / str(number)
+        root.mkdir()
+        drop_in(root, "recorder", RECORDER)
+        async with running(root) as gateway:
+            assert gateway.exports.pid is not None
+            worker = psutil.Process(gateway.exports.pid)
+            for n in range(number):
+                exports = {"recorder": [{"identifier": "x", "path": str(root / "out")}]}
+                gateway.create(f"s{n}", exports, persistence=1)
+                await asyncio.sleep(0)
+            for round_number in range(3):
+                if round_number == 1:  # all have begun
+                    began = worker.cpu_times()
+                for n in range(number):
+                    gateway.store.streams[f"s{n}"].append(b"t", b"x")
+                await asyncio.gather(*(gateway.exported(f"s{n}", round_number, 120) for n in range(number)))
+            ended = worker.cpu_times()
+        return (ended.user + ended.system - began.user - began.system) / number
+
+    few, more = asyncio.run(cost(100)), asyncio.run(cost(2000))
+    assert more < 2.5 * few
