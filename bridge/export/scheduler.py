@@ -231,6 +231,7 @@ class Scheduler:
             if found:
                 task = min(found)[3]
                 del self._valid[task]
+                self._changed.notify()  # another thread waits for the next one: this step may take long
                 return task
             until = [self._waiting[0][0]] if self._waiting else []
             if self._due and free_at > now:

@@ -329,7 +329,7 @@ class Observer:
         return known[1]
 
     def _exports_of(self, name: str) -> list[ExportState]:
-        statuses = self._exports.statuses(name)
+        statuses = self._manager.export_statuses(name)
         if not statuses:
             return []
         stream = self._manager.store.streams[name]

@@ -393,9 +393,13 @@ class StreamManager:
                 newest_sequence_number=stream.next_sequence - 1,
                 total_bytes=stream.total_bytes,
             ),
-            export_statuses=self._exports.statuses(name),
+            export_statuses=self.export_statuses(name),
             version=self.version(name),
         )
+
+    def export_statuses(self, name: str) -> list[ExportStatus]:
+        """The status of each of a stream's exports, as `describe` returns it."""
+        return self._exports.statuses(name)
 
     async def append(
         self, name: str, payload: bytes, *, message_id: bytes = b"", headers: bytes = b""

@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.objectkeys import MAX_SEQUENCE
 from bridge.streams import drops as record
 from bridge.streams import formats, layout, segment
 from bridge.streams.drops import Drop, Drops
@@ -97,8 +98,9 @@ def examine(
         and not segment.is_torn(data, claimed, pattern)
     ):
         # A complete frame that fails its check: its numbers are used.
-        lost.append((claimed.base, claimed.next - 1))
-        index.next = claimed.next
+        last = min(claimed.next - 1, MAX_SEQUENCE)  # its header may be what is damaged
+        lost.append((claimed.base, last))
+        index.next = last + 1
     if header_ok and end == size and not holes:
         return Examined(index.summary(size), [Damage(path, "what followed it is gone", lost)] if lost else [])
     if header_ok and not lost:

@@ -19,6 +19,7 @@ import msgspec
 
 from bridge.clock import Clock
 from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
+from bridge.objectkeys import MAX_SEQUENCE
 from bridge.streams import meta as metadata
 from bridge.streams import segment_limits
 from bridge.streams.contents import Contents, Ranges
@@ -36,6 +37,7 @@ from bridge.streams.staging import OpenSegment, Staged
 PRESSURE_STEP = 256 * 1024  # bytes that the pending group grows by between two checks of back-pressure
 FULL_FOR = 60.0  # seconds after a rejected message in which a stream counts as full, if none is stored
 DISK_ROOM = 16 * 1024  # bytes freed on a full disk in addition to the group's own: blocks, records
+NEAR_LAST = MAX_SEQUENCE - 2**32  # from here on each append is checked; a group has fewer messages
 FRAMING = 2 * (FRAME.size + HEADER.size)  # bytes that a group may need in addition to its messages
 
 
@@ -209,7 +211,8 @@ class Stream(Contents):
     def _set_room(self) -> None:
         """Set the size that the pending group may reach before `append` calls `_check`."""
         settings = self.settings
-        if self.closed or (self.limits is not None and self.limits.guards_appends):
+        guarded = self.limits is not None and self.limits.guards_appends
+        if self.closed or guarded or self.log.next > NEAR_LAST:
             self._room = -1
         elif settings.overwrite:
             self._room = settings.max_size - FRAMING
@@ -224,6 +227,7 @@ class Stream(Contents):
         self._update_pressure(self)
         self._set_room()
         try:
+            self._check_number()
             self._check_size(data, size)
             if self.limits is not None:
                 self._refresh(self.limits)
@@ -235,6 +239,14 @@ class Stream(Contents):
             self.count("full")
             self._rejected = str(error), time.monotonic(), self.queue.next
             raise
+
+    def _check_number(self) -> None:
+        """Numbers are BIGINT in tables and int64 in the SDKs, and are never used again."""
+        if self.queue.next > MAX_SEQUENCE:
+            raise StreamFull(
+                f"stream {self.name!r} has used its last sequence number, {MAX_SEQUENCE}; create another "
+                "stream for its topics"
+            )
 
     def _check_size(self, data: int, size: int) -> None:
         settings = self.settings

@@ -12,12 +12,15 @@ from pathlib import Path
 
 import msgspec
 import pyarrow.parquet as pq
+import pytest
 
 from benchmarks.testbed.forwarder import Forwarder
 from bridge import objectkeys
-from bridge.export.cursor import CursorFile, stream_directory
+from bridge.errors import StreamFull
+from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.export.wire import Tuning
 from bridge.model import MIB
+from bridge.operations.reading import ReadMessagesOptions
 from bridge.streams.drops import DropReason
 from tests.export.harness import Bucket, running, until
 
@@ -264,3 +267,41 @@ def test_storage_options_are_passed_on(tmp_path: Path, bucket: Bucket) -> None:
     assert found["StorageClass"] == "STANDARD_IA"
     assert found["ServerSideEncryption"] == "aws:kms"
     assert "ChecksumSHA256" in found
+
+
+def test_an_export_sends_the_last_number_and_reports_it(tmp_path: Path, bucket: Bucket) -> None:
+    """The cursor says that all numbers before were sent, as that of a very old gateway would."""
+    last = objectkeys.MAX_SEQUENCE
+
+    async def scenario() -> None:
+        exports = {"s3": [bucket.config(startSequenceNumber=last - 2)]}
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", exports)
+            await until(lambda: (tmp_path / "data/exports/plant/up.cursor").exists())
+            epoch = gateway.store.streams["plant"].epoch
+        file = CursorFile(tmp_path / "data/exports/plant/up.cursor")
+        known = Cursor(epoch=epoch, kind="s3", start=last - 2, position=last - 2, reached=last - 3)
+        file.write(known)
+        file.close()
+        async with running(tmp_path) as gateway:
+            await gateway.append("plant", b"a", b"b", b"c")
+            await gateway.exported("plant", last)
+            with pytest.raises(StreamFull, match="last sequence number"):
+                await gateway.append("plant", b"d")
+            status = gateway.manager.describe("plant").storage_status
+            assert (status.oldest_sequence_number, status.newest_sequence_number) == (last - 2, last)
+            (row,) = await gateway.manager.read(
+                "plant", ReadMessagesOptions(desired_start_sequence_number=last)
+            )
+            assert (row.sequence_number, row.payload) == (last, b"c")
+            await until(lambda: bucket.reported_exported() == [last])
+        async with running(tmp_path) as gateway:
+            assert gateway.store.streams["plant"].next_sequence == last + 1
+            await gateway.exported("plant", last)
+
+    asyncio.run(scenario())
+    assert [row["sequence_number"] for key in bucket.data_keys() for row in bucket.rows(key)] == [
+        last - 2, last - 1, last,
+    ]  # fmt: skip
+    (stream,) = bucket.report()["streams"]
+    assert (stream["newest"], stream["dropped"]) == (last, [[0, last - 3, "before_start"]])

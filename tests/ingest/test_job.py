@@ -399,3 +399,19 @@ def test_a_run_that_is_stopped_ends_its_own_jobs_and_none_of_others_in_the_sessi
         go.touch()
         stopped.set()
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_last_numbers_are_in_the_table_and_its_report(
+    spark: Any, landing: StorageLocation, sink: Sink
+) -> None:
+    """BIGINT ends with 2^63 - 1, and so do the numbers of a stream."""
+    gateway, last = Gateway(landing), 2**63 - 1
+    gateway.export(last - 5, last - 3, step_ms=0)
+    gateway.export(last - 4, last, form="parquet", step_ms=0)
+    gateway.report(reported(last, oldest=last - 5, dropped=[[0, last - 6, "before_start"]]))
+    summary = run(spark, landing, sink())
+    assert numbers(sink()) == list(range(last - 5, last + 1))
+    (stream,) = summary.report.streams
+    assert (stream.first, stream.last, stream.trimmed, stream.duplicates) == (last - 5, last, last - 5, 2)
+    assert summary.report.complete
+    assert run(spark, landing, sink()).rows == 0
