@@ -153,8 +153,8 @@ class Clock:
             self.try_save()
 
     def wall(self) -> int:
-        """Unix time in ms."""
-        return self._system.wall() // _MS
+        """Unix time in ms; 0 before 1970, since files hold it without a sign."""
+        return max(0, self._system.wall() // _MS)
 
     def now(self) -> int:
         """The age timeline, in ms."""

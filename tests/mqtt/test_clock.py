@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge.mqtt.settings import Limits
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 
@@ -88,5 +89,34 @@ def test_sessions_and_wills_outlive_a_step_of_the_wall_clock(tmp_path: Path, how
         bridge.system.sleep(500)
         await bridge.restart()
         assert bridge.stat("sessions") == 0
+
+    run(tmp_path)
+
+
+def test_a_session_lasts_a_leap_year_of_clock_changes_and_reboots_and_no_longer(tmp_path: Path) -> None:
+    """NTP and summer time step the clock by an hour, the machine starts anew each quarter."""
+    leap_year = 366 * 86_400
+    lasting: p.Properties = {p.SESSION_EXPIRY: leap_year}
+
+    @bridge_test(limits=Limits(session_expiry_interval=2 * leap_year * 1000))
+    async def run(bridge: Bridge) -> None:
+        async def pass_time(days: float) -> None:
+            for month in range(12):
+                bridge.system.sleep(days * 86_400 / 12)
+                step = 3600.0 if month % 2 else -3600.0
+                await restarted(bridge, "another boot" if month % 3 == 0 else "running", step)
+
+        away = await bridge.connect("away", level=V5, properties=lasting)
+        await away.subscribe(("plain/#", 1))
+        for days, kept in ((365.9, True), (366.1, False)):
+            away.disconnect()
+            assert await away.closed()
+            publisher = await bridge.connect("p", level=V5)
+            assert (await publisher.exchange(publish("plain/a", b"x", 1, 1, level=V5))).head == 0x40
+            await pass_time(days)
+            away = await bridge.connect("away", level=V5, properties=lasting, clean=False)
+            if kept:
+                assert (await away.message()).topic == "plain/a"
+            assert await away.silent()
 
     run(tmp_path)

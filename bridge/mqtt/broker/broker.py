@@ -188,7 +188,7 @@ class Broker:
                 # They count only once the messages are stored, and only in the session that they came in.
                 _Settling(self, newest, inbox, asked, done)
                 return
-            elif old is not None and (asked.clean or foreign):
+            elif old is not None and (asked.clean or foreign or self.sessions.is_over(old)):
                 self.sessions.end(old)
             else:
                 self._attach(inbox, asked, old, done)

@@ -116,9 +116,8 @@ class Sessions:
         """A client has gone: end its session now, or when its time is over."""
         if self._by_id.get(session.client_id) is not session:
             return
-        now = self._clock.now() / 1000
-        session.left = session.left or now
-        seconds = self.lifetime(session) - max(0.0, now - session.left)
+        session.left = session.left or self._clock.now() / 1000
+        seconds = self._seconds_left(session)
         if seconds <= 0:
             self.end(session)
             return
@@ -129,6 +128,13 @@ class Sessions:
             oldest = next(iter(self._away.values()))
             self._evicted(oldest)
             self.end(oldest)
+
+    def is_over(self, session: Session) -> bool:
+        """Whether the time of a session is over. A timer does not run while the machine is suspended."""
+        return bool(session.left) and self._seconds_left(session) <= 0
+
+    def _seconds_left(self, session: Session) -> float:
+        return self.lifetime(session) - max(0.0, self._clock.now() / 1000 - session.left)
 
     def lifetime(self, session: Session) -> float:
         """Seconds that a session outlives its connection."""
