@@ -141,6 +141,30 @@ def test_a_message_that_never_arrived_at_a_service_is_found() -> None:
     assert not verdict.delivered("http", Rows([], *np.zeros((4, 0), dtype=int)), {}).good
 
 
+def test_an_app_that_reads_something_else_than_it_appended_is_found() -> None:
+    assert verdict.read_back(3, [0, 1, 2], []).good
+    for read in ([0, 1], [0, 2, 1], [0, 1, 1, 2], [0, 1, 2, 3]):
+        assert not verdict.read_back(3, read, []).good
+    assert not verdict.read_back(3, [0, 1, 2], ["repeated message 1: number 2, not 1"]).good
+    assert not verdict.read_back(0, [], []).good
+
+
+def test_a_stream_that_does_not_keep_to_its_limits_is_found() -> None:
+    each = plan.KEPT_PER_TOPIC
+    assert verdict.limited(["a"] * each + ["b"]).good
+    assert verdict.limited([str(n) for n in range(plan.KEPT)]).good
+    assert not verdict.limited([]).good
+    assert not verdict.limited(["a"] * (each + 1)).good
+    assert not verdict.limited([str(n) for n in range(plan.KEPT + 1)]).good
+    assert not verdict.limited(["a"] * (each - 1)).good
+
+
+def test_a_new_password_that_ends_no_connection_is_found() -> None:
+    assert verdict.thrown_out(2, 5).good
+    assert verdict.thrown_out(0, 0).good
+    assert not verdict.thrown_out(2, 0).good
+
+
 def life(pid: int, seconds: int, **grow: float) -> list[Sample]:
     """A process that takes more by so much each second, and now and then a lot for a moment."""
     usual = {"rss": 100 << 20, "threads": 8, "files": 30, "sockets": 200}

@@ -18,6 +18,7 @@ The full disk is a tmpfs in a private mount namespace. Where that is not allowed
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -30,6 +31,7 @@ from pathlib import Path
 import boto3
 
 from benchmarks.soak import evidence, plan, report, verdict
+from benchmarks.soak.app import App
 from benchmarks.soak.faults import Event, Faults
 from benchmarks.soak.verdict import Check
 from benchmarks.soak.watch import Watch
@@ -83,11 +85,12 @@ def plant(world: World) -> str:
     return newest
 
 
-def live(world: World, seed: int, seconds: float) -> tuple[Faults, Watch, list[Event]]:
+def live(world: World, seed: int, seconds: float) -> tuple[Faults, Watch, list[Event], App]:
     """Devices and faults, until all that was published is acknowledged and exported."""
     watch, faults = Watch(world), Faults(world, seed, seconds)
     ingest = Ingest(world, seed, faults, min(30.0, seconds / 4))
-    threads: list[Watch | Faults | Ingest] = [watch, faults, ingest]
+    app = App(world.data[plan.EMBEDDED], seed)
+    threads: list[Watch | Faults | Ingest | App] = [watch, faults, ingest, app]
     work = world.start_devices(seconds)
     try:
         for thread in threads:
@@ -101,6 +104,7 @@ def live(world: World, seed: int, seconds: float) -> tuple[Faults, Watch, list[E
             time.sleep(0.2)
         faults.stop()
         ingest.join()
+        app.stop()
         if not faults.broken:
             work.wait(300)
             for gateway in world.gateways.values():
@@ -112,7 +116,9 @@ def live(world: World, seed: int, seconds: float) -> tuple[Faults, Watch, list[E
         if ingest.is_alive():
             ingest.join()
         watch.stop()
-    return faults, watch, ingest.runs
+        if app.is_alive():
+            app.stop(0)
+    return faults, watch, ingest.runs, app
 
 
 def settle(world: World) -> tuple[dict[tuple[str, str], int], list[str]]:
@@ -120,7 +126,8 @@ def settle(world: World) -> tuple[dict[tuple[str, str], int], list[str]]:
     ends, wrong = {}, []
     for gateway in world.gateways.values():
         for stream in (gateway.status() or {"streams": []})["streams"]:
-            ends[gateway.name, stream["name"]] = stream["newest"] + 1
+            if stream["name"] != plan.LIMITED:  # it is not exported
+                ends[gateway.name, stream["name"]] = stream["newest"] + 1
         gateway.stop()
         command = [sys.executable, "-m", "bridge", "verify", "-c", str(gateway.config)]
         checked = subprocess.run(command, capture_output=True, text=True)
@@ -131,10 +138,19 @@ def settle(world: World) -> tuple[dict[tuple[str, str], int], list[str]]:
     return ends, wrong
 
 
+def topics_of_limited(world: World) -> list[str]:
+    """The topics of the messages in the limited stream, whose gateway has stopped."""
+    command = [sys.executable, "-m", "bridge", "streams", "read", plan.LIMITED, "--all", "--json"]
+    command += ["-c", str(world.gateways[plan.EMBEDDED].config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line)["topic"] for line in done.stdout.splitlines()]
+
+
 def judge(
-    root: Path, faults: Faults, watch: Watch, ends: dict[tuple[str, str], int], last: Check
+    root: Path, faults: Faults, watch: Watch, ends: dict[tuple[str, str], int], last: Check, app: App
 ) -> list[Check]:
     """Hold everything that was seen against what must hold."""
+    changes = sum(event.kind == "password changed" for event in faults.events)
     devices, rows = evidence.devices(root / "devices.json"), evidence.rows(root / "lake")
     checks = [
         verdict.all_acknowledged(devices),
@@ -145,6 +161,9 @@ def judge(
         verdict.nothing_invented(devices, rows),
         verdict.in_order(devices, rows),
         verdict.sessions_kept(devices),
+        verdict.read_back(len(app.acknowledged), app.read, app.wrong),
+        verdict.limited(topics_of_limited(watch.world)),
+        verdict.thrown_out(changes, faults.thrown_out),
         last,
     ]
     for kind, counts in watch.world.delivered.counts.items():
@@ -158,16 +177,18 @@ def soak(options: argparse.Namespace, root: Path, disk: Path | None) -> int:
     """One run; returns the exit code."""
     world = World(root, disk, options.devices)
     try:
-        faults, watch, runs = live(world, options.seed, options.minutes * 60)
+        faults, watch, runs, app = live(world, options.seed, options.minutes * 60)
         if faults.broken:
             print("given up:", *faults.broken, sep="\n")
             return 1
         ends, wrong = settle(world)
+        sent = json.loads((root / "devices.json").read_text())
+        (root / "devices.json").write_text(json.dumps([*sent, app.result()]))
         if options.plant:
             print("planted: deleted", plant(world))
         code, document = world.ingest()
         wrong += [f"worker {pid} was left behind" for pid in watch.orphans()]
-        checks = judge(root, faults, watch, ends, verdict.ingested(code, document))
+        checks = judge(root, faults, watch, ends, verdict.ingested(code, document), app)
         checks.append(verdict.clean(wrong))
         good = report.write(root, options, checks, world, faults.events + runs, watch)
     finally:

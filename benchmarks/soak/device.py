@@ -21,8 +21,8 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.soak.plan import Device
-from benchmarks.testbed.mqtt import Client, ack, connect, publish
+from benchmarks.soak.plan import PASSWORD, USER, Device
+from benchmarks.testbed.mqtt import Client, WebSocketClient, ack, connect, publish
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import PUBACK, PUBREC, PUBREL, V5
 
@@ -63,11 +63,18 @@ class Simulated:
 
     async def session(self) -> None:
         """One connection, until it is lost or all is done."""
+        kind = WebSocketClient if self.device.link.startswith("ws") else Client
         async with asyncio.timeout(PATIENCE):
-            client = Client(*await asyncio.open_connection("127.0.0.1", self.port, ssl=self.tls))
+            client = kind(*await asyncio.open_connection("127.0.0.1", self.port, ssl=self.tls))
         client.level = self.device.level
         try:
-            options = {"properties": {p.SESSION_EXPIRY: 3600}} if self.device.level == V5 else {}
+            options: dict[str, Any] = {}
+            if self.device.level == V5:
+                options["properties"] = {p.SESSION_EXPIRY: 3600}
+            if isinstance(client, WebSocketClient):
+                async with asyncio.timeout(PATIENCE):
+                    await client.upgrade(self.port)
+                options |= {"user": USER, "password": PASSWORD.encode()}
             client.send(connect(f"device{self.device.number}", level=client.level, clean=False, **options))
             answer = await client.receive(PATIENCE)
             if answer.head != 0x20 or answer.body[1]:

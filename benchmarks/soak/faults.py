@@ -1,5 +1,5 @@
-"""Random faults: processes killed, links cut, services broken, disk full, certificates and stream definitions
-replaced.
+"""Random faults: processes killed, links cut, services broken, disk full; certificates, stream definitions
+and passwords replaced.
 
 Two threads run at once, so faults overlap: one for processes and the disk, one for links and services. Each
 fault is an event with a start and an end, for the report. The main processes of the gateways are spared in
@@ -24,7 +24,7 @@ from benchmarks.soak.world import World, wait_for
 from benchmarks.testbed.aws import error, partial, reset
 
 GATEWAYS_SPARED, WORKERS_SPARED = 0.5, 0.66  # of the run
-LINKS = ("tcp0", "tcp1", "tls0", "tls1", "broker", "uplink", "s3", "kinesis", "firehose", "http")
+LINKS = ("tcp0", "tcp1", "tls0", "tls1", "ws0", "broker", "uplink", "s3", "kinesis", "firehose", "http")
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Faults:
         self.world, self.seconds = world, seconds
         self.events: list[Event] = []
         self.unsaved: list[tuple[float, float]] = []  # from Mosquitto's last save to its SIGKILL
+        self.thrown_out = 0  # connections that a new password has ended
         self.broken: list[str] = []  # what did not come back, and errors of our own
         self.began = time.time()
         self.over = threading.Event()
@@ -56,6 +57,7 @@ class Faults:
             self.fill_disk: 2,
             self.replace_certificate: 2,
             self.change_streams: 2,
+            self.change_password: 2,
         }
         links = {self.cut_link: 3, self.break_service: 2}
         self._threads = [
@@ -202,6 +204,27 @@ class Faults:
             before = gateway.reloads()
             gateway.process.send_signal(1)  # SIGHUP
             wait_for("the reload", lambda: gateway.reloads() > before, 20)
+        event.end = time.time()
+
+    def change_password(self, chance: random.Random) -> None:
+        """Another password for a while: clients that are connected with the old one are thrown out."""
+        gateway = self.world.gateways[plan.EMBEDDED]
+        event = self._event("password changed", plan.USER)
+        with gateway.lock:
+            if not gateway.running():
+                gateway.start()
+            assert gateway.process is not None
+            try:
+                for password in (plan.OTHER_PASSWORD, plan.PASSWORD):
+                    self.world.set_password(password)
+                    before = gateway.reloads()
+                    gateway.process.send_signal(1)  # SIGHUP
+                    wait_for("the reload", lambda: gateway.reloads() > before, 20)  # noqa: B023
+                    if password == plan.OTHER_PASSWORD:
+                        self.thrown_out = max(self.thrown_out, gateway.count("refused_reload"))
+                        self.over.wait(chance.uniform(0, 4))
+            finally:
+                self.world.set_password(plan.PASSWORD)
         event.end = time.time()
 
     def _served(self) -> bytes:

@@ -35,6 +35,10 @@ plugin_dirs = []
 [mqtt]
 """
 
+USER, PASSWORD, OTHER_PASSWORD = "plant", "right", "left"  # of the devices at the WebSocket listener
+KEPT, KEPT_PER_TOPIC = 300, 20  # messages of the limited stream
+LIMITED, LIMITED_TOPIC = "latest", "plant/0/#"  # it has no export: what it drops is missing nowhere
+
 MAX_SIZES = ("48MiB", "64MiB")  # of a stream, now one, now the other
 STREAM = """
 [streams.{name}]
@@ -43,7 +47,7 @@ max_size = "48MiB"
 segment_size = "2MiB"
 retention = "exported"
 flush_on_write = {flush}
-
+{more}
 [[streams.{name}.export.s3]]
 identifier = "table"
 bucket = "{bucket}"
@@ -51,6 +55,12 @@ prefix = "{prefix}"
 endpoint_url = "{s3}"
 time_hint_millis = 3000
 report_interval_millis = 1000
+"""
+
+LIMITED_STREAM = f"""
+[streams.{LIMITED}]
+topics = ["{LIMITED_TOPIC}"]
+limits = {{ max_messages = {KEPT}, max_messages_per_topic = {KEPT_PER_TOPIC} }}
 """
 
 OTHERS = {
@@ -67,7 +77,7 @@ class Device:
     """One device: what it sends, and over what."""
 
     number: int
-    link: str  # that it uses: "tcp0", "tcp1", "tls0", "tls1" or "broker"
+    link: str  # that it uses: "tcp0", "tcp1", "tls0", "tls1", "ws0" or "broker"
     level: int  # of the protocol: 4 is MQTT 3.1.1
     qos: int
     rate: float
@@ -89,7 +99,10 @@ class Device:
 
 
 def devices(number: int = DEVICES) -> list[Device]:
-    """All devices, of every QoS, protocol level, rate and size; each eighth or so at the external broker."""
+    """All devices, of every QoS, protocol level, rate and size; each eighth or so at the external broker.
+
+    Each twelfth is at the WebSocket listener, and logs in.
+    """
     made = []
     at_broker = max(3, number * AT_BROKER // DEVICES)
     for n in range(number):
@@ -100,10 +113,15 @@ def devices(number: int = DEVICES) -> list[Device]:
             # Slow: Mosquitto writes its whole file for every message, so that its kill loses little.
             made.append(Device(n, "broker", 4, qos, 1.0, size, f"yard/{n % YARDS}/device{n}"))
             continue
-        link = ("tcp0", "tcp1", "tls0", "tls1")[n // 6 % 4]
+        link = "ws0" if n % 12 == 5 else ("tcp0", "tcp1", "tls0", "tls1")[n // 6 % 4]
         topic = f"plant/{n % PLANTS}/device{n}" + ("/alarm" if n % 25 == 0 else "")
         made.append(Device(n, link, level, qos, RATES[n // 2 % len(RATES)], size, topic))
     return made
+
+
+APP_STREAM = "apps0"
+# What an app appends with an id is stored once, as at QoS 2.
+APP = Device(9_999, "control", 4, 2, 0.0, 0, "apps/0/app")
 
 
 def configuration(gateway: str, places: dict[str, Any], endpoints: dict[str, str]) -> str:
@@ -113,16 +131,20 @@ def configuration(gateway: str, places: dict[str, Any], endpoints: dict[str, str
         text += f'mode = "external"\n\n[mqtt.external]\nurl = "{places["broker"]}"\nclient_id = "soak"\n'
         streams = {f"yard{n}": f"yard/{n}/#" for n in range(YARDS)}
     else:
-        text += f'listen = ["tcp://127.0.0.1:{places["tcp"]}", "tls://127.0.0.1:{places["tls"]}"]\n'
+        text += f'listen = ["tcp://127.0.0.1:{places["tcp"]}", "tls://127.0.0.1:{places["tls"]}", '
+        text += (
+            f'"ws://127.0.0.1:{places["ws"]}"]\nallow_anonymous = true\nusers_file = "{places["users"]}"\n'
+        )
         text += f'\n[mqtt.tls]\ncert = "{places["cert"]}"\nkey = "{places["key"]}"\n'
         streams = {f"plant{n}": f"plant/{n}/#" for n in range(PLANTS)}
         streams["alarms"] = "plant/+/+/alarm"
+        streams[APP_STREAM] = "apps/0/#"
     for number, (name, topic) in enumerate(streams.items()):
         flush = str(number % 2 == 0).lower()
-        text += STREAM.format(
-            name=name, topic=topic, flush=flush, bucket=BUCKET, prefix=PREFIX, s3=endpoints["s3"]
-        )
+        more = 'deduplication_window = "1h"\n' if name == APP_STREAM else ""
+        where = {"bucket": BUCKET, "prefix": PREFIX, "s3": endpoints["s3"]}
+        text += STREAM.format(name=name, topic=topic, flush=flush, more=more, **where)
         for kind in ALSO.get(name, ()):
             text += f'\n[[streams.{name}.export.{kind}]]\nidentifier = "{kind}"\nlinger_millis = 500\n'
             text += OTHERS[kind] % endpoints[kind]
-    return text
+    return text if gateway == EXTERNAL else text + LIMITED_STREAM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -173,6 +174,27 @@ def in_order(devices: Sequence[Seen], rows: Rows) -> Check:
             if (np.diff(first) < 0).any():
                 wrong.append(f"device {one.device.number} in {stream}")
     return Check("order of each device is kept", not wrong, "; ".join(wrong[:5]) or "kept")
+
+
+def read_back(sent: int, read: Sequence[int], wrong: Sequence[str]) -> Check:
+    """An app has read each of its messages once, in order, while it appended them again and again."""
+    same = list(read) == list(range(sent))
+    found = f"{len(read):,} read of {sent:,}" + "".join(f"; {one}" for one in wrong[:5])
+    return Check("an app reads what it appended, once and in order", sent > 0 and same and not wrong, found)
+
+
+def limited(topics: Sequence[str]) -> Check:
+    """The limited stream holds no more than its limits allow, and not less; `topics` are of its messages."""
+    most = max(Counter(topics).values(), default=0)
+    good = 0 < len(topics) <= plan.KEPT and most <= plan.KEPT_PER_TOPIC
+    good = good and (most == plan.KEPT_PER_TOPIC or len(topics) == plan.KEPT)
+    return Check("the limited stream keeps to its limits", good, f"{len(topics)} messages, {most} on a topic")
+
+
+def thrown_out(events: int, connections: int) -> Check:
+    """A new password ended the connections that the old one had admitted."""
+    good = connections > 0 or not events
+    return Check("a new password ends old connections", good, f"{connections} at once, {events} times")
 
 
 def delivered(kind: str, rows: Rows, counts: Mapping[int, Sequence[int]]) -> Check:

@@ -25,6 +25,7 @@ from benchmarks.testbed.certificates import Authority
 from benchmarks.testbed.forwarder import Forwarder
 from benchmarks.testbed.local import free_port
 from benchmarks.testbed.mosquitto import Mosquitto
+from bridge.access.users import hash_password
 
 DISK = 512 << 20
 START = 60.0  # seconds that a gateway may take until it is ready
@@ -90,7 +91,11 @@ class Gateway:
     def reloads(self) -> int:
         """How often it has reloaded its configuration, although some changes may need a restart."""
         log = self.log.read_bytes()
-        return log.count(b"msg=reloaded") + log.count(b'msg="reloaded, but not: ')
+        return log.count(b"msg=reloaded") + log.count(b'msg="reloaded, except: ')
+
+    def count(self, what: str) -> int:
+        """A counter of its MQTT front end; it starts again with the process."""
+        return int((self.status() or {}).get("counts", {}).get("mqtt", {}).get(what, 0))
 
     def worker(self) -> psutil.Process | None:
         """Its export worker."""
@@ -139,6 +144,7 @@ class World:
         self.root, self.disk, self.devices = root, disk, devices
         os.environ.update(plan.CREDENTIALS)
         self.gateways: dict[str, Gateway] = {}
+        self.data: dict[str, Path] = {}  # their data directories
         self._ends = ExitStack()
         try:
             self._start()
@@ -157,7 +163,9 @@ class World:
         self.broker = Mosquitto(self.root / "mosquitto", "autosave_interval 1\nautosave_on_changes true")
         self.broker.start()
         self._ends.callback(self.broker.stop)
-        self.ports = {"tcp": free_port(), "tls": free_port()}
+        self.ports = {"tcp": free_port(), "tls": free_port(), "ws": free_port()}
+        self.users = self.root / "users"
+        self.set_password(plan.PASSWORD)
         broker = f"mqtt://127.0.0.1:{self.broker.port}"
         leads = {
             f"{kind}{n}": f"mqtt://127.0.0.1:{self.ports[kind]}" for kind in self.ports for n in range(2)
@@ -170,11 +178,16 @@ class World:
         endpoints = {name: self.links[name].url for name in ("s3", *self.services.urls)}
         uplink = self.links["uplink"].url.replace("http", "mqtt")
         for name, home, more in (
-            (plan.EMBEDDED, self.disk or self.root, {**self.ports, **certificate._asdict()}),
+            (
+                plan.EMBEDDED,
+                self.disk or self.root,
+                {**self.ports, **certificate._asdict(), "users": self.users},
+            ),
             (plan.EXTERNAL, self.root, {"broker": uplink}),
         ):
             http = free_port()
             places = {"data": home / f"data-{name}", "memory": home / f"memory-{name}", "http": http, **more}
+            self.data[name] = places["data"]
             self.gateways[name] = Gateway(name, self.root, plan.configuration(name, places, endpoints), http)
             self._ends.callback(self.gateways[name].kill)
             self.gateways[name].start()
@@ -192,6 +205,13 @@ class World:
         where = {"LocationConstraint": plan.CREDENTIALS["AWS_DEFAULT_REGION"]}
         client.create_bucket(Bucket=plan.BUCKET, CreateBucketConfiguration=where)
         return url
+
+    def set_password(self, password: str) -> None:
+        """The password of the devices' user, from the next reload on."""
+        spare = self.users.with_suffix(".new")
+        spare.write_text(f"{plan.USER}:{hash_password(password.encode())}\n")
+        spare.chmod(0o600)
+        spare.replace(self.users)
 
     def start_devices(self, seconds: float) -> subprocess.Popen[bytes]:
         """The devices' process; it ends when all is acknowledged, or cannot be."""

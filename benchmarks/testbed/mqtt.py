@@ -175,6 +175,62 @@ class Client:
         self.writer.close()
 
 
+class WebSocketClient(Client):
+    """A connection of raw packets over WebSocket (RFC 6455): one binary frame for what is sent at once.
+
+    The mask of its frames is zero. Frames of the server may be cut anywhere; pings are answered.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(asyncio.StreamReader(), writer)
+        self._frames = reader
+        self._pump: asyncio.Task[None] | None = None
+
+    async def upgrade(self, port: int) -> None:
+        """Open the WebSocket; raises ConnectionError, or asyncio.IncompleteReadError."""
+        lines = ["GET /mqtt HTTP/1.1", f"Host: 127.0.0.1:{port}", "Upgrade: websocket", "Connection: Upgrade"]
+        lines += ["Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", "Sec-WebSocket-Version: 13"]
+        lines += ["Sec-WebSocket-Protocol: mqtt", "", ""]
+        self.writer.write("\r\n".join(lines).encode())
+        answer = await self._frames.readuntil(b"\r\n\r\n")
+        if not answer.startswith(b"HTTP/1.1 101 "):
+            raise ConnectionError(f"no WebSocket: {answer[:80]!r}")
+        self._pump = asyncio.create_task(self._receive_frames())
+
+    def send(self, *packets: bytes) -> None:
+        self._send_frame(2, b"".join(packets))
+
+    def _send_frame(self, opcode: int, data: bytes) -> None:
+        size = len(data)
+        length = bytes((0x80 | size,)) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
+        if size > 0xFFFF:
+            length = b"\xff" + size.to_bytes(8, "big")
+        if not self.writer.transport.is_closing():
+            self.writer.write(bytes((0x80 | opcode,)) + length + bytes(4) + data)
+
+    async def _receive_frames(self) -> None:
+        try:
+            while True:
+                head, size = await self._frames.readexactly(2)
+                if size >= 126:
+                    size = int.from_bytes(await self._frames.readexactly(2 if size == 126 else 8), "big")
+                data = await self._frames.readexactly(size)
+                if head & 0x0F == 9:
+                    self._send_frame(10, data)
+                elif head & 0x0F <= 2:
+                    self.reader.feed_data(data)
+                elif head & 0x0F == 8:
+                    break
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        self.reader.feed_eof()
+
+    def abort(self) -> None:
+        super().abort()
+        if self._pump is not None:
+            self._pump.cancel()
+
+
 def connect(
     client_id: str = "",
     *,
