@@ -11,7 +11,7 @@ objects are overwritten. Formats:
 * `ndjson`: gzip of one JSON object per line with the keys gateway, stream, epoch (string),
   sequence_number, ingest_time (RFC 3339, UTC, milliseconds, `Z`), topic, payload (base64).
 * `parquet` (needs the extra [parquet]): the same columns; ingest_time is timestamp[us, UTC], payload
-  is binary; zstd.
+  is binary; zstd, every page with its checksum.
 
 An object is due at `sizeHintBytes` of payload and topics or when its first message is
 `timeHintMillis` old, whichever comes first. After uploads, and after messages were dropped before their
@@ -366,7 +366,8 @@ def _parquet() -> tuple[Encode, str, str]:
             pa.array([record.payload for record in records], pa.binary()),
         ]
         sink = pa.BufferOutputStream()
-        pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd")
+        # readers see a flipped bit by the checksums: without them most give wrong values
+        pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd", write_page_checksum=True)
         content: bytes = sink.getvalue().to_pybytes()
         return content, _digest(batch)
 

@@ -188,8 +188,12 @@ def _plain(field: pa.Field, extras: Extras) -> pa.DataType:
 def _parquet(data: bytes, key: ObjectKey, extras: Extras, budget: int) -> pa.Table:
     rows = key.last - key.first + 1
     at_once = check_parquet(data, rows, budget)
-    file = pq.ParquetFile(pa.BufferReader(data))
+    file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     _new_columns(file.schema_arrow, extras)  # before anything is decoded
+    # the footer has no checksum, and one flipped bit in it makes 1970 of any time
+    times = file.schema_arrow.field("ingest_time").type
+    if pa.types.is_timestamp(times) and times.unit != TIME.unit:
+        raise BadObject(f"column ingest_time holds {times}, not {TIME}")
     try:
         if at_once >= rows:
             return file.read(use_threads=False)

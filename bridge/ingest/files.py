@@ -79,6 +79,7 @@ class _Day:
                 compression="zstd",
                 write_statistics=STATISTICS,
                 use_dictionary=_repeating(schema),
+                write_page_checksum=True,
             )
         )
 

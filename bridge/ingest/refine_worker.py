@@ -24,7 +24,7 @@ from bridge.ingest.payloads import KEYS, texts
 from bridge.ingest.planner import StreamId
 from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import shared
-from bridge.ingest.stored import named
+from bridge.ingest.stored import named, undamaged
 from bridge.ingest.worker import Function, attempt, status
 
 ROWS = (
@@ -54,14 +54,18 @@ def reading(parts: list[list[str]], messages: Target, packed: bytes, form: str) 
         for batch in batches:
             for part in batch.column(0).to_pylist():
                 for path in parts[part]:
-                    file = pq.ParquetFile(pa.BufferReader(store.get(path)))
-                    columns = named(path, file.schema_arrow, schema, wanted)
-                    for rows in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                        batch_of = pa.RecordBatch.from_arrays([rows.column(name) for name in columns], wanted)
-                        kept = _fresh_rows(batch_of, fresh)
-                        if kept.num_rows:
-                            text = pa.array(texts(kept["payload"].to_pylist(), form), pa.string())
-                            yield from kept.append_column("text", text).combine_chunks().to_batches()
+                    content = store.get(path)
+                    with undamaged(path):
+                        file = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True)
+                        columns = named(path, file.schema_arrow, schema, wanted)
+                        for rows in file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                            batch_of = pa.RecordBatch.from_arrays(
+                                [rows.column(name) for name in columns], wanted
+                            )
+                            kept = _fresh_rows(batch_of, fresh)
+                            if kept.num_rows:
+                                text = pa.array(texts(kept["payload"].to_pylist(), form), pa.string())
+                                yield from kept.append_column("text", text).combine_chunks().to_batches()
 
     return run
 

@@ -7,12 +7,13 @@ become null, or be taken for those of the other column.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bridge.ingest.errors import IngestError
+from bridge.ingest.errors import IngestError, line
 from bridge.ingest.store import ObjectStore
 
 FOOTER = 64 << 10  # bytes of the first request: most footers are smaller
@@ -27,6 +28,18 @@ def footer(store: ObjectStore, path: str) -> pq.FileMetaData:
     if length > len(end):
         end = store.tail(path, length)
     return pq.read_metadata(pa.BufferReader(end))
+
+
+@contextmanager
+def undamaged(path: str) -> Iterator[None]:
+    """Raise IngestError, which names the file, for what Arrow finds damaged in it."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:  # a wrong checksum is an OSError
+        raise IngestError(
+            f"{path}: this data file is damaged ({type(error).__name__}: {line(error)}); restore it from the "
+            "versions of its bucket, or from a backup"
+        ) from error
 
 
 def names(file: pa.Schema, table: pa.Schema) -> dict[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import os
+import random
 import re
 import signal
 from pathlib import Path
@@ -19,6 +20,8 @@ from bridge import objectkeys
 from bridge.errors import StreamFull
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.export.wire import Tuning
+from bridge.ingest.decode import decode
+from bridge.ingest.errors import BadObject
 from bridge.model import MIB
 from bridge.operations.reading import ReadMessagesOptions
 from bridge.streams.drops import DropReason
@@ -96,6 +99,34 @@ def test_parquet_objects_have_the_same_columns(tmp_path: Path, bucket: Bucket) -
     ]
     assert table.column("payload").to_pylist() == [b"\x00\xff", b"two"]
     assert str(table.schema.field("ingest_time").type) == "timestamp[us, tz=UTC]"
+
+
+@pytest.mark.parametrize("form", ["ndjson", "parquet"])
+def test_no_flipped_bit_of_an_object_gives_a_wrong_value(tmp_path: Path, bucket: Bucket, form: str) -> None:
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"s3": [bucket.config(format=form)]})
+            await gateway.append("plant", *(b"%d %d" % (n, n % 7) for n in range(50)))
+            await gateway.exported("plant", 49)
+
+    asyncio.run(scenario())
+    key = max(bucket.data_keys(), key=lambda key: len(bucket.body(key)))
+    name = objectkeys.parse_key(key)
+    assert name is not None
+    data = bucket.body(key)
+    good = decode(data, name, {})
+    reasons = []
+    chosen = random.Random(1)
+    for _ in range(1500):
+        position = chosen.randrange(len(data))
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << chosen.randrange(8)
+        try:
+            assert decode(bytes(flipped), name, {}).equals(good), position
+        except BadObject as error:  # it would be quarantined with this reason
+            reasons.append(str(error))
+    assert len(reasons) > 1000
+    assert form == "ndjson" or sum("CRC checksum verification failed" in why for why in reasons) > 200
 
 
 def test_after_sigkill_the_batch_is_sent_again_under_the_same_name(tmp_path: Path, bucket: Bucket) -> None:

@@ -57,7 +57,9 @@ def parquet(content: list[dict[str, Any]]) -> bytes:
     at = table.column_names.index("ingest_time")
     times = table["ingest_time"].cast(pa.timestamp("ms", tz="UTC")).cast(TIME)
     file = BytesIO()
-    pq.write_table(table.set_column(at, "ingest_time", times), file, compression="zstd")
+    pq.write_table(
+        table.set_column(at, "ingest_time", times), file, compression="zstd", write_page_checksum=True
+    )
     return file.getvalue()
 
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.export.planning import MAX_RECORDS
-from bridge.ingest.columns import MAX_EXTRAS, MESSAGES
+from bridge.ingest.columns import MAX_EXTRAS, MESSAGES, TIME
 from bridge.ingest.decode import MAX_UNPACKED, NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable
 from bridge.ingest.files import Target
@@ -137,7 +137,6 @@ def test_any_bytes_are_refused_and_never_raise_anything_else(data: bytes, form: 
 @settings(max_examples=300)
 @given(st.integers(0, 10_000), st.integers(0, 7), st.sampled_from(list(FORMS)))
 def test_a_flipped_bit_is_refused_or_harmless(place: int, bit: int, form: str) -> None:
-    """gzip has a checksum over all; Parquet as written has none, so there only the shape is promised."""
     good = FORMS[form](content())
     data = bytearray(good)
     data[place % len(data)] ^= 1 << bit
@@ -145,9 +144,7 @@ def test_a_flipped_bit_is_refused_or_harmless(place: int, bit: int, form: str) -
         table = decode(bytes(data), key(form), {})
     except (BadObject, NewColumns, Unreadable):  # a length that no memory has may be a lie
         return
-    assert table["sequence_number"].to_pylist() == list(range(10))
-    if form == "ndjson.gz":
-        assert table.equals(decode(good, key(form), {}))
+    assert table.equals(decode(good, key(form), {}))
 
 
 @pytest.mark.parametrize("payload", ["not base64!", "QUI", 5, None])
@@ -211,10 +208,20 @@ def test_an_object_without_new_columns_is_taken_when_the_table_has_too_many(
 def test_text_that_is_not_utf8_is_refused() -> None:
     table = pa.Table.from_pylist(content())
     table = table.set_column(5, "topic", pa.array([b"\xff"] * 10).view(pa.string()))
-    table = table.set_column(4, "ingest_time", table["ingest_time"].cast(pa.timestamp("ms", tz="UTC")))
+    times = table["ingest_time"].cast(pa.timestamp("ms", tz="UTC")).cast(TIME)
+    table = table.set_column(4, "ingest_time", times)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
     with pytest.raises(BadObject, match=r"UTF-?8"):
+        decode(sink.getvalue().to_pybytes(), key("parquet"), {})
+
+
+def test_times_of_another_unit_are_refused() -> None:
+    table = pa.Table.from_pylist(content())
+    table = table.set_column(4, "ingest_time", table["ingest_time"].cast(pa.timestamp("ns", tz="UTC")))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    with pytest.raises(BadObject, match=r"ingest_time holds timestamp\[ns, tz=UTC\], not timestamp\[us"):
         decode(sink.getvalue().to_pybytes(), key("parquet"), {})
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.manifest import DataFileContent
 
+from bridge.ingest.console import external_reason
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.job import run
 from bridge.ingest.sinks.compact import compact
@@ -43,6 +45,25 @@ def test_compaction_merges_small_files_and_keeps_every_row(
     Gateway(landing).export(30, 39)
     summary = run(spark, landing, sink())  # the state is still the one of the last round
     assert (summary.rows, numbers(sink())) == (10, list(range(40)))
+
+
+@pytest.mark.spark
+def test_a_damaged_data_file_is_named_and_not_merged(
+    spark: Any, landing: StorageLocation, iceberg: Sink
+) -> None:
+    rounds(spark, landing, iceberg, 2)
+    damaged = iceberg().files()[0].path
+    path = Path(iceberg().table().location().removeprefix("file://")) / damaged
+    pages = pq.read_metadata(path).row_group(0).column(6)  # payloads
+    content = bytearray(path.read_bytes())
+    content[pages.data_page_offset + pages.total_compressed_size - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Exception, match="CRC checksum verification failed") as failed:
+        iceberg().compact(spark)
+    reason = external_reason(failed.value)
+    assert reason
+    assert reason.startswith(f"{damaged}: this data file is damaged (OSError")
+    assert len(iceberg().files()) == 2
 
 
 @pytest.mark.spark

@@ -24,7 +24,7 @@ from bridge.ingest.files import DataFile, DayFiles, Target
 from bridge.ingest.planner import grouped
 from bridge.ingest.sinks.base import Compacted, LiveFile, labelled, sweep_on_error
 from bridge.ingest.store import ObjectStore, shared
-from bridge.ingest.stored import footer, names
+from bridge.ingest.stored import footer, names, undamaged
 from bridge.ingest.worker import collected, each_part, numbered
 
 if TYPE_CHECKING:
@@ -149,7 +149,10 @@ def _read(store: ObjectStore, file: _File, repeating: frozenset[str], schema: pa
     """Read a file under the table's column names; `repeating` columns stay dictionary-encoded."""
     once = [name for name, known in file.names.items() if known in repeating]
     source = pa.BufferReader(store.get(file.path))
-    table = pq.read_table(source, use_threads=False, read_dictionary=once)
+    with undamaged(file.path):
+        table = pq.read_table(
+            source, use_threads=False, read_dictionary=once, page_checksum_verification=True
+        )
     columns = {}
     for name, known in file.names.items():
         column = table[name]
