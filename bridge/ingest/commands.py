@@ -9,7 +9,7 @@ import json
 import signal
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import cache
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from bridge.ingest.console import (
+    EXIT_DIFFERS,
     EXIT_MISSING,
     EXIT_NOTHING,
     EXIT_QUARANTINED,
@@ -40,6 +41,7 @@ from bridge.ingest.table import TableOptions, open_existing, open_sink
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from bridge.ingest.repair import Repaired
     from bridge.ingest.report import Report
 
 _NOTHING = (
@@ -47,11 +49,13 @@ _NOTHING = (
     "check the prefix, and that a gateway's s3 export writes to it"
 )
 
+SHOWN = 20  # ranges printed for one stream; --json has all
+
 app = typer.Typer(
     help="Bring exported objects from S3 into a table, exactly once, and report what is missing.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
     "4 numbers only in quarantined or unreadable objects, 5 other runs always committed first, "
-    "6 nothing found or no such table, 143 stopped by SIGTERM.",
+    "6 nothing found or no such table, 7 others have changed the table, 143 stopped by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode=None,  # markup would swallow a default in []
     pretty_exceptions_enable=False,
@@ -146,25 +150,76 @@ def report(
 
 @app.command()
 @takes(where=table)
-def accept(
+def repair(
     *,
-    streams: Annotated[
-        list[str], typer.Argument(metavar="GATEWAY/STREAM", help="As named in the report's note.")
-    ],
-    source: Source,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; print what the table has lost.")
+    ] = False,
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
-    """Accept that streams are gone: their pending messages count as trimmed, no longer as missing.
+    """Make the state what the table is, after others have changed it; the next run takes again what is lost.
 
-    For streams that were deleted on purpose. Numbers that are missing for another reason stay missing. Needs
-    no Spark.
+    Reads the statistics of the data files, and the columns that identify a message where these leave a doubt.
+    Needs no Spark.
     """
     with result() as out:
         require("pyarrow")
+        from bridge.ingest.repair import repair as go
+
+        done = go(open_existing(where), dry_run=dry_run)
+        again = (
+            "the next run takes them again"
+            if done.committed
+            else "a repair lets the next run take them again"
+        )
+        answer(asdict(done), _settled(done, again), out, as_json=as_json)
+
+
+@app.command()
+@takes(where=table)
+def accept(
+    *,
+    streams: Annotated[
+        list[str] | None, typer.Argument(metavar="GATEWAY/STREAM", help="As named in the report's note.")
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--source", help="Where the gateways export to, for streams: s3://bucket/prefix."),
+    ] = None,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="Accept the rows that the table has after changes by others.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --rows: change nothing; print what would be accepted.")
+    ] = False,
+    where: TableOptions,
+    as_json: Json = False,
+) -> None:
+    """Accept that streams are gone, or, with --rows, the table as others have left it.
+
+    Streams that were deleted on purpose: their pending messages count as trimmed, no longer as missing. Rows
+    that were deleted from the table on purpose count as trimmed too, and no run takes them again. Numbers
+    that are missing for another reason stay missing. Needs no Spark.
+    """
+    with result() as out:
+        require("pyarrow")
+        if rows == bool(streams):
+            raise BadOption("accept either streams, as GATEWAY/STREAM, or --rows")
+        if dry_run and not rows:
+            raise BadOption("--dry-run is for --rows")
+        if rows:
+            from bridge.ingest.repair import accept_rows
+
+            settled = accept_rows(open_existing(where), dry_run=dry_run)
+            verb = "deleted on purpose; no run takes them again"
+            answer(asdict(settled), _settled(settled, verb), out, as_json=as_json)
+            return
+        if source is None:
+            raise BadOption("--source is missing: s3://bucket/prefix or a directory")
         from bridge.ingest.upkeep import accept as go
 
-        done = go(_landing(source, where.endpoint), open_existing(where), streams)
+        done = go(_landing(source, where.endpoint), open_existing(where), streams or ())
         lines = [f"{path}: {count:,} pending messages now count as trimmed" for path, count in done.items()]
         answer({"accepted": done}, lines, out, as_json=as_json)
 
@@ -256,7 +311,7 @@ def prune(
         bool, typer.Option("--dry-run", help="Delete nothing; print what would be deleted.")
     ] = False,
     trust_state: Annotated[
-        bool, typer.Option("--trust-state", help="Proceed although the table has fewer rows than its state.")
+        bool, typer.Option("--trust-state", help="Proceed although the table differs from its state.")
     ] = False,
     where: TableOptions,
     as_json: Json = False,
@@ -305,9 +360,26 @@ def write_package(folder: Path) -> list[Path]:
     return [zipped, script]
 
 
+def _settled(done: Repaired, fate: str) -> Iterator[str]:
+    """Describe what repair or accept has found; `fate` is what becomes of lost numbers."""
+    for change in done.streams:
+        for what, pairs in ((f"lost, {fate}", change.lost), ("only in the table so far", change.found)):
+            for first, last in pairs[:SHOWN]:
+                yield f"{change.gateway}/{change.stream} {first}..{last} ({last - first + 1:,}): {what}"
+            if len(pairs) > SHOWN:
+                yield f"... and {len(pairs) - SHOWN:,} more ranges of it (--json lists them)"
+    if done.surplus:
+        more = "are in the table more than once, or are no messages; no repair removes them"
+        yield f"{done.surplus:,} rows {more}"
+    verb = "the state is now that of the table" if done.committed else "nothing was changed"
+    if not done.differs and not done.streams:
+        verb = "the table has the rows of its state; nothing to do"
+    yield f"{done.rows:,} rows in {done.files:,} files, of which {done.files_read:,} were read: {verb}"
+
+
 def _repeat(once: Callable[[], Report], every: float, source: str) -> None:
     """Run until SIGTERM. Failures of S3 or of the catalog are logged, and the next run tries again."""
-    reported = False
+    reported = differed = False
     with suppress(Stopped):
         while True:
             began = time.monotonic()
@@ -316,6 +388,9 @@ def _repeat(once: Callable[[], Report], every: float, source: str) -> None:
                 if not report.streams and not reported:
                     log(f"streambridge ingest: nothing found under {source} yet: {_NOTHING}")
                     reported = True
+                if report.differs and not differed:
+                    log("\n".join(f"streambridge ingest: {problem}" for problem in report.problems))
+                differed = report.differs
             except Exception as error:
                 reason = str(error) if isinstance(error, CommitConflict) else external_reason(error)
                 if reason is None:
@@ -343,6 +418,8 @@ def _finish(report: Report, source: str, out: TextIO | None) -> None:
         from bridge.ingest.render import show
 
         show(report, Console(file=out, width=None if out.isatty() else 160))
+    if report.differs:
+        raise typer.Exit(EXIT_DIFFERS)
     if report.total("missing"):
         raise typer.Exit(EXIT_MISSING)
     if not report.complete:

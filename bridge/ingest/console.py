@@ -7,6 +7,7 @@
 4  nothing is missing, but numbers are only in quarantined or unreadable objects
 5  other runs always committed first; nothing was added twice
 6  nothing was found: no object under --source, and none in the table; or there is no such table
+7  others have changed the table: it may not have the rows of its state; everything else was committed
 143  SIGTERM stopped the run before it was done; a run with --every exits with 0
 """
 
@@ -28,6 +29,7 @@ from bridge.printable import printable, printable_json
 EXIT_MISSING = 3
 EXIT_QUARANTINED = 4
 EXIT_NOTHING = 6
+EXIT_DIFFERS = 7
 EXIT_STOPPED = 143
 
 # top-level modules of the libraries; deltalake has two

@@ -12,13 +12,14 @@ import base64
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from bridge.ingest.columns import MAX_EXTRAS
-from bridge.ingest.errors import CommitConflict
+from bridge.ingest.errors import CommitConflict, IngestError
 from bridge.ingest.files import DataFile, Target
 from bridge.ingest.gateway_reports import GatewayReports, read_gateway_reports
 from bridge.ingest.planner import Inventory, Plan, RoundLimits, StreamId, Work, grouped, plan
@@ -27,6 +28,7 @@ from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, sweep_on_er
 from bridge.ingest.state import Piece, Quarantined, StateStore, TableState
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.tasks import SparkTasks, Tasks
+from bridge.ingest.verdict import weigh
 from bridge.ingest.worker import pack
 
 if TYPE_CHECKING:
@@ -138,10 +140,15 @@ def ingest(
         version = sink.pointer()  # before its location, which changes when another run creates the table
         known = states or StateStore(sink.state(), clock)
         state = known.load(version)
+        standing = sink.standing(state.checked, state.rows())
+        if standing.pointer != version:  # another run has committed in between
+            continue
+        recorded = state.differs
+        differs = weigh(sink.name, state, standing)
         if retry is None:
             retry = set(state.quarantine)
         refused = state.quarantine.keys() - retry
-        todo = plan(pending, state.covered(), refused, limits or RoundLimits(), doubtful)
+        todo = plan(pending, state.settled(), refused, limits or RoundLimits(), doubtful)
         if not todo.work:
             break
         target = sink.target()
@@ -168,6 +175,9 @@ def ingest(
                 unreadable[work.item.key, work.item.etag] = Quarantined(work.item.size, reason)
         rounds.append(done)
         on_round(done)
+    if differs and not recorded:
+        with suppress(IngestError):  # the next run finds it again
+            sink.commit(version, known.save(state, version), [])
     if state.version is not None:
         known.prune(state.version)
     return Summary(
@@ -179,7 +189,9 @@ def ingest(
         listed=inventory.objects,
         list_seconds=listed,
         seconds=time.monotonic() - began,
-        report=build(state, inventory, reports, sink.name, sink.rows(), vanished, unreadable),
+        report=build(
+            state, inventory, reports, sink.name, standing.rows, vanished, unreadable, standing.changes
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from bridge.ingest.job import Round, Summary
 from bridge.ingest.report import Report, StreamReport
+from bridge.ingest.verdict import REMEDY
 from bridge.printable import printable
 
 HOLES = 20  # printed at most; --json has all
@@ -126,6 +127,10 @@ def _details(report: Report) -> Iterator[str]:
         first = ", ".join(report.foreign[:3]) + (", ..." if len(report.foreign) > 3 else "")
         yield f"not named like data ({len(report.foreign):,}): {first}"
     yield from (f"note: {problem}" for problem in report.problems)
+    if report.differs:
+        yield f"note: {REMEDY}"
     verdict = "complete" if report.complete else "NOT complete"
     figures = ", ".join(f"{name} {report.total(name):,}" for name in REMARKS[:5])
+    if report.differs:
+        figures += "; but others have changed the table (see the notes)"
     yield f"{verdict}: {report.total('rows'):,} rows, {figures}"

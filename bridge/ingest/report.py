@@ -4,6 +4,7 @@ It is made from the state, the object keys and the gateway reports, never from t
 the same for a thousand messages and for a billion. A number that is not in the table is, in this order of
 precedence:
 
+* trimmed      deleted from the table on purpose, which an operator has accepted
 * waiting      in an object that no run has taken yet
 * trimmed      dropped by the gateway, on purpose (overwritten, expired, purged)
 * quarantined  in an object that was refused
@@ -30,15 +31,16 @@ import re
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.gateway_reports import GatewayReports, ReportedStream, read_gateway_reports
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.ranges import Pair, Ranges, size
-from bridge.ingest.state import Quarantined, StreamState, TableState, load_state
+from bridge.ingest.state import Quarantined, StreamState, TableState
 from bridge.ingest.store import ObjectStore
+from bridge.ingest.verdict import look, reasons
 from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ Cause = tuple[str, str, Iterable[Pair]]  # kind of hole, reason, and the numbers
 Part = tuple[int, int, str, str]  # of a gap: first and last number, kind, reason
 GONE = "its stream is gone"
 UPLOADED = "uploaded, not taken yet"
+ACCEPTED = "accepted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +129,26 @@ class Report:
     unreadable: list[dict[str, Any]]  # objects that this run could not read
     foreign: list[str]  # keys that are not those of data objects
     problems: list[str]  # why the report may be incomplete
+    differs: bool = False  # from its state: the figures of the streams are those of the state
 
     def total(self, figure: str) -> int:
         return sum(getattr(stream, figure) for stream in self.streams)
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing. A report without any stream proves nothing and is not complete."""
-        return bool(self.streams) and not any(map(self.total, ("missing", "quarantined", "unreadable")))
+        """Whether nothing is missing, and the table has the rows of its state.
+
+        A report without any stream proves nothing and is not complete.
+        """
+        missing = any(map(self.total, ("missing", "quarantined", "unreadable")))
+        return bool(self.streams) and not missing and not self.differs
 
     def to_json(self) -> dict[str, Any]:
         figures = ("rows", *KINDS, "duplicates", "late_objects", "late_rows")
         return {
             "table": self.table,
             "complete": self.complete,
+            "differs": self.differs,
             "total": {name: self.total(name) for name in figures},
             "streams": [stream.to_json() for stream in self.streams],
             "quarantined_objects": self.refused,
@@ -153,8 +162,8 @@ def survey(store: ObjectStore, sink: Sink) -> tuple[TableState, Report]:
     """Return the state and the report of the table and the prefix as they are, without a run."""
     reports = read_gateway_reports(store)
     inventory = Inventory(store.list())
-    state = load_state(sink)
-    return state, build(state, inventory, reports, sink.name, sink.rows())
+    state, standing = look(sink)
+    return state, build(state, inventory, reports, sink.name, standing.rows, changes=standing.changes)
 
 
 def build(
@@ -165,11 +174,13 @@ def build(
     rows: int,
     vanished: Iterable[Name] = (),
     unreadable: Mapping[Name, Quarantined] | None = None,
+    changes: Sequence[str] = (),
 ) -> Report:
     """Build the report; reads nothing. `rows` is the number of rows according to the table's metadata.
 
-    Of the listed objects, `vanished` are those that no longer existed when the run came to them, `unreadable`
-    those that it could not read, with the reason.
+    `changes` are the commits of others that may have changed rows (see `bridge.ingest.verdict`). Of the
+    listed objects, `vanished` are those that no longer existed when the run came to them, `unreadable` those
+    that it could not read, with the reason.
     """
     unreadable = unreadable or {}
     tallies = inventory.tally(state.quarantine.keys() | unreadable.keys() | set(vanished))
@@ -195,16 +206,14 @@ def build(
         for name in sorted(names)
     ]
     problems = [*reports.problems, *_gone(streams), *_unseen(streams, inventory, reports)]
-    if rows != state.rows():
-        problems.append(
-            f"{table} has {rows} rows and its state says {state.rows()}: something else changed the table"
-        )
+    differs = reasons(table, state, rows, changes)
+    problems += differs
     documents = [
         {"key": key, "size": entry.size, "reason": entry.reason, "present": (key, etag) in listed}
         for (key, etag), entry in sorted(state.quarantine.items())
     ]
     others = [{"key": key, **entry._asdict()} for (key, _), entry in sorted(unreadable.items())]
-    return Report(table, streams, documents, others, sorted(inventory.foreign), problems)
+    return Report(table, streams, documents, others, sorted(inventory.foreign), problems, bool(differs))
 
 
 def _numbers(objects: Iterable[Name]) -> dict[StreamId, Ranges]:
@@ -267,13 +276,13 @@ def _stream(
         report.lag_seconds = (
             round((now - report.newest_ms) / 1000, 3) if report.newest_ms is not None else None
         )
-    known = [given for given in (covered, refused, held, tally.numbers) if given]
+    known = [given for given in (covered, state.removed, refused, held, tally.numbers) if given]
     ends = [given.last for given in known] + ([reported.newest] if reported else [])
     starts = [0] if reported else [given.first for given in known]
     if not starts or not ends:
         return report
     gaps = covered.missing(min(starts), max(ends))
-    causes = _causes(reported, tally.numbers, refused, held, gone=gone)
+    causes = _causes(reported, state.removed, tally.numbers, refused, held, gone=gone)
     report.holes = list(_holes(gaps, _explain(gaps, causes), state.times))
     for kind in KINDS:
         setattr(report, kind, sum(hole.count for hole in report.holes if hole.kind == kind))
@@ -281,11 +290,18 @@ def _stream(
 
 
 def _causes(
-    reported: ReportedStream | None, uploaded: Ranges, refused: Ranges, held: Ranges, *, gone: bool
+    reported: ReportedStream | None,
+    removed: Ranges,
+    uploaded: Ranges,
+    refused: Ranges,
+    held: Ranges,
+    *,
+    gone: bool,
 ) -> Iterator[Cause]:
     """Yield the possible causes for missing numbers; the first match counts."""
     dropped = reported.dropped if reported else ()
     joined = [drop for drop in dropped if drop[2].startswith(JOINED)]
+    yield "trimmed", ACCEPTED, removed
     yield "waiting", UPLOADED, uploaded
     for first, last, reason in dropped:
         if not reason.startswith(JOINED):

@@ -2,8 +2,12 @@
 
     <state>/<version, 20 digits>.json
     {"format": 1, "version": v, "previous": v0, "streams": [{"gateway", "stream", "epoch",
-     "covered": [[first, last, ms of first, ms of last], ...], "late": [objects, rows], "head": {...}}],
-     "quarantine": [[key, etag, size, reason], ...], "notes": {...}}
+     "covered": [[first, last, ms of first, ms of last], ...], "late": [objects, rows], "head": {...},
+     "removed": [[first, last], ...]}], "quarantine": [[key, etag, size, reason], ...], "notes": {...},
+     "table": {"checked": version of the table, "differs": reason, "others": rows}}
+
+`removed` (absent if empty) and `table` are of `bridge.ingest.verdict`. A document with `removed` has
+format 2: earlier versions of the job would take these numbers again.
 
 A document is written under a new name before the commit, and the table's commit carries its version. So the
 commit decides which document is current, and one that was never committed is never read. A document takes
@@ -32,7 +36,7 @@ from bridge.ingest.store import StorageLocation
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
 
-FORMAT = 1
+FORMAT, REMOVED_FORMAT = 1, 2
 KEEP_MS = 7 * 24 * 3600 * 1000  # documents are kept for a rollback of up to a week
 RANDOM_BITS = 20  # two drivers get different versions in the same ms
 
@@ -55,6 +59,7 @@ class StreamState:
     late_objects: int = 0
     late_rows: int = 0
     reported: ReportedStream | None = None
+    removed: Ranges = field(default_factory=Ranges)  # deleted from the table on purpose
 
     def take(self, pieces: Iterable[Piece], *, known_last: int) -> None:
         """Add the numbers of one object; `known_last` is the stream's highest number before this round."""
@@ -89,13 +94,25 @@ class TableState:
     streams: dict[StreamId, StreamState] = field(default_factory=dict)
     quarantine: dict[tuple[str, str], Quarantined] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
+    checked: str | None = None  # the version of the table that had the rows of the state before this one
+    differs: str = ""  # why the table may have other rows; empty: it has these
+    others: int = 0  # rows of others that an operator has accepted
 
     def covered(self) -> dict[StreamId, Ranges]:
         return {stream: state.covered for stream, state in self.streams.items()}
 
+    def settled(self) -> dict[StreamId, Ranges]:
+        """Return the numbers that no run takes: those in the table, and those deleted on purpose."""
+        found = self.covered()
+        for stream, state in self.streams.items():
+            if state.removed:
+                found[stream] = state.covered.copy()
+                found[stream].update(state.removed)
+        return found
+
     def rows(self) -> int:
         """Return how many rows the table has if nothing else has changed it."""
-        return sum(stream.covered.count() for stream in self.streams.values())
+        return self.others + sum(stream.covered.count() for stream in self.streams.values())
 
     def of(self, stream: StreamId) -> StreamState:
         return self.streams.setdefault(stream, StreamState())
@@ -119,7 +136,7 @@ class StateStore:
             raise self._damaged(version, error) from error
 
     def _parsed(self, version: int, raw: dict[str, Any]) -> TableState:
-        if raw.get("format") != FORMAT:
+        if raw.get("format") not in (FORMAT, REMOVED_FORMAT):
             raise StateMissing(
                 f"{self.location.url}/{_name(version)}: format {raw.get('format')!r} is not supported; "
                 "use the version of streambridge that wrote it"
@@ -129,6 +146,9 @@ class StateStore:
             name = StreamId(stream["gateway"], stream["stream"], stream["epoch"])
             state.streams[name] = _stream_from_json(stream)
         state.notes = raw["notes"]
+        table = raw.get("table", {})
+        state.checked, state.differs = table.get("checked"), line(table.get("differs", ""))
+        state.others = int(table.get("others", 0))
         state.quarantine = {  # earlier versions did not cut the reasons
             (key, etag): Quarantined(size, line(why)) for key, etag, size, why in raw["quarantine"]
         }
@@ -168,13 +188,15 @@ class StateStore:
         # the commit of another run with the same version for its own.
         ms = max(self._clock() // 1_000_000, ((previous or 0) >> RANDOM_BITS) + 1)
         version = ms << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
+        removed = any(stream.removed for stream in state.streams.values())
         document = {
-            "format": FORMAT,
+            "format": REMOVED_FORMAT if removed else FORMAT,
             "version": version,
             "previous": previous,
             "streams": [_stream_to_json(name, state.streams[name]) for name in sorted(state.streams)],
             "notes": state.notes,
             "quarantine": [[*name, *entry] for name, entry in sorted(state.quarantine.items())],
+            "table": {"checked": state.checked, "differs": state.differs, "others": state.others},
         }
         self._store.put(_name(version), json.dumps(document, separators=(",", ":")).encode())
         return version
@@ -219,11 +241,13 @@ def _name(version: int) -> str:
 
 def _stream_to_json(name: StreamId, state: StreamState) -> dict[str, Any]:
     state.tidy()
+    removed = {"removed": list(state.removed)} if state.removed else {}
     return {
         **name._asdict(),
         "covered": [[low, high, state.times.get(low), state.times.get(high)] for low, high in state.covered],
         "late": [state.late_objects, state.late_rows],
         "head": asdict(state.reported) if state.reported else None,
+        **removed,
     }
 
 
@@ -234,4 +258,5 @@ def _stream_from_json(data: dict[str, Any]) -> StreamState:
         times |= {number: ms for number, ms in ((low, low_ms), (high, high_ms)) if ms is not None}
     reported = ReportedStream.from_json(data["head"], data["head"]["updated"]) if data["head"] else None
     late_objects, late_rows = data["late"]
-    return StreamState(Ranges(pairs), times, late_objects, late_rows, reported)
+    removed = Ranges(data.get("removed", ()))
+    return StreamState(Ranges(pairs), times, late_objects, late_rows, reported, removed)

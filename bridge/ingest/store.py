@@ -72,6 +72,7 @@ class ObjectStore(Protocol):
     def under(self, prefix: str) -> Iterator[Entry]: ...
     def get(self, key: str, most: int | None = None) -> bytes: ...
     def tail(self, key: str, size: int) -> bytes: ...
+    def part(self, key: str, start: int, size: int) -> bytes: ...
     def put(self, key: str, data: bytes) -> None: ...
     def writer(self, key: str) -> Any: ...
     def delete(self, keys: Iterable[str]) -> None: ...
@@ -213,6 +214,12 @@ class LocalStore:
             file.seek(max(0, file.seek(0, os.SEEK_END) - size))
             return file.read()
 
+    def part(self, key: str, start: int, size: int) -> bytes:
+        """Read `size` bytes (at least 1) of an object from `start` on, which is before its end."""
+        with self._opened(key) as file:
+            file.seek(start)
+            return file.read(size)
+
     def _opened(self, key: str) -> BinaryIO:
         try:
             return (self.root / key).open("rb")
@@ -343,6 +350,10 @@ class S3Store:
     def tail(self, key: str, size: int) -> bytes:
         """Read the last `size` bytes of an object, or all of a smaller one."""
         return self.get(key, Range=f"bytes=-{size}")
+
+    def part(self, key: str, start: int, size: int) -> bytes:
+        """Read `size` bytes (at least 1) of an object from `start` on, which is before its end."""
+        return self.get(key, Range=f"bytes={start}-{start + size - 1}")
 
     def put(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)

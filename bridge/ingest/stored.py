@@ -7,6 +7,7 @@ become null, or be taken for those of the other column.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,15 +31,45 @@ def footer(store: ObjectStore, path: str) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(end))
 
 
+class RangedFile(io.RawIOBase):
+    """A file of `size` bytes that is read by ranges: columns that nobody asks for are not transferred."""
+
+    def __init__(self, store: ObjectStore, path: str, size: int) -> None:
+        self._store, self._path, self._size, self._at = store, path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = self._size - self._at
+        wanted = left if size is None or size < 0 else min(size, left)
+        found = self._store.part(self._path, self._at, wanted) if wanted > 0 else b""
+        self._at += len(found)
+        return found
+
+
 @contextmanager
 def undamaged(path: str) -> Iterator[None]:
     """Raise IngestError, which names the file, for what Arrow finds damaged in it."""
     try:
         yield
+    except pa.ArrowNotImplementedError:  # this build or version of Arrow, not the file
+        raise
     except (OSError, pa.ArrowException) as error:  # a wrong checksum is an OSError
         raise IngestError(
             f"{path}: this data file is damaged ({type(error).__name__}: {line(error)}); restore it from the "
-            "versions of its bucket, or from a backup"
+            "versions of its bucket, or remove it from the table with another engine: `streambridge ingest "
+            "repair` then lets the next run take its rows again"
         ) from error
 
 

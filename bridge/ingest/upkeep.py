@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from bridge.ingest.errors import IngestError
 from bridge.ingest.planner import Inventory, StreamId
-from bridge.ingest.report import GONE, survey
+from bridge.ingest.report import ACCEPTED, GONE, survey
 from bridge.ingest.sinks.base import Sink, check
-from bridge.ingest.state import StateStore, load_state
+from bridge.ingest.state import StateStore
 from bridge.ingest.store import StorageLocation
+from bridge.ingest.verdict import REMEDY, look, reasons
 
-ACCEPTED = "accepted"
 DAY_MS = 24 * 3600 * 1000
 
 
@@ -66,23 +66,24 @@ def prune(
 ) -> Pruned:
     """Delete objects that are provably in the table and older than so many days.
 
-    All numbers of an object must be in the table's state. Quarantined objects, foreign objects and gateway
-    reports always stay. Raises IngestError, and deletes nothing, if the table does not have the rows of its
-    state (not with `trust_state`), or lacks a column.
+    All numbers of an object must be in the table's state, or have been deleted from the table on purpose.
+    Quarantined objects, foreign objects and gateway reports always stay. Raises IngestError, and deletes
+    nothing, if the table does not have the rows of its state (not with `trust_state`), or lacks a column.
     """
     store = source.open()
     check(sink.name, sink.differences())
     inventory = Inventory(store.list())
-    state = load_state(sink)
+    state, standing = look(sink)
     if not trust_state:
-        promised = state.rows()
-        found = sink.rows()
+        promised, found = state.rows(), standing.rows
         if found != promised:
             raise IngestError(
                 f"{sink.name}: its state says {promised} rows and it has {found}, so nothing is deleted; "
-                "if somebody deleted rows from the table on purpose, use --trust-state"
+                f"{REMEDY}; or use --trust-state"
             )
-    covered = state.covered()
+        if differs := reasons(sink.name, state, found, standing.changes):
+            raise IngestError(f"{differs[0]}, so nothing is deleted; {REMEDY}; or use --trust-state")
+    covered = state.settled()
     limit = time.time_ns() // 1_000_000 - older_than_days * DAY_MS
     done = Pruned(dry_run=dry_run, kept=len(inventory.foreign))
     gone: list[str] = []

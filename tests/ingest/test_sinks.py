@@ -14,8 +14,10 @@ from random import Random
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
+from bridge.ingest.columns import IDENTITY
 from bridge.ingest.decode import decode
 from bridge.ingest.errors import BadOption, CommitConflict, StateMissing, Vanished
 from bridge.ingest.files import DataFile, DayFiles, Target
@@ -113,6 +115,28 @@ def test_files_and_pointer_become_visible_together(table: Open, landing: Storage
     assert (table().pointer(), numbers(table())) == (9, list(range(20)))
     assert [file.rows for file in table().files()] == [10, 10]
     assert table().read(limit=3).num_rows == 3
+
+
+def test_a_version_says_how_many_rows_it_has_and_its_files_say_which(
+    table: Open, landing: StorageLocation
+) -> None:
+    empty = table().standing(None, 0)
+    assert (empty.pointer, empty.rows, table().content().files) == (None, 0, [])
+    table().commit(None, 7, written(table(), landing, 0, 9))
+    first = table().standing(empty.at, 0)
+    table().commit(7, 8, written(table(), landing, 10, 14))
+    now = table().standing(first.at, 15)
+    assert (first[0], first[2:], now[0], now[2:]) == (7, (10, []), 8, (15, []))  # those commits are of runs
+    content = table().content()
+    assert (content.pointer, content.at) == (8, now.at)
+    assert now.at != first.at
+    assert sorted(file.rows for file in content.files) == [5, 10]
+    for file in content.files:
+        rows = pa.concat_tables(content.read([file.path]))
+        assert (rows.num_rows, set(rows.column_names) >= set(IDENTITY.names)) == (file.rows, True)
+        for name, bounds in (file.bounds or {}).items():
+            values = rows[name].cast(pa.int64()) if name == "ingest_time" else rows[name]
+            assert bounds == tuple(pc.min_max(values).as_py().values())
 
 
 def test_a_commit_on_top_of_another_runs_is_refused_and_adds_nothing(

@@ -407,6 +407,9 @@ class BucketStore:
     def tail(self, key: str, size: int) -> bytes:
         return self.get(key)[-size:]
 
+    def part(self, key: str, start: int, size: int) -> bytes:
+        return self.get(key)[start : start + size]
+
     def put(self, key: str, data: bytes) -> None:
         self.at(f"put {key}")
         self.bucket.store(self.prefix + key, data, "written")

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bridge.ingest.columns import MESSAGES, shaped
+from bridge.ingest.columns import IDENTITY, MESSAGES, shaped
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import DataFile, DayFiles, Target
-from bridge.ingest.sinks.base import Compacted, Difference, LiveFile, absent, labelled, sweep_on_error
+from bridge.ingest.sinks.base import (
+    Compacted,
+    Content,
+    Difference,
+    Held,
+    LiveFile,
+    Standing,
+    absent,
+    labelled,
+    sweep_on_error,
+)
 
 from .bucket import At, Bucket, Place, nowhere
 
@@ -123,6 +134,16 @@ class TableSink:
 
     def rows(self) -> int:
         return sum(file.rows for file in self.memory.now.files)
+
+    def standing(self, since: str | None, expected: int) -> Standing:
+        """Only runs change this table, and compaction, which keeps the rows."""
+        self.at("standing")
+        return Standing(self.memory.now.pointer, str(self.memory.commits), self.rows(), [])
+
+    def content(self) -> Content:
+        files = [Held(file.path, file.rows, None) for file in self.files()]
+        read = partial(map, partial(self.memory.content, columns=IDENTITY.names))
+        return Content(self.memory.now.pointer, str(self.memory.commits), files, read)
 
     def compact(self, spark: object) -> Compacted:
         """Merge the files of each day; uses no Spark. The pointer stays the same."""

@@ -8,7 +8,7 @@ nothing is added. Commits of others that leave the pointer unchanged (compaction
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -58,6 +58,43 @@ class Difference(NamedTuple):
     found: pa.Field | None
 
 
+class Standing(NamedTuple):
+    """What the metadata of one version of the table says of its rows.
+
+    `at` names the version; it is "" before the first. `changes` are the commits after an earlier version that
+    may have changed rows, and carry no pointer, as text: those that have not expired.
+    """
+
+    pointer: int | None
+    at: str
+    rows: int
+    changes: list[str]
+
+
+class Held(NamedTuple):
+    """The rows of a data file, and the bounds of its columns of IDENTITY; times are in us since 1970.
+
+    Without bounds, nothing but the rows themselves says which they are. They have no nulls.
+    """
+
+    path: str
+    rows: int
+    bounds: Mapping[str, tuple[Any, Any]] | None
+
+
+class Content(NamedTuple):
+    """The data files of one version of the table.
+
+    `read` gives the columns of IDENTITY of some of them, by path, without deleted rows; it raises IngestError
+    if it cannot tell which are deleted.
+    """
+
+    pointer: int | None
+    at: str
+    files: list[Held]
+    read: Callable[[Collection[str]], Iterator[pa.Table]]
+
+
 class Sink(Protocol):
     """A table, as the ingest job needs it."""
 
@@ -95,6 +132,16 @@ class Sink(Protocol):
 
     def rows(self) -> int:
         """Return the number of rows according to the table's metadata, without deleted ones."""
+
+    def standing(self, since: str | None, expected: int) -> Standing:
+        """Return what the table's metadata says now, with the commits of others after version `since`.
+
+        None: there is no such version, and no commit is returned. If deleted rows leave the number of rows
+        open, and it may not be the `expected` one, they are counted.
+        """
+
+    def content(self) -> Content:
+        """Return the data files of the table as it is now."""
 
     def compact(self, spark: SparkSession) -> Compacted:
         """Merge small data files; the rows stay the same."""

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Field, Schema, TableFeatures, Transaction, VariantType
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction
 
-from bridge.ingest.columns import MESSAGES, PARTITIONS, VARIANT, is_variant
-from bridge.ingest.errors import CommitConflict, IngestError
+from bridge.ingest.columns import IDENTITY, MESSAGES, PARTITIONS, TIME, VARIANT, is_variant
+from bridge.ingest.errors import CommitConflict, IngestError, Vanished, line
 from bridge.ingest.files import DataFile, Target
 from bridge.ingest.sinks.base import (
     Compacted,
+    Content,
     Difference,
+    Held,
     LiveFile,
+    Standing,
     absent,
     attempts,
     check,
@@ -33,13 +37,14 @@ from bridge.ingest.sinks.base import (
     state_of,
 )
 from bridge.ingest.store import StorageLocation, table_folder
-from bridge.ingest.stored import footer
+from bridge.ingest.stored import RangedFile, footer, undamaged
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 APPLICATION = "streambridge-ingest"
 PARTITION = PARTITIONS[0]
+BATCH_ROWS = 100_000
 
 
 class DeltaSink:
@@ -152,21 +157,90 @@ class DeltaSink:
         table = self.table()
         if table is None:
             return []
-        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        deleted, store = _deleted(table), self.location.open()
-        found = []
-        for action in actions:
-            path, rows = unquote(action["path"]), action.get("num_records")
-            if rows is None:  # another engine wrote it without statistics
-                rows = footer(store, path).num_rows
+        deleted, found = _deleted(table), []
+        for action in self._actions(table):
+            path, rows = action["path"], action["num_records"]
             day, added = str(action[f"partition.{PARTITION}"]), _millis(action["modification_time"])
             found.append(LiveFile(path, day, action["size_bytes"], rows, added, _name(path) in deleted))
         return sorted(found, key=lambda file: file.added)
 
+    def _actions(self, table: DeltaTable) -> list[dict[str, Any]]:
+        """Return the data files with plain paths, and always with their numbers of rows."""
+        found: list[dict[str, Any]] = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        for action in found:
+            action["path"] = unquote(action["path"])
+            if action.get("num_records") is None:  # another engine wrote it without statistics
+                action["num_records"] = footer(self.location.open(), action["path"]).num_rows
+        return found
+
     def rows(self) -> int:
         table = self.table()
-        deleted = sum(_deleted(table).values()) if table else 0
-        return sum(file.rows for file in self.files()) - deleted
+        return self._rows(table) if table else 0
+
+    def _rows(self, table: DeltaTable) -> int:
+        deleted = sum(vector.count(False) for vector in _deleted(table).values())
+        return sum(int(action["num_records"]) for action in self._actions(table)) - deleted
+
+    def standing(self, since: str | None, expected: int) -> Standing:
+        table = self.table()
+        if table is None:
+            return Standing(None, "", 0, [])
+        pointer = table.transaction_version(APPLICATION)
+        return Standing(pointer, str(table.version()), self._rows(table), self._changes(table, since))
+
+    def _changes(self, table: DeltaTable, since: str | None) -> list[str]:
+        """Return the versions after `since` that may have changed rows and are of no run."""
+        if since is None:
+            return []
+        store, found = self.location.open(), []
+        for version in range(int(since) + 1 if since else 0, table.version() + 1):
+            try:
+                log = store.get(f"_delta_log/{version:020d}.json")
+            except Vanished:  # it has expired
+                continue
+            actions = [json.loads(text) for text in log.splitlines() if text.strip()]
+            if any(action.get("txn", {}).get("appId") == APPLICATION for action in actions):
+                continue
+            files = [action[kind] for action in actions for kind in ("add", "remove") if kind in action]
+            if any(file.get("dataChange", True) for file in files):
+                given = [action["commitInfo"] for action in actions if "commitInfo" in action]
+                operation = line(given[0].get("operation")) if given else "unknown"
+                found.append(f"version {version} ({operation})")
+        return found
+
+    def content(self) -> Content:
+        table = self.table()
+        if table is None:
+            return Content(None, "", [], lambda paths: iter(()))
+        check(self.name, differences(IDENTITY, _arrow(table.schema())))
+        _check_names(self.name, table)
+        actions, deleted = self._actions(table), _deleted(table)
+        files = [
+            Held(
+                action["path"],
+                action["num_records"],
+                None if _name(action["path"]) in deleted else _bounds(action),
+            )
+            for action in actions
+        ]
+        sizes = {action["path"]: action["size_bytes"] for action in actions}
+
+        def read(paths: Collection[str]) -> Iterator[pa.Table]:
+            store = self.location.open()
+            for path in paths:
+                with undamaged(path):
+                    source = pa.PythonFile(RangedFile(store, path, sizes[path]), mode="r")
+                    file = pq.ParquetFile(source, page_checksum_verification=True)
+                    start, vector = 0, deleted.get(_name(path), [])
+                    for batch in file.iter_batches(BATCH_ROWS, columns=IDENTITY.names, use_threads=False):
+                        rows = pa.Table.from_batches([batch]).cast(IDENTITY)  # may be of views
+                        gone = vector[start : start + rows.num_rows]
+                        start += rows.num_rows
+                        keep = pa.array(gone + [True] * (rows.num_rows - len(gone)))
+                        yield rows.filter(keep)
+
+        pointer = table.transaction_version(APPLICATION)
+        return Content(pointer, str(table.version()), files, read)
 
     def compact(self, spark: SparkSession) -> Compacted:
         """Compact in this process: the Python API of delta-rs cannot commit files that executors replaced."""
@@ -195,12 +269,30 @@ class DeltaSink:
         return data.to_table(chosen) if limit is None else data.head(limit, columns=chosen)
 
 
-def _deleted(table: DeltaTable) -> dict[str, int]:
-    """Return how many rows other engines deleted by deletion vectors, by data file name."""
+def _deleted(table: DeltaTable) -> dict[str, list[bool]]:
+    """Return, by file name, which rows other engines have left by deletion vectors.
+
+    Rows beyond the end of a list are left too.
+    """
     if "deletionVectors" not in (table.protocol().reader_features or ()):
         return {}
     found = pa.table(table.deletion_vectors().read_all()).to_pylist()
-    return {_name(vector["filepath"]): vector["selection_vector"].count(False) for vector in found}
+    return {_name(vector["filepath"]): vector["selection_vector"] for vector in found}
+
+
+def _bounds(action: dict[str, Any]) -> dict[str, tuple[Any, Any]] | None:
+    """Return the bounds of the columns of IDENTITY, if the file has all of them, and no nulls."""
+    found = {}
+    for name in IDENTITY.names:
+        low, high = action.get(f"min.{name}"), action.get(f"max.{name}")
+        if low is None or high is None or action.get(f"null_count.{name}") != 0:
+            return None
+        found[name] = (_micros(low), _micros(high)) if name == "ingest_time" else (low, high)
+    return found
+
+
+def _micros(when: Any) -> int:
+    return int(pa.scalar(when, TIME).cast(pa.int64()).as_py())
 
 
 def _name(path: str) -> str:

@@ -21,7 +21,7 @@ from pyiceberg.conversions import to_bytes
 from pyiceberg.exceptions import CommitFailedException, NoSuchTableError
 from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
 from pyiceberg.manifest import DataFile as IcebergFile
-from pyiceberg.manifest import DataFileContent, FileFormat, ManifestContent, ManifestEntry
+from pyiceberg.manifest import DataFileContent, FileFormat, ManifestEntry
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
@@ -34,13 +34,27 @@ from bridge.ingest.errors import BadOption, CommitConflict, IngestError, NoTable
 from bridge.ingest.files import DataFile, Target, day_number
 from bridge.ingest.sinks.base import (
     Compacted,
+    Content,
     Difference,
     LiveFile,
+    Standing,
     absent,
     attempts,
     check,
     differences,
     state_of,
+)
+from bridge.ingest.sinks.snapshots import (
+    POINTER,
+    ancestry,
+    changes,
+    content,
+    counted_rows,
+    current_id,
+    entries,
+    state_version,
+    total_rows,
+    with_deletes,
 )
 from bridge.ingest.state import StateStore
 from bridge.ingest.store import StorageLocation, table_folder
@@ -51,7 +65,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 PARTITION = PARTITIONS[1]
-POINTER = "streambridge.state"
 STATE_AT = "streambridge.state-location"
 PROPERTIES = {"format-version": "2", "write.parquet.compression-codec": "zstd"}
 
@@ -109,16 +122,16 @@ class IcebergSink:
         return self._pointer(table) if table else None
 
     def _pointer(self, table: Table) -> int | None:
-        known = list(_ancestry(table))
+        known = list(ancestry(table))
         for snapshot in known:
-            if (version := _state_version(snapshot)) is not None:
+            if (version := state_version(snapshot)) is not None:
                 return version
         value = table.properties.get(POINTER)  # for when the snapshot has expired
         if value is None:
             return None
         ids = {snapshot.snapshot_id for snapshot in known}
         others = [snapshot for snapshot in table.snapshots() if snapshot.snapshot_id not in ids]
-        if any(_state_version(snapshot) == int(value) for snapshot in others):
+        if any(state_version(snapshot) == int(value) for snapshot in others):
             return self._rolled_back(ids, others)
         return int(value)
 
@@ -129,10 +142,10 @@ class IcebergSink:
         its state names the one from which it was planned.
         """
         silent = {
-            other.snapshot_id: other.parent_snapshot_id for other in others if _state_version(other) is None
+            other.snapshot_id: other.parent_snapshot_id for other in others if state_version(other) is None
         }
         for other in others:
-            version, below = _state_version(other), other.parent_snapshot_id
+            version, below = state_version(other), other.parent_snapshot_id
             while below in silent:
                 below = silent[below]
             if version is None or below not in known:
@@ -217,26 +230,35 @@ class IcebergSink:
         table = self.table()
         if table is None:
             return []
-        deleted_from = _with_deletes(table)
-        files = (live_file(table, entry, deleted_from) for entry in _entries(table))
+        deleted_from = with_deletes(table)
+        files = (live_file(table, entry, deleted_from) for entry in entries(table))
         return sorted(files, key=lambda file: file.added)
 
     def rows(self) -> int:
         table = self.table()
-        snapshot = table.current_snapshot() if table else None
-        summary = snapshot.summary if snapshot else None
-        totals = summary.additional_properties if summary else {}
-        # rows deleted merge-on-read still count as records
-        deleted = ("total-position-deletes", "total-equality-deletes")
-        return int(totals.get("total-records") or 0) - sum(int(totals.get(name) or 0) for name in deleted)
+        return total_rows(table) if table else 0
+
+    def standing(self, since: str | None, expected: int) -> Standing:
+        table = self.table()
+        if table is None:
+            return Standing(None, "", 0, [])
+        rows = counted_rows(table, expected)
+        return Standing(self._pointer(table), current_id(table), rows, changes(table, since))
+
+    def content(self) -> Content:
+        table = self.table()
+        if table is None:
+            return Content(None, "", [], lambda paths: iter(()))
+        check(self.name, _differences(table, IDENTITY))
+        return content(self.name, table, self._pointer(table))
 
     def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
         """Replace files by others in one commit; the state stays the same. Raises CommitConflict."""
         paths = {file.path for file in removed}
         for _ in attempts(self.name):
             table = self._ready(self._made())
-            deleted_from = _with_deletes(table)
-            known = [(live_file(table, entry, deleted_from), entry.data_file) for entry in _entries(table)]
+            deleted_from = with_deletes(table)
+            known = [(live_file(table, entry, deleted_from), entry.data_file) for entry in entries(table)]
             old = [(file, entry) for file, entry in known if file.path in paths]
             if len(old) != len(paths):
                 raise CommitConflict(f"{self.name}: another run has compacted it")
@@ -361,30 +383,6 @@ def _by_day(table: Table, spec: PartitionSpec) -> bool:
     return fields == [(DayTransform(), "ingest_time")]
 
 
-def _entries(table: Table) -> list[ManifestEntry]:
-    """Return the data files of the current snapshot."""
-    snapshot = table.current_snapshot()
-    return [
-        entry
-        for manifest in (snapshot.manifests(table.io) if snapshot else ())
-        if manifest.content == ManifestContent.DATA
-        for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True)
-    ]
-
-
-def _with_deletes(table: Table) -> set[str]:
-    """Return the paths of data files whose rows another engine deleted by delete files (merge-on-read)."""
-    snapshot = table.current_snapshot()
-    if snapshot is None or all(
-        manifest.content == ManifestContent.DATA for manifest in snapshot.manifests(table.io)
-    ):
-        return set()
-    try:
-        return {task.file.file_path for task in table.scan().plan_files() if task.delete_files}
-    except (NotImplementedError, ValueError):  # equality deletes, not supported by pyiceberg: of any file
-        return {entry.data_file.file_path for entry in _entries(table)}
-
-
 def live_file(table: Table, entry: ManifestEntry, deleted_from: Container[str] = ()) -> LiveFile:
     """Convert a manifest entry; `deleted_from` are the paths of files with deleted rows."""
     file = entry.data_file
@@ -398,21 +396,6 @@ def live_file(table: Table, entry: ManifestEntry, deleted_from: Container[str] =
         entry.file_sequence_number or 0,
         file.file_path in deleted_from,
     )
-
-
-def _ancestry(table: Table) -> Iterator[Snapshot]:
-    """Yield the current snapshot and its ancestors that have not expired."""
-    snapshot = table.current_snapshot()
-    while snapshot is not None:
-        yield snapshot
-        parent = snapshot.parent_snapshot_id
-        snapshot = table.snapshot_by_id(parent) if parent is not None else None
-
-
-def _state_version(snapshot: Snapshot) -> int | None:
-    """Return the version of the state that a snapshot names, if any."""
-    value = snapshot.summary.additional_properties.get(POINTER) if snapshot.summary else None
-    return int(value) if value else None
 
 
 def _schema(schema: pa.Schema) -> Schema:
