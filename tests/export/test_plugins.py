@@ -290,6 +290,37 @@ def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_pas
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("refused", [0, 1, 2])
+def test_whichever_dead_letter_is_refused_all_rejected_records_are_kept_in_the_end(
+    tmp_path: Path, refused: int
+) -> None:
+    drop_in(tmp_path, "picky", PICKY)
+    asked: list[int] = []
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            append = gateway.append_status
+
+            async def append_status(name: str, payload: bytes) -> None:
+                asked.append(json.loads(payload)["sequenceNumber"])
+                if len(asked) == refused + 1:
+                    raise OSError(f"{name} is full")
+                await append(name, payload)
+
+            gateway.append_status = append_status  # type: ignore[method-assign]
+            gateway.create("dead", {})
+            gateway.create("a", {"picky": [{"identifier": "p", "deadLetterStream": "dead"}]})
+            await gateway.append("a", b"good", b"bad", b"bad", b"good", b"bad", b"good")
+            await gateway.exported("a", 5)
+            letters = [json.loads(letter)["sequenceNumber"] for letter in gateway.read("dead")]
+            assert letters == [1, 2, 4]
+            status = gateway.status("a")
+            assert (status.exported_messages_count, status.rejected_messages_count) == (6, 3)
+            assert status.skipped_messages_count == 0
+
+    asyncio.run(scenario())
+
+
 def test_an_export_without_its_plugin_reports_it_and_resumes_when_it_is_back(recorder: Path) -> None:
     path = recorder / "plugins" / "recorder.py"
     config = {"identifier": "x", "path": str(recorder / "out")}

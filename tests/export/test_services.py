@@ -17,7 +17,7 @@ import msgspec
 import paho.mqtt.client as paho
 import pytest
 
-from benchmarks.testbed.aws import FakeAws, error, partial
+from benchmarks.testbed.aws import Answer, FakeAws, Fault, Request, error, partial, reset
 from benchmarks.testbed.forwarder import Forwarder
 from benchmarks.testbed.web import Web
 from bridge import Batch, Exporter, Record, Retry
@@ -27,7 +27,7 @@ from bridge.mqtt.settings import MqttConfig
 from bridge.operations.catalog import Operations
 from bridge.plugin import discovery
 from bridge.plugin.api import convert_config
-from bridge.plugin.testing import deliver, make_batch
+from bridge.plugin.testing import attempt, check_outcome, deliver, make_batch
 from tests.export.harness import Bucket, Impatient, certificate, running, until
 
 EXPORTERS = discovery.load().exporters
@@ -80,6 +80,46 @@ def test_a_name_that_the_service_does_not_allow_is_refused_before_it_costs_a_mes
     convert_config(EXPORTERS[kind], {**config, key: "press-hall_2.raw"})
     with pytest.raises(msgspec.ValidationError, match=key):
         convert_config(EXPORTERS[kind], {**config, key: "prüfstand"})
+
+
+def several_requests(kind: str, fake: FakeAws) -> tuple[Exporter, Batch]:
+    """An exporter, and a batch that it sends in three requests."""
+    if kind == "kinesis":
+        rows = [(f"line/{n % 2}", b"%d" % n) for n in range(6)]
+        return kinesis(fake, partitionKey="{topic}"), batch_of(*rows)
+    if kind == "firehose":
+        return firehose(fake, delimiter=""), make_batch([b"%d" % n for n in range(1200)])
+    now = int(time.time())
+    return sitewise(fake), make_batch([entry("/a", now, integerValue=n) for n in range(3)])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [error(500, "InternalFailure"), error(400, "ThrottlingException"), reset],
+    ids=["an error", "throttled", "cut"],
+)
+@pytest.mark.parametrize("passing", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["kinesis", "firehose", "IotSitewise"])
+def test_an_outage_at_any_request_of_a_batch_costs_no_record(
+    fake: FakeAws, kind: str, passing: int, fault: Fault
+) -> None:
+    exporter, batch = several_requests(kind, fake)
+
+    def outage(request: Request) -> Answer | None:
+        if len(fake.requests) > passing:
+            return fault(request)
+        answer: Answer = getattr(fake, f"_{request.operation}")(request.parameters)
+        return answer
+
+    with fake.broken(outage):
+        outcome = attempt(exporter, batch)
+    check_outcome(outcome, batch)
+    before = len(fake.taken)
+    assert not outcome.rejected
+    assert before + len(outcome.retry) == len(batch.records), "a record is neither taken nor retried"
+    left = [batch.records[n] for n in outcome.retry]
+    assert deliver(exporter, msgspec.structs.replace(batch, records=left)) == {}
+    assert len(fake.taken) == len(batch.records)
 
 
 # --- Kinesis
