@@ -79,6 +79,7 @@ def measure(rooms: list[str]) -> None:
         found[names[number]].add(file)
     measured = [defect.name for defect in chosen if "" not in found[defect.name]]
     document = runs.reached() | {name: sorted(found[name]) for name in measured}
+    document["*"] = sorted({file for room in ROOMS for file in runs.test_files(room)})
     runs.REACHED.write_text(json.dumps(dict(sorted(document.items())), indent=1) + "\n")
 
 

@@ -112,16 +112,20 @@ def simulate(place: Path, seed: int) -> Found:
 
 
 def reached() -> dict[str, list[str]]:
-    """The test files that reach the line of each defect, by its name, as `reach` has measured it."""
+    """The test files that reach the line of each defect, by its name, as `reach` has measured it.
+
+    `*` has all files that were measured: whether later ones reach anything is not known.
+    """
     return json.loads(REACHED.read_text()) if REACHED.exists() else {}
 
 
 def likeliest_first(defect: Defect) -> list[str]:
     """The test files that can reach a defect; those that share its rarer words come first."""
-    files = _test_files(defect.room)
-    measured = reached().get(defect.name)
-    if measured is not None:
-        files = {name: words for name, words in files.items() if name in measured}
+    files = test_files(defect.room)
+    measured = reached()
+    if defect.name in measured:
+        others = set(measured["*"]) - set(measured[defect.name])
+        files = {name: words for name, words in files.items() if name not in others}
     common = Counter(word for words in files.values() for word in words)
     mine = _words(f"{defect.name} {defect.harm} {Path(defect.file).stem} {defect.old}")
 
@@ -133,7 +137,7 @@ def likeliest_first(defect: Defect) -> list[str]:
 
 
 @cache
-def _test_files(room: str) -> dict[str, set[str]]:
+def test_files(room: str) -> dict[str, set[str]]:
     """The test files that can reach a room, with their words."""
     places = [ROOT / place for place in REACH[room]]
     found = [file for place in places for file in (sorted(place.rglob("test_*.py")) or [place])]
