@@ -14,6 +14,7 @@ import pytest
 
 from bridge import objectkeys
 from bridge.plugin import discovery, hooks
+from bridge.streams.drops import DropReason
 from tests.export.harness import Bucket, drop_in, numbers, running, until
 
 HOOKS = [name for name in dir(hooks) if hasattr(getattr(hooks, name), "streambridge_spec")]
@@ -319,6 +320,58 @@ def test_whichever_dead_letter_is_refused_all_rejected_records_are_kept_in_the_e
             assert status.skipped_messages_count == 0
 
     asyncio.run(scenario())
+
+
+GAPS = """
+    import json, os
+    from bridge import *
+    from bridge import hookimpl
+
+    class Config(BatchedConfig, frozen=True):
+        path: str
+
+    class Gaps(Exporter):
+        kind = "gaps"
+        Config = Config
+        limits = BatchLimits(contiguous=True)
+
+        def export(self, batch):
+            if os.path.exists(self.config.path + ".down"):
+                raise Retry("down")
+            return ACCEPTED
+
+        def dropped(self, first, last, reason):
+            with open(self.config.path, "a") as out:
+                out.write(json.dumps([first, last, reason]) + chr(10))
+
+    @hookimpl
+    def register_exporters(register):
+        register(Gaps)
+"""
+
+
+def test_every_drop_on_the_way_of_an_export_is_reported_with_its_reason(tmp_path: Path) -> None:
+    drop_in(tmp_path, "gaps", GAPS)
+    out, down = tmp_path / "out", tmp_path / "out.down"
+
+    async def scenario() -> None:
+        async with running(tmp_path) as gateway:
+            gateway.create("a", {"gaps": [{"identifier": "x", "path": str(out)}]})
+            for first in range(0, 24, 8):
+                down.touch()
+                await gateway.append("a", *(b"%d" % n for n in range(first, first + 8)))
+                await until(lambda: "down" in (gateway.status("a").error_message or ""))
+                gateway.manager.stream("a").drop_upto(first + 3, DropReason.PURGED)
+                gateway.manager.stream("a").drop([(first + 5, first + 5)], DropReason.EXPIRED)
+                down.unlink()
+                await gateway.exported("a", first + 7)
+                await until(lambda: gateway.status("a").error_message is None)
+
+    asyncio.run(scenario())
+    expected: list[list[Any]] = []
+    for first in range(0, 24, 8):
+        expected += [[first, first + 2, "purged"], [first + 5, first + 5, "expired"]]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == expected
 
 
 def test_an_export_without_its_plugin_reports_it_and_resumes_when_it_is_back(recorder: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -196,6 +196,53 @@ def test_a_batch_whose_answer_was_lost_keeps_its_name_whatever_is_wanted_by_then
     assert found[0] == (0, 9)
     covered = [n for first, last in found for n in range(first, last + 1)]
     assert covered == list(range(20))
+
+
+CUT = """
+    from bridge import Retry, hookimpl
+    from bridge.plugin import discovery
+
+    S3 = discovery.load().exporters["s3"]
+
+    class Cut(S3):
+        kind = "cut"
+
+        def export(self, batch):
+            if self.config.size_hint_bytes > 5000:
+                raise Retry("the link broke", cut=True)
+            return super().export(batch)
+
+    @hookimpl
+    def register_exporters(register):
+        register(Cut)
+"""
+
+
+def test_an_object_of_another_gateway_stops_a_batch_that_the_link_has_cut(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    """It is neither taken for the gateway's own, nor avoided by a shorter batch under another name."""
+    drop_in(tmp_path, "cut", CUT)
+
+    async def scenario() -> str:
+        async with running(tmp_path) as gateway:
+            gateway.create("plant", {"cut": [bucket.config(sizeHintBytes=10**6)]})
+            await gateway.append("plant", *(bytes(1000) for _ in range(10)))
+            await until(lambda: "broke" in (gateway.status("plant").error_message or ""))
+            stream = gateway.store.streams["plant"]
+            with closing(stream.reader()) as reader:
+                (first,) = reader.read(0, end=1, max_messages=1, max_bytes=1)
+            name = objectkeys.data_key("gw-1", "plant", stream.epoch, 0, 9, first.ingest_time, "ndjson.gz")
+            theirs = {"Key": f"raw/{name}", "Body": b"", "Metadata": {"rows-sha256": "0" * 64}}
+            bucket.client.put_object(Bucket=bucket.name, **theirs)
+            gateway.update("plant", {"cut": [bucket.config(sizeHintBytes=2100)]})
+            await until(lambda: gateway.status("plant").stopped)
+            assert gateway.status("plant").last_exported_sequence_number == -1
+            return f"raw/{name}"
+
+    key = asyncio.run(scenario())
+    assert bucket.data_keys() == [key]
+    assert bucket.body(key) == b""
 
 
 def test_a_smaller_size_counts_for_a_batch_that_has_not_arrived(tmp_path: Path, bucket: Bucket) -> None:
