@@ -120,6 +120,26 @@ def test_a_redefined_export_holds_its_data_until_the_worker_reports_its_position
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("start", [0, 100])
+def test_an_update_that_also_lowers_the_size_frees_nothing_that_its_new_start_wants(
+    recorder: Path, start: int
+) -> None:
+    config = to(recorder)
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [{**config, "startSequenceNumber": 50}]}, **SMALL)
+            await gateway.append("a", *(b"%04d" % n * 30 for n in range(400)))
+            await gateway.exported("a", 399)
+            await freed(gateway, 400)
+            smaller = {**SMALL, "maxSize": SMALL["maxSize"] // 2}
+            gateway.update("a", {"recorder": [{**config, "startSequenceNumber": start}]}, **smaller)
+            assert gateway.store.streams["a"].oldest == 0
+            await until(lambda: numbers(recorder / "out")[350:] == [*range(start, 400)])
+
+    asyncio.run(scenario())
+
+
 def test_a_start_that_moves_keeps_the_counts(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder) as gateway:

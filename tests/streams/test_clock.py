@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.streams.meta import MessageLimits
+from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
@@ -238,5 +238,20 @@ def test_a_clock_that_is_not_synchronised_gives_no_two_gateways_the_same_epoch(t
             assert all(len(str(epoch)) <= 13 for epoch in mine)
             epochs.update(mine)
         assert len(epochs) == 100
+
+    run(work())
+
+
+def test_a_stream_made_again_has_another_epoch_whatever_the_clock_does(house: House) -> None:
+    machine = house.system = Machine()
+
+    async def work() -> None:
+        async with house.store() as store:
+            epochs = [store.create("s", StorageSettings(), b"{}").epoch]
+            for step in (0, -5, 0, 3, -3600, -DAY, 0, 2):
+                machine.step(step)
+                store.delete("s")
+                epochs.append(store.create("s", StorageSettings(), b"{}").epoch)
+            assert sorted(set(epochs)) == epochs, "later epochs are larger"
 
     run(work())
