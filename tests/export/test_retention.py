@@ -140,6 +140,35 @@ def test_an_update_that_also_lowers_the_size_frees_nothing_that_its_new_start_wa
     asyncio.run(scenario())
 
 
+def test_a_report_from_before_a_redefinition_frees_nothing(recorder: Path) -> None:
+    out, config = recorder / "out", to(recorder)
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("a", {"recorder": [config]}, **SMALL)
+            stream = gateway.store.streams["a"]
+            await gateway.append("a", *(b"%04d" % n * 30 for n in range(100)))
+            await gateway.exported("a", 99)
+            for start in (50, 10, 30):
+                first = stream.next_sequence
+                await gateway.append("a", *(b"%04d" % n * 30 for n in range(40)))
+                await asyncio.sleep(0.2)  # the worker hears of it
+                while numbers(out)[-1] < first + 39:  # without the event loop, which would read its report
+                    time.sleep(0.01)
+                time.sleep(0.3)
+                sent = len(numbers(out))
+                gateway.update("a", {"recorder": [{**config, "startSequenceNumber": start}]}, **SMALL)
+                while len(numbers(out)) < sent + first + 40 - start:
+                    await asyncio.sleep(0)
+                    gateway.manager.refresh()
+                    upto = stream.exported_upto
+                    assert upto is not None
+                    assert upto <= max([start - 1, *numbers(out)[sent:]]) + 1, "more than it has sent"
+                await gateway.exported("a", first + 39)
+
+    asyncio.run(scenario())
+
+
 def test_a_start_that_moves_keeps_the_counts(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder) as gateway:
