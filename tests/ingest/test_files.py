@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -42,6 +44,28 @@ def test_an_object_of_many_days_never_has_many_files_open(tmp_path: Path) -> Non
         assert (tmp_path / file.path).stat().st_size == file.size
         assert pq.read_metadata(tmp_path / file.path).num_rows == file.rows
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_the_bounds_of_a_file_are_those_of_its_rows_in_whatever_order_they_came(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """Readers skip a file by its bounds: too narrow ones hide rows."""
+    parts = [
+        pa.Table.from_pylist(rows(gateway, stream, range(first, first + 10)))
+        for gateway, stream, first in (("gw-b", "s1", 50), ("gw-a", "s2", 0), ("gw-c", "s0", 100))
+    ]
+    with DayFiles(target(tmp_path)) as writing:
+        for at in order:
+            times = parts[at]["ingest_time"].cast(pa.timestamp("ms", "UTC")).cast(TIME)
+            writing.add(parts[at].set_column(4, "ingest_time", times))
+    (file,) = writing.written
+    table = pq.read_table(tmp_path / file.path)
+    for column, bounds in file.bounds.items():
+        values = table[column].cast(pa.int64()) if column == "ingest_time" else table[column]
+        ends = pc.min_max(values).as_py()
+        assert bounds == (ends["min"], ends["max"]), column
+    assert set(file.bounds) >= {"gateway", "stream", "sequence_number", "ingest_time"}
 
 
 def test_after_an_error_no_open_file_appears(tmp_path: Path) -> None:

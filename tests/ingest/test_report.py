@@ -251,6 +251,22 @@ def test_what_is_uploaded_and_not_taken_yet_waits_and_is_not_lost() -> None:
     ]
 
 
+@pytest.mark.parametrize("lost", range(5))
+@pytest.mark.parametrize("taken", [False, True])
+def test_whichever_part_of_a_stream_is_lost_is_missing(lost: int, taken: bool) -> None:
+    """Also the first and the last, whether the rest is in the table or only in objects."""
+    stream, state = StreamId("gw-a", "s0", EPOCH), TableState()
+    parts = [(first, first + 9) for first in range(0, 50, 10)]
+    there = [part for at, part in enumerate(parts) if at != lost]
+    if taken:
+        state.of(stream).take([Piece(*part, EPOCH, EPOCH) for part in there], known_last=-1)
+    reports = GatewayReports({stream: ReportedStream(EPOCH, 0, 49, 49)}, {"gw-a": EPOCH})
+    found = build(state, uploaded(*there), reports, "lake.messages", state.rows())
+    missing = [(hole.first, hole.last) for hole in found.streams[0].holes if hole.kind == "missing"]
+    assert missing == [parts[lost]]
+    assert not found.complete
+
+
 def test_objects_of_which_nothing_else_is_known_are_in_the_report() -> None:
     found = build(TableState(), uploaded((10, 19), (30, 39)), GatewayReports(), "lake.messages", 0)
     (stream,) = found.streams
