@@ -180,6 +180,7 @@ class Task:
                 self._settled()
             elif batch is NoBatch.DROPPED:
                 self._idle_at = time.monotonic()
+                self._host.changed(self.source.name)
             self._idle(exporter)
         except Retry as error:
             self._failed(str(error), error.after, cut=error.cut)
