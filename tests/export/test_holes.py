@@ -57,11 +57,12 @@ def test_damage_right_behind_purged_messages_costs_no_message_behind_it(recorder
 def test_an_export_whose_last_messages_are_dropped_has_nothing_left_to_send(recorder: Path) -> None:
     async def scenario() -> None:
         async with running(recorder) as gateway:
-            gateway.create("a", config(recorder, disabled=True))
-            await gateway.append("a", b"x", b"y")
-            await gateway.manager.purge("a", upto=1)
-            gateway.update("a", config(recorder))
-            await gateway.exported("a", 1)
+            gateway.create("a", config(recorder, batchSize=30, lingerMillis=1000))
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            await gateway.append("a", b"y", b"z")
+            await gateway.manager.purge("a", upto=2)  # before they are due
+            await gateway.exported("a", 2)
 
     asyncio.run(scenario())
 
