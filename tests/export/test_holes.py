@@ -54,20 +54,6 @@ def test_damage_right_behind_purged_messages_costs_no_message_behind_it(recorder
     assert numbers(recorder / "out") == [0, *range(21, 31)]
 
 
-def test_an_export_whose_last_messages_are_dropped_has_nothing_left_to_send(recorder: Path) -> None:
-    async def scenario() -> None:
-        async with running(recorder) as gateway:
-            gateway.create("a", config(recorder, batchSize=30, lingerMillis=1000))
-            await gateway.append("a", b"x")
-            await gateway.exported("a", 0)
-            for number in range(1, 5):  # the first ones may be reported with what came before
-                await gateway.append("a", b"y")
-                await gateway.manager.purge("a", upto=number)  # before it is due
-                await gateway.exported("a", number)
-
-    asyncio.run(scenario())
-
-
 def test_drops_before_an_export_began_are_not_reported_to_it(tmp_path: Path) -> None:
     tasks = {"identifier": "up", "statusConfig": {"statusStreamName": "status", "statusLevel": 4}}
 
