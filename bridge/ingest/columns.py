@@ -16,6 +16,7 @@ BASE = pa.schema(
         ("payload", pa.binary()),
     ]
 )
+KEYS = tuple(field.name for field in BASE if field.name != "payload")
 MESSAGES = BASE.append(pa.field("object_key", pa.string()))
 # every table of the job has these, refined ones too: they identify the message, and say when it was stored
 IDENTITY = pa.schema([field for field in BASE if field.name not in ("topic", "payload")])

@@ -54,8 +54,9 @@ SHOWN = 20  # ranges printed for one stream; --json has all
 app = typer.Typer(
     help="Bring exported objects from S3 into a table, exactly once, and report what is missing.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
-    "4 numbers only in quarantined or unreadable objects, 5 other runs always committed first, "
-    "6 nothing found or no such table, 7 others have changed the table, 143 stopped by SIGTERM.",
+    "4 numbers only in quarantined or unreadable objects (refine: rejects), "
+    "5 other runs always committed first, 6 nothing found or no such table, "
+    "7 others have changed the table, 143 stopped by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode=None,  # markup would swallow a default in []
     pretty_exceptions_enable=False,
@@ -241,13 +242,24 @@ def refine(
     stream: Annotated[
         list[str] | None, typer.Option("--stream", help="Only this stream, repeatable [all].")
     ] = None,
+    topic: Annotated[
+        str,
+        typer.Option(
+            "--topic",
+            metavar="PATTERN",
+            help="Only these topics: an MQTT filter, in which {name} is a level that becomes a column [all].",
+        ),
+    ] = "",
+    replay_rejects: Annotated[
+        bool, typer.Option("--replay-rejects", help="Also move earlier rejects that fit now.")
+    ] = False,
     where: TableOptions,
     on: Spark,
     as_json: Json = False,
 ) -> None:
     """Decode payloads into typed columns of the table --to; rows that do not fit go to <to>_rejects.
 
-    Incremental and exactly once, like the ingest itself.
+    Incremental and exactly once, like the ingest itself. Exits with 4 as long as <to>_rejects has rows.
     """
     with result() as out:
         if form not in ("json", "cbor"):
@@ -262,9 +274,15 @@ def refine(
             return open_sink(replace(own, delta=name) if where.delta else replace(own, name=name), columns)
 
         with on.session("streambridge ingest refine") as session:
-            done = Refinement(session, messages, make, form, schema, stream or ()).run()
-        line = f"{done.rows:,} rows typed, {done.rejected:,} rejected; schema {done.schema or '-'}"
-        answer(asdict(done), [line], out, as_json=as_json)
+            refinement = Refinement(
+                session, messages, make, form, schema, stream or (), topic, replay=replay_rejects
+            )
+            done = refinement.run()
+        from bridge.ingest.render import refined_lines
+
+        answer(asdict(done), refined_lines(done, f"{to.rstrip('/')}_rejects"), out, as_json=as_json)
+        if done.rejects:
+            raise typer.Exit(EXIT_QUARANTINED)
 
 
 @app.command()

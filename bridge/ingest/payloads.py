@@ -1,69 +1,147 @@
-"""Payloads as JSON text, and the schema of typed columns.
+"""Payloads as values: JSON or CBOR to Python, and Python back to JSON text.
 
-`texts` runs in the executors: it converts every payload to JSON text, which Spark's `from_json` then types. A
-payload that is not UTF-8 or not CBOR gives None. So does one that is larger than `MAX_TEXT` or nested deeper
-than `MAX_DEPTH`, as CBOR or as JSON, and CBOR whose parts refer to each other.
+`decoded` gives the exact value of a payload, or raises `Misfit` with the reason. Nothing of a value is lost:
 
-A schema is Spark DDL ("temp DOUBLE, unit STRING"), given or inferred from a sample: integers are BIGINT,
-other numbers DOUBLE, lists ARRAY, objects STRUCT. A value whose type differs between samples is STRING, which
-takes any JSON value as text. So is a value that is nested too deep, and an object within the payload whose
-keys cannot all be fields: keys that are empty, hold a backtick, or differ only in case, which some engines
-ignore.
+* A number with a fraction or an exponent is a float if that prints the same number, else a Decimal.
+* An integer is an int; one of thousands of digits is a `Huge`.
+* A payload is refused if an object in it has a key twice (RFC 8259, section 4, leaves open which one counts),
+  or if its text has an unpaired surrogate, which UTF-8 cannot express.
+
+A payload that is larger than `MAX_TEXT` or nested deeper than `MAX_DEPTH`, as CBOR or as JSON, is refused
+too, and so is CBOR whose parts refer to each other. CBOR's byte strings become base64, its times ISO 8601,
+its other keys text.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
 
 from bridge.ingest.bounds import deeper
-from bridge.ingest.columns import PARTITIONS
 
-MAX_TEXT = 16 << 20  # bytes of a payload or of its JSON: Spark holds several copies of each in memory
+MAX_TEXT = 16 << 20  # bytes of a payload or of its JSON: a worker holds several copies of each in memory
 MAX_DEPTH = 100  # of nesting: later readers of JSON and VARIANT recurse once per level
-MAX_FIELDS = 1000  # of an inferred schema, on all levels: any device can add to it
 TAG = 6
 REFERENCES = frozenset((25, 28, 29, 256))  # tags: stringref, shareable, sharedref, stringref namespace
 # bytes that may be the head of such a tag, in any width; other data may contain them too
 _REFERENCE = re.compile(
     rb"\xd8[\x19\x1c\x1d]|\xd9(?:\x00[\x19\x1c\x1d]|\x01\x00)|\xda\x00\x00|\xdb\x00\x00\x00\x00\x00\x00"
 )
-LEVELS = 32  # of nesting that become types: engines read a schema recursively
-KEYS = ("gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic")
-
-Shape = str | dict[str, Any] | list[Any]  # a DDL type, a struct, or [shape of the elements]
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def texts(payloads: Iterable[bytes], form: str) -> list[str | None]:
-    """Return the JSON text of each payload, or None."""
-    return [_cbor(payload) if form == "cbor" else _utf8(payload) for payload in payloads]
+class Misfit(Exception):  # noqa: N818  (named for what happened)
+    """Raised for a payload, or a value in it, that has no place; the message is the reason."""
 
 
-def _utf8(payload: bytes) -> str | None:
-    if len(payload) > MAX_TEXT or (len(payload) > MAX_DEPTH and deeper(payload, MAX_DEPTH)):
-        return None
+class Huge(Decimal):
+    """An integer with more digits than Python converts to an int."""
+
+
+def decoded(payload: bytes, form: str = "json") -> Any:
+    """Return the value of a payload in the format `form`, "json" or "cbor"; raises Misfit."""
+    if len(payload) > MAX_TEXT:
+        raise Misfit(f"larger than {MAX_TEXT >> 20} MiB")
+    if not payload:
+        raise Misfit("empty")
+    return parsed(_from_cbor(payload), _NUMBERS) if form == "cbor" else parsed(payload, {})
+
+
+def parsed(text: bytes, constants: Mapping[str, float]) -> Any:
+    """Return the value of JSON text; `constants` are the names of numbers that JSON lacks. Raises Misfit."""
+    if len(text) > MAX_DEPTH and deeper(text, MAX_DEPTH):
+        raise Misfit(f"nested deeper than {MAX_DEPTH} levels")
     try:
-        return payload.decode()
-    except UnicodeDecodeError:
-        return None
+        plain = text.decode()
+        try:
+            value = (_decoder(constants) if constants else _DECODER).decode(plain)
+        except ValueError as error:
+            if isinstance(error, json.JSONDecodeError):
+                raise
+            value = _decoder(constants, _integer).decode(plain)
+    except (ValueError, LookupError, RecursionError):
+        raise Misfit("not JSON") from None
+    if _SURROGATE.search(plain):
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise Misfit("its text has an unpaired surrogate") from None
+    return value
 
 
-def _cbor(payload: bytes) -> str | None:
+def text_of(value: Any) -> str:
+    """Return a value as compact JSON. NaN and the infinities, which CBOR may have, become strings."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError):  # a Decimal or one of these is in it
+        return _exact(value)
+
+
+def _exact(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ",".join(f"{text_of(key)}:{_exact(item)}" for key, item in value.items()) + "}"
+        case list():
+            return "[" + ",".join(map(_exact, value)) + "]"
+        case Decimal():
+            return str(value)
+        case float() if not math.isfinite(value):
+            return f'"{_NAMES[str(value)]}"'
+        case _:
+            return json.dumps(value, ensure_ascii=False)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Misfit("an object has a key twice")
+    return found
+
+
+def _number(text: str) -> float | Decimal:
+    found = float(text)
+    return found if repr(found) == text else Decimal(text)
+
+
+def _integer(text: str) -> int | Huge:
+    return int(text) if len(text) < 100 else Huge(text)
+
+
+_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NAMES = {str(value): name for name, value in _NUMBERS.items()}
+
+
+def _decoder(constants: Mapping[str, float], integer: Callable[[str], Any] | None = None) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_object,
+        parse_float=_number,
+        parse_int=integer,
+        parse_constant=constants.__getitem__,
+    )
+
+
+_DECODER = _decoder({})
+
+
+def _from_cbor(payload: bytes) -> bytes:
+    """Return CBOR as JSON text."""
     import cbor2
 
-    if len(payload) > MAX_TEXT or (_REFERENCE.search(payload) and _refers(payload)):
-        return None
+    if _REFERENCE.search(payload) and _refers(payload):
+        raise Misfit("CBOR whose parts refer to each other")
     try:
-        text = json.dumps(cbor2.loads(payload), default=_plain)
+        text = json.dumps(cbor2.loads(payload), default=_plain).encode()
     # a hostile payload can raise nearly anything in a decoder, and must not stop the other rows
     except Exception:
-        return None
-    if len(text) > MAX_TEXT or (len(text) > MAX_DEPTH and deeper(text.encode(), MAX_DEPTH)):
-        return None
+        raise Misfit("not CBOR") from None
+    if len(text) > MAX_TEXT:
+        raise Misfit(f"larger than {MAX_TEXT >> 20} MiB as JSON")
     return text
 
 
@@ -97,99 +175,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     return str(value)
-
-
-def infer(sample: Iterable[str | None]) -> str:
-    """Return the DDL that fits all samples that are JSON objects; empty if these have no keys."""
-    merged: dict[str, Any] = {}
-    for text in sample:
-        try:
-            value = json.loads(text or "")
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            more = _merge_structs(merged, _shape(value))
-            if _fields(more) <= MAX_FIELDS:  # else the sample is ignored
-                merged = more
-    # keys of the payload itself may differ only in case: each becomes a column with its own name
-    return ", ".join(f"{_quoted(name)} {_ddl(shape)}" for name, shape in merged.items() if name)
-
-
-def _fields(shape: Any) -> int:
-    if isinstance(shape, dict):
-        return len(shape) + sum(map(_fields, shape.values()))
-    return _fields(shape[0]) if isinstance(shape, list) else 0
-
-
-def _shape(value: Any, levels: int = LEVELS) -> Any:
-    match value:
-        case bool():
-            return "BOOLEAN"
-        case int():
-            return "BIGINT" if -(2**63) <= value < 2**63 else "STRING"
-        case float():
-            return "DOUBLE"
-        case dict() if levels:
-            return {name: _shape(item, levels - 1) for name, item in value.items()}
-        case list() if value and levels:
-            shape = _shape(value[0], levels - 1)
-            for item in value[1:]:
-                shape = _merge(shape, _shape(item, levels - 1))
-            return [shape]
-        case None:
-            return None
-        case _:
-            return "STRING"
-
-
-def _merge(one: Any, other: Any) -> Any:
-    if one is None or other is None or one == other:
-        return other if one is None else one
-    if {str(one), str(other)} == {"BIGINT", "DOUBLE"}:
-        return "DOUBLE"
-    if isinstance(one, dict) and isinstance(other, dict):
-        return _merge_structs(one, other)
-    if isinstance(one, list) and isinstance(other, list):
-        return [_merge(one[0], other[0])]
-    return "STRING"
-
-
-def _merge_structs(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _merge(one.get(name), other.get(name)) for name in [*one, *(n for n in other if n not in one)]
-    }
-
-
-def _ddl(shape: Any) -> str:
-    match shape:
-        case dict():
-            names = {name.lower() for name in shape if name and "`" not in name}
-            if not names or len(names) < len(shape):
-                return "STRING"
-            return "STRUCT<" + ", ".join(f"`{name}`: {_ddl(item)}" for name, item in shape.items()) + ">"
-        case list():
-            return f"ARRAY<{_ddl(shape[0])}>"
-        case _:
-            return shape or "STRING"
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("`", "``") + "`"
-
-
-def column_names(
-    fields: Iterable[str], taken: Iterable[str] = (*KEYS, *PARTITIONS, "payload", "reason", "fits")
-) -> dict[str, str]:
-    """Name a column for each field of the payload: lower case and plain, for Athena, and unique."""
-    used = set(taken)
-    names: dict[str, str] = {}
-    for field in fields:
-        plain = re.sub(r"\W", "_", field.lower(), flags=re.ASCII) or "_"
-        name = f"payload_{plain}" if plain in taken else plain
-        number = 2
-        while name in used:
-            name = f"{plain}_{number}"
-            number += 1
-        used.add(name)
-        names[field] = name
-    return names

@@ -1,58 +1,113 @@
 """Refine: decode payloads into typed columns of a second table.
 
-Rows that fit the schema go to the typed table. The others go to `<table>_rejects`, with payload and reason.
-Spark types the rows (`from_json`); this package reads and writes them.
+What it promises: each row of the table of messages (of the streams and topics that are refined) ends as
+exactly one row of the typed table, or as one of `<table>_rejects` with its payload and the reason. No value
+becomes null silently.
 
-Refining is incremental and exactly once, like the ingest: the state of each of the two tables lists the
-numbers that it has seen, and changes in the same commit as its rows. A crash between the two commits leaves
-one table ahead, and the next run first brings the other one up to date. Two runs at once add nothing twice: a
-commit succeeds only on top of the state that it was planned from; otherwise it raises `CommitConflict`, and
-its files are deleted. Only data files added since the last run are read, or all files if numbers are missing
-there because another engine has compacted the table.
+**Rows.** A payload is a row if it is an object, or a single number, string or boolean, which counts as
+`{"value": ...}`. Anything else is a reject: no JSON (or CBOR), an object with a key twice, too large, too
+deep.
+
+**Columns.** A schema that is given is strict: a value that does not fit makes its row a reject, so that the
+columns are what the user asked for. A schema that is inferred adapts: such a value goes to a wider column
+beside that of its key, `<column>_double`, `<column>_bigint` or `<column>_text`, the first that holds it
+exactly. Which one depends on the value and on the column's type, and on nothing else; so the order of
+messages decides only which types `infer` finds, once, in the first messages, and whether a wider column
+exists. A table gets at most `MAX_WIDER` of these. Types and names: `schema`; what a type takes: `typed`.
+
+**Keys without a column** are kept: the column `extra` has them as one JSON object. It also has the whole
+value of a key if an object in it has keys that the column's type lacks, or if the table has no room for a
+wider column. The result counts the rows with `extra`, and names the keys.
+
+**Rejects** show in the result: new ones by reason, and all that the table of rejects has. The command exits
+with 4 as long as it has any. With `replay`, they are typed again, by the rules of today; those that fit move
+to the typed table. The others keep their first reason.
+
+**Exactly once.** The state of each of the two tables lists the numbers that it has seen, and changes in the
+same commit as its rows. A crash between the two commits leaves one table ahead. The next run first brings the
+other one up to date, by the rules of the run that crashed: they are in the state too. Two runs at once add
+nothing twice: a commit succeeds only on top of the state that it was planned from; otherwise it raises
+`CommitConflict`, and its files are deleted. Only data files added since the last run are read, or all files
+if numbers are missing there because another engine has compacted the table.
+
+In this order, so that a kill at any point can be repaired by the next run:
+
+1. The schema and the names of columns go to the state of the typed table, then the columns are added.
+2. A round: the tasks write files; the rejects are committed, then the typed rows. If the tasks meet values
+   for wider columns that the table lacks, their files are deleted, the columns added, and the round runs
+   again.
+3. A replay: the typed rows are committed with a mark in the state that rejects are to be removed. `_settle`
+   rewrites the rejects without rows that the typed table has, and a third commit removes the mark.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyspark
 
-from bridge.ingest.columns import BASE, has_variant, is_variant
+from bridge.ingest.columns import BASE, IDENTITY, has_variant, is_variant
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError
-from bridge.ingest.files import DataFile
-from bridge.ingest.payloads import KEYS, column_names, infer
+from bridge.ingest.files import DataFile, Target
 from bridge.ingest.planner import StreamId, grouped
 from bridge.ingest.ranges import Ranges
-from bridge.ingest.refine_worker import READ, Fresh, pack_fresh, reading, writing
-from bridge.ingest.session import arrow_schema
+from bridge.ingest.refine_worker import (
+    REJECTS,
+    SAMPLE,
+    Fresh,
+    Input,
+    pack_fresh,
+    reading,
+    refining,
+    sampling,
+    typed_schema,
+    typing,
+    writing,
+)
+from bridge.ingest.schema import RESERVED, Layout, infer
+from bridge.ingest.session import arrow_schema, spark_schema
 from bridge.ingest.sinks.base import LiveFile, Sink, described, discard, labelled, sweep, sweep_on_error
 from bridge.ingest.state import StateStore, TableState, load_state
-from bridge.ingest.worker import collected, numbered
+from bridge.ingest.topicpattern import TopicPattern
+from bridge.ingest.typed import NAMED, WIDER, Rules, converter
+from bridge.ingest.worker import Function, collected, numbered
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
-SAMPLE = 1000  # payloads from which a schema is inferred
-SAMPLE_TEXT = 64 << 10  # characters of a payload: the sample is held by the driver
+SAMPLED = 8  # data files that a sample is taken from
 TASK_BYTES = 64 << 20  # of data files that one task reads
 ROUND_BYTES = 4 << 30
-MISFIT = "_misfit"
-VARIANT = "value VARIANT"  # the meaning of --schema variant: this column has the whole payload
+WHOLE = "value VARIANT"  # the meaning of --schema variant: this column has the whole payload
+ROW = IDENTITY.names[:4]  # the columns that identify a row: gateway, stream, epoch, sequence_number
+REPLAY = "replay"  # the mark of an unfinished replay: "<newest file of the typed table before>:<rows>"
 
 
 @dataclass(slots=True)
 class Refined:
-    """The result of one run."""
+    """The result of one run.
+
+    `rows` and `rejected` are those of new messages, `replayed` the rejects that are typed rows now. `rejects`
+    is how many the table of rejects has. `reasons` counts the new rejects, `extra` the rows by the keys that
+    have no column (at most 100 keys; nested ones as `key.name`), `extra_rows` all such rows.
+    """
 
     rows: int = 0
     rejected: int = 0
+    replayed: int = 0
+    rejects: int = 0
     files: int = 0
     rounds: int = 0
     schema: str = ""
+    reasons: Counter[str] = field(default_factory=Counter)
+    extra_rows: int = 0
+    extra: Counter[str] = field(default_factory=Counter)
+    added_columns: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -70,7 +125,8 @@ Outputs = dict[str, Output]
 class Refinement:
     """A table of messages to refine: its streams (none: all), the format of payloads, and the schema.
 
-    The schema is DDL, "infer", or "variant": the whole payload in one column of Spark's VARIANT.
+    The schema is DDL, "infer", or "variant": the whole payload in one column of Spark's VARIANT. `topic` is a
+    topic pattern; without one, all topics are refined, or those of earlier runs.
     """
 
     spark: SparkSession
@@ -79,13 +135,16 @@ class Refinement:
     form: str = "json"
     schema: str = "infer"
     streams: Collection[str] = ()
+    topic: str = ""
+    replay: bool = False
     done: Refined = field(default_factory=Refined)
+    _pattern: TopicPattern = field(init=False)
 
     def run(self) -> Refined:
         """Refine all messages that the typed table does not have yet.
 
-        Raises BadOption for the schema, IngestError if numbers are in no data file or rows were deleted, and
-        CommitConflict if another run commits at the same time.
+        Raises BadOption for the schema and the topic, IngestError if numbers are in no data file or rows were
+        deleted, and CommitConflict if another run commits at the same time.
         """
         source = load_state(self.messages)
         wanted = {
@@ -97,52 +156,83 @@ class Refinement:
         if not wanted or not files:
             return self.done
         keys = BASE.remove(BASE.get_field_index("payload"))
-        rejects = self.make("rejects", pa.schema([*keys, ("payload", pa.binary()), ("reason", pa.string())]))
-        ddl = self._schema(wanted, files, keys)
+        rejects, bare = self.make("rejects", REJECTS), self.make("typed", keys)
+        outputs = {"rejects": Output(rejects, load_state(rejects)), "typed": Output(bare, load_state(bare))}
+        before = {kind: dict(output.state.notes) for kind, output in outputs.items()}
+        layout = self._layout(before["typed"])
+        ddl = self._schema(wanted, files, before["typed"])
         self.done.schema = ddl
-        types = _renamed(_parsed(self.spark, ddl))
-        columns = arrow_schema(types)
-        if any(has_variant(column.type) and not is_variant(column.type) for column in columns):
-            raise BadOption(f"--schema {ddl}: VARIANT can be a whole column, but not part of one")
+        rules = self._rules(ddl, layout, strict=self.schema != "infer", form=self.form)
+        columns = pa.schema([*((name, pa.string()) for name in self._pattern.names), *rules.columns()])
         typed = self.make("typed", pa.schema([*keys, *columns]))
         _same_types(ddl, typed)
+        if any(before["typed"].get(name) != _notes(rules)[name] for name in ("schema", "layout")):
+            _commit(outputs["typed"], {}, [], _notes(rules))  # first: a later run must not infer another one
         typed.add_columns({column.name: column.type for column in columns})
-        outputs = {
-            kind: Output(sink, load_state(sink)) for kind, sink in (("rejects", rejects), ("typed", typed))
-        }
+        outputs["typed"].sink = typed
+        self._settle(outputs)
         fresh = {kind: _fresh(wanted, output.state) for kind, output in outputs.items()}
-        if fresh["typed"] != fresh["rejects"]:  # a crash between two commits
-            for kind, output in outputs.items():
-                self._all(types, {kind: output}, fresh[kind], files)
-        else:
-            self._all(types, outputs, fresh["typed"], files)
+        for behind, ahead in (("typed", "rejects"), ("rejects", "typed")):
+            alone = _without(fresh[behind], fresh[ahead])
+            if any(alone.values()):  # a crash between two commits
+                notes = before[ahead]
+                same = self._rules(
+                    notes.get("schema", ddl), layout, strict=bool(notes.get("strict")), form=notes["form"]
+                )
+                self._all(same, {behind: outputs[behind]}, alone, files)
+        self._all(rules, outputs, _without(fresh["typed"], _without(fresh["typed"], fresh["rejects"])), files)
+        if self.replay:
+            self._replay(rules, outputs, wanted)
+        self.done.rejects = rejects.rows()
         return self.done
 
-    def _schema(self, wanted: Fresh, files: Sequence[LiveFile], keys: pa.Schema) -> str:
+    def _layout(self, notes: dict[str, str]) -> Layout:
+        layout = Layout.from_note(notes.get("layout"))
+        if "layout" not in notes:
+            layout.topic = self.topic
+        elif self.topic and self.topic != layout.topic:
+            first = f"with --topic {layout.topic}" if layout.topic else "without --topic"
+            raise BadOption(
+                f"--topic {self.topic}: the table was refined {first}, and messages of other topics are not "
+                "read again; leave --topic out, or refine --to another table"
+            )
+        self._pattern = TopicPattern.parse(layout.topic, RESERVED)
+        return layout
+
+    def _schema(self, wanted: Fresh, files: Sequence[LiveFile], notes: dict[str, str]) -> str:
         if self.schema == "variant":
             version = self.spark.version
             if min(int(each.split(".")[0]) for each in (version, pyspark.__version__)) < 4:
                 raise BadOption(
                     f"--schema variant: Spark {version} has no VARIANT, it needs Spark 4.0 or newer"
                 )
-            return VARIANT
+            return WHOLE
         if self.schema != "infer":
             return self.schema
-        from pyspark.sql import functions as f
-
-        known = load_state(self.make("typed", keys)).notes.get("schema")
-        if known:
-            return known
-        frame = self._read([[file.path] for file in files[:8]], wanted)
-        short = frame.select("text").where(f.length("text") <= SAMPLE_TEXT)
-        ddl = infer(row.text for row in short.limit(SAMPLE).collect())
+        if "schema" in notes:
+            return notes["schema"]
+        source = self._input([[file.path] for file in files[:SAMPLED]], self.messages, wanted)
+        frame = numbered(self.spark, source.parts).mapInArrow(sampling(source, self.form), "text string")
+        ddl = infer(row.text for row in frame.limit(SAMPLE).collect())
         if not ddl:
             raise BadOption(
                 "no payload is a JSON object with keys, so no schema can be inferred: give --schema"
             )
         return ddl
 
-    def _all(self, types: StructType, outputs: Outputs, fresh: Fresh, files: Sequence[LiveFile]) -> None:
+    def _rules(self, ddl: str, layout: Layout, *, strict: bool, form: str) -> Rules:
+        types = _parsed(self.spark, ddl)
+        schema = arrow_schema(types)
+        if any(has_variant(column.type) and not is_variant(column.type) for column in schema):
+            raise BadOption(f"--schema {ddl}: VARIANT can be a whole column, but not part of one")
+        layout.add(types.names, self._pattern.names)
+        fields = [column.with_name(layout.columns[column.name]) for column in schema]
+        for column in schema:
+            converter(column.type)  # raises BadOption
+        packed = pa.schema(fields).serialize().to_pybytes()
+        return Rules(ddl, tuple(types.names), packed, layout, strict, form, ddl == WHOLE)
+
+    def _all(self, rules: Rules, outputs: Outputs, fresh: Fresh, files: Sequence[LiveFile]) -> None:
         """Run rounds until no number is fresh: first over files added since the last run, then over all."""
         done = min(int(output.state.notes.get("added", "-1")) for output in outputs.values())
         newest = max(file.added for file in files)
@@ -152,7 +242,7 @@ class Refinement:
                 if not any(fresh.values()):
                     return
                 last = group[-1] is candidates[-1]
-                self._round(types, outputs, fresh, group, newest if last else done)
+                self._round(rules, outputs, fresh, group, newest if last else done)
         if any(fresh.values()):
             stream, ranges = next((stream, ranges) for stream, ranges in fresh.items() if ranges)
             raise IngestError(
@@ -162,32 +252,16 @@ class Refinement:
             )
 
     def _round(
-        self,
-        types: StructType,
-        outputs: dict[str, Output],
-        fresh: Fresh,
-        files: Sequence[LiveFile],
-        added: int,
+        self, rules: Rules, outputs: Outputs, fresh: Fresh, files: Sequence[LiveFile], added: int
     ) -> None:
-        if changed := sum(file.has_deletes for file in files):
-            raise IngestError(
-                f"{self.messages.name}: another engine has deleted rows in {changed} data file(s) that still "
-                "contain them, so nothing is refined; rewrite the files with that engine (Athena: OPTIMIZE, "
-                "Spark: rewrite_data_files, Delta: REORG TABLE ... APPLY (PURGE)) and run again"
-            )
-        parts = [[file.path for file in group] for group in grouped(files, _size, TASK_BYTES)]
-        frame = _typed(self._read(parts, fresh), self.done.schema, types, self.form)
-        targets = {kind: labelled(output.sink.target()) for kind, output in outputs.items()}
-        with sweep_on_error(*targets.values()):
-            rows = collected(self.spark, f"round {self.done.rounds + 1}", frame, writing(targets))
+        source = self._input(_parts(self.messages, files), self.messages, fresh)
+        rows, written = self._work(rules, outputs, source, f"round {self.done.rounds + 1}")
         seen: Fresh = {}
-        for gateway, stream, epoch, pairs in rows["seen"]:
-            seen.setdefault(StreamId(gateway, stream, int(epoch)), Ranges()).update(pairs)
-        written = {kind: [DataFile(**body) for body in rows[kind]] for kind in outputs}
-        if any(body["number"] for body in rows["attempt"]):
-            for kind, target in targets.items():
-                sweep(target, keep=written[kind])
-        notes = {"schema": self.done.schema, "added": str(added)}
+        for note in rows["note"]:
+            for gateway, stream, epoch, pairs in note["seen"]:
+                seen.setdefault(StreamId(gateway, stream, int(epoch)), Ranges()).update(pairs)
+        # a table that is brought up to date by older rules keeps its own
+        notes = {"added": str(added), **(_notes(rules) if len(outputs) > 1 else {})}
         for kind in list(written):
             try:
                 _commit(outputs[kind], seen, written[kind], notes)
@@ -202,13 +276,160 @@ class Refinement:
                 self.done.rows += count
             else:
                 self.done.rejected += count
+                for reasons in rows["reasons"]:
+                    self.done.reasons.update(reasons)
         self.done.rounds += 1
         for name, ranges in seen.items():
             fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
 
-    def _read(self, parts: list[list[str]], fresh: Fresh) -> DataFrame:
-        work = reading(parts, self.messages.target(), pack_fresh(fresh), self.form)
-        return numbered(self.spark, parts).mapInArrow(work, READ)
+    def _work(
+        self, rules: Rules, outputs: Outputs, source: Input, what: str
+    ) -> tuple[dict[str, list[Any]], dict[str, list[DataFile]]]:
+        """Type and write the rows, as often as the typed table lacks columns for them; commit nothing.
+
+        Returns the tasks' status rows, and the data files for each of the outputs.
+        """
+        while True:
+            targets = {kind: labelled(output.sink.target()) for kind, output in outputs.items()}
+            with sweep_on_error(*targets.values()):
+                rows = collected(self.spark, what, *self._tasks(rules, source, targets))
+            typed = outputs.get("typed")
+            wider = {(key, kind) for note in rows["note"] for key, kind in note["wider"]} if typed else ()
+            written = {kind: [DataFile(**body) for body in rows[kind]] for kind in outputs}
+            if typed is not None and wider:
+                for target in targets.values():
+                    sweep(target)
+                self._widen(rules, typed, sorted(wider))
+                continue
+            if any(body["number"] for body in rows["attempt"]):
+                for kind, target in targets.items():
+                    sweep(target, keep=written[kind])
+            if typed is not None:
+                for note in rows["note"]:
+                    count, keys = note["extra"]
+                    self.done.extra_rows += count
+                    self.done.extra.update(keys)
+                self.done.extra = Counter(dict(self.done.extra.most_common(NAMED)))
+            return rows, written
+
+    def _tasks(self, rules: Rules, source: Input, targets: dict[str, Target]) -> tuple[DataFrame, Function]:
+        """Return the frame and what its tasks do: all of it in one pass, or VARIANT by Spark in between."""
+        frame = numbered(self.spark, source.parts)
+        variants = [column.name for column in rules.types() if is_variant(column.type)]
+        if not variants:
+            return frame, refining(source, rules, targets)
+        from pyspark.sql import functions as f
+
+        schema = typed_schema(source, rules)
+        typed = frame.mapInArrow(typing(source, rules), spark_schema(schema))
+        lost = f.lit(False)
+        for name in variants:
+            lost = lost | (f.col(name).isNotNull() & f.try_parse_json(name).isNull())
+        columns = {
+            **{name: f.try_parse_json(name) for name in variants},
+            "reason": f.coalesce("reason", f.when(lost, f.lit("Spark cannot make it a VARIANT"))),
+        }
+        return typed.select(*(columns.get(name, f.col(name)).alias(name) for name in schema.names)), writing(
+            targets
+        )
+
+    def _widen(self, rules: Rules, typed: Output, wanted: Sequence[tuple[str, str]]) -> None:
+        """Add columns for values of these keys and types; those for which there is no room go to `extra`."""
+        taken = typed.sink.target().arrow().names
+        added = {rules.layout.widen(key, kind, taken): WIDER[kind] for key, kind in wanted}
+        columns = {name: kind for name, kind in added.items() if name}
+        _commit(typed, {}, [], {"layout": rules.layout.note()})
+        typed.sink.add_columns(columns)
+        self.done.added_columns += columns
+
+    def _replay(self, rules: Rules, outputs: Outputs, wanted: Fresh) -> None:
+        """Move rejects that fit the rules of today to the typed table."""
+        rejects, typed = outputs["rejects"].sink, outputs["typed"]
+        files = rejects.files()
+        if not files:
+            return
+        source = self._input(_parts(rejects, files), rejects, wanted if self.streams else None)
+        _, written = self._work(rules, {"typed": typed}, source, "replay")
+        if not written["typed"]:
+            return
+        count = sum(file.rows for file in written["typed"])
+        newest = max((file.added for file in typed.sink.files()), default=0)
+        try:
+            _commit(typed, {}, written["typed"], {REPLAY: f"{newest}:{count}"})
+        except CommitConflict:
+            discard(typed.sink, written["typed"])
+            raise
+        self.done.replayed += count
+        self.done.files += len(written["typed"])
+        self._settle(outputs)
+
+    def _settle(self, outputs: Outputs) -> None:
+        """Finish a replay, also one that was killed: remove rejects that the typed table has."""
+        typed = outputs["typed"]
+        mark = typed.state.notes.get(REPLAY)
+        if not mark:
+            return
+        newest, count = map(int, mark.split(":"))
+        files = typed.sink.files()
+        # times of files are those of the hosts that wrote them (Delta), so a clock may have gone back
+        for candidates in ([file for file in files if file.added >= newest], files):
+            if count > 0:
+                count -= self._remove(outputs, candidates)
+        _commit(typed, {}, [], {REPLAY: ""})
+
+    def _remove(self, outputs: Outputs, files: Sequence[LiveFile]) -> int:
+        """Rewrite the rejects without rows that these files of the typed table have; return how many."""
+        rejects, typed = outputs["rejects"].sink, outputs["typed"].sink
+        old = rejects.files()
+        if not old or not files:
+            return 0
+        kept = self._stored(rejects, old, REJECTS).join(
+            self._stored(typed, files, pa.schema([IDENTITY.field(name) for name in ROW])), ROW, "left_anti"
+        )
+        target = labelled(rejects.target())
+        ordered = kept.select(*REJECTS.names).sortWithinPartitions(*ROW)
+        with sweep_on_error(target):
+            rows = collected(self.spark, "removal of replayed rejects", ordered, writing({"rejects": target}))
+        new = [DataFile(**body) for body in rows["rejects"]]
+        gone = sum(file.rows for file in old) - sum(file.rows for file in new)
+        if any(body["number"] for body in rows["attempt"]) or not gone:
+            sweep(target, keep=new if gone else ())
+        if gone:
+            try:
+                rejects.replace(old, new)
+            except CommitConflict:
+                discard(rejects, new)
+                raise
+        return gone
+
+    def _stored(self, sink: Sink, files: Sequence[LiveFile], columns: pa.Schema) -> DataFrame:
+        source = self._input(_parts(sink, files), sink, None)
+        frame = numbered(self.spark, source.parts)
+        return frame.mapInArrow(reading(source, columns), spark_schema(columns))
+
+    def _input(self, parts: list[list[str]], sink: Sink, fresh: Fresh | None) -> Input:
+        return Input(parts, sink.target(), None if fresh is None else pack_fresh(fresh), self._pattern)
+
+
+def _parts(sink: Sink, files: Sequence[LiveFile]) -> list[list[str]]:
+    """Return the paths that each task reads. Raises IngestError if files contain deleted rows."""
+    if changed := sum(file.has_deletes for file in files):
+        raise IngestError(
+            f"{sink.name}: another engine has deleted rows in {changed} data file(s) that still "
+            "contain them, so nothing is refined; rewrite the files with that engine (Athena: OPTIMIZE, "
+            "Spark: rewrite_data_files, Delta: REORG TABLE ... APPLY (PURGE)) and run again"
+        )
+    return [[file.path for file in group] for group in grouped(files, _size, TASK_BYTES)]
+
+
+def _notes(rules: Rules) -> dict[str, str]:
+    """Return what the state of both tables says about the rules of a round."""
+    return {
+        "schema": rules.ddl,
+        "layout": rules.layout.note(),
+        "strict": "1" if rules.strict else "",
+        "form": rules.form,
+    }
 
 
 def _parsed(spark: SparkSession, ddl: str) -> StructType:
@@ -232,36 +453,11 @@ def _same_types(ddl: str, typed: Sink) -> None:
             )
 
 
-def _typed(frame: DataFrame, ddl: str, types: StructType, form: str) -> DataFrame:
-    """Type the text; the column `fits` says whether all of it could be typed."""
-    from pyspark.sql import functions as f
-    from pyspark.sql.types import StringType, StructField, StructType
-
-    if ddl == VARIANT:
-        value = f.try_parse_json("text")
-        reason = f.lit("not JSON" if form == "json" else "not CBOR")
-        return frame.select(
-            *KEYS, "payload", reason.alias("reason"), value.isNotNull().alias("fits"), value.alias("value")
-        )
-    options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": MISFIT}
-    # a cast goes by position: it gives the columns their names in the table, which are unique
-    named = StructType([*types, StructField(MISFIT, StringType())])
-    payload = f.from_json("text", f"{ddl}, `{MISFIT}` STRING", options).cast(named)
-    parsed = frame.withColumn("parsed", payload)
-    is_object = f.col("text").isNotNull() & f.ltrim("text").startswith("{")
-    fits = is_object & f.col("parsed").isNotNull() & f.col(f"parsed.{MISFIT}").isNull()
-    reason = f.when(is_object, "does not fit the schema").otherwise("not an object")
-    return parsed.select(
-        *KEYS,
-        "payload",
-        reason.alias("reason"),
-        f.coalesce(fits, f.lit(False)).alias("fits"),
-        *(f.col(f"parsed.`{name}`") for name in types.names),
-    )
-
-
 def _fresh(wanted: Fresh, state: TableState) -> Fresh:
-    known = state.covered()
+    return _without(wanted, state.covered())
+
+
+def _without(wanted: Fresh, known: Fresh) -> Fresh:
     return {
         name: Ranges(hole for pair in ranges for hole in known.get(name, Ranges()).missing(*pair))
         for name, ranges in wanted.items()
@@ -283,11 +479,3 @@ def _commit(output: Output, seen: Fresh, files: Sequence[DataFile], notes: dict[
 
 def _size(file: LiveFile) -> int:
     return file.size
-
-
-def _renamed(schema: StructType) -> StructType:
-    """Return the fields of the payload under their column names in the table."""
-    from pyspark.sql.types import StructField, StructType
-
-    names = column_names(schema.names)
-    return StructType([StructField(names[column.name], column.dataType) for column in schema])

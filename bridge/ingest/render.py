@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bridge.ingest.job import Round, Summary
+from bridge.ingest.refine import Refined
 from bridge.ingest.report import Report, StreamReport
 from bridge.ingest.verdict import REMEDY
 from bridge.printable import printable
@@ -43,6 +44,22 @@ def summary_line(summary: Summary) -> str:
         f"{summary.rows:,} rows of {summary.objects:,} objects added in {many} "
         f"({summary.seconds:.1f} s, {summary.listed:,} objects listed)"
     )
+
+
+def refined_lines(done: Refined, rejects: str) -> Iterator[str]:
+    """Yield what a run of `refine` did; `rejects` is the name of the table of rejects."""
+    replayed = f", {done.replayed:,} rejects replayed" if done.replayed else ""
+    yield f"{done.rows:,} rows typed, {done.rejected:,} rejected{replayed}; schema {done.schema or '-'}"
+    if done.added_columns:
+        yield f"columns added for values that their column cannot hold: {', '.join(done.added_columns)}"
+    if done.extra_rows:
+        keys = ", ".join(f"{key} ({rows:,})" for key, rows in done.extra.most_common(HOLES))
+        more = f" and {len(done.extra) - HOLES} or more others" if len(done.extra) > HOLES else ""
+        yield f"{done.extra_rows:,} rows have keys without a column, kept in extra: {keys}{more}"
+    for reason, rows in done.reasons.most_common(HOLES):
+        yield f"rejected: {reason} ({rows:,})"
+    if done.rejects:
+        yield f"{rejects} has {done.rejects:,} rows; refine --replay-rejects moves those that fit by now"
 
 
 def show(report: Report, console: Console) -> None:

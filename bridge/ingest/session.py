@@ -133,6 +133,14 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     return pa.schema(list(found))
 
 
+def spark_schema(schema: pa.Schema) -> StructType:
+    """Return the Spark schema of an Arrow schema."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    found: StructType = from_arrow_schema(schema, prefer_timestamp_ntz=True)
+    return found
+
+
 @contextmanager
 def _without_greeting() -> Iterator[None]:
     """Filter out of standard error the greeting of a JVM started in the block; no option turns it off."""

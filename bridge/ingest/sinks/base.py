@@ -143,6 +143,12 @@ class Sink(Protocol):
     def content(self) -> Content:
         """Return the data files of the table as it is now."""
 
+    def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
+        """Replace files by others in one commit; the state stays the same. Raises CommitConflict.
+
+        A Delta table can only replace all of its files.
+        """
+
     def compact(self, spark: SparkSession) -> Compacted:
         """Merge small data files; the rows stay the same."""
 

@@ -242,6 +242,27 @@ class DeltaSink:
         pointer = table.transaction_version(APPLICATION)
         return Content(pointer, str(table.version()), files, read)
 
+    def replace(self, removed: Sequence[LiveFile], added: Sequence[DataFile]) -> None:
+        table = self._made()
+        if {file.path for file in removed} != {file.path for file in self.files()}:
+            raise CommitConflict(f"{self.name}: another run has changed its files")
+        self._check(table)
+        # the pointer is repeated: delta-rs then refuses this commit after one of another run, and the reverse
+        version = table.transaction_version(APPLICATION)
+        same = [] if version is None else [Transaction(APPLICATION, version)]
+        try:
+            table.create_write_transaction(
+                [_action(file) for file in added],
+                "overwrite",
+                table.schema(),
+                partition_by=[PARTITION],
+                commit_properties=CommitProperties(app_transactions=same),
+            )
+        except CommitFailedError as error:
+            if "oncurrent transaction" in str(error):
+                raise CommitConflict(f"{self.name}: another run committed first") from error
+            raise
+
     def compact(self, spark: SparkSession) -> Compacted:
         """Compact in this process: the Python API of delta-rs cannot commit files that executors replaced."""
         table = self.table()

@@ -180,6 +180,7 @@ class IcebergSink:
 
     def differences(self) -> list[Difference]:
         table = self.table()
+        _schema(self.schema)  # raises BadOption, also where there is no table yet
         return _differences(table, self.schema) if table else []
 
     def target(self) -> Target:
