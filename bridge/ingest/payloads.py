@@ -29,10 +29,7 @@ MAX_TEXT = 16 << 20  # bytes of a payload or of its JSON: a worker holds several
 MAX_DEPTH = 100  # of nesting: later readers of JSON and VARIANT recurse once per level
 TAG = 6
 REFERENCES = frozenset((25, 28, 29, 256))  # tags: stringref, shareable, sharedref, stringref namespace
-# bytes that may be the head of such a tag, in any width; other data may contain them too
-_REFERENCE = re.compile(
-    rb"\xd8[\x19\x1c\x1d]|\xd9(?:\x00[\x19\x1c\x1d]|\x01\x00)|\xda\x00\x00|\xdb\x00\x00\x00\x00\x00\x00"
-)
+BREAK = 0xFF  # ends an item of indefinite length
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -133,10 +130,14 @@ def _from_cbor(payload: bytes) -> bytes:
     """Return CBOR as JSON text."""
     import cbor2
 
-    if _REFERENCE.search(payload) and _refers(payload):
-        raise Misfit("CBOR whose parts refer to each other")
     try:
-        text = json.dumps(cbor2.loads(payload), default=_plain).encode()
+        entries = _entries(payload)  # first: a reference could expand without limit
+        value = cbor2.loads(payload)
+        if _count(value) != entries:
+            raise Misfit("an object has a key twice")
+        text = json.dumps(value, default=_plain).encode()
+    except Misfit:
+        raise
     # a hostile payload can raise nearly anything in a decoder, and must not stop the other rows
     except Exception:
         raise Misfit("not CBOR") from None
@@ -145,25 +146,54 @@ def _from_cbor(payload: bytes) -> bytes:
     return text
 
 
-def _refers(payload: bytes) -> bool:
-    """Return whether the payload has a reference between its parts: a few bytes could expand without limit.
+def _entries(payload: bytes) -> int:
+    """Return the number of map entries, on all levels, of the one data item that fills the payload.
 
-    Goes from one data item head to the next (RFC 8949, section 3), at all levels; linear in the length.
+    Goes from one head to the next (RFC 8949, section 3); linear in the length. Raises Misfit for a reference
+    between parts of the payload and for bytes after the item, and IndexError if it is truncated.
     """
-    pos = 0
-    while pos < len(payload):
+    entries = pos = 0
+    levels = [[1, 0]]  # items left, or -1 and less until a break; 1 for a map of indefinite length
+    while levels:
+        level = levels[-1]
+        if not level[0]:
+            levels.pop()
+            continue
         major, info = payload[pos] >> 5, payload[pos] & 31
         pos += 1
+        if payload[pos - 1] == BREAK and level[0] < 0:
+            entries += level[1] * (-1 - level[0]) // 2
+            levels.pop()
+            continue
+        level[0] -= 1
         number = info
         if 24 <= info < 28:
             width = 1 << info - 24
             number = int.from_bytes(payload[pos : pos + width], "big")
             pos += width
-        if major == TAG and number in REFERENCES:
-            return True
-        if major in (2, 3) and info < 28:  # a string; in one of indefinite length each chunk has a head
+        if major in (2, 3, 4, 5) and info == 31:
+            levels.append([-1, major == 5])
+        elif major in (2, 3):
             pos += number
-    return False
+        elif major in (4, 5):
+            entries += number * (major - 4)
+            levels.append([number * (major - 3), 0])
+        elif major == TAG:
+            if number in REFERENCES:
+                raise Misfit("CBOR whose parts refer to each other")
+            levels.append([1, 0])
+    if pos != len(payload):
+        raise Misfit("not CBOR")
+    return entries
+
+
+def _count(value: Any) -> int:
+    """Return the number of entries of all maps in a decoded value."""
+    if isinstance(value, Mapping):
+        return len(value) + sum(map(_count, value)) + sum(map(_count, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return sum(map(_count, value))
+    return _count(value.value) if hasattr(value, "tag") else 0  # a CBORTag
 
 
 def _plain(value: Any) -> Any:

@@ -270,6 +270,34 @@ def test_cbor_may_have_numbers_that_json_lacks() -> None:
     assert reasons == [None, "an object has a key twice", "not CBOR"]
 
 
+@settings(max_examples=200, deadline=None)
+@given(VALUES.filter(lambda value: "\\ud800" not in json.dumps(value)), st.booleans())
+def test_any_cbor_has_the_value_of_its_json(value: Any, indefinite: bool) -> None:
+    payload = cbor2.dumps(value)
+    if indefinite and isinstance(value, dict):  # a map that ends with a break
+        pairs = b"".join(cbor2.dumps(key) + cbor2.dumps(item) for key, item in value.items())
+        payload = b"\xbf" + pairs + b"\xff"
+    assert same(json.loads(text_of(decoded(payload, "cbor"))), value)
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"\xa2\x61a\x01\x61a\x02", "an object has a key twice"),
+        (b"\xbf\x61a\x01\x61a\x02\xff", "an object has a key twice"),
+        (b"\x81\xa2\x61a\x01\x61a\x01", "an object has a key twice"),
+        (b"\x01\x02", "not CBOR"),
+        (b"\xa1\x61a", "not CBOR"),
+        (b"\xff", "not CBOR"),
+        (b"\x9b" + b"\xff" * 8, "not CBOR"),
+        (b"\x81" * 100_000 + b"\x00", "not CBOR"),
+        (b"\xd8\x1c\x81\xd8\x1d\x00", "CBOR whose parts refer to each other"),
+    ],
+)
+def test_cbor_that_loses_something_when_it_is_read_is_a_reject(payload: bytes, reason: str) -> None:
+    assert refined(rules(COLUMNS, form="cbor"), payload)[:2] == ([{}], [reason])
+
+
 def test_a_column_of_a_type_that_json_cannot_have_is_refused() -> None:
     with pytest.raises(BadOption, match="a payload cannot have values of the type duration"):
         Typing(rules({"x": pa.duration("us")}))
