@@ -10,7 +10,8 @@ from typing import Any
 import cbor2
 import pytest
 
-from bridge.ingest.payloads import MAX_FIELDS, infer, texts
+from bridge.ingest.payloads import Misfit, decoded
+from bridge.ingest.schema import MAX_FIELDS, infer
 from tests.ingest import hostile
 
 # a crash, 3 GiB on top of what the process has, and minutes end this process and not that of the tests
@@ -98,7 +99,8 @@ def string_references() -> bytes:
     ],
 )
 def test_cbor_that_would_become_much_or_deep_is_no_payload(payload: bytes) -> None:
-    assert texts([payload], "cbor") == [None]
+    with pytest.raises(Misfit):
+        decoded(payload, "cbor")
 
 
 def test_cbor_that_only_looks_like_a_reference_is_read() -> None:
@@ -107,14 +109,17 @@ def test_cbor_that_only_looks_like_a_reference_is_read() -> None:
         {"a": "\u00d8", "b": [b"\xda\x00\x00\x00\x1d", 1.5]},
         [b"\xd9\x01\x00"],
     ):
-        assert texts([cbor2.dumps(value)], "cbor") != [None]
+        assert decoded(cbor2.dumps(value), "cbor")
 
 
 def test_json_that_is_nested_deep_or_very_large_is_no_payload() -> None:
     deep = b'{"a":' * 101 + b"1" + b"}" * 101
     text = b'{"a":"' + b"[" * 1_000 + b'"}'
-    assert texts([deep, deep[5:-1], text], "json") == [None, deep[5:-1].decode(), text.decode()]
-    assert texts([b"[" * 1_000_000, b" " * ((16 << 20) + 1)], "json") == [None, None]
+    for payload in (deep, b"[" * 1_000_000, b" " * ((16 << 20) + 1)):
+        with pytest.raises(Misfit, match=r"deeper|larger"):
+            decoded(payload)
+    assert decoded(deep[5:-1]) == json.loads(deep[5:-1])
+    assert decoded(text) == {"a": "[" * 1_000}
 
 
 def test_a_payload_of_very_many_keys_adds_none_to_the_schema() -> None:

@@ -87,7 +87,7 @@ def works(bucket: StorageLocation, lake: Path, job: Callable[..., dict[str, Any]
     gateway.export(300, 309, data=b"broken")
     second = job(*source, exit_code=4)
     assert (second["rows"], second["quarantined"]) == (90, 1)
-    typed = job("refine", "--to", "lake.readings")
+    typed = job("refine", "--to", "lake.readings", exit_code=4)
     assert (typed["rows"], typed["rejected"]) == (290, 10)
     assert job("compact")["after"] == 1
     found = read(TableOptions(warehouse=str(lake))).sort_by("sequence_number")
