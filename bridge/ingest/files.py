@@ -25,6 +25,7 @@ GROUP_ROWS = 200_000
 GROUP_BYTES = 64 << 20
 BUFFERED = 128 << 20
 OPEN = 64  # files at a time: an object may hold one message a day for many years
+TOPIC = 64  # characters of a topic in the bounds of a file: every commit has them, and a topic may be long
 STATISTICS = ["gateway", "stream", "epoch", "sequence_number", "ingest_time", "topic"]
 
 
@@ -70,6 +71,7 @@ class _Day:
         self.file = DataFile(f"{target.folder}={day}/{target.label}{uuid4()}.parquet", day)
         self.pending: list[pa.Table] = []
         self.rows = self.bytes = 0
+        self.lacks_topic = False  # in some rows: the bounds promise that there are no nulls
         self.stack = ExitStack()
         self.sink = self.stack.enter_context(target.location.open().writer(self.file.path))
         self.writer = self.stack.enter_context(
@@ -102,6 +104,8 @@ class _Day:
             self.flush()
             self.writer.close()
             self.file.size = self.sink.tell()
+        if self.lacks_topic:
+            self.file.bounds.pop("topic", None)
         return self.file
 
 
@@ -151,12 +155,31 @@ class DayFiles:
             values = part[column].cast(pa.int64()) if column == "ingest_time" else part[column]
             ends = pc.min_max(values).as_py()
             day.file.widen(column, ends["min"], ends["max"])
+        # another engine may have renamed it, or written rows without it
+        if "topic" in part.column_names and pa.types.is_string(part["topic"].type):
+            ends = pc.min_max(part["topic"]).as_py()
+            day.lacks_topic = day.lacks_topic or part["topic"].null_count > 0
+            if ends["min"] is not None:
+                day.file.widen("topic", ends["min"][:TOPIC], _at_least(ends["max"]))
         day.add(part)
 
 
 def _repeating(schema: pa.Schema) -> list[str]:
     """Return the columns worth a dictionary. Trying one on payloads takes a sixth of the time for nothing."""
     return [field.name for field in schema if pa.types.is_string(field.type)]
+
+
+def _at_least(text: str) -> str:
+    """Return a short text that is not less than this one, in the order of UTF-8."""
+    if len(text) <= TOPIC:
+        return text
+    for at in reversed(range(TOPIC)):
+        following = ord(text[at]) + 1
+        if following == 0xD800:  # surrogates are no characters
+            following = 0xE000
+        if following <= 0x10FFFF:
+            return text[:at] + chr(following)
+    return text
 
 
 def _day_of(micros: int) -> str:

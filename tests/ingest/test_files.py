@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from pyiceberg.expressions import EqualTo
 
 from bridge.ingest import files
 from bridge.ingest.columns import BASE, TIME
@@ -74,3 +77,47 @@ def test_after_an_error_no_open_file_appears(tmp_path: Path) -> None:
         writing.add(messages(0, 9))
         raise ZeroDivisionError
     assert (writing.written, [path for path in tmp_path.rglob("*") if path.is_file()]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "topic", ["plant/" + "x" * 500, "\U0010ffff" * 100, "a" * 63 + "\ud7ff" + "b", "short", ""]
+)
+def test_the_bounds_of_a_long_topic_are_short_and_contain_it(tmp_path: Path, topic: str) -> None:
+    with DayFiles(target(tmp_path)) as writing:
+        table = messages(0, 1)
+        writing.add(table.set_column(table.column_names.index("topic"), "topic", pa.array([topic] * 2)))
+    for file in writing.written:
+        low, high = file.bounds["topic"]
+        assert low.encode() <= topic.encode() <= high.encode()
+        assert len(low) <= 64
+        assert high == topic or len(high) <= 64
+
+
+def test_a_file_with_rows_that_lack_a_topic_has_no_bounds_of_it(tmp_path: Path) -> None:
+    with DayFiles(target(tmp_path)) as writing:
+        for topics in (["a"], [None]):
+            table = messages(0, 0)
+            writing.add(
+                table.set_column(table.column_names.index("topic"), "topic", pa.array(topics, pa.string()))
+            )
+    assert ["topic" in file.bounds for file in writing.written] == [False]
+
+
+def test_a_filter_on_the_topic_reads_only_files_that_may_have_it(sink: Callable[[], Any]) -> None:
+    table = sink()
+    with DayFiles(table.target()) as writing:
+        for day, topic in enumerate(("plant/a", "plant/b", "site/" + "x" * 100)):
+            one = messages(day, day)
+            writing.add(one.set_column(one.column_names.index("topic"), "topic", pa.array([topic])))
+    table.commit(None, 1, writing.written)
+    if hasattr(table, "catalog"):
+        planned = {
+            topic: len(list(table.table().scan(row_filter=EqualTo("topic", topic)).plan_files()))
+            for topic in ("plant/a", "site/" + "x" * 100, "nothing")
+        }
+        assert planned == {"plant/a": 1, "site/" + "x" * 100: 1, "nothing": 0}
+    else:
+        actions = pa.table(table.table().get_add_actions(flatten=True)).sort_by("min.topic")
+        bounds = list(zip(actions["min.topic"].to_pylist(), actions["max.topic"].to_pylist(), strict=True))
+        assert bounds[:2] == [("plant/a", "plant/a"), ("plant/b", "plant/b")]
+        assert bounds[2][0] <= "site/" + "x" * 100 <= bounds[2][1]
