@@ -125,58 +125,66 @@ class Typing:
             key for key, field in zip(rules.keys, self._types, strict=True) if is_variant(field.type)
         }
         self._wider = [(kind, converter(type_)) for kind, type_ in WIDER.items()]
+        names: list[Any] = [*rules.keys]
+        names += [(key, kind) for key, kinds in rules.layout.wider.items() for kind in kinds]
+        names += [] if rules.whole else [None]
+        types = [pa.string() if is_variant(field.type) else field.type for field in rules.columns()]
+        self._places = [*zip(names, types, strict=True)]
         self._is_fast = fast and _fast is not None and rules.form == "json" and not rules.whole
 
     def columns(self, payloads: pa.Array) -> tuple[list[pa.Array], list[str | None]]:
         """Return the columns of `rules.columns()`, and for each row None or the reason why it is a reject."""
         values = payloads.to_pylist()
-        rows: list[Row | None] = (
-            self._decoded_fast(payloads, values) if self._is_fast else [None] * len(values)
-        )
-        reasons: list[str | None] = [None] * len(values)
-        for index, row in enumerate(rows):
-            if row is None:
-                try:
-                    rows[index] = self._exact(values[index])
-                except Misfit as misfit:
-                    rows[index], reasons[index] = {}, str(misfit)
-        return [*self._arrays(rows)], reasons
-
-    def _arrays(self, rows: Sequence[Any]) -> list[pa.Array]:
-        names: list[Any] = [*self.rules.keys]
-        for key, kinds in self.rules.layout.wider.items():
-            names += [(key, kind) for kind in kinds]
-        if not self.rules.whole:
-            names.append(None)
-        types = [pa.string() if is_variant(field.type) else field.type for field in self.rules.columns()]
+        count = len(values)
+        reasons: list[str | None] = [None] * count
+        columns: dict[Any, list[Any]] = {key: [None] * count for key in self.rules.keys}
+        unusual: Sequence[int] = range(count)
+        if self._is_fast:
+            columns, unusual = self._decoded_fast(payloads, values)
+        for index in unusual:
+            row: Row = {}
+            try:
+                row = self._exact(values[index])
+            except Misfit as misfit:
+                reasons[index] = str(misfit)
+            for key in self.rules.keys:
+                columns[key][index] = row.pop(key, None)
+            for name, value in row.items():
+                columns.setdefault(name, [None] * count)[index] = value
         return [
-            pa.array([row.get(name) for row in rows], kind) for name, kind in zip(names, types, strict=True)
-        ]
+            pa.array(columns[name], kind) if name in columns else pa.nulls(count, kind)
+            for name, kind in self._places
+        ], reasons
 
-    def _decoded_fast(self, payloads: pa.Array, values: Sequence[bytes]) -> list[Row | None]:
-        """Return the rows whose values are plain; None for the others."""
+    def _decoded_fast(
+        self, payloads: pa.Array, values: Sequence[bytes]
+    ) -> tuple[dict[Any, list[Any]], list[int]]:
+        """Return the columns of the keys, and the indices of rows that have to take the exact path."""
         assert _fast is not None
         known = self._known
-        rows: list[Row | None] = []
-        for payload, colons in zip(values, _colons(payloads, values), strict=True):
+        nothing: Row = {}
+        rows: list[Row] = []
+        unusual: set[int] = set()
+        for index, (payload, colons) in enumerate(zip(values, _colons(payloads, values), strict=True)):
             try:
                 row = _fast(payload) if len(payload) <= MAX_TEXT else None
             except Exception:  # of msgspec, which may be absent; the exact path finds the reason
                 row = None
             # as many keys as colons that may follow a key: none occurs twice
-            if type(row) is dict and row.keys() <= known and (len(row) == colons or _keys(row) == colons):
+            if type(row) is dict and (len(row) == colons or _keys(row) == colons) and row.keys() <= known:
                 rows.append(row)
             else:
-                rows.append(None)
+                rows.append(nothing)
+                unusual.add(index)
+        columns: dict[Any, list[Any]] = {}
         for key, column in zip(self.rules.keys, self._types, strict=True):
-            found = [None if row is None else row.get(key) for row in rows]
+            found = columns[key] = [row.get(key) for row in rows]
             kinds = set(map(type, found))
-            if int not in kinds and kinds <= _PLAIN.get(column.type, frozenset((type(None),))):
-                continue
-            for index, value in enumerate(found):
-                if value is not None and not _is_plain(column.type, value):
-                    rows[index] = None
-        return rows
+            if int in kinds or not kinds <= _PLAIN.get(column.type, frozenset((type(None),))):
+                unusual.update(
+                    index for index, value in enumerate(found) if not _is_plain(column.type, value)
+                )
+        return columns, sorted(unusual)
 
     def _exact(self, payload: bytes) -> Row:
         value = decoded(payload, self.rules.form)
@@ -230,11 +238,12 @@ class Typing:
 
 def _colons(payloads: pa.Array, values: Sequence[bytes]) -> list[int]:
     """Return how many colons of each payload follow a quote or space: at least one for each key."""
-    joined = b"\n".join(values)
-    if any(space in joined for space in (b" :", b"\n:", b"\t:", b"\r:")):
+    joined = b"".join(values)
+    spaces = [space for space in (b" ", b"\n", b"\t", b"\r") if space in joined]
+    if any(space + b":" in joined for space in spaces):
         counts: list[int] = pc.count_substring_regex(payloads, '["[:space:]]:').to_pylist()
     else:
-        counts = pc.count_substring(payloads, '":').to_pylist()
+        counts = [payload.count(b'":') for payload in values]
     return counts
 
 

@@ -350,7 +350,9 @@ def data_file(table: Table, file: DataFile) -> IcebergFile:
     fields = {field.name: field for field in table.schema().fields}
     low, high = {}, {}
     for column, (least, most) in file.bounds.items():
-        field = fields[column]
+        field = fields.get(column)
+        if field is None:  # of the topic: another engine has renamed it meanwhile
+            continue
         kind = cast("PrimitiveType", field.field_type)
         low[field.field_id], high[field.field_id] = to_bytes(kind, least), to_bytes(kind, most)
     return IcebergFile.from_args(
