@@ -177,7 +177,10 @@ class Refinement:
             if any(alone.values()):  # a crash between two commits
                 notes = before[ahead]
                 same = self._rules(
-                    notes.get("schema", ddl), layout, strict=bool(notes.get("strict")), form=notes["form"]
+                    notes.get("schema", ddl),
+                    layout,
+                    strict=bool(notes.get("strict")),
+                    form=notes.get("form", self.form),
                 )
                 self._all(same, {behind: outputs[behind]}, alone, files)
         self._all(rules, outputs, _without(fresh["typed"], _without(fresh["typed"], fresh["rejects"])), files)
