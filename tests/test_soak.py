@@ -162,7 +162,7 @@ def test_a_stream_that_does_not_keep_to_its_limits_is_found() -> None:
 def test_a_new_password_that_ends_no_connection_is_found() -> None:
     assert verdict.thrown_out(2, 5).good
     assert verdict.thrown_out(0, 0).good
-    assert not verdict.thrown_out(2, 0).good
+    assert not verdict.thrown_out(3, 0).good
 
 
 def life(pid: int, seconds: int, **grow: float) -> list[Sample]:

@@ -220,8 +220,8 @@ class Faults:
                     before = gateway.reloads()
                     gateway.process.send_signal(1)  # SIGHUP
                     wait_for("the reload", lambda: gateway.reloads() > before, 20)  # noqa: B023
+                    self.thrown_out = max(self.thrown_out, gateway.count("refused_reload"))
                     if password == plan.OTHER_PASSWORD:
-                        self.thrown_out = max(self.thrown_out, gateway.count("refused_reload"))
                         self.over.wait(chance.uniform(0, 4))
             finally:
                 self.world.set_password(plan.PASSWORD)
