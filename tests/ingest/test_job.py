@@ -19,7 +19,7 @@ from bridge.ingest.errors import IngestError
 from bridge.ingest.job import run
 from bridge.ingest.planner import RoundLimits
 from bridge.ingest.state import Quarantined, StateStore, TableState
-from bridge.ingest.store import StorageLocation
+from bridge.ingest.store import Entry, LocalStore, StorageLocation
 from bridge.ingest.upkeep import accept
 from tests.ingest.conftest import Intercepted
 from tests.ingest.gateway import EPOCH, Gateway, ndjson, reported, rows
@@ -235,6 +235,30 @@ def test_the_tail_of_a_gateway_that_was_replaced_is_missing_until_it_is_accepted
     assert (report.total("trimmed"), report.total("missing"), report.complete) == (20, 0, True)
     assert {hole.reason for stream in report.streams for hole in stream.holes} == {"accepted"}
     assert numbers(sink()) == sorted([*range(90), *range(20)])
+
+
+def test_what_is_uploaded_while_a_run_looks_is_never_missing(
+    spark: Any, landing: StorageLocation, iceberg: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, listed, uploads = Gateway(landing), LocalStore.under, iter(range(10, 1000, 10))
+    gateway.export(0, 9)
+    gateway.report(reported(9))
+
+    def busy(store: LocalStore, prefix: str) -> Iterator[Entry]:
+        found = list(listed(store, prefix))
+        if store.root == Path(landing.url):
+            first = next(uploads)  # after each look there is one object more
+            gateway.export(first, first + 9)
+            gateway.report(reported(first + 9), updated=EPOCH + first)
+        return iter(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "under", busy)
+        for _ in range(2):
+            report = run(spark, landing, iceberg()).report
+            assert (report.total("missing"), report.complete) == (0, True)
+    report = run(spark, landing, iceberg()).report
+    assert (report.total("waiting"), report.complete) == (0, True)
 
 
 def test_an_object_that_vanishes_after_the_listing_is_missing_and_not_waiting(

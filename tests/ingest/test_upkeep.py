@@ -16,6 +16,7 @@ from bridge.ingest.errors import CommitConflict
 from bridge.ingest.job import run
 from bridge.ingest.sinks.compact import compact
 from bridge.ingest.store import StorageLocation
+from bridge.ingest.upkeep import prune
 from tests.ingest.conftest import Intercepted
 from tests.ingest.deletes import delete_rows
 from tests.ingest.gateway import Gateway, reported
@@ -182,6 +183,21 @@ def test_retention_deletes_only_objects_that_are_in_the_table(
     summary = run(spark, landing, iceberg())
     assert summary.rows == 10
     assert numbers(iceberg()) == [*range(121), *range(131, 141)]
+
+
+@pytest.mark.spark
+def test_a_quarantined_object_stays_although_its_numbers_came_in_another(
+    spark: Any, landing: StorageLocation, iceberg: Sink
+) -> None:
+    gateway = Gateway(landing)
+    bad = gateway.export(0, 9, data=b"broken")
+    run(spark, landing, iceberg())
+    good = gateway.export(0, 19)
+    run(spark, landing, iceberg())
+    done = prune(landing, iceberg(), 0, dry_run=False, trust_state=False)
+    assert (done.deleted, done.kept) == (1, 1)
+    assert [entry.key for entry in landing.open().list()] == [bad]
+    assert good != bad
 
 
 @pytest.mark.spark
