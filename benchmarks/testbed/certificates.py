@@ -37,11 +37,18 @@ class Authority:
             self.cert,
         )
 
-    def issue(self, name: str) -> Pair:
-        """A certificate for a client or server of a name, valid for 127.0.0.1."""
+    def below(self, name: str) -> Authority:
+        """An intermediate authority, which this one has signed."""
+        made = Authority.__new__(Authority)
+        made.directory = self.directory
+        made.cert, made._key = self.issue(name, "basicConstraints=critical,CA:TRUE\n")
+        return made
+
+    def issue(self, name: str, more: str = "subjectAltName=IP:127.0.0.1,DNS:localhost\n") -> Pair:
+        """A certificate for a client or server of a name, valid for 127.0.0.1; `more` are its extensions."""
         pair = Pair(self.directory / f"{name}.pem", self.directory / f"{name}.key")
         request, extensions = self.directory / "request.csr", self.directory / "extensions"
-        extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+        extensions.write_text(more)
         self._run("req", *KEY, "-subj", f"/CN={name}", "-keyout", pair.key, "-out", request)
         signer = ("-CA", self.cert, "-CAkey", self._key, "-CAcreateserial", "-days", "2")
         self._run("x509", "-req", "-in", request, *signer, "-extfile", extensions, "-out", pair.cert)

@@ -110,6 +110,33 @@ def test_connections_whose_certificate_no_longer_verifies_are_closed_and_others_
     with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls)
 
 
+@pytest.mark.parametrize("taken_away", ["root", "intermediate"])
+def test_every_authority_that_has_verified_a_client_must_stay(tmp_path: Path, taken_away: str) -> None:
+    root = Authority(tmp_path / "root", "root-ca")
+    inner, other = root.below("inner-ca"), Authority(tmp_path / "other", "other-ca")
+    server, files = root.issue("server"), {}
+    for name, kept in (
+        ("all", (root, inner, other)),
+        ("root", (inner, other)),
+        ("intermediate", (root, other)),
+    ):
+        files[name] = tmp_path / f"{name}.pem"
+        files[name].write_text("".join(one.cert.read_text() for one in kept))
+    tls = TlsSettings(cert=server.cert, key=server.key, client_ca=files["all"])
+
+    async def test(bridge: Bridge) -> None:
+        stays = await open_tls(bridge, root, other.issue("stays"))
+        await stays.connect("stays")
+        leaving = await open_tls(bridge, root, inner.issue("leaving"))
+        await leaving.connect("leaving")
+        less = msgspec.structs.replace(tls, client_ca=files[taken_away])
+        bridge.front.reload(msgspec.structs.replace(bridge.config, tls=less))
+        assert await leaving.closed(timeout=5)
+        assert await stays.alive()
+
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls)
+
+
 def test_a_new_password_and_the_end_of_a_user_close_connections_and_drop_wills(tmp_path: Path) -> None:
     path = users(tmp_path, f"{ANN}\n{BOB}\n")
 
