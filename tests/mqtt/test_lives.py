@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -176,3 +178,48 @@ def test_no_more_is_retained_than_the_limit_whatever_else_becomes_of_it(tmp_path
     assert wire.got() == ack(0x40, 9)
     wire.send(publish(topic.format(9), b"x", 1, 9, retain=True, level=V5))
     assert wire.got() == ack(0x40, 9)
+
+
+@contextmanager
+def forgetful_disk() -> Iterator[Callable[[World], None]]:
+    """A disk that loses what was not synced; yields what cuts its power and starts the broker again."""
+    fdatasync, durable = os.fdatasync, dict[int, bytes]()
+
+    def sync(fd: int) -> None:
+        fdatasync(fd)
+        durable[os.fstat(fd).st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
+
+    def cut(world: World) -> None:
+        journal = world.root / "mqtt" / "sessions.journal"
+        journal.write_bytes(durable.get(journal.stat().st_ino, b""))
+        world.machine.reboot(synchronised=True)
+        world.kill()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", sync)
+        yield cut
+
+
+@pytest.mark.parametrize("then", [None, stopped, killed])
+def test_a_power_cut_takes_the_last_second_of_the_journal_and_no_more(
+    world: World, then: Restart | None
+) -> None:
+    """Also right after a start, which has written all of it again."""
+    with forgetful_disk() as power_cut:
+        subscriber = client(world, "s", clean=False)
+        subscriber.send(subscribe(5, ("t", 1)))
+        subscriber.got()
+        subscriber.lose()
+        publisher = client(world, "p")
+        publisher.send(publish("t", b"before", 1, 1, retain=True))
+        publisher.got()
+        world.run(2)
+        if then is not None:
+            then(world)
+            publisher = client(world, "p")
+        publisher.send(publish("t", b"lost", 1, 2))
+        assert publisher.got() == ack(0x40, 2)
+        power_cut(world)
+        subscriber = world.connect(connect("s", clean=False))
+        assert subscriber.got() == PRESENT + publish("t", b"before", 1, 1)
+        assert [message.payload for message in world.broker.router.retained.all()] == [b"before"]
