@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,6 +75,39 @@ def test_ranges_below_others_are_kept_too_for_a_start_may_be_moved_back(tmp_path
     kept = [(100, 119, "limits"), (495, 499, "limits"), (500, 509, "expired"), (510, 599, "limits")]
     kept += [(600, 609, "purged"), (610, 611, "limits")]
     assert Skipped(path).ranges == kept
+
+
+@pytest.fixture
+def on_the_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], bytes]:
+    """What of a file is on the disk: its content at its last sync."""
+    fdatasync, durable = os.fdatasync, dict[int, bytes]()
+
+    def sync(fd: int) -> None:
+        fdatasync(fd)
+        durable[os.fstat(fd).st_ino] = Path(f"/proc/self/fd/{fd}").read_bytes()
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    return lambda path: durable.get(path.stat().st_ino, b"")
+
+
+def test_what_is_known_of_an_export_is_on_the_disk_once_it_is_written(
+    tmp_path: Path, on_the_disk: Callable[[Path], bytes]
+) -> None:
+    """Boundaries before a batch is sent, and dropped ranges before the cursor passes them."""
+    path = tmp_path / "c.cursor"
+    file = CursorFile(path)
+    file.fill(Cursor(epoch=7, kind="k"))
+    for position in range(5):
+        file.write(Cursor(epoch=7, kind="k", position=position))
+        assert on_the_disk(path) == path.read_bytes()
+    file.close()
+    path = tmp_path / "c.skipped"
+    skipped = Skipped(path)
+    for begin in range(0, 8000, 400):  # it is made smaller meanwhile
+        skipped.add([(n, n, "expired") for n in range(begin, begin + 400, 2)])
+        assert on_the_disk(path) == path.read_bytes()
+        skipped.add([(begin + 1, begin + 1, "purged")])
+        assert on_the_disk(path) == path.read_bytes()
 
 
 def test_of_any_number_of_ranges_the_newest_are_exact_and_the_others_are_counted(tmp_path: Path) -> None:
