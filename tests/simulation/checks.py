@@ -255,6 +255,8 @@ class Checks:
             if times[payload] == 1:
                 # A power cut may take an unsynced message and leave a later one.
                 again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.world.cuts)
+                # A start cannot find the id of a message that a limit has dropped by then.
+                again |= name == "ring" and message.qos == 2
                 if newest.get(message.client, -1) > message.number and not (again and len(message.sent) > 1):
                     self.broken(
                         f"{name}: message {message.number} of {message.client} (number {number}) comes after "
@@ -267,7 +269,7 @@ class Checks:
                     f"{name}: QoS {message.qos}: {payload!r} is there {times[payload]} times, and was sent "
                     f"{len(message.sent)} times"
                 )
-            elif message.qos == 2 and not any(cut > message.sent[0] for cut in self.world.cuts):
+            elif message.qos == 2 and name != "ring" and not any(cut > message.sent[0] for cut in self.world.cuts):
                 self.broken(f"{name}: QoS 2: {payload!r} is there twice")
 
     def _right(self, name: str, message: Message) -> None:
