@@ -269,7 +269,11 @@ class Checks:
                     f"{name}: QoS {message.qos}: {payload!r} is there {times[payload]} times, and was sent "
                     f"{len(message.sent)} times"
                 )
-            elif message.qos == 2 and name != "ring" and not any(cut > message.sent[0] for cut in self.world.cuts):
+            elif (
+                message.qos == 2
+                and name != "ring"
+                and not any(cut > message.sent[0] for cut in self.world.cuts)
+            ):
                 self.broken(f"{name}: QoS 2: {payload!r} is there twice")
 
     def _right(self, name: str, message: Message) -> None:
