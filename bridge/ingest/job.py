@@ -142,6 +142,9 @@ def ingest(
         state = known.load(version)
         standing = sink.standing(state.checked, state.rows())
         if standing.pointer != version:  # another run has committed in between
+            conflicts += 1
+            if conflicts == CONFLICTS:
+                raise CommitConflict(f"{sink.name}: other runs kept committing")
             continue
         recorded = state.differs
         differs = weigh(sink.name, state, standing)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink, Standing
 
 SHOWN = 3  # commits named in one line
-LOOKS = 20  # at a table to which other runs keep committing
+LOOKS = 5  # at a table to which other runs keep committing
 
 REMEDY = (
     "to take again what is lost: streambridge ingest repair; if the table is as it should be: "

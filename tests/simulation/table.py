@@ -138,12 +138,12 @@ class TableSink:
     def standing(self, since: str | None, expected: int) -> Standing:
         """Only runs change this table, and compaction, which keeps the rows."""
         self.at("standing")
-        return Standing(self.memory.now.pointer, str(self.memory.commits), self.rows(), [])
+        return Standing(self.pointer(), str(self.memory.commits), self.rows(), [])
 
     def content(self) -> Content:
         files = [Held(file.path, file.rows, None) for file in self.files()]
         read = partial(map, partial(self.memory.content, columns=IDENTITY.names))
-        return Content(self.memory.now.pointer, str(self.memory.commits), files, read)
+        return Content(self.pointer(), str(self.memory.commits), files, read)
 
     def compact(self, spark: object) -> Compacted:
         """Merge the files of each day; uses no Spark. The pointer stays the same."""
