@@ -150,6 +150,23 @@ def test_a_commit_on_top_of_another_runs_is_refused_and_adds_nothing(
     assert (table().pointer(), numbers(table())) == (7, list(range(10)))
 
 
+def test_of_two_commits_at_the_same_moment_one_is_refused(table: Open, landing: StorageLocation) -> None:
+    table().commit(None, 7, written(table(), landing, 0, 9))
+    mine, files = table(), written(table(), landing, 10, 19)
+    step = "_check" if hasattr(mine, "_check") else "_ready"  # after it has looked at the pointer
+    looked = getattr(mine, step)
+
+    def and_another(found: Any) -> Any:
+        if table().pointer() == 7:
+            table().commit(7, 8, written(table(), landing, 10, 19))
+        return looked(found)
+
+    setattr(mine, step, and_another)
+    with pytest.raises(CommitConflict):
+        mine.commit(7, 9, files)
+    assert (table().pointer(), numbers(table())) == (8, list(range(20)))
+
+
 def test_a_commit_whose_answer_was_lost_is_not_made_twice(table: Open, landing: StorageLocation) -> None:
     files = written(table(), landing, 0, 9)
     table().commit(None, 7, files)

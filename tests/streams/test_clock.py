@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,27 @@ def test_a_stream_copied_from_another_gateway_ages_no_other(house: House, tmp_pa
         async with house.store() as store:
             assert payloads(keep(store)) == [b"ours"]
             assert payloads(store.streams["theirs"]) == [b"theirs"]
+
+    run(work())
+
+
+@pytest.mark.parametrize("restarts", [(), (30,), (59,), (10, 30, 59)], ids=str)
+def test_a_message_is_a_duplicate_as_long_as_the_window_and_no_longer(
+    house: House, machine: Machine, restarts: tuple[int, ...]
+) -> None:
+    async def work() -> None:
+        async with house.stream(dedup_window=60_000) as stream:
+            assert await put(stream, b"a", ids=True) == [0]
+        for before, after in pairwise((0, *restarts)):
+            machine.sleep(after - before)
+            async with house.stream() as stream:
+                assert await put(stream, b"a", ids=True) == [0]
+        machine.sleep(59 - max(restarts, default=0))
+        async with house.stream() as stream:
+            assert await put(stream, b"a", ids=True) == [0]
+            machine.sleep(2)
+            stream.maintain(stream.clock.now())
+            assert await put(stream, b"a", ids=True) == [1]
 
     run(work())
 
