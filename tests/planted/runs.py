@@ -153,17 +153,23 @@ def _first_failed(place: Path, tests: Iterable[str], without: Iterable[str] = ()
     report = place / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-x", *OPTIONS, *tests]
-    command += [f"--junitxml={report}", "-o", "junit_family=xunit1"]
+    command += [f"--junitxml={report}"]
     status, said = _run(command + [f"--deselect={name}" for name in without], place, TESTS_LIMIT)
     if status == 0:
         return ""
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):
             if case.find("failure") is not None or case.find("error") is not None:
-                file, outer = case.get("file", ""), case.get("classname", "")
-                classes = outer.split(".")[len(Path(file).with_suffix("").parts) :]
-                return "::".join([file, *classes, case.get("name", "").partition("[")[0]])
+                return _name_of(place, case.get("classname", ""), case.get("name", ""))
     raise RuntimeError(f"pytest ended with {status}, and names no test:\n{said[-2000:]}")
+
+
+def _name_of(place: Path, outer: str, name: str) -> str:
+    """A test as pytest takes it, without parameters; `outer` is its module and class, with dots."""
+    parts = outer.split(".")
+    end = next(n for n in range(len(parts), 0, -1) if Path(place, *parts[:n]).with_suffix(".py").exists())
+    file = Path(*parts[:end]).with_suffix(".py")
+    return "::".join([str(file), *parts[end:], name.partition("[")[0]])
 
 
 def pytest(place: Path, tests: Iterable[str]) -> str:
