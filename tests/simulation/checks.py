@@ -117,14 +117,18 @@ class Checks:
         for cut in world.cuts:
             if cut <= at - ON_THE_WAY:
                 continue
-            marks = [at, *(t for t in self._interruptions() if at < t < cut), cut]
-            if max(b - a for a, b in pairwise(marks)) < calm:
+            if self._longest_calm(at, cut) < calm:
                 return True
         return False
 
-    def _interruptions(self) -> list[float]:
+    def _longest_calm(self, begin: float, end: float) -> float:
+        """The longest time, in s, that the service ran without a failed sync."""
         world = self.world
-        return sorted([*world.starts, *world.kills, *world.sync_failures])
+        ends = [(at, False) for at in (*world.kills, *world.cuts, *world.stops)]
+        marks = [(at, True) for at in (*world.starts, *world.sync_failures)] + ends
+        inside = sorted((at, runs) for at, runs in marks if begin < at < end)
+        parts = pairwise([(begin, True), *inside, (end, False)])
+        return max(b - a for (a, runs), (b, _) in parts if runs)
 
     # -- the streams
 

@@ -79,6 +79,7 @@ class World:
         self.cuts: list[float] = []  # when
         self.kills: list[float] = []
         self.starts: list[float] = []
+        self.stops: list[float] = []
         self.sync_failures: list[float] = []
         self.lies: list[tuple[float, float]] = []  # from and to
         self.revoked: dict[tuple[int, str], float] = {}
@@ -400,6 +401,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             raise BrokenError("the service does not stop")
         if process.status == 0:
             self.tell("the service has stopped")
+            self.stops.append(process.died)
             self.checks.after_stop()
 
     def _do_worker(self, after: float, unit: str) -> None:
