@@ -161,6 +161,12 @@ def _ftruncate(fd: int, size: int) -> None:
     MACHINE.disk.do_truncate(fd, size)
 
 
+def _fadvise(fd: int, offset: int, size: int, advice: int) -> None:
+    if _noted(fd) and advice == os.POSIX_FADV_DONTNEED:
+        assert MACHINE.disk is not None
+        MACHINE.disk.do_drop_cache(fd)
+
+
 def _rename(source: Any, target: Any, **more: Any) -> None:
     if not _ours(source):
         REAL["rename"](source, target, **more)
@@ -335,7 +341,8 @@ def install() -> None:
         "open": _open, "close": _close, "dup": _dup, "pwrite": _pwrite, "pwritev": _pwritev, "write": _write,
         "fsync": _sync, "fdatasync": _sync, "ftruncate": _ftruncate, "rename": _rename, "replace": _rename,
         "unlink": _unlink, "remove": _unlink, "mkdir": _mkdir, "rmdir": _rmdir, "symlink": _symlink,
-        "statvfs": _statvfs, "_exit": _exit, "urandom": _urandom, "memfd_create": _memfd,
+        "posix_fadvise": _fadvise, "statvfs": _statvfs,
+        "_exit": _exit, "urandom": _urandom, "memfd_create": _memfd,
     }.items():  # fmt: skip
         setattr(os, name, made)
     shutil.rmtree = _rmtree  # type: ignore[assignment]

@@ -7,8 +7,9 @@ A sync makes what a file held then durable; a directory's sync, its names. A pow
   each in whole sectors of 512 bytes. Where a write is missing below the size, there are zeros.
 
 `strict`: the sync of a file does not make its name durable (POSIX promises no more); otherwise it does,
-as on ext4. `failing`: so many syncs fail; what such a file held then is never on the disk unless it is
-written again, however the next sync ends. `lying`: syncs return and do nothing. `full`: no file grows.
+as on ext4. `failing`: so many syncs fail; what such a file held then can be read until it leaves the page
+cache, and is never on the disk unless it is written again, however the next sync ends. `lying`: syncs return
+and do nothing. `full`: no file grows.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Node:
     def __init__(self, data: bytes = b"") -> None:
         self.durable = bytearray(data)
         self.pending: list[tuple[int, bytes | None]] = []  # offset and data; None: truncated there
+        self.forgotten = False  # the page cache has what a failed sync has not written
 
     def add(self, offset: int, data: bytes | None) -> None:
         self.pending.append((offset, data))
@@ -62,6 +64,7 @@ class Node:
         for offset, data in self.pending:
             size = offset if data is None else max(size, offset + len(data))
         self.pending = [(size, None)] if size != len(self.durable) else []
+        self.forgotten = True
 
     def after_cut(self, random: Random) -> bytes:
         content = bytearray(self.durable)
@@ -218,6 +221,19 @@ class Disk:
                 else:
                     directory.durable[name] = node
         del self.journal[:number]
+
+    def do_drop_cache(self, fd: int) -> None:
+        """Clean pages leave the page cache, and are read from the disk again."""
+        node, path = self.open[fd]
+        if isinstance(node, Node) and node.forgotten:
+            node.forgotten = False
+            content = bytearray(node.durable)
+            for offset, data in node.pending:
+                _apply(content, offset, data)
+            other = REAL["open"](path, os.O_WRONLY)
+            REAL["ftruncate"](other, 0)
+            REAL["pwrite"](other, content, 0)
+            REAL["close"](other)
 
     def do_truncate(self, fd: int, size: int) -> None:
         REAL["ftruncate"](fd, size)
