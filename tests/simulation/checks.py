@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
-STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "ids", "dead")
+STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead")
+OLD = 4.0 + 1.0 + SLACK  # s; a message of the stream aged is gone by then
 
 
 def streams_of(topic: str) -> list[str]:
@@ -67,6 +68,9 @@ class Checks:
         self._read_log = 0
         self._allowed: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
         self._ingest_depth = 0
+        self._purged_upto = 0  # of the stream both, as a reply has said
+        self._purging: set[bytes] = set()  # what may be gone because of a purge
+        self._room = 0  # how many messages of one size the stream exact has room for
         self._bodies: dict[tuple[str, str], bytes] = {}
         store = world.bucket.store
 
@@ -205,7 +209,7 @@ class Checks:
 
     def after_cut(self) -> None:
         """Numbers whose messages may have been lost may be used again, unless they were exported."""
-        for name in ("plain", "both", "ring", "memory", "ids"):
+        for name in ("plain", "both", "ring", "memory", "aged", "ids"):
             seen = self.seen[name]
             for number in list(seen):
                 if self.exported.get(name, {}).get(number) is not None:
@@ -223,11 +227,7 @@ class Checks:
         for number, _topic, payload in rows:
             if number <= before:
                 self.broken(f"{name}: number {number} comes after {before}")
-            if (
-                number > before + 1
-                and before >= 0
-                and not (cuts or name == "memory" or name in ("kin", "ring"))
-            ):
+            if number > before + 1 and before >= 0 and not (cuts or name in ("memory", "kin", "ring")):
                 self.broken(f"{name}: after number {before} comes {number}")
             before = number
             was = seen.get(number)
@@ -247,6 +247,8 @@ class Checks:
         elif name == "ids":
             self._ids(rows)
         self._acknowledged(name, {payload for _, _, payload in rows})
+        if name == "both" and rows and rows[0][0] < self._purged_upto:
+            self.broken(f"both: number {rows[0][0]} is back after a purge up to {self._purged_upto}")
 
     def _sent(self, name: str, rows: list[tuple[int, bytes, bytes]]) -> None:
         """Nothing is invented, in the wrong stream, out of order, or there too often."""
@@ -325,7 +327,7 @@ class Checks:
                         f"ids: {one.payload!r} was acknowledged at {one.acked - 1000:.6f}, and is gone"
                     )
             return
-        if name in ("ring", "dead"):
+        if name in ("ring", "aged", "dead"):
             return
         sent = set(self.world.kinesis.records) if name == "kin" else set()
         if name == "kin":
@@ -337,6 +339,7 @@ class Checks:
                     and name in streams_of(message.topic)
                     and message.payload not in there
                     and message.payload not in sent
+                    and not (name == "both" and message.payload in self._purging)
                     and not self._excused(name, message.acked)
                 ):
                     self.broken(
@@ -348,6 +351,56 @@ class Checks:
         for payload in self.seen["dead"].values():
             document = json.loads(payload)
             yield base64.b64decode(document.get("payload", ""))
+
+    # -- purges and limits
+
+    def purge_both(self) -> None:
+        """Purge what the stream is known to have."""
+        known = self.seen["both"]
+        upto = max(known, default=-1) + 1
+        self._purging |= set(known.values())
+
+        def done(answer: dict[str, Any]) -> None:
+            if answer.get("status") == 0 and not self.lied:
+                self._purged_upto = max(self._purged_upto, upto)
+
+        self.world.appender.ask("purgeMessageStream", {"name": "both", "upto": upto}, done)
+
+    def _fill(self) -> int:
+        """Purge the stream exact, and return how many messages of 100 bytes it takes then."""
+        world, taken, answers = self.world, [0], [0]
+
+        def done(answer: dict[str, Any]) -> None:
+            answers[0] += 1
+            taken[0] += "sequenceNumber" in answer
+
+        world.kernel.run(lambda: world.appender.connected, 10)
+        world.appender.ask("purgeMessageStream", {"name": "exact"}, done)
+        for _ in range(40):
+            payload = base64.b64encode(b"." * 100).decode()
+            world.appender.ask("appendMessage", {"name": "exact", "payload": payload}, done)
+        world.kernel.run(lambda: answers[0] == 41, 10)
+        if answers[0] < 41:
+            self.broken(f"only {answers[0]} of 41 requests were answered")
+        return taken[0]
+
+    def fresh_room(self) -> None:
+        """Note how much the stream has room for while nothing has gone wrong."""
+        self._room = self._fill()
+
+    def _same_room(self) -> None:
+        room = self._fill()
+        if room != self._room:
+            self.broken(f"exact: there was room for {self._room} messages, and is for {room}")
+
+    def _aged(self) -> None:
+        """Nothing is kept beyond its age; a power cut may take the time that was noted."""
+        if self.world.cuts or self.world.sync_failures:
+            return
+        for number, _, payload in self._read().get("aged", ()):
+            message = self._message(payload)
+            if message is not None and message.sent[-1] < self.world.kernel.now - OLD:
+                self.broken(f"aged: number {number} is still there: {payload!r}")
 
     # -- the cloud
 
@@ -437,6 +490,8 @@ class Checks:
         world.kernel.pass_time(2.0)
         self._subscriber()
         self._all_exported()
+        self._same_room()
+        self._aged()
         for key in sorted(world.bucket.harmed):
             world.bucket.upload_again(key)
         ended = ingest_run(world.bucket, world.table, world.cloud_random, retry_quarantined=True)

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 DEVICES = 3
-FAMILIES = ("safe", "plain", "both", "ring", "memory", "kin", "live")
+FAMILIES = ("safe", "plain", "both", "ring", "memory", "kin", "live", "aged")
 
 
 class Step(NamedTuple):
@@ -45,6 +45,8 @@ WORDS = {
     "full": "the disk is full: {0}",
     "clock": "the wall clock jumps by {0:.0f} s",
     "revoke": "a reload takes the rights of device {0} on {1}, or gives them back",
+    "purge": "a client purges the stream both",
+    "fill": "a client fills the stream exact with {0} messages, or purges it",
     "update": "a reload changes the limits of the stream ring, and an export",
     "passwords": "a reload changes the password of device {0}",
     "ingest": "an ingest run",
@@ -66,6 +68,7 @@ class Plan:
     threads: int
     v5: list[bool]
     lying: bool
+    cuts: bool  # whether the power is ever cut: without, more is promised
     steps: list[Step] = field(default_factory=list)
 
 
@@ -83,6 +86,7 @@ def draw(seed: int, steps: int = 60) -> Plan:
         threads=random.choice((1, 2, 5)),
         v5=[random.random() < 0.5 for _ in range(DEVICES)],
         lying=random.random() < 0.05,
+        cuts=random.random() < 0.65,
     )
     # A world has a few kinds of trouble, so that each happens often in some worlds.
     troubles = [name for name in TROUBLES if random.random() < 0.4]
@@ -94,27 +98,27 @@ def draw(seed: int, steps: int = 60) -> Plan:
         else:
             plan.steps.append(_trouble(random, random.choices(troubles, weights)[0], wait, plan))
         if random.random() < 0.16:
-            plan.steps.append(_crash(random, wait))
+            plan.steps.append(_crash(random, plan))
     return plan
 
 
 TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
     "syncs": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6, "ingest": 2,
-    "harm": 0.5, "lie": 1,
+    "purge": 2, "fill": 3, "harm": 0.5, "lie": 1,
 }  # fmt: skip
 
 
 def _publish(random: Random, wait: float) -> Step:
     number = random.choice((1, 2, 5, 20, 60, 150))
-    family = random.choices(FAMILIES, (6, 5, 3, 3, 1, 3, 2))[0]
+    family = random.choices(FAMILIES, (6, 5, 3, 3, 1, 3, 2, 1))[0]
     return Step(
         "publish", (random.randrange(DEVICES), number, family, random.choice((0, 1, 1, 1, 2, 2))), wait
     )
 
 
-def _crash(random: Random, wait: float) -> Step:
-    what = random.choice(("kill", "kill", "cut"))
+def _crash(random: Random, plan: Plan) -> Step:
+    what = random.choice(("kill", "kill", "cut") if plan.cuts else ("kill",))
     if random.random() < 0.6:
         return Step(what, (random.choice((0, 1, 2, 3, 5, 9, 20, 60)), "calls of the system later"), 0.3)
     return Step(what, (round(random.random() * random.choice((0.002, 0.05, 0.5)), 6), "s later"), 0.3)
@@ -143,6 +147,8 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
             return Step(what, (random.choice((-1, 1)) * random.choice((1, 60, 86_400 * 400)),), wait)
         case "append":
             return Step(what, (random.choice((1, 3, 10)), random.random() < 0.5), wait)
+        case "fill":
+            return Step(what, (random.choice((0, 3, 12)),), wait)
         case "harm":
             return Step(what, (random.choice(("delete", "damage", "tear")),), wait)
         case _:

@@ -214,6 +214,7 @@ class Appender(Client):
         self._sent: set[str] = set()
         self._requests = 0
         self.refusals: list[str] = []
+        self._asked: dict[str, Callable[[dict[str, Any]], object]] = {}
 
     def append(self, number: int, *, again: bool) -> None:
         for _ in range(number):
@@ -224,12 +225,22 @@ class Appender(Client):
             self.open[f"r{self._requests}"] = one
         self._pump()
 
+    def ask(self, operation: str, body: dict[str, Any], done: Callable[[dict[str, Any]], object]) -> None:
+        """Make a request; `done` gets the reply, if one comes before the connection ends."""
+        if self.connected:
+            self._requests += 1
+            request = f"q{self._requests}"
+            self._asked[request] = done
+            data = json.dumps(body | {"requestId": request}).encode()
+            self.send(PUBLISH, 0, _text(f"streambridge/appender/{operation}") + data)
+
     @property
     def idle(self) -> bool:
         return not self.open
 
     def ready(self) -> None:
         self._sent.clear()
+        self._asked.clear()
         self._pump()
 
     def _pump(self) -> None:
@@ -252,6 +263,9 @@ class Appender(Client):
         at = 2 + int.from_bytes(packet.body[:2], "big")
         qos = packet.flags >> 1 & 3
         answer = json.loads(packet.body[at + (2 if qos else 0) :])
+        done = self._asked.pop(str(answer.get("requestId")), None)
+        if done is not None:
+            done(answer)
         one = self.open.pop(str(answer.get("requestId")), None)
         if one is None:
             return

@@ -26,7 +26,7 @@ from .boundary import MACHINE
 from .clients import ADDRESS, Device, Subscriber
 from .disk import Disk
 from .kernel import Kernel, Process
-from .plan import DEVICES, Plan
+from .plan import DEVICES, FAMILIES, Plan
 
 WALL = 1_790_000_000.0
 QUIET = 120.0  # s of simulated time in which everything must settle
@@ -128,11 +128,7 @@ class World:
         plan = self.plan
         rules = []
         for n in range(DEVICES):
-            topics = [
-                f"{family}/#"
-                for family in ("safe", "plain", "both", "ring", "memory", "kin", "live")
-                if (n, family) not in self.revoked
-            ]
+            topics = [f"{family}/#" for family in FAMILIES if (n, family) not in self.revoked]
             rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(topics)}\nsubscribe = []\n')
         s3 = (
             f'bucket = "landing"\ntime_hint_millis = {self.linger}\nsize_hint_bytes = {plan.batch}\n'
@@ -152,8 +148,9 @@ allow_anonymous = true
 {"".join(rules)}
 [[mqtt.acl]]
 user = ""
-publish = ["streambridge/%c/#", "streams/ids"]
+publish = ["streambridge/%c/#", "streams/ids", "streams/exact"]
 subscribe = ["live/#"]
+manage = ["streams/both", "streams/exact"]
 [export]
 threads = {plan.threads}
 plugin_dirs = []
@@ -199,10 +196,18 @@ identifier = "kinesis"
 kinesis_stream_name = "out"
 batch_size = {1 + plan.seed % 20}
 dead_letter_stream = "dead"
+[streams.aged]
+topics = ["aged/#"]
+{small}
+limits = {{ max_age = "4s" }}
 [streams.dead]
 flush_on_write = true
 max_size = 2048
 segment_size = 1024
+[streams.exact]
+flush_on_write = {"true" if plan.seed % 2 else "false"}
+{small}
+limits = {{ max_messages = 25, max_bytes = 2000, discard = "new" }}
 [streams.ids]
 deduplication_window = "10m"
 flush_on_write = {"false" if plan.seed % 3 else "true"}
@@ -305,6 +310,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         self.start()
         for client in self.clients:
             client.start()
+        self.checks.fresh_room()
         for step in self.plan.steps:
             self.ensure()
             self.tell(f"{step.words()}")
@@ -360,6 +366,16 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
 
     def _do_append(self, number: int, again: bool) -> None:
         self.appender.append(number, again=again)
+
+    def _do_purge(self) -> None:
+        self.checks.purge_both()
+
+    def _do_fill(self, number: int) -> None:
+        if not number:
+            self.appender.ask("purgeMessageStream", {"name": "exact"}, lambda _: None)
+        for _ in range(number):
+            body = {"name": "exact", "payload": "A" * self.random.choice((40, 100, 400))}
+            self.appender.ask("appendMessage", body, lambda _: None)
 
     def _do_drop(self, device: int) -> None:
         self.devices[device].drop()
