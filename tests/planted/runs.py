@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from queue import SimpleQueue
 
 from .defects import ROOT, Defect
 
@@ -50,6 +51,11 @@ REACH = {
 
 
 REACHED = Path(__file__).with_name("reach.json")
+
+
+_processors: SimpleQueue[int] = SimpleQueue()
+for _each in sorted(os.sched_getaffinity(0)):
+    _processors.put(_each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +110,17 @@ def by_simulation(defect: Defect, seed: int) -> Found:
 
 
 def simulate(place: Path, seed: int) -> Found:
-    """Run the simulation in a tree; what it says when it finds something is its last line."""
+    """Run the simulation in a tree; what counts of what it says is the error, at its end."""
+    processor = _processors.get()  # it uses one of those that it may use: each gets its own
     began = time.monotonic()
-    status, said = _run([sys.executable, *SIMULATION, str(seed)], place, SIMULATION_LIMIT)
+    try:
+        command = ["taskset", "--cpu-list", str(processor), sys.executable, *SIMULATION, str(seed)]
+        status, said = _run(command, place, SIMULATION_LIMIT)
+    finally:
+        _processors.put(processor)
     lines = [line for line in said.splitlines() if line.strip()]
-    return Found((lines or ["it failed"])[-1].strip() if status else "", time.monotonic() - began)
+    error = next((line for line in reversed(lines) if "Error" in line), (lines or ["it failed"])[-1])
+    return Found(error.strip()[:300] if status else "", time.monotonic() - began)
 
 
 def reached() -> dict[str, list[str]]:
