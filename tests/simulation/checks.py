@@ -75,6 +75,10 @@ class Checks:
         store = world.bucket.store
 
         def noted(key: str, body: bytes, what: str, metadata: Any = None) -> str:
+            before = world.bucket.objects.get(key)
+            known = what == "put" and before is not None and key not in world.bucket.harmed and parse_key(key)
+            if known and gzip.decompress(before.body) != gzip.decompress(body):
+                self.broken(f"the object {key} was overwritten with other rows")
             etag = store(key, body, what, metadata)
             if what == "put":
                 self._object(key, body)
@@ -100,8 +104,13 @@ class Checks:
 
     @property
     def lied(self) -> bool:
-        """Whether the power was cut after syncs that did nothing: then little is promised."""
-        return any(begin < cut for begin, _ in self.world.lies for cut in self.world.cuts)
+        """Whether the power was cut after syncs that did nothing, or an old copy came back.
+
+        Little is promised then.
+        """
+        return self.world.restored or any(
+            begin < cut for begin, _ in self.world.lies for cut in self.world.cuts
+        )
 
     def flushed(self, stream: str) -> bool:
         """Whether a stream syncs before it acknowledges."""

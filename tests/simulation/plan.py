@@ -43,6 +43,8 @@ WORDS = {
     "syncs": "the next {0} syncs fail",
     "lie": "syncs do nothing: {0}",
     "full": "the disk is full: {0}",
+    "backup": "the data directory is copied",
+    "restore": "the service is killed, and its data directory is what was copied",
     "clock": "the wall clock jumps by {0:.0f} s",
     "revoke": "a reload takes the rights of device {0} on {1}, or gives them back",
     "purge": "a client purges the stream both",
@@ -68,6 +70,7 @@ class Plan:
     threads: int
     v5: list[bool]
     lying: bool
+    restored: bool  # whether an old copy of the data directory comes back
     cuts: bool  # whether the power is ever cut: without, more is promised
     steps: list[Step] = field(default_factory=list)
 
@@ -86,6 +89,7 @@ def draw(seed: int, steps: int = 60) -> Plan:
         threads=random.choice((1, 2, 5)),
         v5=[random.random() < 0.5 for _ in range(DEVICES)],
         lying=random.random() < 0.05,
+        restored=random.random() < 0.05,
         cuts=random.random() < 0.65,
     )
     # A world has a few kinds of trouble, so that each happens often in some worlds.
@@ -99,6 +103,10 @@ def draw(seed: int, steps: int = 60) -> Plan:
             plan.steps.append(_trouble(random, random.choices(troubles, weights)[0], wait, plan))
         if random.random() < 0.16:
             plan.steps.append(_crash(random, plan))
+    if plan.restored:
+        first, second = sorted(random.sample(range(len(plan.steps)), 2))
+        plan.steps.insert(second, Step("restore", (), 0.3))
+        plan.steps.insert(first, Step("backup", (), 0.0))
     return plan
 
 

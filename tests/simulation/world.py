@@ -82,6 +82,8 @@ class World:
         self.stops: list[float] = []
         self.sync_failures: list[float] = []
         self.lies: list[tuple[float, float]] = []  # from and to
+        self.backup: Any = None
+        self.restored = False
         self.revoked: dict[tuple[int, str], float] = {}
         self.passwords = [0] * DEVICES
         self.ring = plan.ring
@@ -452,6 +454,16 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
 
     def _do_full(self, on: bool) -> None:
         self.disk.full = on
+
+    def _do_backup(self) -> None:
+        self.backup = self.disk.copy()
+
+    def _do_restore(self) -> None:
+        if self.backup is not None:
+            assert self.process is not None
+            self.kernel.kill(self.process, -9)
+            self.disk.restore(self.backup)
+            self.restored = True
 
     def _do_clock(self, seconds: float) -> None:
         MACHINE.wall += seconds
