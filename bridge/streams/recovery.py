@@ -17,6 +17,7 @@ The record of drops is checked too. A damaged one is quarantined and rewritten w
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,9 +102,11 @@ def examine(
         last = min(claimed.next - 1, MAX_SEQUENCE)  # its header may be what is damaged
         lost.append((claimed.base, last))
         index.next = last + 1
-    if header_ok and end == size and not holes:
+    # Damage among dropped messages loses nothing, but a reader does not get past it.
+    whole = all(a == b for (_, a), (b, _) in pairwise([(0, HEADER.size), *spans]))
+    if header_ok and whole and end == size and not holes:
         return Examined(index.summary(size), [Damage(path, "what followed it is gone", lost)] if lost else [])
-    if header_ok and not lost:
+    if header_ok and whole and not lost:
         tail = data[end : segment.written_end(data, end, pattern)]
         kept = not tail or keep_tail(files, directory, base, end, tail)
         fd = files.open(path, os.O_RDWR)

@@ -237,6 +237,23 @@ def test_a_damaged_frame_at_the_front_does_not_stop_the_limits(house: House, lim
     run(work())
 
 
+def test_messages_behind_damage_among_dropped_ones_can_be_read_after_a_start(house: House) -> None:
+    async def work() -> None:
+        async with house.stream() as stream:
+            for n in range(10):
+                await put(stream, b"%02d" % n * 50)
+            stream.drop_upto(8, DropReason.LIMITS)
+            await stream.idle()
+        (path,) = house.directory().glob("*.seg")
+        data = path.read_bytes()
+        lost = data.index(b"02" * 50) - 60  # in the middle of a frame that is not needed any more
+        path.write_bytes(data[:lost] + bytes(120) + data[lost + 120 :])
+        async with house.stream() as stream:
+            assert payloads(stream) == [b"08" * 50, b"09" * 50]
+
+    run(work())
+
+
 def test_a_full_stream_whose_space_the_disk_refuses_to_free_is_reported_as_full(house: House) -> None:
     async def work() -> None:
         house.files = files = Selective()
