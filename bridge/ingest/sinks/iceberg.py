@@ -9,6 +9,7 @@ the catalog refuses a commit on top of an outdated snapshot, and that separates 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
@@ -26,6 +27,7 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.snapshots import Operation, Snapshot
+from pyiceberg.table.update.snapshot import ExpireSnapshots
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
@@ -43,6 +45,16 @@ from bridge.ingest.sinks.base import (
     check,
     differences,
     state_of,
+)
+from bridge.ingest.sinks.history import (
+    MERGING,
+    READERS,
+    delete,
+    metadata_log,
+    obsolete,
+    record,
+    sweep,
+    unfinished,
 )
 from bridge.ingest.sinks.snapshots import (
     POINTER,
@@ -70,7 +82,10 @@ PROPERTIES = {"format-version": "2", "write.parquet.compression-codec": "zstd"}
 
 
 class IcebergSink:
-    """One table of a catalog. `schema` and `state_at` are used when the table is created."""
+    """One table of a catalog. `schema` and `state_at` are used when the table is created.
+
+    Commits drop no version of the table that was current within the time `keep`.
+    """
 
     def __init__(
         self,
@@ -79,9 +94,10 @@ class IcebergSink:
         state_at: str | None = None,
         endpoint: str | None = None,
         schema: pa.Schema = MESSAGES,
+        keep: timedelta = READERS,
     ) -> None:
         self.catalog, self.identifier, self.endpoint = catalog, identifier, endpoint
-        self.schema = schema
+        self.schema, self.keep = schema, keep
         self._state_at = state_at
 
     @property
@@ -172,7 +188,7 @@ class IcebergSink:
                 "and DROP the others; you can add these again later), or use a new table"
             )
         update = {
-            "properties": {**table.metadata.properties, "commit.retry.num-retries": "0"},
+            "properties": {**MERGING, **table.metadata.properties, "commit.retry.num-retries": "0"},
             "default_spec_id": max(days),
         }
         table.metadata = table.metadata.model_copy(update=update)
@@ -218,13 +234,21 @@ class IcebergSink:
                 raise CommitConflict(f"{self.name}: another run committed first")
             check(self.name, _differences(table, self.schema))
             self._ready(table)
-            pointer = {POINTER: str(version)}
+            pointer, now = {POINTER: str(version)}, time.time_ns() // 1_000_000
+            gone = obsolete(table, previous, self.keep, now)
+            if gone:
+                delete(table, unfinished(table))
+            summary = pointer | record(gone)
             with suppress(CommitFailedException):
                 with table.transaction() as change:
-                    with change.update_snapshot(snapshot_properties=pointer).fast_append() as append:
+                    with change.update_snapshot(snapshot_properties=summary).merge_append() as append:
                         for file in files:
                             append.append_data_file(data_file(table, file))
-                    change.set_properties(pointer)
+                    change.set_properties(pointer | metadata_log(table, self.keep, now))
+                    if gone:
+                        ids = [snapshot.snapshot_id for snapshot in gone]
+                        ExpireSnapshots(change).by_ids(ids).commit()
+                delete(table, [snapshot.manifest_list for snapshot in gone])
                 return
 
     def files(self) -> list[LiveFile]:
@@ -302,6 +326,7 @@ class IcebergSink:
                     used.update(live_file(table, entry).path for entry in entries)
         store = StorageLocation(table.location(), self.endpoint).open()
         limit = before.timestamp() * 1000
+        sweep(table, store, limit)
         return store.sweep("data/", "", used, limit)
 
     def read(self, columns: Sequence[str] | None = None, limit: int | None = None) -> Any:
