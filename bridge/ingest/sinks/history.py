@@ -23,11 +23,12 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pyiceberg.manifest import read_manifest_list
+from pyiceberg.table.update.snapshot import ExpireSnapshots
 
 from bridge.ingest.sinks.snapshots import ancestry, state_version
 
 if TYPE_CHECKING:
-    from pyiceberg.table import Table
+    from pyiceberg.table import Table, Transaction
     from pyiceberg.table.snapshots import Snapshot
 
     from bridge.ingest.store import ObjectStore
@@ -36,7 +37,7 @@ EXPIRED = "streambridge.expired"  # in the summary of a snapshot: manifest lists
 LEAST, MOST = 30, 100  # snapshots dropped in one commit; an older version may have left thousands
 READERS = timedelta(hours=1)
 WEEK_MS, DAY_MS = 7 * 24 * 3600 * 1000, 24 * 3600 * 1000
-LOG = 100  # earlier metadata files that a table keeps, in steps of so many
+LOG = 25  # earlier metadata files that a table keeps, in steps of so many
 DELETE_METADATA = "write.metadata.delete-after-commit.enabled"
 METADATA_LOG = "write.metadata.previous-versions-max"
 # Few entries are rewritten at a time: pyiceberg takes tens of us for each. These are not stored in the table,
@@ -76,6 +77,17 @@ def obsolete(table: Table, previous: int | None, keep: timedelta, now: int) -> l
             gone.append(snapshot)
     gone = [snapshot for snapshot in gone if snapshot.snapshot_id not in heads]
     return gone[:MOST] if len(gone) >= LEAST else []
+
+
+class Drop(ExpireSnapshots):
+    """Drops snapshots in a transaction; never heads of branches, nor what is tagged.
+
+    `by_ids` does the same, but copies all of the table's metadata twice for each snapshot.
+    """
+
+    def __init__(self, transaction: Transaction, gone: Iterable[Snapshot]) -> None:
+        super().__init__(transaction)
+        self._snapshot_ids_to_expire = {snapshot.snapshot_id for snapshot in gone}
 
 
 def record(gone: Iterable[Snapshot]) -> dict[str, str]:

@@ -27,7 +27,6 @@ from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table.name_mapping import NameMapping
 from pyiceberg.table.snapshots import Operation, Snapshot
-from pyiceberg.table.update.snapshot import ExpireSnapshots
 from pyiceberg.transforms import DayTransform
 from pyiceberg.typedef import Record
 
@@ -49,6 +48,7 @@ from bridge.ingest.sinks.base import (
 from bridge.ingest.sinks.history import (
     MERGING,
     READERS,
+    Drop,
     delete,
     metadata_log,
     obsolete,
@@ -246,8 +246,7 @@ class IcebergSink:
                             append.append_data_file(data_file(table, file))
                     change.set_properties(pointer | metadata_log(table, self.keep, now))
                     if gone:
-                        ids = [snapshot.snapshot_id for snapshot in gone]
-                        ExpireSnapshots(change).by_ids(ids).commit()
+                        Drop(change, gone).commit()
                 delete(table, [snapshot.manifest_list for snapshot in gone])
                 return
 
