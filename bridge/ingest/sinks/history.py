@@ -45,7 +45,7 @@ METADATA_LOG = "write.metadata.previous-versions-max"
 MERGING = {
     "commit.manifest-merge.enabled": "true",
     "commit.manifest.min-count-to-merge": "30",
-    "commit.manifest.target-size-bytes": str(128 << 10),
+    "commit.manifest.target-size-bytes": str(64 << 10),
 }
 
 
