@@ -129,6 +129,10 @@ class StorageFailed(StreamError):
     """Raised when a write or a sync failed; nothing of that group was acknowledged."""
 
 
+class JournalFailed(StorageFailed):
+    """Raised when a message is not stored because the journal of sessions cannot be written."""
+
+
 class CorruptData(StreamError):
     """Raised when stored bytes fail their check; they are never returned as data."""
 

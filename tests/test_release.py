@@ -32,6 +32,12 @@ def tree(tmp_path: Path) -> Path:
     """A clone whose commit has the tag of its version, and no other."""
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", "--no-tags", CHECKOUT, clone], check=True)
+    changelog = clone / "CHANGELOG.md"
+    text = changelog.read_text()
+    released = re.sub(r"\n## \[?Unreleased\]?\n.*?(?=\n## \[)", "", text, flags=re.DOTALL)
+    if released != text:
+        changelog.write_text(released)
+        git(clone, "commit", "--all", "--message", "leave out what is not released")
     git(clone, "tag", f"v{version(clone)}")
     return clone
 

@@ -160,7 +160,7 @@ def test_a_report_from_before_a_redefinition_frees_nothing(recorder: Path) -> No
                 gateway.update("a", {"recorder": [{**config, "startSequenceNumber": start}]}, **SMALL)
                 while len(numbers(out)) < sent + first + 40 - start:
                     await asyncio.sleep(0)
-                    gateway.manager.refresh()
+                    await gateway.manager.refresh()
                     upto = stream.exported_upto
                     assert upto is not None
                     assert upto <= max([start - 1, *numbers(out)[sent:]]) + 1, "more than it has sent"

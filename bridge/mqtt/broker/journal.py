@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bridge.errors import StorageFailed
+from bridge.errors import JournalFailed
 from bridge.mqtt.broker.journalfile import JournalFile
 from bridge.mqtt.broker.records import (
     Any_,
@@ -161,7 +161,7 @@ class Journal:
     def search_from_here(self, stream: Stream) -> None:
         """From here on QoS 2 ids are looked for in a stream at the next start.
 
-        Raises StorageFailed: a message that is stored now could not be found, and would be stored twice.
+        Raises JournalFailed: a message that is stored now could not be found, and would be stored twice.
         """
         self.replay_points[stream.name] = ReplayPoint(stream.next_sequence)
         try:
@@ -169,7 +169,7 @@ class Journal:
             self._file.add_at_once(_encoder.encode(Marked(stream.name, stream.next_sequence)))
         except OSError as error:
             del self.replay_points[stream.name]
-            raise StorageFailed(f"{self._path}: {error}; QoS 2 messages need it") from error
+            raise JournalFailed(f"{self._path}: {error}; QoS 2 messages need it") from error
 
     def settled_in(self, places: Iterable[tuple[Stream, int]], owner: object) -> None:
         """The journal has the ids of the QoS 2 messages that streams hold under these numbers."""

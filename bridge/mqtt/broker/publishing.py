@@ -20,10 +20,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from bridge.errors import (
+    JournalFailed,
     MessageTooLarge,
     NoStream,
     RetainedFull,
-    StorageFailed,
     StreamBridgeError,
     StreamError,
     Unauthorized,
@@ -138,7 +138,7 @@ class Publisher:
         if not packet.qos:
             self._counts[f"dropped_{kind}"] += 1
             self._reports.not_stored(line.name, kind, error)
-        elif line.level == V5 and not isinstance(error, StorageFailed):
+        elif line.level == V5 and not isinstance(error, JournalFailed):
             self._counts[f"rejected_{kind}"] += 1
             self._reports.not_stored(line.name, kind, error)
             batch.acks += answers.ack(PUBACK if packet.qos == 1 else PUBREC, packet.packet_id, reason)
