@@ -575,6 +575,7 @@ class Checks:
             for message in device.messages:
                 if (
                     message.topic.startswith("live/")
+                    and (message.qos == 1 or len(world.starts) == 1)  # see docs/proof.md
                     and message.acked is not None
                     and message.sent[0] > subscriber.subscribed_at + 0.1
                     and not got[message.payload]
