@@ -103,6 +103,16 @@ class Checks:
     # -- when a loss is allowed
 
     @property
+    def losses(self) -> list[float]:
+        """When what was not synced may have been lost: at power cuts, and at starts after a failed sync.
+
+        Such a start reads what is on the disk (docs/guarantees.md: "reported if that fails too").
+        """
+        world = self.world
+        first = min(world.sync_failures, default=float("inf"))
+        return sorted([*world.cuts, *(at for at in world.starts if at > first)])
+
+    @property
     def lied(self) -> bool:
         """Whether the power was cut after syncs that did nothing, or an old copy came back.
 
@@ -129,7 +139,7 @@ class Checks:
         if self.flushed(stream):
             return False
         calm = world.plan.sync_interval / 1000 + SLACK
-        for cut in world.cuts:
+        for cut in self.losses:
             if cut <= at - ON_THE_WAY:
                 continue
             if self._longest_calm(at, cut) < calm:
@@ -231,7 +241,7 @@ class Checks:
                 if self._message(payload) is None:
                     self.broken(f"{name}: number {number} was never sent: {payload!r}")
             return
-        seen, cuts = self.seen[name], self.world.cuts
+        seen, cuts = self.seen[name], self.losses
         before = -1
         for number, _topic, payload in rows:
             if number <= before:
@@ -273,7 +283,7 @@ class Checks:
             times[payload] += 1
             if times[payload] == 1:
                 # A power cut may take an unsynced message and leave a later one.
-                again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.world.cuts)
+                again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.losses)
                 # A start cannot find the id of a message that a limit has dropped by then.
                 again |= name == "ring" and message.qos == 2
                 if newest.get(message.client, -1) > message.number and not (again and len(message.sent) > 1):
@@ -289,9 +299,7 @@ class Checks:
                     f"{len(message.sent)} times"
                 )
             elif (
-                message.qos == 2
-                and name != "ring"
-                and not any(cut > message.sent[0] for cut in self.world.cuts)
+                message.qos == 2 and name != "ring" and not any(cut > message.sent[0] for cut in self.losses)
             ):
                 self.broken(f"{name}: QoS 2: {payload!r} is there twice")
 
@@ -467,7 +475,7 @@ class Checks:
             self.broken(f"the table: {error}")
 
     def _lost_at_gateway(self, stream: Any, number: int) -> bool:
-        return stream.stream == "ring" or (bool(self.world.cuts) and number not in self.seen[stream.stream])
+        return stream.stream == "ring" or (bool(self.losses) and number not in self.seen[stream.stream])
 
     # -- the end
 

@@ -233,6 +233,8 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         from . import product
 
         self.starts.append(self.kernel.now)
+        if self.sync_failures:
+            self.checks.after_cut()
         self._lines.clear()
         process = self.process = self.kernel.spawn("gateway")
         process.at_exit.append(lambda: boundary.close_all(process))
