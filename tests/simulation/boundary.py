@@ -176,31 +176,21 @@ def _rename(source: Any, target: Any, **more: Any) -> None:
     MACHINE.disk.do_rename(_path(source), _path(target))
 
 
-def _unlink(path: Any, *, dir_fd: int | None = None) -> None:
-    if dir_fd is not None or not _ours(path):
-        REAL["unlink"](path, dir_fd=dir_fd)
-        return
-    _alive("unlink")
-    assert MACHINE.disk is not None
-    MACHINE.disk.do_unlink(_path(path))
+def _named(name: str) -> Callable[..., None]:
+    """The call of this name, which takes a path, and perhaps a mode."""
+    real = REAL[name]
+
+    def call(path: Any, *mode: int, dir_fd: int | None = None, **more: int) -> None:
+        if dir_fd is not None or not _ours(path):
+            real(path, *mode, dir_fd=dir_fd, **more)
+            return
+        _alive(name)
+        getattr(MACHINE.disk, f"do_{name}")(_path(path), *mode, **more)
+
+    return call
 
 
-def _mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-    if dir_fd is not None or not _ours(path):
-        REAL["mkdir"](path, mode, dir_fd=dir_fd)
-        return
-    _alive("mkdir")
-    assert MACHINE.disk is not None
-    MACHINE.disk.do_mkdir(_path(path), mode)
-
-
-def _rmdir(path: Any, *, dir_fd: int | None = None) -> None:
-    if dir_fd is not None or not _ours(path):
-        REAL["rmdir"](path, dir_fd=dir_fd)
-        return
-    _alive("rmdir")
-    assert MACHINE.disk is not None
-    MACHINE.disk.do_rmdir(_path(path))
+_unlink, _mkdir, _rmdir = _named("unlink"), _named("mkdir"), _named("rmdir")
 
 
 def _symlink(source: Any, target: Any, *more: Any, **others: Any) -> None:

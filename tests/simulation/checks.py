@@ -65,13 +65,10 @@ class Checks:
         self.cloud = CloudCheck(world.bucket, world.table, self.appended)
         self._known: dict[bytes, Message] = {}
         self._known_of: dict[str, int] = defaultdict(int)
-        self._read_log = 0
-        self._allowed: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
         self._ingest_depth = 0
         self._purged_upto = 0  # of the stream both, as a reply has said
         self._purging: set[bytes] = set()  # what may be gone because of a purge
         self._room = 0  # how many messages of one size the stream exact has room for
-        self._bodies: dict[tuple[str, str], bytes] = {}
         store = world.bucket.store
 
         def noted(key: str, body: bytes, what: str, metadata: Any = None) -> str:
@@ -223,9 +220,6 @@ class Checks:
             self._stream(name, rows)
             self.now[name] = rows
 
-    def after_stop(self) -> None:
-        """The service has been stopped."""
-
     def after_cut(self) -> None:
         """Numbers whose messages may have been lost may be used again, unless they were exported."""
         for name in ("plain", "both", "ring", "memory", "aged", "ids"):
@@ -309,9 +303,6 @@ class Checks:
         taken = self.world.revoked.get((device, message.topic.partition("/")[0]))
         if taken and message.sent and message.sent[0] > taken + 0.01:
             self.broken(f"{name}: {message.client} sent {message.payload!r} after it had lost the right to")
-
-    def given_back(self, key: tuple[int, str]) -> None:
-        """A device has its right again."""
 
     def password_changed(self, device: Device) -> None:
         """A reload has changed a password: the old connection must end, and the old password open none."""

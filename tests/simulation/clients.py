@@ -8,7 +8,6 @@ back (MQTT 3.1.1 section 4.4). It notes what it sent on which connection, and wh
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
@@ -96,13 +95,11 @@ class Client:
         self.link: Link | None = None
         self.connected = False
         self.away = True  # stays away until `start`
-        self.refused_at: float | None = None
         self._buffer = bytearray()
         self._pid = 0
         self._attempts = 0
         self.connections = 0
         self.session_present = False
-        self.on_connected: Callable[[], None] | None = None
 
     def start(self) -> None:
         if self.away:
@@ -172,7 +169,6 @@ class Client:
         for packet in _packets(self._buffer):
             if packet.kind == CONNACK:
                 if packet.body[1]:
-                    self.refused_at = self.kernel.now
                     assert self.link is not None
                     self.link.close()
                     self._lost()
@@ -212,7 +208,6 @@ class Device(Client):
         self.queue: deque[Message] = deque()
         self.flying: dict[int, Message] = {}  # by packet id, in order
         self.messages: list[Message] = []
-        self.forgotten = 0
 
     def publish(self, topic: str, payload: bytes, qos: int) -> Message:
         message = Message(self.name, len(self.messages), topic, payload, qos)

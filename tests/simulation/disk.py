@@ -136,9 +136,6 @@ class Disk:
 
     # -- where a path leads to
 
-    def has(self, path: object) -> bool:
-        return isinstance(path, str) and path.startswith(self.root)
-
     def _parent(self, path: str) -> tuple[Dir, str]:
         parts = path[self._skip :].rstrip("/").split("/")
         found = self.top

@@ -422,15 +422,12 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         if process.status == 0:
             self.tell("the service has stopped")
             self.stops.append(process.died)
-            self.checks.after_stop()
 
     def _do_worker(self, after: float, unit: str) -> None:
-        for thread in self.kernel_threads("worker"):
-            thread.process.calls_left = int(after)
-            break
-
-    def kernel_threads(self, name: str) -> list[Any]:
-        return [process.threads[0] for process in boundary.CHILDREN if not process.dead and process.threads]
+        for process in boundary.CHILDREN:
+            if not process.dead and process.threads:
+                process.calls_left = int(after)
+                break
 
     def _do_link(self, down: bool) -> None:
         self.bucket.down = self.kinesis.down = down
@@ -478,7 +475,6 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             if self.process is not None and not self.process.dead:
                 self.revoked[key] = self.kernel.now
         else:
-            self.checks.given_back(key)
             self.reload()
 
     def _do_passwords(self, device: int) -> None:
