@@ -34,6 +34,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "operations": (),
     "export": ("--rounds", "1", "--seconds", "15"),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
+    "ingest_tables": (),
+    "latency": (),
     "scale": (),
     "scale_ingest": (),
 }

@@ -39,10 +39,10 @@ import psutil
 from benchmarks.ingest_data import PAYLOAD, make, objects
 from bridge.ingest.job import run
 from bridge.ingest.planner import Inventory, RoundLimits, plan
-from bridge.ingest.ranges import Ranges
 from bridge.ingest.session import open_session
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
+from bridge.ranges import Ranges
 
 MOTO = """
 import sys

@@ -74,11 +74,23 @@ def data_key(
 
     `ingest_ms` is the ingest time of message `first`, Unix time in ms.
     """
+    return f"{hour_prefix(gateway, stream, epoch, ingest_ms)}{first:020d}-{last:020d}.{extension}"
+
+
+def folder_prefix(gateway: str) -> str:
+    """The prefix of all data objects of a gateway, relative to that of the export."""
+    return f"gateway={escape(gateway)}/"
+
+
+def epoch_prefix(gateway: str, stream: str, epoch: int) -> str:
+    """The prefix of all data objects of one stream."""
+    return f"{folder_prefix(gateway)}stream={escape(stream)}/epoch={epoch}/"
+
+
+def hour_prefix(gateway: str, stream: str, epoch: int, ingest_ms: int) -> str:
+    """The prefix of those data objects whose first message came in the same hour."""
     when = datetime.fromtimestamp(ingest_ms / 1000, UTC)
-    return (
-        f"gateway={escape(gateway)}/stream={escape(stream)}/epoch={epoch}"
-        f"/date={when:%Y-%m-%d}/hour={when:%H}/{first:020d}-{last:020d}.{extension}"
-    )
+    return f"{epoch_prefix(gateway, stream, epoch)}date={when:%Y-%m-%d}/hour={when:%H}/"
 
 
 def report_key(gateway: str) -> str:

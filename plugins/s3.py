@@ -16,6 +16,7 @@ objects are overwritten. Formats:
 An object is due at `sizeHintBytes` of payload and topics or when its first message is
 `timeHintMillis` old, whichever comes first. After uploads, and after messages were dropped before their
 upload, the gateway report is written, at most every `reportIntervalMillis` (see `bridge.plugin.reports`).
+While a backlog goes out, it is written once a minute.
 When an export is deleted, the report is written once more without it if the link is up; otherwise the
 next report omits it.
 """
@@ -61,6 +62,7 @@ from bridge.plugin.aws import Body, error_code, failure
 from bridge.plugin.reports import gateway_report
 
 AGAIN = 0.2  # seconds
+BUSY_REPORT = 60.0  # seconds between gateway reports, at least, while a backlog goes out
 CHUNK = 1000  # rows
 DIGEST = "rows-sha256"  # the key in an object's metadata
 ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -117,6 +119,7 @@ class S3Exporter(Exporter):
         # When the last upload or drop was settled: an older report does not have it. `inf`: not settled yet;
         # also at the start, because the previous worker may have died before it wrote a report.
         self._settled_at = math.inf
+        self._busy_since = context.monotonic()
 
     @classmethod
     def check(cls, config: S3Config) -> None:
@@ -149,6 +152,7 @@ class S3Exporter(Exporter):
                 raise failure(error, doing) from error
             self._compare(key, body, digest)
         self._settled_at = math.inf
+        self._report_while_busy()
         return ACCEPTED
 
     def _key(self, batch: Batch) -> str:
@@ -234,6 +238,22 @@ class S3Exporter(Exporter):
                 return AGAIN
             self._write_report(exports)
         return None
+
+    def _report_while_busy(self) -> None:
+        """Write the gateway report while a backlog goes out: `idle` is not called before it is gone.
+
+        The report does not have the batch of now yet. Readers look for new objects where it says so.
+        """
+        now = self.context.monotonic()
+        every = max(BUSY_REPORT, self.config.report_interval_millis / 1000)
+        with _reports_lock:
+            if now - max(self._busy_since, self._written.get(self._destination, -math.inf)) < every:
+                return
+            self._busy_since = now  # also if it fails: `idle` tries again, and reports the error
+            try:
+                self._write_report(self.context.exports())
+            except (Retry, Stopped) as error:
+                self.context.log.warning("the gateway report is not up to date: %s", error)
 
     def close(self) -> None:
         with _reports_lock:

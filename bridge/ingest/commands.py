@@ -20,6 +20,7 @@ import typer
 
 from bridge.ingest.console import (
     EXIT_DIFFERS,
+    EXIT_LATE,
     EXIT_MISSING,
     EXIT_NOTHING,
     EXIT_QUARANTINED,
@@ -32,17 +33,21 @@ from bridge.ingest.console import (
     stop,
 )
 from bridge.ingest.errors import BadOption, CommitConflict
-from bridge.ingest.options import Json, Source, Spark, spark, table, takes
+from bridge.ingest.listing import DAY
+from bridge.ingest.options import Json, Source, Spark, Typed, spark, table, takes, typed
 from bridge.ingest.planner import RoundLimits
 from bridge.ingest.session import PACKAGES, require, require_java
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_existing, open_sink
+from bridge.printable import printable
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from bridge.ingest.refine import Refined
     from bridge.ingest.repair import Repaired
     from bridge.ingest.report import Report
+    from bridge.ingest.sinks.base import Sink
 
 _NOTHING = (
     "no object and no gateway report, and the table is empty; "
@@ -56,7 +61,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
     "4 numbers only in quarantined or unreadable objects (refine: rejects), "
     "5 other runs always committed first, 6 nothing found or no such table, "
-    "7 others have changed the table, 143 stopped by SIGTERM.",
+    "7 others have changed the table, 8 the newest row is too old (alarm), 143 stopped by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode=None,  # markup would swallow a default in []
     pretty_exceptions_enable=False,
@@ -66,7 +71,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-@takes(where=table, on=spark)
+@takes(where=table, on=spark, how=typed)
 def ingest(
     context: typer.Context,
     *,
@@ -87,6 +92,27 @@ def ingest(
     retry_quarantined: Annotated[
         bool, typer.Option("--retry-quarantined", help="Read quarantined objects once more.")
     ] = False,
+    full_listing_every: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="HOURS", help="List all objects if the last time is so long ago; 0: in every run."
+        ),
+    ] = DAY / 3600,
+    notifications: Annotated[
+        str | None,
+        typer.Option("--notifications", metavar="URL", help="SQS queue with the bucket's notifications."),
+    ] = None,
+    metrics_file: Annotated[
+        Path | None,
+        typer.Option("--metrics-file", metavar="FILE", help="Write metrics for node_exporter's textfiles."),
+    ] = None,
+    refine_to: Annotated[
+        str | None,
+        typer.Option(
+            "--refine-to", metavar="TABLE", help="After each run, refine into this table, as `refine --to`."
+        ),
+    ] = None,
+    how: Typed,
     on: Spark,
     as_json: Json = False,
 ) -> None:
@@ -102,11 +128,18 @@ def ingest(
         location = _landing(source, where.endpoint)
         require(*PACKAGES)
         require_java(on.remote)
+        from bridge.ingest.metrics import MetricsFile
+        from bridge.ingest.notifications import Notifications
+
+        queue = Notifications(notifications, location) if notifications else None
+        metrics = MetricsFile(metrics_file) if metrics_file else None
         sink = open_sink(where)
         from bridge.ingest.job import run
-        from bridge.ingest.render import summary_line
+        from bridge.ingest.render import refined_lines, summary_line
 
-        limits, on_round = RoundLimits(max_objects, max_bytes), _progress(as_json)
+        if refine_to is None and how != typed():
+            raise BadOption("--schema, --format, --stream and --topic need --refine-to")
+        limits, on_round, rejects = RoundLimits(max_objects, max_bytes), _progress(as_json), 0
         with ExitStack() as opened:
 
             @cache
@@ -114,18 +147,44 @@ def ingest(
                 return opened.enter_context(on.session("streambridge ingest"))
 
             def once() -> Report:
-                summary = run(session, location, sink, limits, on_round, retry_quarantined=retry_quarantined)
-                if as_json:
-                    document(summary.to_json(), out)
-                elif summary.rounds or (summary.report.streams and every is None):
+                nonlocal rejects
+                summary = run(
+                    session,
+                    location,
+                    sink,
+                    limits,
+                    on_round,
+                    retry_quarantined=retry_quarantined,
+                    full_every=full_listing_every * 3600,
+                    notifications=queue,
+                )
+                if metrics:
+                    metrics.succeeded(summary)
+                content = summary.to_json()
+                if not as_json and (summary.rounds or (summary.report.streams and every is None)):
                     log(summary_line(summary))
+                if refine_to is not None:
+                    found = _refined(session, sink, where, refine_to, how)
+                    rejects = found.rejects
+                    content["refined"] = found.to_json()
+                    if found.rounds and not as_json:
+                        log("\n".join(map(printable, refined_lines(found, _rejects(refine_to)))))
+                if as_json:
+                    document(content, out)
                 return summary.report
 
             if every is not None:
-                _repeat(once, every, source)
+                _repeat(once, every, source, metrics.failed if metrics else lambda: None)
                 return
-            report = once()
+            try:
+                report = once()
+            except Exception:
+                if metrics:
+                    metrics.failed()
+                raise
         _finish(report, source, None if as_json else out)
+        if rejects:
+            raise typer.Exit(EXIT_QUARANTINED)
 
 
 @app.command()
@@ -133,20 +192,63 @@ def ingest(
 def report(
     *,
     source: Source,
+    full_listing: Annotated[
+        bool, typer.Option("--full-listing", help="List all objects, not only what may be new.")
+    ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write a page about the fleet, for a browser."),
+    ] = None,
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
     """Report what the table holds and what is missing. Reads no messages and needs no Spark."""
     with result() as out:
         require("pyarrow")
-        store = _landing(source, where.endpoint).open()
+        location = _landing(source, where.endpoint)
         sink = open_existing(where)
         from bridge.ingest.report import survey
 
-        _, found = survey(store, sink)
+        _, found = survey(location, sink, 0 if full_listing else DAY)
+        if html is not None:
+            from bridge.ingest.fleet import write_page
+
+            write_page(found, html)
         if as_json:
             document(found.to_json(), out)
-        _finish(found, source, None if as_json else out)
+        _finish(found, source, None if as_json else out, streams=html is None)
+
+
+@app.command()
+@takes(where=table)
+def alarm(
+    *,
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="AGE", help="The limit: 90s, 15min, 2h, 1d.")
+    ],
+    each_gateway: Annotated[
+        bool, typer.Option("--each-gateway", help="The newest row of each gateway counts.")
+    ] = False,
+    where: TableOptions,
+    as_json: Json = False,
+) -> None:
+    """Exit with 8 if the newest row of the table is older than a limit. Lists no objects, needs no Spark."""
+    with result() as out:
+        require("pyarrow")
+        from bridge.ingest.alarm import newest_row, seconds
+        from bridge.ingest.render import age
+
+        limit = seconds(older_than)
+        found = newest_row(open_existing(where), limit)
+        of = f"; {len(found.late):,} of {found.gateways:,} gateways are late" if each_gateway else ""
+        lines = [f"the newest row is {age(found.age_seconds)} old{of}"]
+        if each_gateway:
+            late = list(found.late.items())
+            lines += [f"{gateway}: {age(old)}" for gateway, old in late[:SHOWN]]
+            lines += [f"... and {len(late) - SHOWN:,} more (--json lists them)"] if len(late) > SHOWN else []
+        answer({**asdict(found), "too_old": found.too_old}, lines, out, as_json=as_json)
+        if found.too_old or (each_gateway and found.late):
+            raise typer.Exit(EXIT_LATE)
 
 
 @app.command()
@@ -226,30 +328,13 @@ def accept(
 
 
 @app.command()
-@takes(where=table, on=spark)
+@takes(where=table, on=spark, how=typed)
 def refine(
     *,
     to: Annotated[
         str, typer.Option("--to", help="Typed table, namespace.table; with --delta a directory or URL.")
     ],
-    schema: Annotated[
-        str,
-        typer.Option(
-            "--schema", help='Columns as Spark DDL, such as "temp DOUBLE, unit STRING"; or infer; or variant.'
-        ),
-    ] = "infer",
-    form: Annotated[str, typer.Option("--format", help="Format of the payloads: json or cbor.")] = "json",
-    stream: Annotated[
-        list[str] | None, typer.Option("--stream", help="Only this stream, repeatable [all].")
-    ] = None,
-    topic: Annotated[
-        str,
-        typer.Option(
-            "--topic",
-            metavar="PATTERN",
-            help="Only these topics: an MQTT filter, in which {name} is a level that becomes a column [all].",
-        ),
-    ] = "",
+    how: Typed,
     replay_rejects: Annotated[
         bool, typer.Option("--replay-rejects", help="Also move earlier rejects that fit now.")
     ] = False,
@@ -262,27 +347,46 @@ def refine(
     Incremental and exactly once, like the ingest itself. Exits with 4 as long as <to>_rejects has rows.
     """
     with result() as out:
-        if form not in ("json", "cbor"):
-            raise BadOption(f"--format {form}: use json or cbor")
-        require(*PACKAGES, *(["cbor2"] if form == "cbor" else []))
+        require(*PACKAGES)
         messages = open_existing(where)
-        from bridge.ingest.refine import Refinement
-
-        def make(kind: str, columns: Any) -> Any:
-            name = to if kind == "typed" else f"{to.rstrip('/')}_rejects"
-            own = replace(where, state=f"{where.state}/{kind}" if where.state else None)
-            return open_sink(replace(own, delta=name) if where.delta else replace(own, name=name), columns)
-
         with on.session("streambridge ingest refine") as session:
-            refinement = Refinement(
-                session, messages, make, form, schema, stream or (), topic, replay=replay_rejects
-            )
-            done = refinement.run()
+            done = _refined(lambda: session, messages, where, to, how, replay=replay_rejects, always=True)
         from bridge.ingest.render import refined_lines
 
-        answer(asdict(done), refined_lines(done, f"{to.rstrip('/')}_rejects"), out, as_json=as_json)
+        answer(done.to_json(), refined_lines(done, _rejects(to)), out, as_json=as_json)
         if done.rejects:
             raise typer.Exit(EXIT_QUARANTINED)
+
+
+def _rejects(to: str) -> str:
+    return f"{to.rstrip('/')}_rejects"
+
+
+def _refined(
+    session: Callable[[], SparkSession],
+    messages: Sink,
+    where: TableOptions,
+    to: str,
+    how: Typed,
+    *,
+    replay: bool = False,
+    always: bool = False,
+) -> Refined:
+    """Refine into the table `to`. If it has all messages already, Spark is needed only with `always`."""
+    require(*(["cbor2"] if how.form == "cbor" else []))
+    from bridge.ingest.refine import Refined, Refinement, behind
+    from bridge.ingest.refine_worker import REJECTS
+
+    def make(kind: str, columns: Any) -> Sink:
+        name = to if kind == "typed" else _rejects(to)
+        own = replace(where, state=f"{where.state}/{kind}" if where.state else None)
+        return open_sink(replace(own, delta=name) if where.delta else replace(own, name=name), columns)
+
+    if not always and not behind(messages, make, how.streams):
+        return Refined(rejects=make("rejects", REJECTS).rows())
+    return Refinement(
+        session(), messages, make, how.form, how.schema, how.streams, how.topic, replay=replay
+    ).run()
 
 
 @app.command()
@@ -367,8 +471,12 @@ def write_package(folder: Path) -> list[Path]:
     """
     bridge = Path(__file__).resolve().parents[1]
     folder.mkdir(parents=True, exist_ok=True)
-    shared = ("__init__.py", "deflate.py", "errors.py", "objectkeys.py", "printable.py")
-    modules = [*(bridge / name for name in shared), *sorted((bridge / "ingest").rglob("*.py"))]
+    shared = ("__init__.py", "deflate.py", "errors.py", "objectkeys.py", "printable.py", "ranges.py")
+    own = (bridge / "ingest").rglob("*")
+    modules = [
+        *(bridge / name for name in shared),
+        *sorted(path for path in own if path.suffix in (".py", ".html", ".css", ".js")),
+    ]
     zipped, script = folder / "streambridge-ingest.zip", folder / "streambridge_ingest.py"
     with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive:
         for module in modules:  # the same sources give the same archive, byte for byte
@@ -395,8 +503,11 @@ def _settled(done: Repaired, fate: str) -> Iterator[str]:
     yield f"{done.rows:,} rows in {done.files:,} files, of which {done.files_read:,} were read: {verb}"
 
 
-def _repeat(once: Callable[[], Report], every: float, source: str) -> None:
-    """Run until SIGTERM. Failures of S3 or of the catalog are logged, and the next run tries again."""
+def _repeat(once: Callable[[], Report], every: float, source: str, failed: Callable[[], None]) -> None:
+    """Run until SIGTERM. Failures of S3 or of the catalog are logged, and the next run tries again.
+
+    `failed` is called for each.
+    """
     reported = differed = False
     with suppress(Stopped):
         while True:
@@ -414,6 +525,7 @@ def _repeat(once: Callable[[], Report], every: float, source: str) -> None:
                 if reason is None:
                     raise
                 log(f"streambridge ingest: {reason}; retrying in {every:g} s")
+                failed()
             time.sleep(max(0.0, every - (time.monotonic() - began)))
 
 
@@ -425,8 +537,11 @@ def _landing(source: str, endpoint: str | None) -> StorageLocation:
     return location
 
 
-def _finish(report: Report, source: str, out: TextIO | None) -> None:
-    """Print the report to `out`, if any, and exit with the code for its content."""
+def _finish(report: Report, source: str, out: TextIO | None, *, streams: bool = True) -> None:
+    """Print the report to `out`, if any, and exit with the code for its content.
+
+    Without `streams`, leave the table of all streams out.
+    """
     if not report.streams:
         log(f"streambridge ingest: nothing found under {source}: {_NOTHING}")
         raise typer.Exit(EXIT_NOTHING)
@@ -435,7 +550,7 @@ def _finish(report: Report, source: str, out: TextIO | None) -> None:
 
         from bridge.ingest.render import show
 
-        show(report, Console(file=out, width=None if out.isatty() else 160))
+        show(report, Console(file=out, width=None if out.isatty() else 160), streams=streams)
     if report.differs:
         raise typer.Exit(EXIT_DIFFERS)
     if report.total("missing"):

@@ -9,6 +9,7 @@
 5  other runs always committed first; nothing was added twice
 6  nothing was found: no object under --source, and none in the table; or there is no such table
 7  others have changed the table: it may not have the rows of its state; everything else was committed
+8  `alarm`: the newest row is too old
 143  SIGTERM stopped the run before it was done; a run with --every exits with 0
 """
 
@@ -31,6 +32,7 @@ EXIT_MISSING = 3
 EXIT_QUARANTINED = 4
 EXIT_NOTHING = 6
 EXIT_DIFFERS = 7
+EXIT_LATE = 8
 EXIT_STOPPED = 143
 
 # top-level modules of the libraries; deltalake has two

@@ -8,8 +8,9 @@ counts only once a commit names it.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime, timedelta
 from typing import Any
 from uuid import uuid4
@@ -162,6 +163,34 @@ class DayFiles:
             if ends["min"] is not None:
                 day.file.widen("topic", ends["min"][:TOPIC], _at_least(ends["max"]))
         day.add(part)
+
+
+def labelled(target: Target) -> Target:
+    """Return the target with a label of its own, by which the files of one round can be found."""
+    return replace(target, label=f"{uuid4().hex}-")
+
+
+def sweep(target: Target, keep: Iterable[DataFile] = ()) -> None:
+    """Delete the files that the tasks of a labelled target wrote, finished or not, except those in `keep`.
+
+    For uncommitted files only. Files that cannot be deleted stay: they do no harm, and a later
+    `compact --expire-days` deletes them.
+    """
+    assert target.label
+    with suppress(Exception):  # a network failure, or no right to delete
+        paths = {file.path for file in keep}
+        target.location.open().sweep(f"{target.folder}=", target.label, paths)
+
+
+@contextmanager
+def sweep_on_error(*targets: Target) -> Iterator[None]:
+    """If the block fails, delete the files that the tasks of these targets wrote. It must not commit any."""
+    try:
+        yield
+    except BaseException:
+        for target in targets:
+            sweep(target)
+        raise
 
 
 def _repeating(schema: pa.Schema) -> list[str]:

@@ -1,7 +1,7 @@
 """Gateway reports: what each gateway has committed and dropped, from `<prefix>/_gateway/<id>.json`.
 
-    {"gateway": "gw-1", "updated": <ms>, "streams": [{"stream": "readings", "epoch": <ms>, "oldest": 0,
-     "newest": 99, "exported": 89, "dropped": [[first, last, reason], ...]}, ...]}
+    {"gateway": "gw-1", "updated": <ms>, "version": "0.2.1", "streams": [{"stream": "readings",
+     "epoch": <ms>, "oldest": 0, "newest": 99, "exported": 89, "dropped": [[first, last, reason], ...]}, ...]}
 
 `newest` is the newest number that the gateway has committed, `exported` the highest that it has uploaded
 (-1: none), and `dropped` lists the numbers that it dropped, by a rule, before they were uploaded. Object keys
@@ -12,6 +12,7 @@ such as a copy of a report, is reported as a problem and never used.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -23,6 +24,7 @@ from bridge.ingest.store import Entry, ObjectStore, ahead, read
 from bridge.objectkeys import MAX_SEQUENCE, REPORTS, report_key
 
 YEAR_10000 = 253_402_300_800_000  # ms
+VERSION = 40  # characters of a version that are kept
 EPOCH_DIGITS = 19  # of the epoch in an object key
 MAX_REPORT = 32 << 20  # bytes: 600 streams, each with the thousand ranges that a gateway lists at most
 
@@ -56,24 +58,51 @@ class GatewayReports:
     """The streams of all valid reports, and one line for each report that could not be used.
 
     `updated` maps each gateway with a valid report to the time of that report (Unix time in ms). A stream of
-    such a gateway that is missing in `streams` was deleted, or is no longer exported.
+    such a gateway that is missing in `streams` was deleted, or is no longer exported. `etags` has the ETags
+    of the same reports, `versions` the versions of the gateways, as far as they are known.
     """
 
     streams: dict[StreamId, ReportedStream] = field(default_factory=dict)
     updated: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    etags: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def add(self, others: GatewayReports) -> None:
+        self.streams |= others.streams
+        self.updated |= others.updated
+        self.problems += others.problems
+        self.etags |= others.etags
+        self.versions |= others.versions
 
 
-def read_gateway_reports(store: ObjectStore) -> GatewayReports:
-    """Read all gateway reports. Call it before the listing, so that no report is newer than the listing."""
+def read_gateway_reports(
+    store: ObjectStore,
+    listed: Iterable[Entry] | None = None,
+    known: Mapping[str, tuple[str, GatewayReports]] | None = None,
+    *,
+    others_stay: bool = False,
+) -> GatewayReports:
+    """Read the listed gateway reports, by default all of them.
+
+    `known` are reports that were read before, by gateway, with their ETags: those are not read again if they
+    still have that ETag or, with `others_stay`, are not listed. Call it before the listing of the data, so
+    that no report is newer than that.
+    """
     found = GatewayReports()
     parsing = Lock()
-    reads = [partial(_read, store, parsing, entry) for entry in store.under(REPORTS)]
+    keys = {report_key(gateway): read_before for gateway, read_before in (known or {}).items()}
+    reads = []
+    for entry in store.under(REPORTS) if listed is None else listed:
+        etag, same = keys.pop(entry.key, ("", None))
+        if same is not None and etag == entry.etag:
+            found.add(same)
+        else:
+            reads.append(partial(_read, store, parsing, entry))
     for answer in ahead(reads, store.ahead):
-        one = answer()
-        found.streams |= one.streams
-        found.updated |= one.updated
-        found.problems += one.problems
+        found.add(answer())
+    for _, same in keys.values() if others_stay else ():
+        found.add(same)
     return found
 
 
@@ -82,7 +111,9 @@ def _read(store: ObjectStore, parsing: Lock, entry: Entry) -> GatewayReports:
     try:
         content = read(store, entry.key, entry.size, MAX_REPORT)
         with parsing:  # a parsed report takes several times its size in memory
-            return _parsed(entry.key, content)
+            found = _parsed(entry.key, content)
+        found.etags = dict.fromkeys(found.updated, entry.etag)
+        return found
     except Vanished:
         return GatewayReports()
     except (BadObject, Unreadable) as error:
@@ -103,6 +134,8 @@ def _parsed(key: str, content: bytes) -> GatewayReports:
                 raise ValueError("no object key can have its epoch")
             found.streams[name] = ReportedStream.from_json(stream, updated)
         found.updated[gateway] = updated
+        if document.get("version"):
+            found.versions[gateway] = line(document["version"])[:VERSION]
     # a document that others can write must not stop the run, and may raise nearly anything
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         problem = f"{key}: not a gateway report ({type(error).__name__}: {line(error)})"

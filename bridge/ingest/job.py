@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,12 @@ import pyarrow as pa
 
 from bridge.ingest.columns import MAX_EXTRAS
 from bridge.ingest.errors import CommitConflict, IngestError
-from bridge.ingest.files import DataFile, Target
-from bridge.ingest.gateway_reports import GatewayReports, read_gateway_reports
-from bridge.ingest.planner import Inventory, Plan, RoundLimits, StreamId, Work, grouped, plan
+from bridge.ingest.files import DataFile, Target, labelled, sweep, sweep_on_error
+from bridge.ingest.listing import DAY, Listing, look_around
+from bridge.ingest.planner import Item, Plan, RoundLimits, StreamId, Work, grouped, plan
 from bridge.ingest.report import Name, Report, build
-from bridge.ingest.sinks.base import Sink, discard, labelled, sweep, sweep_on_error
-from bridge.ingest.state import Piece, Quarantined, StateStore, TableState
+from bridge.ingest.sinks.base import Compacted, Sink, discard, tidied
+from bridge.ingest.state import Piece, Quarantined, StateStore, TableState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.tasks import SparkTasks, Tasks
 from bridge.ingest.verdict import weigh
@@ -33,6 +33,8 @@ from bridge.ingest.worker import pack
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from bridge.ingest.notifications import Notifications
 
 TASK_BYTES = 32 << 20  # of objects, compressed, that one task reads
 CONFLICTS = 5  # rounds in a row that lost against other runs, before this run gives up
@@ -71,6 +73,7 @@ class Summary:
     list_seconds: float
     seconds: float
     report: Report
+    compacted: Compacted = field(default_factory=Compacted)
 
     def to_json(self) -> dict[str, Any]:
         figures = {
@@ -81,6 +84,7 @@ class Summary:
             "list_seconds": round(self.list_seconds, 3),
             "seconds": round(self.seconds, 3),
             "rounds": [asdict(done) for done in self.rounds],
+            "compacted": asdict(self.compacted),
             "report": self.report.to_json(),
         }
 
@@ -96,13 +100,24 @@ def run(
     on_round: Callable[[Round], None] = lambda done: None,
     *,
     retry_quarantined: bool = False,
+    full_every: float = DAY,
+    notifications: Notifications | None = None,
 ) -> Summary:
     """`ingest` with tasks in Spark. `spark` may be a function that opens the session."""
 
     def tasks() -> Tasks:
         return SparkTasks(spark() if callable(spark) else spark)
 
-    return ingest(tasks, source, sink, limits, on_round, retry_quarantined=retry_quarantined)
+    return ingest(
+        tasks,
+        source,
+        sink,
+        limits,
+        on_round,
+        retry_quarantined=retry_quarantined,
+        full_every=full_every,
+        notifications=notifications,
+    )
 
 
 def ingest(
@@ -113,19 +128,24 @@ def ingest(
     on_round: Callable[[Round], None] = lambda done: None,
     *,
     retry_quarantined: bool = False,
+    full_every: float = DAY,
+    notifications: Notifications | None = None,
     clock: Callable[[], int] = time.time_ns,
 ) -> Summary:
     """Bring the table up to date with the objects under `source`; calls `on_round` after every round.
 
     With `retry_quarantined`, the objects that earlier runs quarantined are read once more. `tasks` is called
-    for every round, and not if there is nothing new; `clock` gives the Unix time in ns.
+    for every round, and not if there is nothing new; `clock` gives the Unix time in ns. Everything is listed
+    if the last full listing is `full_every` seconds old (see `listing`), and otherwise nothing that
+    `notifications` name.
     Raises IngestError, CommitConflict after five rounds in a row that lost against other runs, and whatever
     the tasks and the libraries raise.
     """
     began = time.monotonic()
-    store = source.open()
-    reports = read_gateway_reports(store)
-    inventory = Inventory(store.list())
+    listing = look_around(
+        source.open(), source.url, load_state(sink), clock() // 1_000_000, full_every, notifications
+    )
+    inventory = listing.inventory
     listed = time.monotonic() - began
     states: StateStore | None = None
     pending = inventory.pending()
@@ -158,7 +178,19 @@ def ingest(
         states = StateStore(sink.state(), clock) if version is None else known  # the table exists now
         done = Round(len(rounds) + 1, plan_seconds=time.monotonic() - start)
         try:
-            skipped = _round(tasks(), source, sink, target, states, state, todo, reports, done)
+            skipped = _round(
+                tasks(),
+                source,
+                sink,
+                target,
+                states,
+                state,
+                todo,
+                listing,
+                pending,
+                unreadable.keys(),
+                done,
+            )
         except CommitConflict:
             conflicts += 1
             if conflicts == CONFLICTS:
@@ -169,20 +201,26 @@ def ingest(
         conflicts = 0
         doubtful |= {work.stream for work in todo.work if (work.item.key, work.item.etag) in state.quarantine}
         retry -= {(work.item.key, work.item.etag) for work in todo.work}
-        for work, reason in skipped:  # not to be planned again in this run
-            items = [item for item in pending.get(work.stream, ()) if item.key != work.item.key]
-            pending[work.stream] = items
+        pending = _without(pending, skipped)
+        for work, reason in skipped:
             if reason is None:
                 vanished.add((work.item.key, work.item.etag))
             else:
                 unreadable[work.item.key, work.item.etag] = Quarantined(work.item.size, reason)
         rounds.append(done)
         on_round(done)
-    if differs and not recorded:
+    unlisted = listing.full and full_every > 0 and listing.is_news(state) and version is not None
+    if (differs and not recorded) or unlisted:
         with suppress(IngestError):  # the next run finds it again
+            listing.save_reports(state)
+            listing.record(state, unreadable.keys())
             sink.commit(version, known.save(state, version), [])
     if state.version is not None:
         known.prune(state.version)
+    if notifications is not None:
+        kept = listing.written is not None and state.listed == listing.written
+        notifications.done({key for key, _ in unreadable}, recorded=kept)
+    compacted = tidied(tasks, sink) if rounds else Compacted()
     return Summary(
         rounds,
         rows=sum(done.rows for done in rounds),
@@ -193,8 +231,17 @@ def ingest(
         list_seconds=listed,
         seconds=time.monotonic() - began,
         report=build(
-            state, inventory, reports, sink.name, standing.rows, vanished, unreadable, standing.changes
+            state,
+            inventory,
+            listing.reports,
+            sink.name,
+            standing.rows,
+            vanished,
+            unreadable,
+            standing.changes,
+            listing,
         ),
+        compacted=compacted,
     )
 
 
@@ -206,7 +253,9 @@ def _round(
     states: StateStore,
     state: TableState,
     todo: Plan,
-    reports: GatewayReports,
+    listing: Listing,
+    pending: Mapping[StreamId, list[Item]],
+    unreadable: Set[Name],
     done: Round,
 ) -> list[Skipped]:
     """Carry out and commit one plan; returns the objects that were neither taken nor quarantined."""
@@ -224,9 +273,11 @@ def _round(
 
         start = time.monotonic()
         skipped = _apply(state, todo.work, outcomes, done)
-        # also for streams without an object: they may be lost before the first upload
-        for stream, reported in reports.streams.items():
-            state.of(stream).reported = reported
+        listing.save_reports(state)
+        left = _without(pending, skipped)
+        if not plan(left, state.settled(), state.quarantine.keys(), RoundLimits(objects=1)).work:
+            unread = {(work.item.key, work.item.etag) for work, reason in skipped if reason is not None}
+            listing.record(state, unreadable | unread)
         if done.new_columns:
             sink.add_columns(_columns(outcomes, MAX_EXTRAS - len(target.extras)))
         done.files, done.rows = len(files), sum(file.rows for file in files)
@@ -242,6 +293,16 @@ def _round(
         done.version = version
     done.commit_seconds = time.monotonic() - start
     return skipped
+
+
+def _without(
+    pending: Mapping[StreamId, list[Item]], skipped: Sequence[Skipped]
+) -> dict[StreamId, list[Item]]:
+    """Return the pending objects without those that this run is not to plan again."""
+    left = dict(pending)
+    for work, _ in skipped:
+        left[work.stream] = [item for item in left.get(work.stream, ()) if item.key != work.item.key]
+    return left
 
 
 def _apply(

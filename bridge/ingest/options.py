@@ -96,6 +96,42 @@ def spark(
     return Spark(master, remote, verbose)
 
 
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """How payloads become typed columns."""
+
+    schema: str
+    form: str
+    streams: tuple[str, ...]
+    topic: str
+
+
+def typed(
+    schema: Annotated[
+        str,
+        typer.Option(
+            "--schema", help='Columns as Spark DDL, such as "temp DOUBLE, unit STRING"; or infer; or variant.'
+        ),
+    ] = "infer",
+    form: Annotated[str, typer.Option("--format", help="Format of the payloads: json or cbor.")] = "json",
+    stream: Annotated[
+        list[str] | None, typer.Option("--stream", help="Only this stream, repeatable [all].")
+    ] = None,
+    topic: Annotated[
+        str,
+        typer.Option(
+            "--topic",
+            metavar="PATTERN",
+            help="Only these topics: an MQTT filter, in which {name} is a level that becomes a column [all].",
+        ),
+    ] = "",
+) -> Typed:
+    """Return how to type payloads; raises BadOption."""
+    if form not in ("json", "cbor"):
+        raise BadOption(f"--format {form}: use json or cbor")
+    return Typed(schema, form, tuple(stream or ()), topic)
+
+
 def takes(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace each named parameter with the options of its maker, which makes the argument from them."""
 

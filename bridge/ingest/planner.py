@@ -16,9 +16,9 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
-from bridge.ingest.ranges import Pair, Ranges
 from bridge.ingest.store import Entry
-from bridge.objectkeys import REPORTS, parse_key
+from bridge.objectkeys import REPORTS, ObjectKey, parse_key
+from bridge.ranges import Pair, Ranges
 
 T = TypeVar("T")
 MAX_ROWS = 5_000_000  # of an object: 100 bytes of memory each, of the 512 MiB that an object may take
@@ -31,6 +31,11 @@ class StreamId(NamedTuple):
     gateway: str
     stream: str
     epoch: int
+
+    @classmethod
+    def of(cls, name: ObjectKey) -> StreamId:
+        """Return the stream of an object, by what its key says."""
+        return cls(name.gateway, name.stream, name.epoch)
 
 
 class Item(NamedTuple):
@@ -46,6 +51,11 @@ class Item(NamedTuple):
     @property
     def last(self) -> int:
         return -self.minus_last
+
+    @property
+    def acceptable(self) -> bool:
+        """Whether it promises at most MAX_ROWS rows; otherwise it is refused, and covers nothing."""
+        return self.last - self.first < MAX_ROWS
 
 
 class Work(NamedTuple):
@@ -101,7 +111,7 @@ class Inventory:
                     if not key.startswith(REPORTS):
                         self.foreign.append(key)
                     continue
-                stream = names[folder] = StreamId(parsed.gateway, parsed.stream, parsed.epoch)
+                stream = names[folder] = StreamId.of(parsed)
                 self.streams.setdefault(stream, [])
                 first, last = parsed.first, parsed.last
             else:
@@ -195,7 +205,7 @@ def plan(
             rest.append(item)
             fresh = reach.missing(item.first, item.last)
             if fresh or stream in doubtful:
-                if item.last - item.first < MAX_ROWS:  # else it will be refused, and covers nothing
+                if item.acceptable:
                     reach.update(fresh)
                 result.work.append(Work(stream, item, fresh))
                 result.bytes += item.size

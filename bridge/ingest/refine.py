@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -52,9 +52,8 @@ import pyspark
 
 from bridge.ingest.columns import BASE, IDENTITY, has_variant, is_variant
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError
-from bridge.ingest.files import DataFile, Target
+from bridge.ingest.files import DataFile, Target, labelled, sweep, sweep_on_error
 from bridge.ingest.planner import StreamId, grouped
-from bridge.ingest.ranges import Ranges
 from bridge.ingest.refine_worker import (
     REJECTS,
     SAMPLE,
@@ -70,11 +69,13 @@ from bridge.ingest.refine_worker import (
 )
 from bridge.ingest.schema import RESERVED, Layout, infer
 from bridge.ingest.session import arrow_schema, spark_schema
-from bridge.ingest.sinks.base import LiveFile, Sink, described, discard, labelled, sweep, sweep_on_error
+from bridge.ingest.sinks.base import LiveFile, Sink, described, discard, tidied
 from bridge.ingest.state import StateStore, TableState, load_state
+from bridge.ingest.tasks import SparkTasks
 from bridge.ingest.topicpattern import TopicPattern
 from bridge.ingest.typed import NAMED, WIDER, Rules, converter
 from bridge.ingest.worker import Function, collected, numbered
+from bridge.ranges import Ranges
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -84,6 +85,7 @@ SAMPLED = 8  # data files that a sample is taken from
 TASK_BYTES = 64 << 20  # of data files that one task reads
 ROUND_BYTES = 4 << 30
 WHOLE = "value VARIANT"  # the meaning of --schema variant: this column has the whole payload
+KEYED = BASE.remove(BASE.get_field_index("payload"))  # what each typed row has beside its values
 ROW = IDENTITY.names[:4]  # the columns that identify a row: gateway, stream, epoch, sequence_number
 REPLAY = "replay"  # the mark of an unfinished replay: "<newest file of the typed table before>:<rows>"
 
@@ -94,7 +96,8 @@ class Refined:
 
     `rows` and `rejected` are those of new messages, `replayed` the rejects that are typed rows now. `rejects`
     is how many the table of rejects has. `reasons` counts the new rejects, `extra` the rows by the keys that
-    have no column (at most 100 keys; nested ones as `key.name`), `extra_rows` all such rows.
+    have no column (at most 100 keys; nested ones as `key.name`), `extra_rows` all such rows. `problems` say
+    why small files were not merged.
     """
 
     rows: int = 0
@@ -108,6 +111,12 @@ class Refined:
     extra_rows: int = 0
     extra: Counter[str] = field(default_factory=Counter)
     added_columns: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of `--json`; `asdict` of Python 3.11 cannot copy a Counter."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
 
 
 @dataclass(slots=True)
@@ -119,6 +128,13 @@ class Output:
 
 
 Outputs = dict[str, Output]
+
+
+def behind(messages: Sink, make: Callable[[str, pa.Schema], Sink], streams: Collection[str] = ()) -> bool:
+    """Return whether there are messages to refine, or a replay to finish. `make` is that of `Refinement`."""
+    states = [load_state(make(kind, columns)) for kind, columns in (("typed", KEYED), ("rejects", REJECTS))]
+    wanted = _wanted(messages, streams)
+    return bool(states[0].notes.get(REPLAY)) or any(any(_fresh(wanted, one).values()) for one in states)
 
 
 @dataclass(slots=True)
@@ -146,17 +162,11 @@ class Refinement:
         Raises BadOption for the schema and the topic, IngestError if numbers are in no data file or rows were
         deleted, and CommitConflict if another run commits at the same time.
         """
-        source = load_state(self.messages)
-        wanted = {
-            name: state.covered
-            for name, state in source.streams.items()
-            if state.covered and (not self.streams or name.stream in self.streams)
-        }
+        wanted = _wanted(self.messages, self.streams)
         files = self.messages.files()
         if not wanted or not files:
             return self.done
-        keys = BASE.remove(BASE.get_field_index("payload"))
-        rejects, bare = self.make("rejects", REJECTS), self.make("typed", keys)
+        rejects, bare = self.make("rejects", REJECTS), self.make("typed", KEYED)
         outputs = {"rejects": Output(rejects, load_state(rejects)), "typed": Output(bare, load_state(bare))}
         before = {kind: dict(output.state.notes) for kind, output in outputs.items()}
         layout = self._layout(before["typed"])
@@ -164,7 +174,7 @@ class Refinement:
         self.done.schema = ddl
         rules = self._rules(ddl, layout, strict=self.schema != "infer", form=self.form)
         columns = pa.schema([*((name, pa.string()) for name in self._pattern.names), *rules.columns()])
-        typed = self.make("typed", pa.schema([*keys, *columns]))
+        typed = self.make("typed", pa.schema([*KEYED, *columns]))
         _same_types(ddl, typed)
         if any(before["typed"].get(name) != _notes(rules)[name] for name in ("schema", "layout")):
             _commit(outputs["typed"], {}, [], _notes(rules))  # first: a later run must not infer another one
@@ -186,6 +196,9 @@ class Refinement:
         self._all(rules, outputs, _without(fresh["typed"], _without(fresh["typed"], fresh["rejects"])), files)
         if self.replay:
             self._replay(rules, outputs, wanted)
+        for output in outputs.values():
+            if problem := tidied(lambda: SparkTasks(self.spark), output.sink).problem:
+                self.done.problems.append(problem)
         self.done.rejects = rejects.rows()
         return self.done
 
@@ -454,6 +467,15 @@ def _same_types(ddl: str, typed: Sink) -> None:
                 f"--schema {ddl}: it has the column {described(wanted)}, but {typed.name} has "
                 f"{described(found)} from an earlier run; use that type, or refine --to another table"
             )
+
+
+def _wanted(messages: Sink, streams: Collection[str]) -> Fresh:
+    """Return the numbers that the table of messages has, of these streams (none: all)."""
+    return {
+        name: state.covered
+        for name, state in load_state(messages).streams.items()
+        if state.covered and (not streams or name.stream in streams)
+    }
 
 
 def _fresh(wanted: Fresh, state: TableState) -> Fresh:

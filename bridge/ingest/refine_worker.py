@@ -26,13 +26,13 @@ from bridge.ingest.columns import BASE, is_variant
 from bridge.ingest.files import DayFiles, Target
 from bridge.ingest.payloads import Misfit, decoded, text_of
 from bridge.ingest.planner import StreamId
-from bridge.ingest.ranges import Ranges
 from bridge.ingest.schema import NOTE
 from bridge.ingest.store import shared
 from bridge.ingest.stored import named, undamaged
 from bridge.ingest.topicpattern import TopicPattern
 from bridge.ingest.typed import Rules, Typing
 from bridge.ingest.worker import Function, attempt, status
+from bridge.ranges import Ranges
 
 BATCH_ROWS = 10_000
 SAMPLE = 1000  # payloads from which a schema is inferred, at most

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bridge.ingest.job import Round, Summary
 from bridge.ingest.refine import Refined
-from bridge.ingest.report import Report, StreamReport
+from bridge.ingest.report import Report, iso
 from bridge.ingest.verdict import REMEDY
 from bridge.printable import printable
 
@@ -40,9 +40,12 @@ def summary_line(summary: Summary) -> str:
     if not summary.rounds:
         return f"nothing new in {summary.listed:,} objects ({summary.seconds:.1f} s)"
     many = f"{len(summary.rounds)} round{'s' if len(summary.rounds) > 1 else ''}"
+    compacted = summary.compacted
+    merged = f", {compacted.before:,} files merged into {compacted.after:,}" if compacted.before else ""
+    problem = f"\n{compacted.problem}" if compacted.problem else ""
     return (
         f"{summary.rows:,} rows of {summary.objects:,} objects added in {many} "
-        f"({summary.seconds:.1f} s, {summary.listed:,} objects listed)"
+        f"({summary.seconds:.1f} s, {summary.listed:,} objects listed{merged}){problem}"
     )
 
 
@@ -56,14 +59,23 @@ def refined_lines(done: Refined, rejects: str) -> Iterator[str]:
         keys = ", ".join(f"{key} ({rows:,})" for key, rows in done.extra.most_common(HOLES))
         more = f" and {len(done.extra) - HOLES} or more others" if len(done.extra) > HOLES else ""
         yield f"{done.extra_rows:,} rows have keys without a column, kept in extra: {keys}{more}"
+    yield from done.problems
     for reason, rows in done.reasons.most_common(HOLES):
         yield f"rejected: {reason} ({rows:,})"
     if done.rejects:
         yield f"{rejects} has {done.rejects:,} rows; refine --replay-rejects moves those that fit by now"
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the report: one row per stream, then everything that needs attention."""
+def show(report: Report, console: Console, *, streams: bool = True) -> None:
+    """Print the report: one row per stream, if wanted, then everything that needs attention."""
+    if streams:
+        console.print(_table(report, console))
+        console.print()
+    for line in _details(report):
+        console.print(Text(printable(line)))
+
+
+def _table(report: Report, console: Console) -> Table:
     several = len({(s.gateway, s.stream) for s in report.streams}) < len(report.streams)
     table = Table(
         title=f"Completeness of {printable(report.table)}",
@@ -87,7 +99,7 @@ def show(report: Report, console: Console) -> None:
             *(Text(printable(name)) for name in names),
             numbers,
             f"{stream.rows:,}",
-            _lag(stream),
+            age(stream.lag_seconds),
             _remarks(figures, between),
         )
     if len(report.streams) > 1:
@@ -95,10 +107,7 @@ def show(report: Report, console: Console) -> None:
         blank = [""] * (3 if several else 2)
         figures = {name: report.total(name) for name in REMARKS}
         table.add_row("total", *blank, f"{report.total('rows'):,}", "", _remarks(figures, between))
-    console.print(table)
-    console.print()
-    for line in _details(report):
-        console.print(Text(printable(line)))
+    return table
 
 
 def _remarks(figures: dict[str, int], between: str) -> Text:
@@ -111,14 +120,14 @@ def _remarks(figures: dict[str, int], between: str) -> Text:
     return Text(between).join(parts)
 
 
-def _lag(stream: StreamReport) -> str:
-    """Return the age of the newest row, in one unit."""
-    if stream.lag_seconds is None:
+def age(seconds: float | None) -> str:
+    """Return an age in one unit."""
+    if seconds is None:
         return "-"
     for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if stream.lag_seconds >= 2 * length:
-            return f"{stream.lag_seconds / length:,.0f} {unit}"
-    return f"{stream.lag_seconds:.0f} s"
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _details(report: Report) -> Iterator[str]:
@@ -141,11 +150,13 @@ def _details(report: Report) -> Iterator[str]:
         if len(objects) > HOLES:
             yield f"... and {len(objects) - HOLES} more {kind} objects"
     if report.foreign:
-        first = ", ".join(report.foreign[:3]) + (", ..." if len(report.foreign) > 3 else "")
-        yield f"not named like data ({len(report.foreign):,}): {first}"
+        first = ", ".join(report.foreign[:3]) + (", ..." if report.foreign_count > 3 else "")
+        yield f"not named like data ({report.foreign_count:,}): {first}"
     yield from (f"note: {problem}" for problem in report.problems)
     if report.differs:
         yield f"note: {REMEDY}"
+    if not report.in_full:
+        yield f"last full listing: {iso(report.full_ms)}; what is newer is known from the gateway reports"
     verdict = "complete" if report.complete else "NOT complete"
     figures = ", ".join(f"{name} {report.total(name):,}" for name in REMARKS[:5])
     if report.differs:

@@ -33,11 +33,11 @@ import pyarrow.compute as pc
 from bridge.ingest.columns import IDENTITY
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.planner import StreamId
-from bridge.ingest.ranges import Pair, Ranges, size
 from bridge.ingest.sinks.base import Content, Held, Sink
 from bridge.ingest.state import Piece, StateStore, TableState
 from bridge.ingest.verdict import look, weigh
 from bridge.objectkeys import MAX_SEQUENCE
+from bridge.ranges import Pair, Ranges, size
 
 ORDER = [(name, "ascending") for name in IDENTITY.names if name != "ingest_time"]
 
@@ -130,6 +130,7 @@ def _settle(sink: Sink, *, dry_run: bool, accept: bool) -> Repaired:
             stream.removed.update(change.lost)
     state.others = stock.surplus if accept else min(state.others, stock.surplus)
     state.checked, state.differs = content.at, ""
+    state.listed = None  # the next run lists everything, to find what is lost
     sink.commit(state.version, StateStore(sink.state()).save(state, state.version), [])
     done.committed = True
     return done

@@ -35,13 +35,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bridge.ingest.gateway_reports import GatewayReports, ReportedStream, read_gateway_reports
+from bridge.ingest.gateway_reports import GatewayReports, ReportedStream
+from bridge.ingest.listing import DAY, Listing, look_around
 from bridge.ingest.planner import Inventory, StreamId, Tally
-from bridge.ingest.ranges import Pair, Ranges, size
-from bridge.ingest.state import Quarantined, StreamState, TableState
-from bridge.ingest.store import ObjectStore
+from bridge.ingest.state import Quarantined, StreamState, TableState, load_state
+from bridge.ingest.store import StorageLocation
 from bridge.ingest.verdict import look, reasons
 from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
+from bridge.ranges import Pair, Ranges, size
 
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
@@ -73,11 +74,11 @@ class Hole:
 
     @property
     def after(self) -> str | None:
-        return _iso(self.after_ms)
+        return iso(self.after_ms)
 
     @property
     def before(self) -> str | None:
-        return _iso(self.before_ms)
+        return iso(self.before_ms)
 
 
 @dataclass(slots=True)
@@ -113,8 +114,8 @@ class StreamReport:
         shown = ("first", "last", "count", "kind", "reason", "after", "before")
         holes = [{name: getattr(hole, name) for name in shown} for hole in self.holes]
         return {name: getattr(self, name) for name in names} | {
-            "newest": _iso(self.newest_ms),
-            "head": _iso(self.reported_ms),
+            "newest": iso(self.newest_ms),
+            "head": iso(self.reported_ms),
             "holes": holes,
         }
 
@@ -127,9 +128,14 @@ class Report:
     streams: list[StreamReport]
     refused: list[dict[str, Any]]  # quarantined objects
     unreadable: list[dict[str, Any]]  # objects that this run could not read
-    foreign: list[str]  # keys that are not those of data objects
+    foreign: list[str]  # keys that are not those of data objects: of a full listing all, else the first
     problems: list[str]  # why the report may be incomplete
     differs: bool = False  # from its state: the figures of the streams are those of the state
+    foreign_count: int = 0
+    full_ms: int | None = None  # when the last full listing began
+    in_full: bool = True  # this report is made from a full listing
+    made_ms: int = 0  # Unix time
+    versions: dict[str, str] = field(default_factory=dict)  # of the gateways that have reported theirs
 
     def total(self, figure: str) -> int:
         return sum(getattr(stream, figure) for stream in self.streams)
@@ -153,17 +159,22 @@ class Report:
             "streams": [stream.to_json() for stream in self.streams],
             "quarantined_objects": self.refused,
             "unreadable_objects": self.unreadable,
-            "foreign_objects": {"count": len(self.foreign), "first": self.foreign[:20]},
+            "foreign_objects": {"count": self.foreign_count, "first": self.foreign[:20]},
+            "full_listing": iso(self.full_ms),
             "problems": self.problems,
         }
 
 
-def survey(store: ObjectStore, sink: Sink) -> tuple[TableState, Report]:
-    """Return the state and the report of the table and the prefix as they are, without a run."""
-    reports = read_gateway_reports(store)
-    inventory = Inventory(store.list())
-    state, standing = look(sink)
-    return state, build(state, inventory, reports, sink.name, standing.rows, changes=standing.changes)
+def survey(source: StorageLocation, sink: Sink, full_every: float = DAY) -> tuple[TableState, Report]:
+    """Return the state and the report of the table and the prefix as they are, without a run.
+
+    Everything is listed if the last full listing that a run has recorded is `full_every` seconds old.
+    """
+    now = time.time_ns() // 1_000_000
+    listing = look_around(source.open(), source.url, load_state(sink), now, full_every)
+    state, standing = look(sink)  # after the listing: what was listed may be in the table by now
+    inventory, reports, changes = listing.inventory, listing.reports, standing.changes
+    return state, build(state, inventory, reports, sink.name, standing.rows, changes=changes, listing=listing)
 
 
 def build(
@@ -175,12 +186,14 @@ def build(
     vanished: Iterable[Name] = (),
     unreadable: Mapping[Name, Quarantined] | None = None,
     changes: Sequence[str] = (),
+    listing: Listing | None = None,
 ) -> Report:
     """Build the report; reads nothing. `rows` is the number of rows according to the table's metadata.
 
     `changes` are the commits of others that may have changed rows (see `bridge.ingest.verdict`). Of the
     listed objects, `vanished` are those that no longer existed when the run came to them, `unreadable` those
-    that it could not read, with the reason.
+    that it could not read, with the reason. `listing` is where inventory and reports are from; without one,
+    they are of a full listing.
     """
     unreadable = unreadable or {}
     tallies = inventory.tally(state.quarantine.keys() | unreadable.keys() | set(vanished))
@@ -190,8 +203,8 @@ def build(
         else ()
     )
     refused, held = _numbers(state.quarantine), _numbers(unreadable)
-    listing = {name for name, tally in tallies.items() if tally.numbers}
-    names = set(state.streams) | set(reports.streams) | set(refused) | set(held) | listing
+    uploaded = {name for name, tally in tallies.items() if tally.numbers}
+    names = set(state.streams) | set(reports.streams) | set(refused) | set(held) | uploaded
     now = time.time_ns() // 1_000_000
     streams = [
         _stream(
@@ -205,6 +218,10 @@ def build(
         )
         for name in sorted(names)
     ]
+    if listing is not None and not listing.full:
+        for name, stream in zip(sorted(names), streams, strict=True):
+            if name not in listing.whole:
+                stream.duplicates = state.streams[name].duplicates if name in state.streams else 0
     problems = [*reports.problems, *_gone(streams), *_unseen(streams, inventory, reports)]
     differs = reasons(table, state, rows, changes)
     problems += differs
@@ -213,7 +230,21 @@ def build(
         for (key, etag), entry in sorted(state.quarantine.items())
     ]
     others = [{"key": key, **entry._asdict()} for (key, _), entry in sorted(unreadable.items())]
-    return Report(table, streams, documents, others, sorted(inventory.foreign), problems, bool(differs))
+    foreign = listing.foreign if listing else sorted(inventory.foreign)
+    return Report(
+        table,
+        streams,
+        documents,
+        others,
+        foreign,
+        problems,
+        bool(differs),
+        listing.foreign_count if listing else len(foreign),
+        listing.full_at if listing else None,
+        listing is None or listing.full,
+        now,
+        dict(reports.versions),
+    )
 
 
 def _numbers(objects: Iterable[Name]) -> dict[StreamId, Ranges]:
@@ -222,7 +253,7 @@ def _numbers(objects: Iterable[Name]) -> dict[StreamId, Ranges]:
     for key, _ in objects:
         name = parse_key(key)
         assert name is not None, key  # the planner plans no other key
-        found[StreamId(name.gateway, name.stream, name.epoch)].add(name.first, name.last)
+        found[StreamId.of(name)].add(name.first, name.last)
     return found
 
 
@@ -347,7 +378,8 @@ def _holes(gaps: list[Pair], parts: Iterable[Part], times: Mapping[int, int]) ->
         yield Hole(*part, times.get(first - 1), times.get(last + 1))
 
 
-def _iso(ms: int | None) -> str | None:
+def iso(ms: int | None) -> str | None:
+    """Return Unix time in ms as text, in UTC."""
     if ms is None:
         return None
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(ms // 1000)) + f".{ms % 1000:03d}Z"

@@ -31,11 +31,14 @@ LOCAL = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.memory": "1g",
+    "spark.sql.codegen.wholeStage": "false",  # no row goes through the JVM: nothing to compile
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.shuffle.partitions": "4",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
 }
+# The JVM starts tasks and sees no message: a better compiler and collector cost more than they save.
+JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 GREETING = b"WARNING: Using incubator modules"
 LOGGING = """
@@ -109,13 +112,14 @@ def open_session(
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    os.environ.setdefault("SPARK_LAUNCHER_OPTS", JVM)  # of the JVM that makes the command of the other
     for name, value in LOCAL.items():
         builder = builder.config(name, value)
     with tempfile.TemporaryDirectory() as folder:  # the JVM reads it once, at start
         log = Path(folder, "log4j2.properties")
         log.write_text(LOGGING.replace("LEVEL", "info" if verbose else "error"))
         builder = builder.config(
-            "spark.driver.extraJavaOptions", f"-Dlog4j2.configurationFile={log.as_uri()}"
+            "spark.driver.extraJavaOptions", f"{JVM} -Dlog4j2.configurationFile={log.as_uri()}"
         )
         with nullcontext() if verbose else _without_greeting():
             return builder.master(master or MASTER).getOrCreate()

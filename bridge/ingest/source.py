@@ -8,7 +8,7 @@ For jobs that read the landing prefix themselves; no table of `streambridge inge
 comes once, as in the table: one task reads objects that overlap, in order, and takes from each only the
 numbers that are still missing; an object without any is not read. An object that breaks the promise of its
 key fails the query, or is skipped with `badObjects` = `skip`. Additional columns are read if the query's
-schema has them. Options: path, endpoint, badObjects.
+schema has them. Options: path, endpoint, badObjects. `spark.readStream` is in `stream_reader`.
 
 Spark 4.0 or newer (Python data sources); on Spark 3.5 use the table.
 """
@@ -20,17 +20,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
-from bridge.ingest.columns import MESSAGES, shaped
-from bridge.ingest.decode import NewColumns, decode
-from bridge.ingest.errors import BadObject, BadOption, IngestError, Vanished
+from bridge.ingest.errors import BadObject, BadOption, IngestError, NotInstalled, Vanished
+from bridge.ingest.messages import decoded, pieces, wanted_columns
 from bridge.ingest.planner import Inventory, Item, grouped
-from bridge.ingest.ranges import Ranges
-from bridge.ingest.session import arrow_schema
 from bridge.ingest.store import StorageLocation, shared
 from bridge.ingest.worker import MAX_OBJECT
-from bridge.objectkeys import ObjectKey, parse_key
+from bridge.objectkeys import parse_key
+from bridge.ranges import Ranges
+
+try:
+    from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+except ImportError as error:
+    raise NotInstalled(
+        'format("streambridge") needs Spark 4.0 or newer, which knows data sources in Python; '
+        "on Spark 3.5 read the table of `streambridge ingest`"
+    ) from error
+
+from bridge.ingest.stream_reader import ObjectStreamReader, StreamOptions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,7 +48,6 @@ SCHEMA = (
     "topic string, payload binary, object_key string"
 )
 PART_BYTES = 16 << 20  # of objects in one partition
-BATCH_ROWS = 10_000
 
 
 @dataclass
@@ -62,15 +68,23 @@ class StreamBridgeSource(DataSource):
         return SCHEMA
 
     def reader(self, schema: StructType) -> ObjectReader:
-        options = {name.lower(): value for name, value in self.options.items()}
-        if "path" not in options:
-            raise BadOption('streambridge: the path is missing: .load("s3://bucket/prefix")')
+        options = self._given()
         bad = options.get("badobjects", "fail")
         if bad not in ("fail", "skip"):
             raise BadOption(f"streambridge: badObjects is {bad!r}; use fail or skip")
-        return ObjectReader(
-            StorageLocation(options["path"], options.get("endpoint")), schema, skip=bad == "skip"
-        )
+        return ObjectReader(self._location(), schema, skip=bad == "skip")
+
+    def streamReader(self, schema: StructType) -> ObjectStreamReader:  # noqa: N802 - the name is Spark's
+        return ObjectStreamReader(StreamOptions.of(self._location(), self._given()), schema)
+
+    def _given(self) -> dict[str, str]:
+        return {name.lower(): value for name, value in self.options.items()}
+
+    def _location(self) -> StorageLocation:
+        options = self._given()
+        if "path" not in options:
+            raise BadOption('streambridge: the path is missing: .load("s3://bucket/prefix")')
+        return StorageLocation(options["path"], options.get("endpoint"))
 
 
 class ObjectReader(DataSourceReader):
@@ -89,7 +103,7 @@ class ObjectReader(DataSourceReader):
         assert isinstance(partition, Part)
         pa.set_cpu_count(1)
         store = shared(self.location)
-        wanted = _arrow(self.columns)
+        wanted = wanted_columns(self.columns)
         for keys in partition.groups:
             given = Ranges()
             for key in keys:
@@ -99,24 +113,13 @@ class ObjectReader(DataSourceReader):
                 if not fresh:
                     continue
                 try:
-                    table = self._decode(store.get(key, MAX_OBJECT), name, key, wanted)
+                    table = decoded(store.get(key, MAX_OBJECT), name, key, wanted)
                 except (BadObject, Vanished) as error:
                     if self.skip:
                         continue
                     raise IngestError(f"{key}: {error}; option badObjects = skip skips it") from error
                 given.update(fresh)
-                for low, high in fresh:
-                    part = table.slice(low - name.first, high - low + 1)
-                    yield from part.to_batches(max_chunksize=BATCH_ROWS)
-
-    def _decode(self, data: bytes, name: ObjectKey, key: str, wanted: pa.Schema) -> pa.Table:
-        extras = {field.name: field.type for field in wanted if field.name not in MESSAGES.names}
-        try:
-            table = decode(data, name, extras)
-        except NewColumns as new:  # the query does not ask for them
-            table = decode(data, name, extras | new.columns)
-        table = table.append_column("object_key", pa.repeat(pa.scalar(key), table.num_rows))
-        return shaped(table, wanted).combine_chunks()
+                yield from pieces(table, name.first, fresh)
 
 
 def _overlapping(items: Sequence[Item]) -> Iterator[list[Item]]:
@@ -136,8 +139,3 @@ def _overlapping(items: Sequence[Item]) -> Iterator[list[Item]]:
 def register(spark: SparkSession) -> None:
     """Make `format("streambridge")` known to the session."""
     spark.dataSource.register(StreamBridgeSource)
-
-
-def _arrow(schema: StructType) -> pa.Schema:
-    """Return the exact schema that Spark expects of the batches: times in us of UTC, everything nullable."""
-    return pa.schema([(field.name, field.type) for field in arrow_schema(schema)])

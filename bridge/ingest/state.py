@@ -3,10 +3,14 @@
     <state>/<version, 20 digits>.json
     {"format": 1, "version": v, "previous": v0, "streams": [{"gateway", "stream", "epoch",
      "covered": [[first, last, ms of first, ms of last], ...], "late": [objects, rows], "head": {...},
-     "removed": [[first, last], ...]}], "quarantine": [[key, etag, size, reason], ...], "notes": {...},
-     "table": {"checked": version of the table, "differs": reason, "others": rows}}
+     "removed": [[first, last], ...], "absent": [[first, last], ...], "open": true, "duplicates": rows}],
+     "quarantine": [[key, etag, size, reason], ...], "notes": {...},
+     "table": {"checked": version of the table, "differs": reason, "others": rows},
+     "listed": {"source": URL, "full": ms, "gateways": {id: [ETag, ms of its report, version]},
+                "foreign": [count, key, ...]}}
 
-`removed` (absent if empty) and `table` are of `bridge.ingest.verdict`. A document with `removed` has
+`removed` and `table` are of `bridge.ingest.verdict`, `absent`, `open`, `duplicates` and `listed` of
+`bridge.ingest.listing`; those of a stream are left out if they are empty. A document with `removed` has
 format 2: earlier versions of the job would take these numbers again.
 
 A document is written under a new name before the commit, and the table's commit carries its version. So the
@@ -30,8 +34,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bridge.ingest.errors import StateMissing, Vanished, line
 from bridge.ingest.gateway_reports import ReportedStream
 from bridge.ingest.planner import StreamId
-from bridge.ingest.ranges import Pair, Ranges
 from bridge.ingest.store import StorageLocation
+from bridge.ranges import Pair, Ranges
 
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
@@ -60,6 +64,9 @@ class StreamState:
     late_rows: int = 0
     reported: ReportedStream | None = None
     removed: Ranges = field(default_factory=Ranges)  # deleted from the table on purpose
+    absent: Ranges = field(default_factory=Ranges)  # promised by its gateway, and in no object
+    open: bool = False  # it has objects that could not be read
+    duplicates: int = 0  # rows that objects have more than once, when the stream was last listed whole
 
     def take(self, pieces: Iterable[Piece], *, known_last: int) -> None:
         """Add the numbers of one object; `known_last` is the stream's highest number before this round."""
@@ -86,6 +93,29 @@ class Quarantined(NamedTuple):
     reason: str
 
 
+class KnownReport(NamedTuple):
+    """The ETag of a gateway report, its time (Unix time in ms), and the version of its gateway, or ""."""
+
+    etag: str
+    updated: int
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What the state knows of the bucket; see `bridge.ingest.listing`.
+
+    `full` is when the last full listing began (Unix time in ms). `gateways` has each valid gateway report,
+    `foreign` the first of the foreign keys.
+    """
+
+    source: str
+    full: int
+    gateways: dict[str, KnownReport]
+    foreign_count: int = 0
+    foreign: list[str] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class TableState:
     """The content of one state document."""
@@ -97,6 +127,7 @@ class TableState:
     checked: str | None = None  # the version of the table that had the rows of the state before this one
     differs: str = ""  # why the table may have other rows; empty: it has these
     others: int = 0  # rows of others that an operator has accepted
+    listed: Listed | None = None
 
     def covered(self) -> dict[StreamId, Ranges]:
         return {stream: state.covered for stream, state in self.streams.items()}
@@ -149,6 +180,8 @@ class StateStore:
         table = raw.get("table", {})
         state.checked, state.differs = table.get("checked"), line(table.get("differs", ""))
         state.others = int(table.get("others", 0))
+        if raw.get("listed"):
+            state.listed = _listed_from_json(raw["listed"])
         state.quarantine = {  # earlier versions did not cut the reasons
             (key, etag): Quarantined(size, line(why)) for key, etag, size, why in raw["quarantine"]
         }
@@ -197,6 +230,7 @@ class StateStore:
             "notes": state.notes,
             "quarantine": [[*name, *entry] for name, entry in sorted(state.quarantine.items())],
             "table": {"checked": state.checked, "differs": state.differs, "others": state.others},
+            "listed": _listed_to_json(state.listed) if state.listed else None,
         }
         self._store.put(_name(version), json.dumps(document, separators=(",", ":")).encode())
         return version
@@ -241,13 +275,18 @@ def _name(version: int) -> str:
 
 def _stream_to_json(name: StreamId, state: StreamState) -> dict[str, Any]:
     state.tidy()
-    removed = {"removed": list(state.removed)} if state.removed else {}
+    more = {
+        "removed": list(state.removed),
+        "absent": list(state.absent),
+        "open": state.open,
+        "duplicates": state.duplicates,
+    }
     return {
         **name._asdict(),
         "covered": [[low, high, state.times.get(low), state.times.get(high)] for low, high in state.covered],
         "late": [state.late_objects, state.late_rows],
         "head": asdict(state.reported) if state.reported else None,
-        **removed,
+        **{what: value for what, value in more.items() if value},
     }
 
 
@@ -258,5 +297,32 @@ def _stream_from_json(data: dict[str, Any]) -> StreamState:
         times |= {number: ms for number, ms in ((low, low_ms), (high, high_ms)) if ms is not None}
     reported = ReportedStream.from_json(data["head"], data["head"]["updated"]) if data["head"] else None
     late_objects, late_rows = data["late"]
-    removed = Ranges(data.get("removed", ()))
-    return StreamState(Ranges(pairs), times, late_objects, late_rows, reported, removed)
+    return StreamState(
+        Ranges(pairs),
+        times,
+        late_objects,
+        late_rows,
+        reported,
+        Ranges(data.get("removed", ())),
+        Ranges(data.get("absent", ())),
+        bool(data.get("open")),
+        int(data.get("duplicates", 0)),
+    )
+
+
+def _listed_to_json(listed: Listed) -> dict[str, Any]:
+    return {
+        "source": listed.source,
+        "full": listed.full,
+        "gateways": listed.gateways,
+        "foreign": [listed.foreign_count, *listed.foreign],
+    }
+
+
+def _listed_from_json(data: dict[str, Any]) -> Listed:
+    gateways = {
+        str(name): KnownReport(str(etag), int(updated), str(version))
+        for name, (etag, updated, version) in data["gateways"].items()
+    }
+    count, *keys = data["foreign"]
+    return Listed(str(data["source"]), int(data["full"]), gateways, int(count), list(map(str, keys)))

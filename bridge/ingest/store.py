@@ -60,16 +60,25 @@ class Entry(NamedTuple):
     modified: int
 
 
+class Top(NamedTuple):
+    """What is directly below the location: objects, and folders, whose names end in `/`."""
+
+    entries: list[Entry]
+    folders: list[str]
+
+
 class ObjectStore(Protocol):
     """The storage operations that the job needs.
 
     `ahead` is how many requests may be on their way at the same time. 0: only one, in the caller's thread.
+    `under` yields the objects whose keys begin with a prefix, only those with keys greater than `after`.
     """
 
     ahead: int
 
     def list(self) -> Iterator[Entry]: ...
-    def under(self, prefix: str) -> Iterator[Entry]: ...
+    def top(self) -> Top: ...
+    def under(self, prefix: str, after: str = "") -> Iterator[Entry]: ...
     def get(self, key: str, most: int | None = None) -> bytes: ...
     def tail(self, key: str, size: int) -> bytes: ...
     def part(self, key: str, start: int, size: int) -> bytes: ...
@@ -178,6 +187,23 @@ def read(store: ObjectStore, key: str, size: int, most: int) -> bytes:
         raise Unreadable(f"{details['Code']}: {details.get('Message')}") from error
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that takes the place of `path` when the block ends without an error.
+
+    A reader sees the old file or the new one. Raises OSError.
+    """
+    partial = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 class LocalStore:
     """Objects as files below a directory; files that end in `.tmp` are unfinished."""
 
@@ -189,19 +215,30 @@ class LocalStore:
     def list(self) -> Iterator[Entry]:
         return self.under("")
 
-    def under(self, prefix: str) -> Iterator[Entry]:
+    def top(self) -> Top:
+        entries: list[Entry] = []
+        for folder, folders, names in os.walk(self.root, onerror=_unlisted):
+            for name in names:
+                entries += self._entry(os.path.join(folder, name))
+            return Top(entries, [f"{name}/" for name in folders])
+        return Top(entries, [])
+
+    def under(self, prefix: str, after: str = "") -> Iterator[Entry]:
+        """Yield the files below a folder."""
         for folder, _, names in os.walk(self.root / prefix, onerror=_unlisted):
             for name in names:
-                path = os.path.join(folder, name)
-                if name.endswith(".tmp"):
-                    continue
-                try:
-                    found = os.stat(path)
-                except OSError as error:
-                    _unlisted(error)
-                    continue
-                stamp = found.st_mtime_ns
-                yield Entry(os.path.relpath(path, self.root), found.st_size, f"{stamp:x}", stamp // 1_000_000)
+                yield from (entry for entry in self._entry(os.path.join(folder, name)) if entry.key > after)
+
+    def _entry(self, path: str) -> Iterator[Entry]:
+        if path.endswith(".tmp"):
+            return
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            _unlisted(error)
+            return
+        stamp = found.st_mtime_ns
+        yield Entry(os.path.relpath(path, self.root), found.st_size, f"{stamp:x}", stamp // 1_000_000)
 
     def get(self, key: str, most: int | None = None) -> bytes:
         """Read an object; raises BadObject if it has grown to more than `most` bytes, and Vanished."""
@@ -235,15 +272,8 @@ class LocalStore:
         """Open a new object for writing. It appears when the block ends without an error."""
         path = self.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
-        try:
-            with partial.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(path) as file:
+            yield file
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -310,16 +340,23 @@ class S3Store:
 
     def list(self) -> Iterator[Entry]:
         """List everything, with the folders of gateways in parallel."""
+        entries, folders = self.top()
+        yield from entries
         with ThreadPoolExecutor(LISTERS) as pool:
-            folders: list[str] = []
-            for page in self._pages("", Delimiter="/"):
-                yield from self._entries(page)
-                folders += [found["Prefix"][len(self.prefix) :] for found in page.get("CommonPrefixes", ())]
-            for entries in pool.map(lambda folder: list(self.under(folder)), folders):
-                yield from entries
+            for found in pool.map(lambda folder: list(self.under(folder)), folders):
+                yield from found
 
-    def under(self, prefix: str) -> Iterator[Entry]:
-        for page in self._pages(prefix):
+    def top(self) -> Top:
+        entries: list[Entry] = []
+        folders: list[str] = []
+        for page in self._pages("", Delimiter="/"):
+            entries += self._entries(page)
+            folders += [found["Prefix"][len(self.prefix) :] for found in page.get("CommonPrefixes", ())]
+        return Top(entries, folders)
+
+    def under(self, prefix: str, after: str = "") -> Iterator[Entry]:
+        options = {"StartAfter": self.prefix + after} if after else {}
+        for page in self._pages(prefix, **options):
             yield from self._entries(page)
 
     def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bridge.ingest.files import Target
-from bridge.ingest.sinks.base import sweep
+from bridge.ingest.files import Target, sweep
 from bridge.ingest.store import StorageLocation
-from bridge.ingest.worker import collected, numbered, task
+from bridge.ingest.worker import Rows, collected, each_part, numbered, task
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,6 +30,12 @@ class Tasks(Protocol):
         """Return the bodies of the status rows (see `worker`), by kind, of one attempt at each part.
 
         A part is what `worker.pack` returns; `what` names the round in messages.
+        """
+
+    def each(self, what: str, count: int, work: Callable[[int], Rows]) -> dict[str, list[Any]]:
+        """Return the bodies of the status rows, by kind, that `work` gives for 0, 1, ... `count` - 1.
+
+        `what` names the work in messages.
         """
 
 
@@ -59,3 +64,7 @@ class SparkTasks:
                 raise
         sweep(target)
         return collected(self.spark, what, frame, task(parts, source, target, isolated=True))
+
+    def each(self, what: str, count: int, work: Callable[[int], Rows]) -> dict[str, list[Any]]:
+        """As in `Tasks`."""
+        return collected(self.spark, what, numbered(self.spark, range(count)), each_part(work))

@@ -27,7 +27,7 @@ def accept(source: StorageLocation, sink: Sink, wanted: Iterable[str]) -> dict[s
     counts. Raises IngestError, and accepts none, if one of them is not known to be gone; CommitConflict if
     another run commits at the same time.
     """
-    state, report = survey(source.open(), sink)
+    state, report = survey(source, sink)
     gone: dict[str, dict[StreamId, list[tuple[int, int, str]]]] = defaultdict(dict)
     for stream in report.streams:
         if holes := [(hole.first, hole.last, ACCEPTED) for hole in stream.holes if hole.reason == GONE]:

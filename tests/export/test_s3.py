@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.testbed.forwarder import Forwarder
-from bridge import objectkeys
+from bridge import Context, Exporter, objectkeys
 from bridge.errors import StreamFull
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.export.wire import Tuning
@@ -24,6 +24,9 @@ from bridge.ingest.decode import decode
 from bridge.ingest.errors import BadObject
 from bridge.model import MIB
 from bridge.operations.reading import ReadMessagesOptions
+from bridge.plugin import discovery
+from bridge.plugin.api import Progress, convert_config
+from bridge.plugin.testing import make_batch
 from bridge.streams.drops import DropReason
 from tests.export.harness import Bucket, running, until
 
@@ -336,3 +339,42 @@ def test_an_export_sends_the_last_number_and_reports_it(tmp_path: Path, bucket: 
     ]  # fmt: skip
     (stream,) = bucket.report()["streams"]
     assert (stream["newest"], stream["dropped"]) == (last, [[0, last - 3, "before_start"]])
+
+
+def test_the_gateway_report_is_written_while_a_backlog_goes_out(bucket: Bucket) -> None:
+    """The ingest job looks for new objects where a report says so, and a backlog may take days."""
+
+    class Busy(Context):
+        time = 1000.0
+        sent = -1
+        exporter: Exporter
+
+        def monotonic(self) -> float:
+            return self.time
+
+        def exports(self) -> list[Progress]:
+            config = self.exporter.config
+            return [
+                Progress(
+                    stream="stream",
+                    epoch=1,
+                    identifier="up",
+                    config=config,
+                    oldest=0,
+                    newest=99,
+                    exported=self.sent,
+                    skipped=[],
+                )
+            ]
+
+    context, kind = Busy("gw-1", "stream", 1), discovery.load().exporters["s3"]
+    config = convert_config(kind, bucket.config(reportIntervalMillis=10_000))
+    context.exporter = kind(config, context)
+    seen = []
+    for number in range(5):
+        context.exporter.export(make_batch([b"x"], first=number))
+        context.sent = number
+        context.time += 25
+        seen.append(bucket.reported_exported())
+    assert seen == [[], [], [], [2], [2]]  # a minute after the start, without the batch of the moment
+    assert bucket.report()["version"]

@@ -14,13 +14,13 @@ from rich.console import Console
 from bridge.ingest.errors import BadObject, StateMissing
 from bridge.ingest.gateway_reports import MAX_REPORT, read_gateway_reports
 from bridge.ingest.planner import Inventory, RoundLimits, StreamId, plan
-from bridge.ingest.ranges import Ranges
 from bridge.ingest.render import show
 from bridge.ingest.report import survey
 from bridge.ingest.state import StateStore, TableState
 from bridge.ingest.store import Entry, LocalStore, StorageLocation, read
 from bridge.objectkeys import data_key, parse_key, report_key
 from bridge.printable import printable
+from bridge.ranges import Ranges
 from tests.ingest.gateway import EPOCH, Gateway, reported
 
 
@@ -152,7 +152,7 @@ def test_names_of_strangers_reach_no_terminal_raw(
     evil = "gw\x1b[2J\u202e\x9b"
     Gateway(landing, evil).export(0, 9, stream="s\r0")
     landing.open().put("note\x1b[31m", b"")
-    _, report = survey(landing.open(), iceberg())
+    _, report = survey(landing, iceberg())
     out = StringIO()
     show(report, Console(file=out, width=160))
     assert all(line.isprintable() for line in out.getvalue().split("\n"))

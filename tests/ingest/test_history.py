@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -164,6 +162,31 @@ def test_commits_of_others_since_the_last_round_are_never_dropped(
     assert len(sink.standing(before, 0).changes) == 2
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["", "with files of other tables"])
+def test_data_files_that_were_replaced_go_with_the_last_snapshot_that_has_them(
+    tmp_path: Path, shared: bool
+) -> None:
+    sink = opened(tmp_path)
+    sink.target()
+    with sink.table().transaction() as change:
+        change.set_properties({"gc.enabled": str(not shared).lower()})
+    rounds(sink, 4)
+    place = StorageLocation(sink.table().location()).open()
+    names = [file.path for file in sink.files()]
+    for name in names:
+        place.put(name, b"rows")
+    tagged = sink.table().history()[1].snapshot_id  # with two files
+    sink.table().manage_snapshots().create_tag(tagged, "audit").commit()
+    day = "2026-11-20"
+    whole = DataFile(names[0].replace("/0.", "/whole."), day, 4000, 4, {"sequence_number": (0, 3)})
+    place.put(whole.path, b"all rows")
+    sink.replace(sink.files(), [whole])
+    kept = {*names, whole.path}
+    assert {entry.key for entry in place.under("data/")} == kept
+    rounds(sink, LEAST + 3)
+    assert {entry.key for entry in place.under("data/")} == (kept if shared else kept - set(names[2:]))
+
+
 def test_metadata_files_are_kept_where_somebody_has_turned_their_deletion_off(tmp_path: Path) -> None:
     sink = opened(tmp_path)
     sink.target()
@@ -175,20 +198,27 @@ def test_metadata_files_are_kept_where_somebody_has_turned_their_deletion_off(tm
     assert len(metadata_files(sink, ".metadata.json")) == 7
 
 
-def costs(sink: Any) -> Iterator[tuple[float, int]]:
-    """CPU seconds of each hundred rounds, and the bytes of metadata after them."""
+def size(sink: Any) -> int:
+    """The bytes of the table's metadata."""
     folder = Path(sink.table().location().removeprefix("file://")) / "metadata"
-    while True:
-        began = time.process_time()
-        rounds(sink, 100)
-        yield time.process_time() - began, sum(path.stat().st_size for path in folder.iterdir())
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_five_thousandth_round_costs_what_the_first_hundred_did(tmp_path: Path) -> None:
-    sink = opened(tmp_path)  # always as many snapshots: the speed of the machine does not matter
-    sink.target()
-    found = [cost for _, cost in zip(range(50), costs(sink), strict=False)]
-    seconds, sizes = zip(*found, strict=True)
-    assert statistics.median(seconds[-5:]) <= 1.5 * seconds[0]
-    assert sizes[-1] <= 2 * max(sizes[:10])
+    sink, sizes = opened(tmp_path / "old"), []
+    for _ in range(50):
+        rounds(sink, 100)
+        sizes.append(size(sink))
+    assert max(sizes) <= 2 * max(sizes[:10])
+    # in turn with those of a new table, because other programs slow this one down; both keep all of these
+    seconds = dict.fromkeys(("old", "new"), 0.0)
+    for _ in range(20):
+        for name in seconds:
+            sink = opened(tmp_path / name, keep=None)
+            sink.target()
+            began = time.process_time()
+            rounds(sink, 5)
+            seconds[name] += time.process_time() - began
+    assert seconds["old"] <= 1.5 * seconds["new"], seconds

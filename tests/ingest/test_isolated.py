@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from bridge.ingest.columns import MESSAGES
-from bridge.ingest.files import Target
+from bridge.ingest.files import Target, labelled
 from bridge.ingest.isolated import one_by_one
 from bridge.ingest.job import run
 from bridge.ingest.planner import Inventory, RoundLimits, plan
-from bridge.ingest.sinks.base import labelled
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import pack
 from tests.ingest.gateway import Gateway

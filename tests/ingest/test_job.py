@@ -244,8 +244,8 @@ def test_what_is_uploaded_while_a_run_looks_is_never_missing(
     gateway.export(0, 9)
     gateway.report(reported(9))
 
-    def busy(store: LocalStore, prefix: str) -> Iterator[Entry]:
-        found = list(listed(store, prefix))
+    def busy(store: LocalStore, prefix: str, after: str = "") -> Iterator[Entry]:
+        found = list(listed(store, prefix, after))
         if store.root == Path(landing.url):
             first = next(uploads)  # after each look there is one object more
             gateway.export(first, first + 9)

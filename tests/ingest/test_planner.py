@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.ingest.planner import Inventory, RoundLimits, StreamId, plan
-from bridge.ingest.ranges import Ranges
 from bridge.ingest.store import Entry
 from bridge.objectkeys import data_key
+from bridge.ranges import Ranges
 
 STREAM = StreamId("gw", "s", 1)
 

@@ -86,6 +86,14 @@ def test_the_data_source_gives_every_number_once(spark: Any, bucket: StorageLoca
     assert with_qos.where("qos = 1").count() == 100
 
 
+def test_where_spark_knows_no_data_sources_in_python_the_import_says_so() -> None:
+    """As on Spark 3.5, which test_versions.py tries itself."""
+    hide = "import sys; sys.modules['pyspark.sql.datasource'] = None\n"
+    asked = [sys.executable, "-c", f"{hide}import bridge.ingest.source"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert 'NotInstalled: format("streambridge") needs Spark 4.0 or newer' in done.stderr
+
+
 def test_the_data_source_fails_at_a_bad_object_or_skips_it(spark: Any, landing: StorageLocation) -> None:
     pytest.importorskip("pyspark.sql.datasource", reason="Python data sources need Spark 4.0")
     from bridge.ingest.source import register

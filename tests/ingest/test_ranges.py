@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.ingest.ranges import Ranges, size
+from bridge.ranges import Ranges, size
 
 pairs = st.lists(
     st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1])), max_size=12

@@ -23,7 +23,7 @@ from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 from tests.ingest.conftest import Intercepted
 from tests.ingest.deletes import delete_rows
-from tests.ingest.gateway import Gateway
+from tests.ingest.gateway import Gateway, reported
 from tests.ingest.test_command import command
 
 
@@ -373,6 +373,29 @@ def test_the_command_reports_keys_and_rejects_and_exits_with_4_until_they_are_go
     found = json.loads(done.stdout)
     assert (found["rows"], found["replayed"], found["rejects"]) == (0, 1, 0)
     assert found["added_columns"] == ["temp_text"]
+
+
+@pytest.mark.spark
+def test_a_run_also_refines_and_takes_what_an_earlier_one_has_not_refined(
+    spark: Any, landing: StorageLocation, tmp_path: Path
+) -> None:
+    lake = Lake(spark, landing, "iceberg", tmp_path)
+    Gateway(landing).export(0, 9, payload=b'{"temp":1}')
+    Gateway(landing).report(reported(9))
+    lake.ingest()  # as a run that is killed between its two commits
+    where = ("--source", landing.url, "--warehouse", str(tmp_path / "lake"), "--refine-to", "lake.readings")
+    for rejected in range(2):
+        done = command(*where, "--schema", "temp DOUBLE", "--json")
+        assert done.returncode == (4 if rejected else 0), done.stderr
+        found = json.loads(done.stdout)
+        assert (found["rows"], found["refined"]["rows"]) == ((0, 10), (2, 1))[rejected]
+        assert found["refined"]["rejects"] == rejected
+        assert lake.numbers("readings") == [*range(10), *([10] if rejected else [])]
+        Gateway(landing).export(10, 11, payload=lambda n: b'{"temp":%s}' % (b'"hot"' if n % 2 else b"2"))
+        Gateway(landing).report(reported(11))
+    done = command(*where, "--schema", "temp DOUBLE", "--json")
+    assert done.returncode == 4, done.stderr
+    assert json.loads(done.stdout)["refined"]["rounds"] == 0
 
 
 @pytest.mark.spark

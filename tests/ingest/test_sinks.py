@@ -20,9 +20,9 @@ import pytest
 from bridge.ingest.columns import IDENTITY
 from bridge.ingest.decode import decode
 from bridge.ingest.errors import BadOption, CommitConflict, StateMissing, Vanished
-from bridge.ingest.files import DataFile, DayFiles, Target
+from bridge.ingest.files import DataFile, DayFiles, Target, labelled, sweep
 from bridge.ingest.job import ingest, run
-from bridge.ingest.sinks.base import discard, labelled, sweep
+from bridge.ingest.sinks.base import discard
 from bridge.ingest.state import StateStore, TableState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink

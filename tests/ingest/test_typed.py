@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from decimal import Decimal
+from random import Random
 from typing import Any
 
 import cbor2
@@ -129,6 +130,71 @@ def test_the_fast_path_gives_what_the_exact_path_gives_and_nothing_is_lost(
             assert same(whole(row, fast.rules.layout), sent), (row, sent)
         else:
             assert row == {}
+
+
+FLAT = {"d": pa.float64(), "i": pa.int64(), "t": pa.int8(), "s": pa.string(), "o": pa.bool_()}
+FITTING = st.fixed_dictionaries(
+    {},
+    optional={
+        "d": st.none() | st.floats(-1e9, 1e9),
+        "i": st.none() | st.integers(-(2**63), 2**63 - 1),
+        "t": st.none() | st.integers(-128, 127),
+        "s": st.none() | st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+        "o": st.none() | st.booleans(),
+    },
+).map(lambda row: json.dumps(row, ensure_ascii=False).encode())
+TRAPS = st.sampled_from(
+    [
+        b'{"d":NaN}',
+        b'{"d":-Infinity}',
+        b'{"d":9007199254740993}',
+        b'{"d":1e400}',
+        b'{"d":1,"d":2}',
+        b'{"t":128}',
+        b'{"d":1}{"d":2}',
+        b'{"d":1}\n{"d":2}',
+        b"",
+        b" ",
+        b"{",
+        b"}",
+        b'{"s":"',
+        b'{"s":"\xff"}',
+        b'{"s":"\\ud800"}',
+        b'{"i":5.0}',
+        b'{"i":1e2}',
+        b'{"s":1.50}',
+        b'{"x":1}',
+        b'{"d":{"a":1}}',
+        b'{"d":1}\x00',
+        b' {"d":1}',
+        b"1",
+    ]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(FITTING, max_size=6), st.lists(TRAPS, max_size=2), st.randoms(), st.booleans())
+@example([b'{"d":1}{"d":2}', b""], [], Random(0), True)
+@example([b'{"s":"x', b'{"}'], [], Random(0), False)
+def test_batches_of_plain_payloads_give_what_the_exact_path_gives(
+    fitting: list[bytes], traps: list[bytes], random: Random, strict: bool
+) -> None:
+    payloads = [*fitting, *traps]
+    random.shuffle(payloads)
+    rows, reasons, fast = refined(rules(FLAT, strict=strict), *payloads)
+    again, why, exact = refined(rules(FLAT, strict=strict), *payloads, exact=True)
+    assert (rows, reasons, fast.found) == (again, why, exact.found)
+
+
+@pytest.mark.parametrize("odd", [1, 7], ids=["one odd payload", "odd ones in most slices"])
+def test_odd_payloads_among_many_plain_ones_change_no_other_row(odd: int) -> None:
+    payloads = [b'{"d":%d.5,"s":"%d"}' % (at, at) for at in range(10_000)]
+    for at in range(odd):
+        payloads[at * 1200 + 5] = b'{"d":%d,"s":"%d","more":1}' % (at, at)
+    rows, reasons, fast = refined(rules(FLAT), *payloads)
+    again, why, exact = refined(rules(FLAT), *payloads, exact=True)
+    assert (rows, reasons, fast.found) == (again, why, exact.found)
+    assert fast.found.extra_rows == odd
 
 
 def test_a_value_goes_to_the_first_wider_column_that_holds_it_whatever_came_before() -> None:

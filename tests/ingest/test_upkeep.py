@@ -208,6 +208,7 @@ def test_retention_deletes_nothing_when_the_table_has_not_the_rows_of_its_state(
     Gateway(landing).export(0, 9)
     run(spark, landing, iceberg())
     Gateway(landing).export(10, 99)
+    Gateway(landing).report(reported(99))
     report = run(spark, landing, iceberg()).report
     assert report.problems == []
     iceberg().replace(iceberg().files()[:1], [])  # somebody deletes rows

@@ -51,9 +51,17 @@ class InProcess:
                 bodies[kind].append(body)
         return bodies
 
+    def each(self, what: str, count: int, work: Callable[[int], Any]) -> dict[str, list[Any]]:
+        bodies: dict[str, list[Any]] = defaultdict(list)
+        for part in range(count):
+            for kind, body in work(part):
+                bodies[kind].append(body)
+        return bodies
+
 
 def run(landing: StorageLocation, sink: Any) -> Summary:
-    return ingest(InProcess, landing, sink)
+    """Run the job with a full listing: the gateways of these tests do not always report what they upload."""
+    return ingest(InProcess, landing, sink, full_every=0)
 
 
 @pytest.fixture
@@ -157,7 +165,7 @@ def of_others(numbers: Sequence[int], gateway: str = "gw-a", stream: str = "s0")
 def differs(landing: StorageLocation, sink: Sink) -> list[str]:
     """What a run says of the table; a report without a run says the same."""
     summary = run(landing, sink())
-    _, report = survey(landing.open(), sink())
+    _, report = survey(landing, sink())
     assert (report.complete, report.differs) == (summary.report.complete, summary.report.differs)
     return summary.report.problems if summary.report.differs else []
 
@@ -228,7 +236,7 @@ def test_an_iceberg_table_that_was_rolled_back_takes_again_what_it_lost(
         table.manage_snapshots().set_current_snapshot(then).commit()
     else:
         table.manage_snapshots().rollback_to_snapshot(then).commit()
-    _, report = survey(landing.open(), iceberg())
+    _, report = survey(landing, iceberg())
     assert (report.total("rows"), report.total("waiting"), report.differs) == (40, 80, False)
     summary = run(landing, iceberg())
     assert (summary.rows, summary.report.complete) == (80, True)

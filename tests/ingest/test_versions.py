@@ -185,6 +185,68 @@ print(frame.load(sys.argv[2]).where("topic like 'plant/%'").count())
 """
 
 
+STREAM = """
+import json, sys
+from pyspark.sql import SparkSession
+from bridge.ingest.source import register
+spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+register(spark)
+url, endpoint, checkpoint, quarantine = sys.argv[1:]
+options = {"endpoint": endpoint, "checkpoint": checkpoint, "quarantine": quarantine}
+found = []
+
+def take(frame, batch):
+    found.append(sorted(row[0] for row in frame.select("sequence_number").collect()))
+
+def run(**trigger):
+    frame = spark.readStream.format("streambridge").options(**options).load(url)
+    stream = frame.writeStream.foreachBatch(take)
+    return stream.option("checkpointLocation", checkpoint).trigger(**trigger).start()
+
+run(availableNow=True).awaitTermination()
+sys.stdin.readline()  # the bad object is uploaded again meanwhile
+query = run(processingTime="1 second")
+while len(found) < 2:
+    assert query.isActive, query.exception()
+query.stop()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("version", ["4.1.1", "4.3.0"])
+def test_streams_run_on_every_spark_with_data_sources_in_python(
+    bucket: StorageLocation, tmp_path: Path, python: Callable[[str], Path], version: str
+) -> None:
+    need_java()
+    own, gateway = python(version), Gateway(bucket)
+    gateway.export(0, 9)
+    gateway.export(5, 14, form="parquet")
+    gateway.export(15, 19, data=b"broken")
+    places = [str(tmp_path / name) for name in ("checkpoint", "quarantine")]
+    with subprocess.Popen(
+        [own, "-c", STREAM, bucket.url, str(bucket.endpoint), *places],
+        cwd=tmp_path,
+        env=environment(own, PYTHONPATH=str(ROOT)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as running:
+        while not list(tmp_path.glob("checkpoint/commits/0")):
+            assert running.poll() is None
+            time.sleep(0.2)
+        gateway.export(15, 19)
+        found, _ = running.communicate("on\n", timeout=300)
+    assert json.loads(found) == [list(range(15)), list(range(15, 20))]
+
+
+def test_spark_3_5_is_told_what_it_needs(tmp_path: Path, python: Callable[[str], Path]) -> None:
+    own = python("3.5.6")
+    asked = [own, "-c", "import bridge.ingest.source"]
+    variables = environment(own, PYTHONPATH=str(ROOT))
+    done = subprocess.run(asked, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert 'NotInstalled: format("streambridge") needs Spark 4.0 or newer' in done.stderr
+
+
 @pytest.mark.parametrize(
     ("client", "of_server"), [("3.5.6", "3.5.6"), ("3.5.6", "4.1.1"), ("4.1.1", "4.1.1"), ("4.3.0", "4.3.0")]
 )

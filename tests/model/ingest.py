@@ -147,7 +147,7 @@ class Ingest:
                 "the answer to a commit is lost", self._commit_unsure, fault=True
             ),
             Transition("an object is deleted", self.delete, fault=True),
-            self._each("a task is killed", self._task_killed, f"{room}.sinks.base:sweep", crash=True),
+            self._each("a task is killed", self._task_killed, f"{room}.files:sweep", crash=True),
             self._each("a driver is killed", self._killed, crash=True),
         )  # fmt: skip
         self.invariants = (

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from uuid import uuid4
 
 import pyarrow as pa
 
-from bridge.ingest.errors import CommitConflict, IngestError
+from bridge.ingest.errors import CommitConflict, IngestError, line
 from bridge.ingest.files import DataFile, Target
 from bridge.ingest.store import StorageLocation
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from bridge.ingest.tasks import Tasks
 
 ATTEMPTS = 6  # to commit a change, while other writers commit first
 
@@ -42,13 +42,15 @@ class LiveFile:
 class Compacted:
     """The result of a compaction: merged files before and after, and their rows.
 
-    `left` counts the files left as they are, because of changes by another engine.
+    `left` counts the files left as they are, because of changes by another engine. `problem` says why a run
+    has merged none.
     """
 
     before: int = 0
     after: int = 0
     rows: int = 0
     left: int = 0
+    problem: str = ""
 
 
 class Difference(NamedTuple):
@@ -152,6 +154,12 @@ class Sink(Protocol):
     def compact(self, spark: SparkSession) -> Compacted:
         """Merge small data files; the rows stay the same."""
 
+    def tidy(self, tasks: Callable[[], Tasks]) -> Compacted:
+        """Like `compact`, but only files that are due (see `sinks.due`), and without looking for them often.
+
+        For after a round: what it costs does not grow with the table.
+        """
+
     def expire(self, days: float) -> int:
         """Drop versions older than so many days, delete the files that only they used; return how many."""
 
@@ -206,32 +214,14 @@ def state_of(name: str, at: StorageLocation, identity: str | None) -> StorageLoc
     return named.join(identity) if identity else named
 
 
-def labelled(target: Target) -> Target:
-    """Return the target with a label of its own, by which the files of one round can be found."""
-    return replace(target, label=f"{uuid4().hex}-")
-
-
-def sweep(target: Target, keep: Iterable[DataFile] = ()) -> None:
-    """Delete the files that the tasks of a labelled target wrote, finished or not, except those in `keep`.
-
-    For uncommitted files only. Files that cannot be deleted stay: they do no harm, and a later
-    `compact --expire-days` deletes them.
-    """
-    assert target.label
-    with suppress(Exception):  # a network failure, or no right to delete
-        paths = {file.path for file in keep}
-        target.location.open().sweep(f"{target.folder}=", target.label, paths)
-
-
-@contextmanager
-def sweep_on_error(*targets: Target) -> Iterator[None]:
-    """If the block fails, delete the files that the tasks of these targets wrote. It must not commit any."""
+def tidied(tasks: Callable[[], Tasks], sink: Sink) -> Compacted:
+    """Merge the small files of a table that are due. A failure ends no run: all is committed."""
     try:
-        yield
-    except BaseException:
-        for target in targets:
-            sweep(target)
-        raise
+        return sink.tidy(tasks)
+    except CommitConflict:  # another run or engine has replaced these files
+        return Compacted()
+    except Exception as error:  # of Spark, of the libraries, or a damaged file
+        return Compacted(problem=f"{sink.name}: small files were not merged: {line(error)}")
 
 
 def discard(sink: Sink, files: Sequence[DataFile]) -> None:

@@ -1,11 +1,12 @@
 """Compaction: merge the small data files of an Iceberg table.
 
-Each round leaves one file per task and day. `compact` merges the small files of a day in Spark tasks, sorted
-by stream and number, and replaces them in one commit. It may run beside an ingest run: whichever commits
-later checks again. It stops if the number of rows changes. Three kinds of files are left as they are: those
-in which another engine has deleted rows without rewriting them (a merge would bring these rows back), those
-with a column that was dropped from the table (a rollback could not restore its values), and those whose
-partitions are not days.
+Each round leaves one file per task and day. `merge` merges small files of a day in tasks, sorted by stream
+and number, and replaces them in one commit. `compact` does so with all small files, and a run, after its
+rounds, with those that are due (`due`). Other runs may go on meanwhile: whichever commits later checks again.
+A kill before the commit leaves files that nothing uses; after it nothing is left to be done. Nothing is
+replaced if the number of rows changes. Three kinds of files are left as they are: those in which another
+engine has deleted rows without rewriting them (a merge would bring these rows back), those with a column that
+was dropped from the table (a rollback could not restore its values), and those whose partitions are not days.
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bridge.ingest.columns import IDENTITY
-from bridge.ingest.errors import IngestError
-from bridge.ingest.files import DataFile, DayFiles, Target
+from bridge.ingest.errors import CommitConflict, IngestError
+from bridge.ingest.files import DataFile, DayFiles, Target, labelled, sweep, sweep_on_error
 from bridge.ingest.planner import grouped
-from bridge.ingest.sinks.base import Compacted, LiveFile, labelled, sweep_on_error
+from bridge.ingest.sinks.base import Compacted, LiveFile, discard
+from bridge.ingest.sinks.due import SMALL, bins
 from bridge.ingest.store import ObjectStore, shared
 from bridge.ingest.stored import footer, names, undamaged
-from bridge.ingest.worker import collected, each_part, numbered
+from bridge.ingest.tasks import SparkTasks, Tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from bridge.ingest.sinks.iceberg import IcebergSink
 
-FILE_BYTES = 64 << 20
-SMALL = FILE_BYTES // 2
 UNPACKED = 256 << 20  # bytes in memory of the files that are sorted together, however small they are on disk
 SLICE_ROWS = 2000  # rows written at once: only these are expanded from their dictionaries
 ORDER = ("gateway", "stream", "epoch", "sequence_number")
@@ -55,37 +55,35 @@ def compact(spark: SparkSession, sink: IcebergSink) -> Compacted:
     Raises CommitConflict if another run or engine replaced one of the files or deleted rows in it.
     """
     files = sink.files()
-    unsuitable = [file for file in files if file.has_deletes or (not file.day and file.size < SMALL)]
-    bins = list(_bins([file for file in files if file.day and not file.has_deletes]))
-    parts = [[file.path for file in group] for group in bins]
+    done = merge(SparkTasks(spark), sink, list(bins(files)))
+    done.left += sum(file.has_deletes or (not file.day and file.size < SMALL) for file in files)
+    return done
+
+
+def merge(tasks: Tasks, sink: IcebergSink, groups: Sequence[Sequence[LiveFile]]) -> Compacted:
+    """Replace each group of files by one or more, sorted, in one commit. Raises CommitConflict."""
+    parts = [[file.path for file in group] for group in groups]
     if not parts:
-        return Compacted(left=len(unsuitable))
+        return Compacted()
     target = labelled(sink.layout(IDENTITY))
-    work = each_part(lambda part: _merge(parts[part], target))
     with sweep_on_error(target):
-        rows = collected(spark, "compact", numbered(spark, parts), work)
+        rows = tasks.each("compact", len(parts), lambda part: _merge(parts[part], target))
     old, written = set(rows["old"]), [DataFile(**body) for body in rows["file"]]
-    removed = [file for file in files if file.path in old]
-    left = len(unsuitable) + len(rows["left"])
-    done = Compacted(len(removed), len(written), sum(file.rows for file in written), left)
+    removed = [file for group in groups for file in group if file.path in old]
+    done = Compacted(len(removed), len(written), sum(file.rows for file in written), len(rows["left"]))
     if done.rows != sum(file.rows for file in removed):
+        sweep(target)
         raise IngestError(
             f"{sink.name}: {done.rows} rows were written for {sum(file.rows for file in removed)}, so "
             "nothing was replaced; please report this"
         )
     if removed:
-        sink.replace(removed, written)
+        try:
+            sink.replace(removed, written)
+        except CommitConflict:
+            discard(sink, written)
+            raise
     return done
-
-
-def _bins(files: Sequence[LiveFile]) -> Iterator[list[LiveFile]]:
-    """Group the small files of each day, up to the size of a large file. A single file stays as it is."""
-    days: dict[str, list[LiveFile]] = {}
-    for file in files:
-        if file.size < SMALL:
-            days.setdefault(file.day, []).append(file)
-    for small in days.values():
-        yield from (group for group in grouped(small, lambda file: file.size, FILE_BYTES) if len(group) > 1)
 
 
 def _merge(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
@@ -107,7 +105,8 @@ def _merge(paths: list[str], target: Target) -> Iterator[tuple[str, Any]]:
 
 def _inspect(store: ObjectStore, path: str, schema: pa.Schema) -> _File | None:
     """Read the footer of a file; None if the table lacks one of the file's columns."""
-    found = footer(store, path)
+    with undamaged(path):
+        found = footer(store, path)
     columns = found.schema.to_arrow_schema()
     known = names(columns, schema)
     if len(known) < len(columns):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Field, Schema, TableFeatures, Transaction, VariantType
 from deltalake.exceptions import CommitFailedError
@@ -36,11 +37,14 @@ from bridge.ingest.sinks.base import (
     differences,
     state_of,
 )
+from bridge.ingest.sinks.due import SMALL, due
 from bridge.ingest.store import StorageLocation, table_folder
 from bridge.ingest.stored import RangedFile, footer, undamaged
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from bridge.ingest.tasks import Tasks
 
 APPLICATION = "streambridge-ingest"
 PARTITION = PARTITIONS[0]
@@ -273,6 +277,29 @@ class DeltaSink:
         return Compacted(
             done["numFilesRemoved"], done["numFilesAdded"], sum(file.rows for file in self.files())
         )
+
+    def tidy(self, tasks: Callable[[], Tasks]) -> Compacted:
+        """Merge in this process, for the same reason as `compact`."""
+        table, done = self.table(), Compacted()
+        if table is None or _deleted(table):
+            return done
+        _check_names(self.name, table)
+        day = f"partition.{PARTITION}"
+        found = pa.table(table.get_add_actions(flatten=True)).select(["path", "size_bytes", day])
+        newest = str(pc.max(found[day]).as_py())
+        files = [
+            LiveFile(one["path"], str(one[day]), one["size_bytes"], 0, 0)
+            for one in found.filter(pc.less(found["size_bytes"], SMALL)).to_pylist()
+        ]
+        for group in due(files, newest):
+            size = sum(file.size for file in group)
+            try:
+                merged = table.optimize.compact([(PARTITION, "=", group[0].day)], target_size=size)
+            except CommitFailedError as error:
+                raise CommitConflict(f"{self.name}: {line(error)}") from error
+            done.before += merged["numFilesRemoved"]
+            done.after += merged["numFilesAdded"]
+        return done
 
     def expire(self, days: float) -> int:
         table = self.table()

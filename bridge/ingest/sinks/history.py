@@ -16,19 +16,20 @@ made stay until `compact --expire-days`. Data files are left alone here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
-from pyiceberg.manifest import read_manifest_list
+from pyiceberg.manifest import ManifestFile, read_manifest_list
 from pyiceberg.table.update.snapshot import ExpireSnapshots
 
 from bridge.ingest.sinks.snapshots import ancestry, state_version
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table, Transaction
+    from pyiceberg.table.metadata import TableMetadata
     from pyiceberg.table.snapshots import Snapshot
 
     from bridge.ingest.store import ObjectStore
@@ -39,6 +40,8 @@ READERS = timedelta(hours=1)
 WEEK_MS, DAY_MS = 7 * 24 * 3600 * 1000, 24 * 3600 * 1000
 LOG = 25  # earlier metadata files that a table keeps, in steps of so many
 DELETE_METADATA = "write.metadata.delete-after-commit.enabled"
+DELETE_DATA = "gc.enabled"  # false if data files may be of other tables too
+DAY_BYTES = 4  # of a day in the bounds of a manifest
 METADATA_LOG = "write.metadata.previous-versions-max"
 # Few entries are rewritten at a time: pyiceberg takes tens of us for each. These are not stored in the table,
 # and its own properties come first.
@@ -77,6 +80,25 @@ def obsolete(table: Table, previous: int | None, keep: timedelta, now: int) -> l
             gone.append(snapshot)
     gone = [snapshot for snapshot in gone if snapshot.snapshot_id not in heads]
     return gone[:MOST] if len(gone) >= LEAST else []
+
+
+class _Shared(list[Any]):
+    """A list of values that never change, so a copy of it need not copy them."""
+
+    def __deepcopy__(self, memo: Any = None) -> Self:
+        return type(self)(self)
+
+    def __add__(self, more: Any) -> Self:
+        return type(self)(super().__add__(more))
+
+
+def shared(metadata: TableMetadata) -> dict[str, list[Any]]:
+    """Return the lists of the metadata that grow with the history, such that copies share their entries.
+
+    A transaction of pyiceberg makes a deep copy of all metadata every time that it looks at it: sixteen for
+    one commit.
+    """
+    return {name: _Shared(getattr(metadata, name)) for name in ("snapshots", "snapshot_log", "metadata_log")}
 
 
 class Drop(ExpireSnapshots):
@@ -120,9 +142,10 @@ def unfinished(table: Table) -> list[str]:
     return []
 
 
-def delete(table: Table, lists: Iterable[str]) -> None:
-    """Delete manifest lists, and the manifests in them that no snapshot of the table uses any more.
+def delete(table: Table, lists: Iterable[str], store: ObjectStore) -> None:
+    """Delete manifest lists, and what is in them and no snapshot of the table uses any more.
 
+    That is: manifests, and data files that were merged or otherwise replaced. `store` is where the table is.
     Files that cannot be deleted stay: they do no harm, and `compact --expire-days` deletes them.
     """
     obsolete = set(lists) - {snapshot.manifest_list for snapshot in table.metadata.snapshots}
@@ -130,11 +153,56 @@ def delete(table: Table, lists: Iterable[str]) -> None:
         return
     with suppress(Exception):  # a network failure, or no right to delete
         in_use = set(_in_use(table))
+        gone: dict[str, list[ManifestFile]] = {}
         for path in obsolete:
             with suppress(FileNotFoundError):
-                for manifest in _manifests(table, path) - in_use:
-                    _delete(table, manifest)
-                _delete(table, path)
+                gone[path] = _manifests(table, path)
+        unused = [
+            manifest for found in gone.values() for manifest in found if manifest.manifest_path not in in_use
+        ]
+        store.delete(sorted(_replaced(table, {one.manifest_path: one for one in unused}.values())))
+        for path, found in gone.items():
+            for manifest in {manifest.manifest_path for manifest in found} - in_use:
+                _delete(table, manifest)
+            _delete(table, path)
+
+
+def _replaced(table: Table, unused: Collection[ManifestFile]) -> set[str]:
+    """Return the data files of these manifests that no snapshot has, relative to the table."""
+    if table.metadata.properties.get(DELETE_DATA, "true").lower() != "true":
+        return set()
+    folder = f"{table.location().rstrip('/')}/"
+    gone: dict[str, ManifestFile] = {}
+    for manifest in unused:
+        with suppress(FileNotFoundError):  # the data files of such a manifest were deleted before it
+            for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=False):
+                if entry.data_file.file_path.startswith(f"{folder}data/"):
+                    gone[entry.data_file.file_path.removeprefix(folder)] = manifest
+    around = _days(gone.values())
+    seen: set[str] = set()
+    for snapshot in table.metadata.snapshots if gone else ():
+        for manifest in _manifests(table, snapshot.manifest_list):
+            if manifest.manifest_path in seen or not _overlap(_days([manifest]), around):
+                continue
+            seen.add(manifest.manifest_path)
+            for entry in manifest.fetch_manifest_entry(table.io, discard_deleted=True):
+                gone.pop(entry.data_file.file_path.removeprefix(folder), None)
+    return set(gone)
+
+
+def _days(manifests: Iterable[ManifestFile]) -> tuple[int, int] | None:
+    """Return the first and last day of the files in manifests; None if they may have other partitions."""
+    found: list[int] = []
+    for manifest in manifests:
+        bounds = [bound for one in manifest.partitions or () for bound in (one.lower_bound, one.upper_bound)]
+        if [len(bound or b"") for bound in bounds] != [DAY_BYTES, DAY_BYTES]:
+            return None
+        found += (int.from_bytes(bound or b"", "little", signed=True) for bound in bounds)
+    return (min(found), max(found)) if found else None
+
+
+def _overlap(one: tuple[int, int] | None, other: tuple[int, int] | None) -> bool:
+    return one is None or other is None or (one[0] <= other[1] and other[0] <= one[1])
 
 
 def sweep(table: Table, store: ObjectStore, before: float) -> None:
@@ -147,7 +215,8 @@ def sweep(table: Table, store: ObjectStore, before: float) -> None:
         return
     used = {table.metadata_location, *(entry.metadata_file for entry in table.metadata.metadata_log)}
     for snapshot in table.metadata.snapshots:
-        used |= {snapshot.manifest_list, *_manifests(table, snapshot.manifest_list)}
+        manifests = _manifests(table, snapshot.manifest_list)
+        used |= {snapshot.manifest_list, *(manifest.manifest_path for manifest in manifests)}
     keys = {path.removeprefix(folder) for path in used}
     store.delete(
         entry.key
@@ -168,11 +237,11 @@ def _in_use(table: Table) -> Iterator[str]:
     newer = {snapshot.snapshot_id for snapshot in line[:-1]}
     for snapshot in table.metadata.snapshots:
         if snapshot.snapshot_id not in newer:
-            yield from _manifests(table, snapshot.manifest_list)
+            yield from (one.manifest_path for one in _manifests(table, snapshot.manifest_list))
 
 
-def _manifests(table: Table, path: str) -> set[str]:
-    return {manifest.manifest_path for manifest in read_manifest_list(table.io.new_input(path))}
+def _manifests(table: Table, path: str) -> list[ManifestFile]:
+    return list(read_manifest_list(table.io.new_input(path)))
 
 
 def _delete(table: Table, path: str) -> None:

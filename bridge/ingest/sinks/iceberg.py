@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, date, datetime, timedelta
 from itertools import count
@@ -45,6 +45,7 @@ from bridge.ingest.sinks.base import (
     differences,
     state_of,
 )
+from bridge.ingest.sinks.due import MANY, due
 from bridge.ingest.sinks.history import (
     MERGING,
     READERS,
@@ -53,6 +54,7 @@ from bridge.ingest.sinks.history import (
     metadata_log,
     obsolete,
     record,
+    shared,
     sweep,
     unfinished,
 )
@@ -64,17 +66,20 @@ from bridge.ingest.sinks.snapshots import (
     counted_rows,
     current_id,
     entries,
+    small_files,
     state_version,
     total_rows,
     with_deletes,
 )
 from bridge.ingest.state import StateStore
-from bridge.ingest.store import StorageLocation, table_folder
+from bridge.ingest.store import ObjectStore, StorageLocation, table_folder
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
     from pyiceberg.types import PrimitiveType
     from pyspark.sql import SparkSession
+
+    from bridge.ingest.tasks import Tasks
 
 PARTITION = PARTITIONS[1]
 STATE_AT = "streambridge.state-location"
@@ -99,6 +104,7 @@ class IcebergSink:
         self.catalog, self.identifier, self.endpoint = catalog, identifier, endpoint
         self.schema, self.keep = schema, keep
         self._state_at = state_at
+        self._looked = ""  # the snapshot in which `tidy` has looked for small files last
 
     @property
     def name(self) -> str:
@@ -188,6 +194,7 @@ class IcebergSink:
                 "and DROP the others; you can add these again later), or use a new table"
             )
         update = {
+            **shared(table.metadata),
             "properties": {**MERGING, **table.metadata.properties, "commit.retry.num-retries": "0"},
             "default_spec_id": max(days),
         }
@@ -237,7 +244,7 @@ class IcebergSink:
             pointer, now = {POINTER: str(version)}, time.time_ns() // 1_000_000
             gone = obsolete(table, previous, self.keep, now)
             if gone:
-                delete(table, unfinished(table))
+                delete(table, unfinished(table), self._store(table))
             summary = pointer | record(gone)
             with suppress(CommitFailedException):
                 with table.transaction() as change:
@@ -247,8 +254,11 @@ class IcebergSink:
                     change.set_properties(pointer | metadata_log(table, self.keep, now))
                     if gone:
                         Drop(change, gone).commit()
-                delete(table, [snapshot.manifest_list for snapshot in gone])
+                delete(table, [snapshot.manifest_list for snapshot in gone], self._store(table))
                 return
+
+    def _store(self, table: Table) -> ObjectStore:
+        return StorageLocation(table.location(), self.endpoint).open()
 
     def files(self) -> list[LiveFile]:
         table = self.table()
@@ -308,6 +318,17 @@ class IcebergSink:
 
         return compact(spark, self)
 
+    def tidy(self, tasks: Callable[[], Tasks]) -> Compacted:
+        table = self.table()
+        if table is None or small_files(table, self._looked) < MANY:
+            return Compacted()
+        from bridge.ingest.sinks.compact import merge
+
+        self._looked = current_id(table)
+        files = self.files()
+        groups = list(due(files, max((file.day for file in files), default="")))
+        return merge(tasks(), self, groups) if groups else Compacted()
+
     def expire(self, days: float) -> int:
         table = self.table()
         if table is None:
@@ -323,7 +344,7 @@ class IcebergSink:
                     manifests.add(manifest.manifest_path)
                     entries = manifest.fetch_manifest_entry(table.io, discard_deleted=True)
                     used.update(live_file(table, entry).path for entry in entries)
-        store = StorageLocation(table.location(), self.endpoint).open()
+        store = self._store(table)
         limit = before.timestamp() * 1000
         sweep(table, store, limit)
         return store.sweep("data/", "", used, limit)

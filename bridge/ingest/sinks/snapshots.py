@@ -16,6 +16,7 @@ from pyiceberg.table.snapshots import Operation, Snapshot
 from bridge.ingest.columns import IDENTITY
 from bridge.ingest.errors import IngestError, line
 from bridge.ingest.sinks.base import Content, Held
+from bridge.ingest.sinks.due import SMALL
 
 if TYPE_CHECKING:
     from pyiceberg.table import DataScan, Table
@@ -63,6 +64,23 @@ def changes(table: Table, since: str | None) -> list[str]:
         if state_version(snapshot) is None and operation != Operation.REPLACE and not still:
             found.append(f"snapshot {snapshot.snapshot_id} ({operation.value if operation else 'unknown'})")
     return found[::-1]
+
+
+def small_files(table: Table, looked: str) -> int:
+    """Return how many small data files were added after the snapshot `looked`, or the last merge of a run.
+
+    An estimate: of each snapshot only the mean size is known.
+    """
+    found = 0
+    for snapshot in ancestry(table):
+        operation = snapshot.summary.operation if snapshot.summary else None
+        merged = operation == Operation.OVERWRITE and state_version(snapshot) is not None
+        if merged or str(snapshot.snapshot_id) == looked:
+            break
+        figures = _figures(snapshot)
+        files, size = (int(figures.get(name) or 0) for name in ("added-data-files", "added-files-size"))
+        found += files if size < SMALL * files else 0
+    return found
 
 
 def total_rows(table: Table) -> int:
