@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 MAX_LEVELS = 64
 MAX_LENGTH = 4096
 REQUEST_LEVEL = "streambridge"  # the first level of request topics, closed to ordinary messages
+SHARE = "$share/"  # what the filter of a shared subscription begins with
 
 T = TypeVar("T")
 
@@ -45,6 +46,17 @@ def is_topic_filter(name: str) -> bool:
         (level == "+" or "+" not in level) and ("#" not in level or (level == "#" and index == last))
         for index, level in enumerate(levels)
     )
+
+
+def unshared(topic_filter: str) -> str:
+    """The filter of a subscription without its `$share/<group>/`, if it has that (MQTT 5 section 4.8.2).
+
+    Empty if it has no group, one with a wildcard, or nothing behind the group (MQTT-4.8.2-1 and -2).
+    """
+    if not topic_filter.startswith(SHARE):
+        return topic_filter
+    group, _, rest = topic_filter.removeprefix(SHARE).partition("/")
+    return rest if group and not set(group) & set("+#") else ""
 
 
 def matches(topic_filter: str, topic: str) -> bool:

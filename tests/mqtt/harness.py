@@ -44,6 +44,7 @@ from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.server.server import Server
 from bridge.mqtt.settings import Limits, MqttConfig
+from bridge.mqtt.wire import properties as p
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
 from bridge.operations.reading import ReadMessagesOptions
@@ -60,6 +61,7 @@ __all__ = [
     "DEADLINE",
     "PACKET_TYPES",
     "PING",
+    "PLAIN",
     "REASON_CODES",
     "Bridge",
     "Client",
@@ -84,6 +86,9 @@ __all__ = [
     "unsubscribe",
     "until",
 ]
+
+
+PLAIN = {p.REQUEST_PROBLEM_INFO: 0}  # a client with these properties gets reason codes without a text
 
 
 class NoExports:
@@ -158,6 +163,7 @@ class Bridge:
 
     async def stop(self) -> None:
         await self.front.stop()
+        self.manager.close()
         await self.store.close()
 
     async def restart(self) -> None:

@@ -21,6 +21,7 @@ from bridge.mqtt.settings import Limits, MqttConfig, TlsSettings
 from bridge.mqtt.wire.packets import V5
 
 from .harness import (
+    PLAIN,
     Bridge,
     Client,
     Packet,
@@ -213,7 +214,7 @@ async def test_a_publish_that_is_not_allowed_is_refused(bridge: Bridge) -> None:
     assert (bridge.stat("dropped_not_allowed"), bridge.stat("rejected_not_allowed")) == (2, 1)
     will = await bridge.open()
     await will.connect("w", will=("in/other/w", b"", 0), expect=5)
-    modern = await bridge.connect("m", level=V5)
+    modern = await bridge.connect("m", level=V5, properties=PLAIN)
     answer = await modern.exchange(publish("in/other/x", b"", 1, 9, level=V5))
     assert answer == Packet(0x40, b"\0\x09\x87")
     answer = await modern.exchange(publish("in/other/x", b"", 2, 9, level=V5))

@@ -17,7 +17,7 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5, V311
 from tests.fakes.byhand import Wire, World
 
-from .harness import PING, ack, connect, full_disk, publish, subscribe, unsubscribe
+from .harness import PING, PLAIN, ack, connect, full_disk, publish, subscribe, unsubscribe
 
 CONNACK, PRESENT = b"\x20\2\0\0", b"\x20\2\1\0"
 PONG = b"\xd0\0"
@@ -92,7 +92,7 @@ def test_a_message_for_two_streams_waits_for_both(world: World, client: Client) 
 
 
 def test_a_message_that_one_of_its_streams_refuses_is_in_none(world: World, client: Client) -> None:
-    wire = client("c", level=V5)
+    wire = client("c", level=V5, properties=PLAIN)
     world.streams.definitions["other"].full = True
     wire.send(publish("in/both", b"x", 1, 1, level=V5))
     assert wire.got() == b"\x40\3\0\1\x97"

@@ -14,7 +14,7 @@ from bridge.mqtt.wire.packets import V5, packet
 from bridge.mqtt.wire.properties import write_properties
 
 from ..fakes.clock import Shifted
-from .harness import Bridge, Packet, ack, bridge_test, copied, found_again, publish, until
+from .harness import PLAIN, Bridge, Packet, ack, bridge_test, copied, found_again, publish, until
 
 RECEIVED, COMPLETE = 0x50, 0x70
 
@@ -142,7 +142,7 @@ async def test_what_a_full_disk_has_refused_is_not_waited_for(bridge: Bridge) ->
 
 @bridge_test
 async def test_messages_for_streams_that_do_not_exist_leave_nothing_behind(bridge: Bridge) -> None:
-    client = await bridge.connect("c", level=V5, properties={p.SESSION_EXPIRY: 60})
+    client = await bridge.connect("c", level=V5, properties={p.SESSION_EXPIRY: 60, **PLAIN})
     for number in range(1, 100):
         answer = await client.exchange(publish(f"streams/x{number}", b"x", 2, number, level=V5))
         assert answer == Packet(RECEIVED, number.to_bytes(2, "big") + b"\x90")

@@ -14,7 +14,7 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 from tests.fakes.byhand import Wire, World
 
-from .harness import ack, connect, full_disk, publish, subscribe
+from .harness import PLAIN, ack, connect, full_disk, publish, subscribe
 
 PRESENT = b"\x20\2\1\0"
 Restart = Callable[[World], None]
@@ -29,6 +29,12 @@ def stopped(world: World) -> None:
 def killed(world: World) -> None:
     world.run()
     world.kill()
+
+
+def journal(world: World) -> bytes:
+    """What is in the journal's file at the end of a turn."""
+    world.run()
+    return (world.root / "mqtt" / "sessions.journal").read_bytes()
 
 
 RESTARTS = pytest.mark.parametrize("restart", [stopped, killed])
@@ -169,7 +175,7 @@ def test_no_more_is_retained_than_the_limit_whatever_else_becomes_of_it(tmp_path
     world = World(tmp_path, retained_messages=3)
     stream = world.streams.definitions["s"]
     stream.by_itself = True
-    wire = client(world, "c", level=V5)
+    wire = client(world, "c", level=V5, properties=PLAIN)
     for number in range(6):
         wire.send(publish(topic.format(number), b"x", 1, 9, retain=True, level=V5))
         assert wire.got() == (ack(0x40, 9) if number < 3 else b"\x40\3\0\x09\x97")
@@ -223,3 +229,130 @@ def test_a_power_cut_takes_the_last_second_of_the_journal_and_no_more(
         subscriber = world.connect(connect("s", clean=False))
         assert subscriber.got() == PRESENT + publish("t", b"before", 1, 1)
         assert [message.payload for message in world.broker.router.retained.all()] == [b"before"]
+
+
+@RESTARTS
+def test_a_qos_2_message_comes_once_whenever_the_broker_ends(world: World, restart: Restart) -> None:
+    subscriber = client(world, "s", clean=False)
+    subscriber.send(subscribe(5, ("t", 2)))
+    subscriber.got()
+    publisher = client(world, "p")
+    for number in (1, 2):
+        publisher.send(publish("t", b"%d" % number, 2, number))
+    assert subscriber.got() == publish("t", b"1", 2, 1) + publish("t", b"2", 2, 2)
+
+    restart(world)
+    subscriber = world.connect(connect("s", clean=False))
+    again = [publish("t", b"%d" % number, 2, number, dup=True) for number in (1, 2)]
+    assert subscriber.got() == PRESENT + b"".join(again)
+    subscriber.send(ack(0x50, 1))
+    assert subscriber.got() == ack(0x62, 1)
+
+    restart(world)
+    subscriber = world.connect(connect("s", clean=False))
+    assert subscriber.got() == PRESENT + ack(0x62, 1) + again[1]
+    publisher = client(world, "p")
+    publisher.send(publish("t", b"3", 2, 3))
+    assert subscriber.got() == publish("t", b"3", 2, 3), "1 is still in use"
+    subscriber.send(ack(0x70, 1))
+    subscriber.got()
+
+    restart(world)
+    subscriber = world.connect(connect("s", clean=False))
+    assert subscriber.got() == PRESENT + again[1] + publish("t", b"3", 2, 3, dup=True)
+
+
+def test_a_qos_2_message_and_its_pubrel_wait_for_the_journal(world: World) -> None:
+    subscriber, publisher = client(world, "s", clean=False), client(world, "p")
+    subscriber.send(subscribe(5, ("t", 2)))
+    subscriber.got()
+    publisher.send(publish("t", b"1", 2, 1))
+    assert subscriber.got() == publish("t", b"1", 2, 1)
+    with full_disk():
+        publisher.send(publish("t", b"2", 2, 2))
+        subscriber.send(ack(0x50, 1))
+        assert subscriber.got() == b""
+        subscriber.lose()
+        subscriber = world.connect(connect("s", clean=False))
+        world.run(3.0)
+        assert subscriber.got() == PRESENT
+    world.run(3.0)
+    assert subscriber.got() == publish("t", b"2", 2, 2) + ack(0x62, 1)
+
+
+@RESTARTS
+def test_a_packet_id_of_a_message_that_no_restart_keeps_is_released(world: World, restart: Restart) -> None:
+    subscriber = client(world, "s", clean=False)
+    subscriber.send(subscribe(5, ("in/#", 2)))
+    subscriber.got()
+    world.streams.definitions["s"].by_itself = True
+    publisher = client(world, "p")
+    publisher.send(publish("in/a", b"x", 2, 1))  # it is in the stream, and not in the journal
+    assert subscriber.got() == publish("in/a", b"x", 2, 1)
+    subscriber.send(ack(0x50, 1))
+    restart(world)
+    subscriber = world.connect(connect("s", clean=False))
+    assert subscriber.got() == PRESENT + ack(0x62, 1)
+    subscriber.send(ack(0x70, 1))
+    restart(world)
+    subscriber = world.connect(connect("s", clean=False))
+    assert subscriber.got() == PRESENT
+
+
+@pytest.mark.parametrize("filters", [["t"], ["$share/g/t"], ["t", "$share/g/t"]])
+def test_a_kill_in_the_middle_of_a_write_keeps_a_message_with_the_id_of_its_sender(
+    world: World, filters: list[str]
+) -> None:
+    subscriber = client(world, "s", clean=False)
+    subscriber.send(subscribe(5, *((one, 1) for one in filters)))
+    subscriber.got()
+    publisher = client(world, "p", clean=False)
+    before = journal(world)
+    publisher.send(publish("t", b"x", 2, 7))
+    assert publisher.got() == ack(0x50, 7)
+    after = journal(world)
+    copies = set()
+    for size in range(len(before), len(after) + 1):
+        (world.root / "mqtt" / "sessions.journal").write_bytes(after[:size])
+        world.kill()
+        publisher = world.connect(connect("p", clean=False))
+        publisher.got()
+        publisher.send(publish("t", b"x", 2, 7, dup=True))
+        assert publisher.got() == ack(0x50, 7)
+        subscriber = world.connect(connect("s", clean=False))
+        copies.add(subscriber.got().count(b"x"))
+        world.broker.stop()
+    assert copies == {len(filters)}
+
+
+def test_a_message_that_a_start_finds_and_cannot_sync_is_stored_again(world: World) -> None:
+    stream = world.streams.definitions["s"]
+    publisher = client(world, "p", clean=False)
+    publisher.send(publish("in/a", b"x", 2, 1))
+    stream.commit()  # in the turn in which it was read: the journal does not have its id
+    world.streams.unsyncable = {"s"}
+    world.kill()
+    world.streams.unsyncable = set()
+    publisher = world.connect(connect("p", clean=False))
+    publisher.got()
+    publisher.send(publish("in/a", b"x", 2, 1, dup=True))
+    stream.commit()
+    assert publisher.got() == ack(0x50, 1)
+    assert stream.payloads == [b"x", b"x"], "the first may be gone after the next start"
+
+
+def test_a_message_of_a_stream_in_memory_is_stored_again_after_a_kill(world: World) -> None:
+    stream = world.streams.definitions["s"]
+    stream.lasting = False
+    publisher = client(world, "p", clean=False)
+    publisher.send(publish("in/a", b"x", 2, 1))
+    stream.commit()
+    world.run()
+    stream.stored.clear()
+    world.kill()
+    publisher = world.connect(connect("p", clean=False))
+    publisher.got()
+    publisher.send(publish("in/a", b"x", 2, 1, dup=True))
+    stream.commit()
+    assert publisher.got() == ack(0x50, 1)
+    assert stream.payloads == [b"x"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 
-from .harness import PING, Bridge, Packet, ack, bridge_test, decoded, publish
+from .harness import PING, PLAIN, Bridge, Packet, ack, bridge_test, decoded, publish
 
 
 def acks(first: int, last: int) -> list[Packet]:
@@ -167,7 +167,7 @@ async def test_a_message_for_a_stream_that_is_not_there_is_refused_and_others_ar
     client.send(publish("streams/typo", b"3", 1, 2))
     assert await client.closed()
     assert bridge.stat("rejected_no_stream") == 1
-    modern = await bridge.connect("b", level=5)
+    modern = await bridge.connect("b", level=5, properties=PLAIN)
     assert await modern.exchange(publish("streams/typo", b"4", 1, 3, level=5)) == Packet(0x40, b"\0\3\x90")
     bridge.stream("typo")
     answer = await modern.exchange(publish("streams/typo", b"5", 1, 4, level=5))

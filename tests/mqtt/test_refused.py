@@ -13,6 +13,7 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5, V311
 
 from .harness import (
+    PLAIN,
     Bridge,
     Packet,
     ack,
@@ -90,7 +91,7 @@ async def test_what_may_succeed_later_and_what_is_forbidden_is_refused_as_ever(b
     bridge.stream("refused")
     bridge.stream("small", "small", **SMALL)
     client = await bridge.open()
-    await client.connect("c", level=V5)
+    await client.connect("c", level=V5, properties=PLAIN)
     codes = set()
     for number in range(1, 20):
         codes.add((await client.exchange(publish("small", b"x" * 500, 1, number, level=V5))).body[2:])

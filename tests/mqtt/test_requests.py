@@ -209,7 +209,7 @@ async def test_reads_that_wait_end_with_their_connection_and_appends_go_on(bridg
             taker.abort()
     await until(lambda: bridge.stat("connections") == 1)
     await until(lambda: len(bridge.server.connections._tasks) == 1, what="the read of who stays waits alone")
-    assert reading.keys() == bridge.server.connections.open
+    assert reading.keys() == bridge.server.connections.open.keys()
     stored = await bridge.payloads()
     assert stored == [b"a", b"b", b"c"] * (len(stored) // 3)
     assert len(stored) >= 3 * 20

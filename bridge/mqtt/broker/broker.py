@@ -26,6 +26,7 @@ A session's states:
 from __future__ import annotations
 
 import logging
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,7 +45,6 @@ from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import (
     ADMINISTRATIVE_ACTION,
     BAD_TOPIC_FILTER,
-    NO_SHARED_SUBSCRIPTIONS,
     NO_SUBSCRIPTION_EXISTED,
     NOT_AUTHORIZED,
     PACKET_ID_NOT_FOUND,
@@ -58,7 +58,7 @@ from bridge.mqtt.wire.packets import (
     ProtocolError,
     Publish,
 )
-from bridge.topics import is_topic_filter
+from bridge.topics import SHARE, is_topic_filter, unshared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -119,7 +119,7 @@ class Broker:
         self.turns = Turns(runtime)
         self.router = Router(store, self.journal, limits, clock, self.turns, runtime)
         self.sessions = Sessions(
-            runtime, limits, self.counts, clock, self.journal.settled, self._ended, self._evicted
+            runtime, limits, self.counts, clock, self.journal.notes, self._ended, self._evicted
         )
         self.publisher = Publisher(
             store, self.router, self.journal, clock, self.turns, self.reports, requests
@@ -232,6 +232,7 @@ class Broker:
         lost = self.stopping and will and session.will is not None and session.lasting_will is None
         session.line = None
         session.outbox.detach()
+        self.router.has_left(session)
         session.left = self.clock.now() / 1000
         if session.persistent:
             self.journal.opened(session)
@@ -280,6 +281,9 @@ class Broker:
         if session.will_timer is not None:
             self._will_due(session)
         self.router.end(session)
+        # Before the end of the session, also in the journal: after a kill in between twice, not never.
+        for out in session.outbox.shared():
+            self.counts["reassigned"] += self.router.reassign(out)
         if session.persistent:
             self.journal.ended(session)
 
@@ -338,6 +342,9 @@ class Broker:
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
             route = Route(route.name, ())
             route.denied = True
+        if route.append is not None and session.line is not None and session.line.receipts:
+            route = copy(route)
+            route.append = None  # its acknowledgements say more than the server's
         return route
 
     def publish(self, batch: Batch, packet: Publish, route: Route) -> None:
@@ -394,11 +401,11 @@ class Broker:
         for request in requests:
             code = self._refusal(session, line, request)
             if not code:
-                options = request.options
+                options, shared = request.options, request.filter.startswith(SHARE)
                 subscription = Subscription(
                     request.filter,
                     options & 3,
-                    bool(options & 4) or line.bridge,
+                    bool(options & 4) or (line.bridge and not shared),
                     bool(options & 8) or line.bridge,
                     options >> 4 & 3,
                     identifier,
@@ -406,7 +413,8 @@ class Broker:
                 new = self.router.subscribe(session, subscription)
                 if session.persistent:
                     self.journal.subscribed(session, subscription)
-                if subscription.retain_handling == 0 or (subscription.retain_handling == 1 and new):
+                handling = subscription.retain_handling
+                if not shared and (handling == 0 or (handling == 1 and new)):
                     wanted.append(subscription)
                 code = subscription.qos
             codes.append(code)
@@ -437,14 +445,15 @@ class Broker:
 
     def _refusal(self, session: Session, line: Line, request: TopicRequest) -> int:
         """Why a filter is not granted: an MQTT 5 reason code, or 0."""
-        if not is_topic_filter(request.filter):
-            if line.level != V5:
+        topics, shared = unshared(request.filter), request.filter.startswith(SHARE)
+        if not (is_topic_filter(request.filter) and topics):
+            if line.level != V5 and not shared:
                 raise ProtocolError(f"topic filter {request.filter[:80]!r}")
-            return BAD_TOPIC_FILTER
-        if request.filter.startswith("$share/"):
-            return NO_SHARED_SUBSCRIPTIONS
+            return BAD_TOPIC_FILTER  # a bad group is no violation of 3.1.1, which knows none
+        if shared and request.options & 4:
+            raise ProtocolError("No Local on a shared subscription (MQTT-3.8.3-4)", PROTOCOL_ERROR)
         known = session.subscriptions
-        if not session.identity.may_subscribe(request.filter):
+        if not session.identity.may_subscribe(topics):
             code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
         elif request.filter not in known and len(known) >= self.limits.subscriptions:
             code, why = QUOTA_EXCEEDED, f"it has {len(known)} already; see [mqtt.limits] subscriptions"

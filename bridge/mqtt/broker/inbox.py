@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bridge.errors import (
+    InvalidRequest,
     MessageTooLarge,
     NoStream,
     RetainedFull,
@@ -52,6 +53,7 @@ _REASONS: tuple[tuple[type[StreamBridgeError], str, int], ...] = (
     (StorageFailed, "storage", IMPLEMENTATION_ERROR),
     (Unauthorized, "not_allowed", NOT_AUTHORIZED),
     (RetainedFull, "retained", QUOTA_EXCEEDED),
+    (InvalidRequest, "invalid", IMPLEMENTATION_ERROR),  # its message id
     (StreamBridgeError, "other", UNSPECIFIED),
 )
 
@@ -186,8 +188,10 @@ class Inbox:
         assert session is not None
         ids, batch.ids = batch.ids, {}  # from here on they are in use, also if the journal fails
         if session.persistent:
-            for packet_id in ids:
-                journal.received(session, packet_id)
+            for packet_id, places in ids.items():
+                # After a restart a stream in memory is empty: what its client sends again is stored again.
+                if any(stream.lasting for stream in places):
+                    journal.received(session, packet_id)
         journal.settled_in(((at, n) for places in ids.values() for at, n in places.items()), batch)
         if session.persistent:
             batch.waiting = 1

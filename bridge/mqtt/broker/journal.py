@@ -5,8 +5,9 @@ power cut loses at most the last second (a thread syncs the file once a second).
 known which QoS 2 ids are still in use, so none is taken to be: stored twice is better than never.
 
 What it keeps: persistent sessions with their subscriptions; QoS 1 and 2 messages of ordinary topics until
-each persistent subscriber has acknowledged them; QoS 2 ids between PUBLISH and PUBREL; wills of persistent
-sessions that may still have to be published; retained messages. Messages on stream topics are in the stream.
+each persistent subscriber has acknowledged them; QoS 2 packet ids in use, in both directions; wills of
+persistent sessions that may still have to be published; retained messages. Messages on stream topics are in
+the stream.
 
 Its records are in `records.py`, its file in `journalfile.py`.
 """
@@ -24,11 +25,13 @@ from bridge.mqtt.broker.records import (
     Any_,
     Booted,
     Ended,
+    Freed,
     Held,
     Marked,
     Received,
     Record,
     Released,
+    Sending,
     Settled,
     Subscribed,
     Unsubscribed,
@@ -131,16 +134,41 @@ class Journal:
         """A persistent session has lost a subscription."""
         self._add(Unsubscribed(session.client_id, topic_filter))
 
-    def queued(self, message: Message, homes: list[Session], copies: list[Outgoing]) -> None:
-        """A message waits for some persistent sessions; numbers its copies."""
-        self._numbers += 1
+    def queued(
+        self,
+        message: Message,
+        homes: list[Session],
+        copies: list[Outgoing],
+        sender: Session | None = None,
+        packet_id: int = 0,
+    ) -> None:
+        """A message waits for some persistent sessions; numbers its copies.
+
+        `packet_id`: of QoS 2, and used by its sender, whose session is persistent.
+        """
+        number = self._numbers = self._numbers + 1
         for copy in copies:
-            copy.number = self._numbers
-        self._add(queued_record(message, self._numbers, zip(homes, copies, strict=True)))
+            if copy.share:
+                self._numbers += 1
+            copy.number = self._numbers if copy.share else number
+        name = sender.client_id if sender is not None and packet_id else ""
+        self._add(queued_record(message, number, list(zip(homes, copies, strict=True)), name, packet_id))
+
+    def notes(self, session: Session) -> Notes:
+        """What the outbox of a session notes here."""
+        return Notes(self, session)
 
     def settled(self, session: Session, out: Outgoing) -> None:
         """A session has acknowledged a queued message, or it was dropped."""
         self._add(Settled(session.client_id, out.number))
+
+    def sending(self, session: Session, packet_id: int, out: Outgoing) -> None:
+        """A persistent session sends a QoS 2 message with this packet id."""
+        self._add(Sending(session.client_id, packet_id, out.number))
+
+    def freed(self, session: Session, packet_id: int) -> None:
+        """A packet id that a persistent session sent with is free again."""
+        self._add(Freed(session.client_id, packet_id))
 
     def willed(self, session: Session) -> None:
         """A persistent session has another will, or none any more."""
@@ -197,6 +225,45 @@ class Journal:
     def resume_numbers(self, number: int) -> None:
         """Number the next message above those of an earlier process."""
         self._numbers = max(self._numbers, number)
+
+
+class Notes:
+    """An outbox's notes (`outbox.Notes`), of which the journal keeps those of a persistent session."""
+
+    __slots__ = ("_journal", "_session")
+
+    def __init__(self, journal: Journal, session: Session) -> None:
+        self._journal, self._session = journal, session
+
+    def settled(self, out: Outgoing) -> None:
+        """A message need not be kept any longer."""
+        if out.number:
+            self._journal.settled(self._session, out)
+
+    def sending(self, packet_id: int, out: Outgoing, then: Callable[[], None]) -> None:
+        """A QoS 2 message gets this packet id."""
+        if self._session.persistent:
+            self._journal.sending(self._session, packet_id, out)
+        self.releasing(then)
+
+    def releasing(self, then: Callable[[], None]) -> None:
+        """Call `then` once all records are kept. While they cannot be written, QoS 2 messages wait."""
+        if not self._session.persistent:
+            then()
+            return
+
+        def done(error: StreamError | None) -> None:
+            if error is None:
+                then()
+            else:
+                self._journal.after_commit(done)  # after the next attempt
+
+        self._journal.after_commit(done)
+
+    def freed(self, packet_id: int) -> None:
+        """A QoS 2 packet id is no longer in use."""
+        if self._session.persistent:
+            self._journal.freed(self._session, packet_id)
 
 
 def survived(records: Iterable[Record], boot: str) -> bool:

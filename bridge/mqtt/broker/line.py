@@ -14,6 +14,8 @@ class Line(Protocol):
     writable: bool  # False while the client does not read what it is sent
     receive_maximum: int  # QoS 1 and 2 messages that the client takes at a time
     max_packet_out: int  # bytes of a packet that the client takes
+    explains: bool  # the client may be sent Reason Strings and User Properties (MQTT-3.1.2-29)
+    receipts: bool  # and wants to know where its messages are stored (`receipts`)
 
     @property
     def name(self) -> str:
@@ -41,6 +43,7 @@ class Gone:
 
     address = name = ""
     level, bridge, writable, gone = 4, False, False, True
+    explains = receipts = False
     receive_maximum = max_packet_out = 0
 
     def send(self, data: bytes | bytearray) -> None:

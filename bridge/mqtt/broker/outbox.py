@@ -6,13 +6,24 @@ sent again in the first order, with DUP, before anything new. At most `in_flight
 and no more than the subscriber takes at a time; beyond them `queued_messages` and `queued_bytes` wait,
 then the oldest is dropped and counted.
 A QoS 0 message waits here only while the subscriber reads too slowly, and is forgotten when it goes.
-Across a restart of the bridge QoS 2 is at least once too: packet ids given out are not kept on disk.
+
+QoS 2 is exactly once, also across a kill of the bridge: a persistent session's packet id is in the journal
+before its PUBLISH goes, and that the message is settled before its PUBREL goes. The states of a packet id:
+
+    noted       its record is being written; nothing has been sent
+    in flight   PUBLISH may have been sent, and is sent again on the next connection
+    settled     PUBREC has come: the record is being written, and PUBLISH is never sent again
+    released    PUBREL has been sent, and is sent again on the next connection; PUBCOMP frees the id
+
+QoS 1 has only `in flight`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from bridge.mqtt.wire.answers import ack
 from bridge.mqtt.wire.packets import PACKET_ID_NOT_FOUND, PROTOCOL_ERROR, PUBREL, SUCCESS, V5, ProtocolError
@@ -26,10 +37,15 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import Limits
 
 
+NO_LIMIT = 0xFFFF_FFFF  # the Maximum Packet Size of a client that names none
+IDLE = (False, False, -1)  # the `Outbox.load` of one that sends at once,
+UNFIT = (True, True, sys.maxsize)  # and of one whose client does not take packets of this size
+
+
 class Outgoing:
     """One message for one session."""
 
-    __slots__ = ("identifiers", "message", "number", "qos", "released", "retain")
+    __slots__ = ("identifiers", "message", "noted", "number", "qos", "retain", "sent", "share")
 
     def __init__(
         self,
@@ -38,30 +54,60 @@ class Outgoing:
         retain: bool = False,
         identifiers: tuple[int, ...] = (),
         number: int = 0,
+        share: str = "",
     ) -> None:
         self.message, self.qos, self.retain, self.identifiers = message, qos, retain, identifiers
         self.number = number  # its name in the journal; 0: not there
-        self.released = False  # QoS 2: PUBREC came, PUBREL went
+        self.share = share  # the shared subscription that it came by; empty: an ordinary one
+        self.noted = qos < 2  # its packet id is in the journal, if it has to be
+        self.sent = False
+
+
+class Notes(Protocol):
+    """What a session's outbox has put down, so that a start finds it."""
+
+    def settled(self, out: Outgoing) -> None:
+        """A message need not be kept any longer."""
+
+    def sending(self, packet_id: int, out: Outgoing, then: Callable[[], None]) -> None:
+        """A QoS 2 message gets this packet id; `then` is called once that is kept."""
+
+    def releasing(self, then: Callable[[], None]) -> None:
+        """`then` is called once all messages that are settled by now are."""
+
+    def freed(self, packet_id: int) -> None:
+        """A QoS 2 packet id is no longer in use."""
 
 
 class Outbox:
-    """The outgoing half of a session. `settled` is called with each message that need not be kept."""
+    """The outgoing half of a session."""
 
     __slots__ = (
-        "_again", "_bytes", "_counts", "_inflight", "_limits", "_line", "_next_id", "_queue", "settled",
+        "_again", "_bytes", "_counts", "_inflight", "_limits", "_line", "_next_id", "_notes", "_queue",
+        "_released",
     )  # fmt: skip
 
-    def __init__(self, limits: Limits, counts: Counter[str], settled: Callable[[Outgoing], None]) -> None:
-        self._limits, self._counts, self.settled = limits, counts, settled
+    def __init__(self, limits: Limits, counts: Counter[str], notes: Notes) -> None:
+        self._limits, self._counts, self._notes = limits, counts, notes
         self._queue: deque[Outgoing] = deque()
         self._inflight: dict[int, Outgoing] = {}
         self._again: dict[int, Outgoing] = {}  # those of them that this connection has not been sent yet
+        self._released: dict[int, bool] = {}  # QoS 2 ids after PUBREC; whether PUBREL may go
         self._bytes = self._next_id = 0
         self._line: Line | None = None
 
     def __len__(self) -> int:
         """How many messages are waiting or under way."""
-        return len(self._queue) + len(self._inflight)
+        return len(self._queue) + len(self._inflight) + len(self._released)
+
+    def restore(self, out: Outgoing, packet_id: int) -> None:
+        """An earlier process gave a QoS 2 message this packet id, and may have sent it."""
+        out.noted = out.sent = True
+        self._inflight[packet_id] = out
+
+    def restore_released(self, packet_id: int) -> None:
+        """An earlier process gave this packet id to a QoS 2 message that need not be sent again."""
+        self._released[packet_id] = True
 
     def put(self, out: Outgoing) -> None:
         """Send a message now if it may go, or let it wait."""
@@ -76,14 +122,32 @@ class Outbox:
         self._bytes += out.message.size
         while len(self._queue) > self._limits.queued_messages or self._bytes > self._limits.queued_bytes:
             self._counts["dropped_queue_full"] += 1
-            self.settled(self._pop())
+            self._notes.settled(self._pop())
+
+    def load(self, out: Outgoing) -> tuple[bool, bool, int] | None:
+        """How busy it is, to choose the least busy one for a message: `IDLE` is least, `UNFIT` most.
+
+        In between: whether its queue is full, whether its client is away, the number of its messages. None
+        if the client is away and the message has QoS 0.
+        """
+        line = self._line
+        if line is None:
+            if not out.qos:
+                return None
+        elif line.max_packet_out < NO_LIMIT and self._too_large(line, out):
+            return UNFIT
+        elif line.writable and not self._queue and not self._again and (not out.qos or self._room(line)):
+            return IDLE  # as in `put`, for which a call would cost too much
+        limits, size = self._limits, self._bytes + out.message.size
+        full = len(self._queue) >= limits.queued_messages or size > limits.queued_bytes
+        return full, line is None, len(self)
 
     def attach(self, line: Line) -> None:
         """The session has a connection: send again what it had not acknowledged, then what waits."""
         self._line = line
-        self._again = {packet_id: out for packet_id, out in self._inflight.items() if not out.released}
-        for packet_id, out in self._inflight.items():
-            if out.released:
+        self._again = {packet_id: out for packet_id, out in self._inflight.items() if out.noted}
+        for packet_id, kept in self._released.items():
+            if kept:
                 line.send(ack(PUBREL, packet_id.to_bytes(2, "big")))
         self.pump()
 
@@ -101,7 +165,7 @@ class Outbox:
             if not self._room(line):
                 return
             packet_id = next(iter(self._again))
-            self._write(line, self._again.pop(packet_id), packet_id, dup=True)
+            self._write(line, self._again.pop(packet_id), packet_id)
         while line is not None and self._queue and line.writable:
             if self._queue[0].qos and not self._room(line):
                 return
@@ -116,9 +180,13 @@ class Outbox:
         self._done(packet_id)
 
     def pubcomp(self, packet_id: int) -> None:
-        """PUBCOMP: the subscriber has released the message."""
+        """PUBCOMP: the subscriber has freed the packet id."""
         self._check(packet_id, 2)
-        self._done(packet_id)
+        if self._released.pop(packet_id, None) is None:
+            self._done(packet_id)
+        else:
+            self._notes.freed(packet_id)
+            self.pump()
 
     def _check(self, packet_id: int, qos: int) -> None:
         out = self._inflight.get(packet_id)
@@ -132,37 +200,67 @@ class Outbox:
         out = self._inflight.pop(packet_id, None)
         if out is not None:
             self._again.pop(packet_id, None)
-            self.settled(out)
+            self._forget(packet_id, out)
             self.pump()
+
+    def _forget(self, packet_id: int, out: Outgoing) -> None:
+        self._notes.settled(out)
+        if out.qos == 2:
+            self._notes.freed(packet_id)
 
     def pubrec(self, packet_id: int, reason: int) -> None:
         """PUBREC: answer with PUBREL, or forget the message if the subscriber refused it (MQTT 5 4.3.3)."""
         self._check(packet_id, 2)
-        out, line = self._inflight.get(packet_id), self._line
+        line = self._line
         if reason >= 0x80:
             self._done(packet_id)
-        elif line is not None:
-            if out is not None:
-                out.released = True
-                self._again.pop(packet_id, None)
-            code = SUCCESS if out is not None or line.level != V5 else PACKET_ID_NOT_FOUND
-            line.send(ack(PUBREL, packet_id.to_bytes(2, "big"), code))
+        elif packet_id in self._inflight:
+            self._again.pop(packet_id, None)
+            self._released[packet_id] = False
+            self._notes.settled(self._inflight.pop(packet_id))
+            self._notes.releasing(partial(self._release, packet_id))
+        elif line is not None and self._released.get(packet_id, True):
+            known = packet_id in self._released or line.level != V5
+            line.send(ack(PUBREL, packet_id.to_bytes(2, "big"), SUCCESS if known else PACKET_ID_NOT_FOUND))
+
+    def _release(self, packet_id: int) -> None:
+        """A start will know that the message is settled."""
+        if packet_id in self._released:
+            self._released[packet_id] = True
+            if self._line is not None:
+                self._line.send(ack(PUBREL, packet_id.to_bytes(2, "big")))
 
     def pending(self) -> list[Outgoing]:
         """Everything not yet acknowledged, oldest first."""
         return [*self._inflight.values(), *self._queue]
 
+    def ids(self) -> list[tuple[int, int]]:
+        """The QoS 2 packet ids in use, in order, each with the number of its message; 0: it has none."""
+        flying = [(packet_id, out.number) for packet_id, out in self._inflight.items() if out.qos == 2]
+        return [*flying, *((packet_id, 0) for packet_id in self._released)]
+
+    def shared(self) -> list[Outgoing]:
+        """What other members of a shared subscription may get, oldest first: not QoS 2 that was sent."""
+        return [out for out in self.pending() if out.share and not (out.sent and out.qos == 2)]
+
     def clear(self) -> None:
         """Forget everything: the session has ended."""
         for out in self.pending():
-            self.settled(out)
+            self._notes.settled(out)
         self._queue.clear()
         self._inflight.clear()
         self._again.clear()
+        self._released.clear()
         self._bytes = 0
 
+    def _too_large(self, line: Line, out: Outgoing) -> bool:
+        """Whether a message makes a larger packet than the client takes."""
+        pieces = out.message.packet(line.level, out.qos, packet_id=1, identifiers=out.identifiers)
+        return sum(map(len, pieces)) > line.max_packet_out
+
     def _room(self, line: Line) -> bool:
-        return len(self._inflight) - len(self._again) < min(self._limits.in_flight, line.receive_maximum)
+        under_way = len(self._inflight) - len(self._again) + len(self._released)
+        return under_way < min(self._limits.in_flight, line.receive_maximum)
 
     def _pop(self) -> Outgoing:
         out = self._queue.popleft()
@@ -172,36 +270,51 @@ class Outbox:
     def _send(self, line: Line, out: Outgoing) -> None:
         if out.message.expired():
             self._counts["dropped_expired"] += 1
-            self.settled(out)
+            self._notes.settled(out)
             return
         packet_id = 0
         if out.qos:
             packet_id = self._next_id = self._free_id()
             self._inflight[packet_id] = out
-        self._write(line, out, packet_id, dup=False)
+        if out.qos < 2:
+            self._write(line, out, packet_id)
+        else:
+            self._notes.sending(packet_id, out, partial(self._noted, packet_id, out))
+
+    def _noted(self, packet_id: int, out: Outgoing) -> None:
+        """A start will know the message's packet id."""
+        if self._inflight.get(packet_id) is not out:
+            return
+        out.noted = True
+        line = self._line
+        if self._again:
+            self._again[packet_id] = out  # after those before it
+        elif line is not None:
+            self._write(line, out, packet_id)
 
     def _free_id(self) -> int:
         packet_id = self._next_id
         while True:
             packet_id = packet_id % 65_535 + 1
-            if packet_id not in self._inflight:
+            if packet_id not in self._inflight and packet_id not in self._released:
                 return packet_id
 
-    def _write(self, line: Line, out: Outgoing, packet_id: int, *, dup: bool) -> None:
+    def _write(self, line: Line, out: Outgoing, packet_id: int) -> None:
         pieces = out.message.packet(
             line.level,
             out.qos,
             retain=out.retain,
             packet_id=packet_id,
-            dup=dup,
+            dup=out.sent,
             identifiers=out.identifiers,
         )
         if sum(map(len, pieces)) > line.max_packet_out:
             # The subscriber cannot take packets of this size (MQTT 5 section 3.1.2.11.4).
             self._counts["dropped_too_large"] += 1
             self._inflight.pop(packet_id, None)
-            self.settled(out)
+            self._forget(packet_id, out)
             return
+        out.sent = out.qos > 0
         for piece in pieces:
             line.send(piece)
         self._counts["delivered"] += 1

@@ -20,6 +20,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from bridge.errors import (
+    InvalidRequest,
     JournalFailed,
     MessageTooLarge,
     NoStream,
@@ -28,22 +29,16 @@ from bridge.errors import (
     StreamError,
     Unauthorized,
 )
+from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.inbox import reason_of
 from bridge.mqtt.broker.message import Message, expiry_of, headers_of
-from bridge.mqtt.wire import answers
-from bridge.mqtt.wire.packets import (
-    PUBACK,
-    PUBREC,
-    RECEIVE_MAXIMUM_EXCEEDED,
-    V5,
-    ProtocolError,
-    Publish,
-)
+from bridge.mqtt.wire.packets import RECEIVE_MAXIMUM_EXCEEDED, V5, ProtocolError, Publish
 from bridge.streams import headers
 
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
+    from collections.abc import Set as AbstractSet
 
     from bridge.clock import Clock
     from bridge.mqtt.broker.inbox import Batch
@@ -62,6 +57,7 @@ RECEIVE_MAXIMUM = 4_096  # QoS 2 messages of an MQTT 5 client between PUBLISH an
 # Too large for the stream, or no such stream. Not: full, a disk that fails, or what the rules forbid.
 PERMANENT = (MessageTooLarge, NoStream)
 LONGEST_REASON = 500  # characters of an error that are stored with the message
+_NONE: frozenset[Stream] = frozenset()
 
 
 class Publisher:
@@ -97,6 +93,7 @@ class Publisher:
             why = f"more than {RECEIVE_MAXIMUM} QoS 2 messages at a time"
             raise ProtocolError(why, RECEIVE_MAXIMUM_EXCEEDED)
         places: dict[Stream, int] = {}
+        known: AbstractSet[Stream] = _NONE
         try:
             if route.denied:
                 why = "it belongs to the broker" if route.reserved else "see [[mqtt.acl]]"
@@ -106,21 +103,22 @@ class Publisher:
             if route.request:
                 self._requests(session, route.name, packet)
             elif route.streams:
-                places = self._append(session, packet, route)
+                places, known = self._append(session, packet, route)
                 batch.touched.update(dict.fromkeys(places))
             elif route.ignored:
                 self._counts["ignored_bridge_state"] += 1
             else:
                 self._counts["without_stream"] += 1
-        except (StreamError, RetainedFull, Unauthorized) as error:
+        except (StreamError, RetainedFull, Unauthorized, InvalidRequest) as error:
             self.refused(batch, packet, error)
             return
-        if (route.receivers or packet.head & 1) and not route.request and not route.ignored:
+        if (route.delivers or packet.head & 1) and not route.request and not route.ignored:
             began = self._turns.begin()
-            if self._router.publish(route, self._message(packet), session):
+            packet_id = number if qos == 2 and session.persistent else 0
+            if self._router.publish(route, self._message(packet), session, packet_id):
                 batch.touched[self._journal] = None
             self._turns.spend(began)
-        self._acknowledge(batch, packet, places)
+        self._acknowledge(batch, packet, places, known)
 
     def refused(self, batch: Batch, packet: Publish, error: StreamBridgeError) -> None:
         """A message was refused: keep it in `refused_stream`, answer with the reason, or close (3.1.1)."""
@@ -132,7 +130,7 @@ class Publisher:
             error, places = other, None  # that stream is full, for example: the client will send it again
         if places is not None:
             batch.touched.update(dict.fromkeys(places))
-            self._acknowledge(batch, packet, places)
+            self._acknowledge(batch, packet, places, _NONE)
             return
         kind, reason = reason_of(error)
         if not packet.qos:
@@ -141,7 +139,7 @@ class Publisher:
         elif line.level == V5 and not isinstance(error, JournalFailed):
             self._counts[f"rejected_{kind}"] += 1
             self._reports.not_stored(line.name, kind, error)
-            batch.acks += answers.ack(PUBACK if packet.qos == 1 else PUBREC, packet.packet_id, reason)
+            batch.acks += receipts.refused(line, packet, reason, str(error))
         else:
             batch.close = (f"rejected_{kind}", f"not acknowledged: {error}", reason)
             line.hold("rejected")
@@ -171,32 +169,55 @@ class Publisher:
         self._router.publish(route, self._message(will), None)
         self._counts["wills"] += 1
 
-    def _append(self, session: Session, packet: Publish, route: Route) -> dict[Stream, int]:
-        """Append a message to its streams, to all or to none; returns its number in each."""
-        kept = _headers(session, packet, route)
-        streams = _lacking(session, packet, route) if packet.qos == 2 else route.streams
-        if len(streams) > 1:
-            for stream in streams:
-                stream.ensure_admits(packet.topic, packet.payload, kept)  # it will be sent again to all
+    def _append(
+        self, session: Session, packet: Publish, route: Route
+    ) -> tuple[dict[Stream, int], AbstractSet[Stream]]:
+        """Append a message to its streams, to all or to none.
+
+        Returns its number in each, and those that have it already by its message id. Raises StreamError, or
+        InvalidRequest for the id.
+        """
+        kept, name, known = _headers(session, packet, route), b"", _NONE
+        fresh = streams = _lacking(session, packet, route) if packet.qos == 2 else route.streams
+        if packet.properties and (name := receipts.message_id(packet, session.identity)):
+            known = frozenset(stream for stream in streams if stream.find(name) is not None)
+            fresh = tuple(stream for stream in streams if stream not in known)
+        if len(fresh) > 1:
+            for stream in fresh:
+                stream.ensure_admits(packet.topic, packet.payload, kept, name)  # it will be sent again to all
         if packet.qos == 2:
-            self._search_from_here(streams, packet, kept)
-        return {stream: stream.append(packet.topic, packet.payload, kept) for stream in streams}
+            self._search_from_here(fresh, packet, kept)
+        return {stream: stream.append(packet.topic, packet.payload, kept, name) for stream in streams}, known
 
     def _message(self, packet: Publish) -> Message:
         expires = expiry_of(packet.properties, self._clock)
         retain = bool(packet.head & 1)
         return Message(packet.topic, packet.payload, packet.qos, retain, packet.properties, expires)
 
-    def _acknowledge(self, batch: Batch, packet: Publish, places: dict[Stream, int]) -> None:
-        """Answer a PUBLISH once everything that its batch touches is committed."""
-        if packet.qos == 1:
-            batch.acks += b"\x40\x02" + packet.packet_id
-        elif packet.qos == 2:
-            assert batch.inbox.session is not None
-            batch.acks += b"\x50\x02" + packet.packet_id
-            batch.inbox.session.incoming.add(packet.number)
-            batch.ids[packet.number] = places
-            for stream, place in places.items():
+    def _acknowledge(
+        self, batch: Batch, packet: Publish, places: dict[Stream, int], known: AbstractSet[Stream]
+    ) -> None:
+        """Answer a PUBLISH once everything that its batch touches is committed.
+
+        `places` are its numbers; those in `known` belong to an earlier PUBLISH with its message id.
+        """
+        qos, line = packet.head & 6, batch.inbox.line  # 2 stands for QoS 1, 4 for QoS 2
+        if qos and line.receipts:
+            batch.acks += receipts.stored(line, packet, places, known)
+        elif qos:
+            batch.acks += (b"\x40\x02" if qos == 2 else b"\x50\x02") + packet.packet_id
+        if qos == 4:
+            session = batch.inbox.session
+            assert session is not None
+            session.incoming.add(packet.number)
+            if not places and session.persistent:
+                # The journal has the message, or nothing has: no commit of a stream has to come first.
+                self._journal.received(session, packet.number)
+                batch.touched[self._journal] = None
+                return
+            new = {stream: place for stream, place in places.items() if stream not in known}
+            batch.ids[packet.number] = new
+            for stream, place in new.items():
                 self._journal.replay_points[stream.name].expect(place, batch)
 
     def _search_from_here(self, streams: tuple[Stream, ...], packet: Publish, kept: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from bridge.mqtt.broker.message import Message
     from bridge.mqtt.broker.outbox import Outgoing
@@ -58,7 +58,14 @@ class Unsubscribed(Record, frozen=True, tag=4):
 
 
 class Queued(Record, frozen=True, tag=5):
-    """A message waits for the sessions in `homes`: client, QoS, retain flag, subscription identifiers."""
+    """A message waits for the sessions in `homes`: client, QoS, retain flag, subscription identifiers.
+
+    `sender` and `id` say whose QoS 2 packet id is in use with it; one record, so that a kill in the middle
+    of a write never keeps the one without the other.
+
+    `shared` has the copies that came by shared subscriptions: a number of its own, since its session may have
+    an ordinary copy too; what `homes` has; the filter.
+    """
 
     number: int
     topic: bytes
@@ -67,6 +74,9 @@ class Queued(Record, frozen=True, tag=5):
     properties: dict[int, Any]
     expires: float | None
     homes: list[tuple[str, int, bool, tuple[int, ...]]]
+    sender: str = ""
+    id: int = 0
+    shared: list[tuple[int, str, int, bool, tuple[int, ...], str]] = []
 
 
 class Settled(Record, frozen=True, tag=6):
@@ -133,6 +143,24 @@ class Willed(Record, frozen=True, tag=13):
     properties: dict[int, Any] = {}
 
 
+class Sending(Record, frozen=True, tag=14):
+    """A session's subscriber may hold this QoS 2 packet id, for the message `number`; 0: for one not here.
+
+    Once the message is settled, the id is only to be released.
+    """
+
+    client: str
+    id: int
+    number: int = 0
+
+
+class Freed(Record, frozen=True, tag=15):
+    """A session's subscriber holds this QoS 2 packet id no longer."""
+
+    client: str
+    id: int
+
+
 Any_ = (
     Opened
     | Ended
@@ -147,6 +175,8 @@ Any_ = (
     | Held
     | Booted
     | Willed
+    | Sending
+    | Freed
 )
 
 
@@ -159,12 +189,26 @@ def opened_record(session: Session) -> Opened:
     return Opened(session.client_id, session.identity.user, session.expiry, session.left, session.proof)
 
 
-def queued_record(message: Message, number: int, copies: Iterable[tuple[Session, Outgoing]]) -> Queued:
+def queued_record(
+    message: Message,
+    number: int,
+    copies: Sequence[tuple[Session, Outgoing]],
+    sender: str = "",
+    packet_id: int = 0,
+) -> Queued:
     """The record of a message that waits for sessions."""
-    homes = [(session.client_id, out.qos, out.retain, out.identifiers) for session, out in copies]
+    homes = [
+        (session.client_id, out.qos, out.retain, out.identifiers) for session, out in copies if not out.share
+    ]
+    shared = [
+        (out.number, session.client_id, out.qos, out.retain, out.identifiers, out.share)
+        for session, out in copies
+        if out.share
+    ]
     return Queued(
-        number, message.topic, message.payload, message.qos, message.properties, _at(message), homes
-    )
+        number, message.topic, message.payload, message.qos, message.properties, _at(message), homes,
+        sender, packet_id, shared,
+    )  # fmt: skip
 
 
 def will_record(session: Session) -> Willed:

@@ -12,6 +12,7 @@ from bridge.mqtt.broker.message import Message, Subscription
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.records import (
     Ended,
+    Freed,
     Held,
     Marked,
     Opened,
@@ -20,6 +21,7 @@ from bridge.mqtt.broker.records import (
     Record,
     Released,
     Retained,
+    Sending,
     Settled,
     Subscribed,
     Unsubscribed,
@@ -53,6 +55,7 @@ class _Saved:
         self.opened = record
         self.subscriptions: dict[str, Subscription] = {}
         self.queue: dict[int, Outgoing] = {}
+        self.sending: dict[int, int] = {}  # QoS 2 packet ids towards the subscriber, with numbers in `queue`
         self.incoming: set[int] = set()
         self.partial: dict[int, frozenset[str]] = {}
         self.will: Will | None = None
@@ -82,11 +85,22 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
             case Queued(number):
                 numbers = max(numbers, number)
                 message = _message(record, broker.clock, retain=False)
+                if record.id and record.sender in saved:
+                    saved[record.sender].incoming.add(record.id)
                 for client, qos, retain, identifiers in record.homes:
                     if client in saved:
                         saved[client].queue[number] = Outgoing(message, qos, retain, identifiers, number)
+                for own, client, qos, retain, identifiers, share in record.shared:
+                    numbers = max(numbers, own)
+                    if client in saved:
+                        out = Outgoing(message, qos, retain, identifiers, own, share)
+                        saved[client].queue[own] = out
             case Settled(client, number) if client in saved:
                 saved[client].queue.pop(number, None)
+            case Sending(client, packet_id, number) if client in saved:
+                saved[client].sending[packet_id] = number
+            case Freed(client, packet_id) if client in saved:
+                saved[client].sending.pop(packet_id, None)
             case Retained(topic):
                 broker.router.retained.keep(text(topic), _message(record, broker.clock, retain=True))
             case Marked(stream, upto, known):
@@ -119,7 +133,15 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
         session.will = past.will
         for subscription in past.subscriptions.values():
             broker.router.subscribe(session, subscription)
+        for packet_id, number in past.sending.items():
+            sending = past.queue.pop(number, None)
+            if sending is None:
+                session.outbox.restore_released(packet_id)
+            else:
+                session.outbox.restore(sending, packet_id)
         for out in past.queue.values():
+            if out.qos == 2 and not complete:
+                out.share = ""  # it may have been sent, so it stays with its member (MQTT-4.8.2-5)
             session.outbox.put(out)
 
 
@@ -162,8 +184,10 @@ async def find_stored_ids(broker: Broker) -> None:
             position = messages[-1].sequence_number + 1
         broker.journal.replay_points[name] = ReplayPoint(broker.store.stream(name).next_sequence)
     # What is found may have been written and not synced. Its repetition is acknowledged without a commit.
-    await broker.store.sync({name for names in found.values() for name in names})
+    # Where the sync fails, it is stored again: the next start may not find it.
+    unsynced = await broker.store.sync({name for names in found.values() for name in names})
     for (session, packet_id, topic), names in found.items():
+        names -= unsynced
         names |= session.partial.get(packet_id, frozenset())
         own = broker.store.bound(text(topic))
         if (session, packet_id, topic) in refused or all(stream.name in names for stream in own):
@@ -187,6 +211,8 @@ def snapshot(broker: Broker) -> Iterator[Record]:
             yield Received(session.client_id, packet_id)
         for packet_id, streams in session.partial.items():
             yield Held(session.client_id, packet_id, sorted(streams))
+        for packet_id, number in session.outbox.ids():
+            yield Sending(session.client_id, packet_id, number)
         for out in session.outbox.pending():
             if out.number:
                 waiting.setdefault(out.number, (out.message, []))[1].append((session, out))

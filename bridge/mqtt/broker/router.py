@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from bridge.mqtt.broker.message import Receiver, Subscription, receiver_of
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.broker.retained import Retained
+from bridge.mqtt.broker.shared import Group, Share
 from bridge.mqtt.wire.packets import BAD_TOPIC_NAME, ProtocolError, text
-from bridge.topics import REQUEST_LEVEL, FilterTree, is_topic_name, matches
+from bridge.topics import REQUEST_LEVEL, SHARE, FilterTree, is_topic_name, matches, unshared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 # Where Mosquitto says that one of its bridges is connected, at both ends, unless it is configured otherwise.
 BRIDGE_STATE = "$SYS/broker/connection/"
-RESERVED = ("$SYS/", "$share/", REQUEST_LEVEL + "/")
+RESERVED = ("$SYS/", SHARE, REQUEST_LEVEL + "/")
 ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
 LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
@@ -42,6 +43,7 @@ class Route:
 
     __slots__ = (
         "append",
+        "delivers",
         "denied",
         "ignored",
         "name",
@@ -49,6 +51,7 @@ class Route:
         "receivers",
         "request",
         "reserved",
+        "shares",
         "stream",
         "streams",
         "with_client",
@@ -60,6 +63,8 @@ class Route:
         self.receivers: dict[Session, Receiver] = {}
         # Clients that do not want their own messages back (No Local), and what they still ask for.
         self.own: dict[Session, Receiver | None] = {}
+        self.shares: dict[str, Share] = {}  # by their filters
+        self.delivers = False  # it has receivers or shares
         self.request = name.partition("/")[0] == REQUEST_LEVEL
         self.ignored = name.startswith(BRIDGE_STATE)  # acknowledged and dropped: a bridge goes on
         self.reserved = not self.request and not self.ignored and name.startswith(RESERVED)
@@ -85,6 +90,7 @@ class Router:
         self.retained = Retained(journal, limits, clock)
         self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
+        self.groups: dict[str, Group] = {}  # the shared subscriptions by their filters
         self._routes: dict[bytes, Route] = {}
         # Subscriptions of sessions that have ended and are still in the tree.
         self._ended: deque[tuple[Session, Subscription]] = deque()
@@ -110,6 +116,9 @@ class Router:
         for session, subscription in self._tree.match(name):
             if session.subscriptions.get(subscription.filter) is not subscription:
                 continue  # of a session that has ended
+            if subscription.filter.startswith(SHARE):
+                self._share(route, session, subscription)
+                continue
             wanted = found.get(session)
             if wanted is None:
                 wanted = found[session] = []
@@ -121,7 +130,8 @@ class Router:
                 if len(others) < len(wanted):
                     route.own[session] = receiver_of(others) if others else None
         route.with_client = any(self._store.wants_client(stream.name) for stream in route.streams)
-        if route.stream is not None and not route.receivers and not route.with_client:
+        route.delivers = bool(route.receivers or route.shares)
+        if route.stream is not None and not route.delivers and not route.with_client:
             route.append = route.stream.append
         if len(self._routes) >= ROUTES:
             self._routes.clear()
@@ -133,9 +143,11 @@ class Router:
         """Add or replace a subscription; returns whether it is a new one (MQTT-3.8.4-3)."""
         old = session.subscriptions.get(subscription.filter)
         if old is not None:
-            self._tree.remove(old.filter, (session, old))
+            self._tree.remove(unshared(old.filter), (session, old))
+        elif subscription.filter.startswith(SHARE):
+            self.groups.setdefault(subscription.filter, Group()).members += 1
         session.subscriptions[subscription.filter] = subscription
-        self._tree.add(subscription.filter, (session, subscription))
+        self._tree.add(unshared(subscription.filter), (session, subscription))
         self.forget_routes()
         return old is None
 
@@ -144,16 +156,41 @@ class Router:
         subscription = session.subscriptions.pop(topic_filter, None)
         if subscription is None:
             return False
-        self._tree.remove(topic_filter, (session, subscription))
+        self._tree.remove(unshared(topic_filter), (session, subscription))
+        self._leave_group(topic_filter)
         self.forget_routes()
         return True
 
     def end(self, session: Session) -> None:
         """Remove the subscriptions of a session that has ended; the tree follows little by little."""
         self._ended.extend((session, one) for one in session.subscriptions.values())
+        for topic_filter in session.subscriptions:
+            self._leave_group(topic_filter)
         session.subscriptions = {}
         self.forget_routes()
         self._prune()
+
+    def _share(self, route: Route, session: Session, subscription: Subscription) -> None:
+        """A member of a shared subscription that matches a topic: it counts if it may read the topic."""
+        name = subscription.filter
+        if session.identity.may_read(route.name):
+            share = route.shares.get(name)
+            if share is None:
+                share = route.shares[name] = Share(name, self.groups[name])
+            share.add(session, receiver_of([subscription]))
+
+    def has_left(self, session: Session) -> None:
+        """A session has lost its connection: shared subscriptions prefer other members."""
+        if self.groups and any(one in self.groups for one in session.subscriptions):
+            self.forget_routes()
+
+    def _leave_group(self, topic_filter: str) -> None:
+        """A session no longer has a subscription, which may be a shared one."""
+        group = self.groups.get(topic_filter)
+        if group is not None:
+            group.members -= 1
+            if not group.members:
+                del self.groups[topic_filter]
 
     def _prune(self) -> None:
         """Take filters of ended sessions out of the tree, as many as fit a turn of the event loop."""
@@ -161,7 +198,7 @@ class Router:
             began = self._turns.begin()
             for _ in range(min(PRUNED, len(self._ended))):
                 session, subscription = self._ended.popleft()
-                self._tree.remove(subscription.filter, (session, subscription))
+                self._tree.remove(unshared(subscription.filter), (session, subscription))
             self._turns.spend(began)
         if self._ended and not self._pruning:
             self._pruning = True
@@ -171,17 +208,20 @@ class Router:
         self._pruning = False
         self._prune()
 
-    def publish(self, route: Route, message: Message, origin: Session | None = None) -> bool:
+    def publish(
+        self, route: Route, message: Message, origin: Session | None = None, packet_id: int = 0
+    ) -> bool:
         """Give a message to all receivers and keep it if it is retained; streams are the caller's.
 
+        `packet_id`: of QoS 2, from a persistent session; the journal has it in use with the message.
         Returns whether the journal must be committed before the message may be acknowledged.
         """
         waits = False
         if message.retain:
             waits = self.retained.publish(route.name, message)
-        receivers = route.receivers
-        if not receivers:
+        if not route.delivers:
             return waits
+        receivers = route.receivers
         if origin is not None and origin in route.own:
             receivers, wanted = dict(receivers), route.own[origin]
             del receivers[origin]
@@ -199,12 +239,41 @@ class Router:
                 homes.append(session)
             else:
                 session.outbox.put(out)
+        if route.shares:
+            for share in route.shares.values():
+                chosen = share.choose(message)
+                if chosen is not None:
+                    session, out = chosen
+                    if out.qos and session.persistent and not route.streams:
+                        lasting.append(out)
+                        homes.append(session)
+                    else:
+                        session.outbox.put(out)
         if lasting:
-            self._journal.queued(message, homes, lasting)
+            self._journal.queued(message, homes, lasting, origin, packet_id)
             for session, out in zip(homes, lasting, strict=True):
                 session.outbox.put(out)
             waits = True
         return waits
+
+    def reassign(self, old: Outgoing) -> bool:
+        """Give a message of a session that has ended to another member of its shared subscription.
+
+        Returns whether there is one.
+        """
+        route = self.route(old.message.topic)
+        share = route.shares.get(old.share)
+        chosen = share.choose(old.message) if share is not None else None
+        if chosen is None:
+            return False
+        self._put(*chosen, in_stream=bool(route.streams))
+        return True
+
+    def _put(self, session: Session, out: Outgoing, *, in_stream: bool) -> None:
+        """Give one session a message, which is in a stream or has its only durable copy here."""
+        if out.qos and session.persistent and not in_stream:
+            self._journal.queued(out.message, [session], [out])
+        session.outbox.put(out)
 
     def send_retained(
         self,
@@ -249,6 +318,4 @@ class Router:
         qos = min(message.qos, subscription.qos)
         identifiers = (subscription.identifier,) if subscription.identifier else ()
         out = Outgoing(message, qos, True, identifiers)
-        if qos and session.persistent and not self._store.bound(name):
-            self._journal.queued(message, [session], [out])
-        session.outbox.put(out)
+        self._put(session, out, in_stream=bool(self._store.bound(name)))

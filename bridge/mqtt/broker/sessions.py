@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from bridge.mqtt.broker.outbox import Outbox, Outgoing
+from bridge.mqtt.broker.outbox import Notes, Outbox
 from bridge.mqtt.wire.packets import V5
 
 if TYPE_CHECKING:
@@ -36,8 +36,10 @@ class Session:
         "subscriptions", "timer", "will", "will_timer",
     )  # fmt: skip
 
-    def __init__(self, client_id: str, identity: Identity, outbox: Outbox) -> None:
-        self.client_id, self.identity, self.outbox = client_id, identity, outbox
+    outbox: Outbox
+
+    def __init__(self, client_id: str, identity: Identity) -> None:
+        self.client_id, self.identity = client_id, identity
         self.proof = b""  # what its client logged in with (`access.proofs`)
         self.expiry = 0  # seconds that it outlives its connection
         self.subscriptions: dict[str, Subscription] = {}
@@ -71,12 +73,12 @@ class Sessions:
         limits: Limits,
         counts: Counter[str],
         clock: Clock,
-        settled: Callable[[Session, Outgoing], None],
+        notes: Callable[[Session], Notes],
         ended: Callable[[Session], None],
         evicted: Callable[[Session], None],
     ) -> None:
         self._runtime, self._limits, self._counts, self._clock = runtime, limits, counts, clock
-        self._settled, self._ended, self._evicted = settled, ended, evicted
+        self._notes, self._ended, self._evicted = notes, ended, evicted
         self._by_id: dict[str, Session] = {}
         self._away: dict[str, Session] = {}  # in the order in which they were left
 
@@ -94,13 +96,8 @@ class Sessions:
 
     def create(self, client_id: str, identity: Identity) -> Session:
         """Make a new session; one that is there already must have been ended before."""
-        session: Session
-
-        def settled(out: Outgoing) -> None:
-            if out.number:
-                self._settled(session, out)
-
-        session = Session(client_id, identity, Outbox(self._limits, self._counts, settled))
+        session = Session(client_id, identity)
+        session.outbox = Outbox(self._limits, self._counts, self._notes(session))
         self._by_id[client_id] = session
         return session
 

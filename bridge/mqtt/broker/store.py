@@ -30,11 +30,23 @@ class Stream(Committer, Protocol):
     def next_sequence(self) -> int:
         """The number after the newest committed message."""
 
-    def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
-        """Add a message to the group that is being gathered, or raise a StreamError at once."""
+    @property
+    def lasting(self) -> bool:
+        """Whether what is committed survives the end of this process."""
 
-    def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> object:
+    def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
+        """Add a message to the group that is being gathered, or raise a StreamError at once.
+
+        One whose id is known adds nothing. Returns the number of the message, or that of the first one.
+        """
+
+    def ensure_admits(
+        self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b""
+    ) -> object:
         """Raise the StreamError that `append` would raise."""
+
+    def find(self, message_id: bytes) -> int | None:
+        """The number of the message with an id, if that is in the deduplication window, or a StreamError."""
 
 
 class Store(Protocol):
@@ -53,8 +65,8 @@ class Store(Protocol):
     async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[StreamMessage]:
         """Messages of a stream; raises NotEnoughMessages, CorruptData or OSError."""
 
-    async def sync(self, names: Iterable[str]) -> None:
-        """Bring what these streams have committed to the disk."""
+    async def sync(self, names: Iterable[str]) -> set[str]:
+        """Bring what these streams have committed to the disk; returns those that cannot be synced."""
 
     @property
     def under_pressure(self) -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Inbox
+from bridge.mqtt.broker.outbox import NO_LIMIT
 from bridge.mqtt.server import handshake
 from bridge.mqtt.server.states import NEXT, TRANSITIONS, Event, State
 from bridge.mqtt.wire import answers
@@ -83,8 +84,8 @@ class Connection(Flow):
 
     __slots__ = (
         "_connect_size", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail", "address", "aliases",
-        "bridge", "broker", "connections", "inbox", "keep_alive", "level", "limit", "listener",
-        "max_packet_out", "reason", "receive_maximum", "requests", "state", "writable",
+        "bridge", "broker", "connections", "explains", "inbox", "keep_alive", "level", "limit", "listener",
+        "max_packet_out", "reason", "receipts", "receive_maximum", "requests", "state", "writable",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, listener: Listener) -> None:
@@ -96,7 +97,8 @@ class Connection(Flow):
         self.bridge = False  # the client is another broker
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
         self.writable = True
-        self.receive_maximum = self.max_packet_out = 0xFFFF_FFFF
+        self.receive_maximum = self.max_packet_out = NO_LIMIT
+        self.explains = self.receipts = False
         self.keep_alive = 0.0  # seconds of silence until the connection counts as lost; 0: never
         self.reason = 0  # why it was closed, a reason code
         self.aliases: dict[int, bytes] = {}
@@ -370,7 +372,7 @@ class Connection(Flow):
                             break
                         route = self._route(topic)
                         append = route.append
-                    elif (append := route.append) is None and route.receivers and turns.over:
+                    elif (append := route.append) is None and route.delivers and turns.over:
                         turns.wait(self)
                         break
                     published += 1

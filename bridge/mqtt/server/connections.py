@@ -69,8 +69,8 @@ class Connections:
         """`under_pressure`: so much waits for the disk that publishers must wait."""
         self.config, self.limits, self.broker, self.runtime = config, config.limits, broker, runtime
         self.under_pressure = under_pressure
-        self.open: set[Member] = set()
-        self.reading: dict[Member, set[asyncio.Task[None]]] = {}  # requests that end with a connection
+        self.open: dict[Member, None] = {}  # in the order in which they came
+        self.reading: dict[Member, dict[asyncio.Task[None], None]] = {}  # requests that end with a connection
         self.logging_in: dict[Member, asyncio.Task[None]] = {}
         self.guests: Guests[Member] = Guests(self.limits.guest_bytes, self._dismiss)
         rate = self.limits.handshakes_per_second
@@ -110,7 +110,7 @@ class Connections:
             refused = self._count(conn.address, descriptor)
         else:
             conn.address, refused = address, STOPPING if self.stopping else ""
-        self.open.add(conn)
+        self.open[conn] = None
         if refused:
             conn.end("refused_limit", refused)
         else:
@@ -119,7 +119,7 @@ class Connections:
     def gone(self, conn: Member) -> None:
         """A connection's transport is closed."""
         if conn in self.open:
-            self.open.discard(conn)
+            del self.open[conn]
             self._counted.leave(conn.address)
             self.guests.leave(conn, conn.address)
         if (task := self.logging_in.pop(conn, None)) is not None:
@@ -186,4 +186,5 @@ class Connections:
             "connections": len(self.open) + len(self._expected),
             "sessions": len(self.broker.sessions),
             "retained": len(self.broker.router.retained),
+            "shared_subscriptions": len(self.broker.router.groups),
         }

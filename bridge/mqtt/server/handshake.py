@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bridge.access.logins import Denied, Reason
 from bridge.access.proofs import of_certificate
+from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.broker import Opening, Refused
 from bridge.mqtt.broker.publishing import RECEIVE_MAXIMUM
 from bridge.mqtt.broker.sessions import NEVER
@@ -61,7 +62,10 @@ def begin(conn: Connection, body: bytes) -> None:
             conn.refuse(error.reason, str(error))
             return
         raise
-    conn.max_packet_out = connect.properties.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
+    asked = connect.properties
+    conn.max_packet_out = asked.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
+    conn.explains = conn.level == V5 and bool(asked.get(p.REQUEST_PROBLEM_INFO, 1))
+    conn.receipts = conn.explains and receipts.ASKED in asked.get(p.USER_PROPERTY, ())
     conn.wait_with(len(body))
     access, user, listener = conn.broker.access, connect.username, conn.listener
     if refused := _unfit(connect):
@@ -173,7 +177,6 @@ def _connack(conn: Connection, connect: Connect, *, present: bool) -> bytes:
         p.MAXIMUM_PACKET_SIZE: config.max_packet,
         p.RECEIVE_MAXIMUM: RECEIVE_MAXIMUM,
         p.TOPIC_ALIAS_MAXIMUM: TOPIC_ALIASES,
-        p.SHARED_AVAILABLE: 0,
     }
     longest = config.limits.session_expiry_interval // 1000
     if session.expiry > longest:

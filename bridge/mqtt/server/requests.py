@@ -7,8 +7,8 @@ Data. The operations are those of `bridge.operations.catalog`, their encoding is
 
 On the embedded broker a client may use its own `<client id>` level only, and with access rules it needs
 `publish` on the request topic, beside the operation's right on the stream. The reply goes straight to the
-connection that asked, so that no other client can ask for it. A read ends with that connection, however long
-it would still wait; what changes a stream is carried out.
+connection that asked, so that no other client can ask for it. What waits (a read, a fetch) ends with that
+connection; what changes a stream is carried out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bridge.errors import Unauthorized
 from bridge.mqtt.broker.message import Message
 from bridge.mqtt.broker.outbox import Outgoing
 from bridge.mqtt.wire import properties as p
-from bridge.operations.catalog import READ
+from bridge.operations.catalog import OPERATIONS
 from bridge.operations.codec import answer
 from bridge.topics import REQUEST_LEVEL
 
@@ -53,14 +53,14 @@ def take(
         conn.hold("requests")
     connections.broker.counts["requests"] += 1
     task = connections.spawn(_reply(operations, conn, session, operation, topic, packet))
-    if operation == READ:
-        connections.reading.setdefault(conn, set()).add(task)
+    if (declared := OPERATIONS.get(operation)) is not None and declared.waits:
+        connections.reading.setdefault(conn, {})[task] = None
         task.add_done_callback(partial(_read_ended, connections, conn))
 
 
 def _read_ended(connections: Connections, conn: Connection, task: asyncio.Task[None]) -> None:
-    reads = connections.reading.get(conn, set())
-    reads.discard(task)
+    reads = connections.reading.get(conn, {})
+    reads.pop(task, None)
     if not reads:
         connections.reading.pop(conn, None)
 

@@ -48,8 +48,13 @@ def _checked(kind: int, reason: int) -> int:
     return reason
 
 
-def ack(kind: int, packet_id: bytes, reason: int = SUCCESS) -> bytes:
-    """PUBACK, PUBREC, PUBREL or PUBCOMP (MQTT 5 sections 3.4 to 3.7); a reason but SUCCESS is MQTT 5 only."""
+def ack(kind: int, packet_id: bytes, reason: int = SUCCESS, properties: Properties | None = None) -> bytes:
+    """PUBACK, PUBREC, PUBREL or PUBCOMP (MQTT 5 sections 3.4 to 3.7).
+
+    A reason but SUCCESS, and properties, are MQTT 5 only.
+    """
+    if properties:
+        return packet(kind, packet_id + bytes((_checked(kind, reason),)) + write_properties(properties))
     if _checked(kind, reason):
         return bytes((kind, 3)) + packet_id + bytes((reason,))
     return bytes((kind, 2)) + packet_id
