@@ -78,6 +78,13 @@ class StreamNotFound(StreamBridgeError):
     status_name = "ResourceNotFound"
 
 
+class ConsumerNotFound(StreamBridgeError):
+    """Raised when a stream has no consumer of the given name."""
+
+    status = 5
+    status_name = "ResourceNotFound"
+
+
 class ResponseTooLarge(StreamBridgeError):
     """Raised when a reply would be too large."""
 

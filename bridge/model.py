@@ -2,7 +2,8 @@
 
 Names on the wire are the SDK's (camelCase), with its defaults and ranges (package `stream-manager` 1.1.2,
 module `stream_manager.data`). Enumerations are sent as numbers. The SDK does not know the extensions
-(`topics`, `limits`, `retention`, `deduplicationWindowMillis`), which are never sent to it.
+(`topics`, `limits`, `retention`, `deduplicationWindowMillis`, `description`, `tags`), which are never sent to
+it.
 
 The keys of `exportDefinition` are the kinds of the loaded exporter plugins; each kind checks its own list of
 configurations.
@@ -28,6 +29,10 @@ MAX_INT32 = 2**31 - 1
 MAX_MILLIS = 9_223_372_036_854
 
 Name = Annotated[str, Meta(min_length=1, max_length=255, pattern=r"^[\w ,.\-]+\Z")]
+
+
+TagName = Annotated[str, Meta(max_length=64, pattern=r"^[a-z][a-z0-9_]*\Z")]
+TagValue = Annotated[str, Meta(max_length=255)]
 
 
 class StrategyOnFull(IntEnum):
@@ -76,6 +81,8 @@ class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True,
     limits: Limits | None = None
     retention: Literal["limits", "exported"] = "limits"
     deduplication_window_millis: Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)] | None = None
+    description: Annotated[str, Meta(max_length=1000)] = ""
+    tags: Annotated[dict[TagName, TagValue], Meta(max_length=16)] = {}
 
 
 class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
@@ -102,15 +109,25 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     rejected_messages_count: int = 0
     skipped_messages_count: int = 0
     stopped: bool = False  # until its configuration changes; error_message says why
+    unacknowledged_messages_count: int = 0  # of a consumer: delivered, and not settled yet
 
 
 class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
-    """The reply to describeMessageStream; `version` protects an update against a concurrent one."""
+    """The reply to describeMessageStream; what follows after the statuses of the exports are extensions.
+
+    `version` protects an update against a concurrent one. `messages` can be read. The times are those of the
+    oldest and the newest message, Unix time in ms; None if there is none, or it cannot be read. `topic_count`
+    is the number of different topics; None if it is not known: only a limit per topic counts them.
+    """
 
     definition: MessageStreamDefinition
     storage_status: StorageStatus
     export_statuses: list[ExportStatus] = []
-    version: str = ""  # an extension
+    version: str = ""
+    messages: int = 0
+    oldest_ingest_time: int | None = None
+    newest_ingest_time: int | None = None
+    topic_count: int | None = None
 
 
 def known_keys(raw: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`streambridge streams create|update|delete|append|purge`: the commands that change streams.
+"""`streambridge streams create|update|delete|append|purge|fetch|ack`: the commands that change streams.
 
 A definition is given as in a table [streams.NAME] of the configuration: KEY=VALUE, with the value in TOML or
 as plain text.
@@ -7,6 +7,7 @@ as plain text.
 from __future__ import annotations
 
 import sys
+import time
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,7 +23,10 @@ from bridge.config.settings import RENAMED, explained, stream_definition
 from bridge.config.tomlstruct import keys_of
 from bridge.errors import InvalidDefinition, InvalidRequest, StreamBridgeError
 from bridge.model import MessageStreamDefinition
+from bridge.streams.segment import StreamMessage
+from bridge.units import parse_duration
 
+WAIT = 2.0  # seconds of one request of `fetch`: the service does not notice that the command has ended
 MAX_MESSAGES = 1000  # that `append` sends in one request
 MAX_BYTES = 8 * 1024 * 1024  # of them, unless one message alone has more; a request may have 64 MiB
 
@@ -186,6 +190,118 @@ def purge(
     given = {key: value for key, value in (("upto", upto), ("topic", topic)) if value is not None}
     reply = operate(target_of(config, data_dir), "purgeMessageStream", name=name, **given)
     output.echo(f"messages dropped: {reply['purgedMessages']}")
+
+
+Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="The consumer's identifier.")]
+Numbers = list[int] | None
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge streams fetch prints printers --wait 10s
+  streambridge streams fetch prints printers --count 10 --json | jq .payload
+"""
+)
+def fetch(
+    name: Name,
+    consumer: Consumer,
+    count: Annotated[
+        int, typer.Option("--count", "-n", min=1, metavar="NUMBER", help="Fetch at most this many messages.")
+    ] = 1,
+    wait: Annotated[
+        str, typer.Option("--wait", metavar="DURATION", help="Wait so long for the first one, as 10s.")
+    ] = "0s",
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Fetch messages of a consumer; `ack` says what became of them.
+
+    Nobody else gets them before the consumer's deadline. Exits with 1 if there is none.
+    """
+    target, until = target_of(config, data_dir), time.monotonic() + _millis("--wait", wait) / 1000
+    found: list[dict[str, Any]] = []
+    while not found:
+        left = until - time.monotonic()
+        found = operate(
+            target,
+            "fetchMessages",
+            name=name,
+            consumer=consumer,
+            maxMessageCount=count,
+            timeoutMillis=int(1000 * max(0.0, min(left, WAIT))),
+        )["messages"]
+        if left <= 0:
+            break
+    for raw in found:
+        message = StreamMessage(
+            raw["sequenceNumber"], raw["ingestTime"], raw["topic"].encode(), raw["payload"], b""
+        )
+        output.message(message, as_json=as_json, deliveries=raw["deliveries"])
+    if not found:
+        output.note(f"{name}: no message for {consumer} now")
+        raise typer.Exit(output.ExitCode.FAILED)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge streams ack prints printers 17 18
+  streambridge streams ack prints printers --nack 19 --delay 1m
+  streambridge streams ack prints printers --terminate 20 --reason 'no such printer'
+"""
+)
+def ack(
+    name: Name,
+    consumer: Consumer,
+    numbers: Annotated[Numbers, typer.Argument(metavar="NUMBER", help="Done: never deliver again.")] = None,
+    nack: Annotated[
+        Numbers, typer.Option("--nack", metavar="NUMBER", help="Not now: deliver again, after --delay.")
+    ] = None,
+    delay: Annotated[
+        str, typer.Option("--delay", metavar="DURATION", help="The delay of --nack, as 1m.")
+    ] = "0s",
+    in_progress: Annotated[
+        Numbers, typer.Option("--in-progress", metavar="NUMBER", help="Let the deadline begin anew.")
+    ] = None,
+    terminate: Annotated[
+        Numbers,
+        typer.Option("--terminate", metavar="NUMBER", help="Reject it: to the dead-letter stream, if any."),
+    ] = None,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="The reason of --terminate.")
+    ] = "terminated on the command line",
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+) -> None:
+    """Say what became of the messages of a consumer, whichever client has them."""
+    if not (numbers or nack or in_progress or terminate):
+        raise typer.BadParameter("give at least one number")
+    reply = operate(
+        target_of(config, data_dir),
+        "ackMessages",
+        name=name,
+        consumer=consumer,
+        ack=numbers or [],
+        nack=nack or [],
+        delayMillis=_millis("--delay", delay),
+        inProgress=in_progress or [],
+        terminate=terminate or [],
+        reason=reason,
+    )
+    if reply["notPending"]:
+        output.note(f"{name}: not pending: {', '.join(map(str, reply['notPending']))}")
+    else:
+        output.echo("stored")
+
+
+def _millis(option: str, text: str) -> int:
+    """The milliseconds of an option that is a duration."""
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{option} {text!r}: {error}") from None
 
 
 def _groups(messages: Iterable[bytes]) -> Iterator[list[bytes]]:

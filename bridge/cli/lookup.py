@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from bridge.consumers import consumer
 from bridge.errors import CorruptData, StreamNotFound
 from bridge.export.cursor import stored_status
 from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.plugin.consumer import KIND
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.streams.store import MEMORY, is_running
@@ -89,7 +91,11 @@ def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefiniti
     """The status of each export, from its cursor if it has one."""
     for kind, items in definition.export_definition.items():
         for item in items:
-            yield stored_status(data_dir, meta.name, meta.epoch, kind, str(item.get("identifier", "")))
+            identifier = str(item.get("identifier", ""))
+            if kind == KIND:
+                yield consumer.stored_status(data_dir, meta.name, meta.epoch, identifier)
+            else:
+                yield stored_status(data_dir, meta.name, meta.epoch, kind, identifier)
 
 
 def _contents(directory: Path) -> dict[str, Any]:
@@ -129,15 +135,3 @@ def read_messages(reader: StreamReader, start: int, end: int) -> Iterator[Stream
             return
         yield from found
         start = found[-1].sequence_number + 1
-
-
-def first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
-    """The first number whose message is not older than `millis`; ingest times grow with the numbers."""
-    while low < high:
-        middle = (low + high) // 2
-        found = reader.read(middle, end=high, max_messages=1, max_bytes=1)
-        if found and found[0].ingest_time < millis:
-            low = found[0].sequence_number + 1
-        else:
-            high = middle
-    return low

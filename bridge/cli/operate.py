@@ -23,12 +23,12 @@ from bridge.cli.options import act_as_owner, data_directory, known_config
 from bridge.control import MAX_FRAME, SOCKET
 from bridge.control.client import Control
 from bridge.errors import InvalidDefinition, StreamBridgeError, StreamNotFound
-from bridge.export.cursor import forget_stream, highest_exported
+from bridge.export.cursor import forget_stream
 from bridge.export.settings import ExportSettings
 from bridge.model import ExportStatus, MessageStreamDefinition
 from bridge.operations.catalog import Operations
 from bridge.operations.codec import answer
-from bridge.operations.manager import Exports, StreamManager
+from bridge.operations.manager import Exports, StreamManager, first_free
 from bridge.plugin import discovery
 from bridge.plugin.api import Record
 from bridge.streams.store import is_running, open_stopped
@@ -84,10 +84,13 @@ async def _here(target: Target, operation: str, body: bytes) -> bytes:
     async with open_stopped(
         data_dir,
         on_event=lambda stream, what: output.note(f"{stream}: {what}"),
-        floor=lambda name, epoch: highest_exported(data_dir, name, epoch) + 1,
+        floor=lambda name, epoch: first_free(data_dir, name, epoch),
     ) as store:
         manager = StreamManager(store, discovery.load(target.plugin_dirs), _Stopped(data_dir))
-        return await answer(Operations(manager), operation, body, MAX_FRAME, TRUSTED)
+        try:
+            return await answer(Operations(manager), operation, body, MAX_FRAME, TRUSTED)
+        finally:
+            manager.close()
 
 
 class _Stopped(Exports):

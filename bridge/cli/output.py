@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -14,6 +15,7 @@ import msgspec
 import typer
 
 from bridge.printable import printable, printable_json
+from bridge.streams.segment import StreamMessage
 
 
 class ExitCode(IntEnum):
@@ -113,3 +115,33 @@ def timestamp(millis: int) -> str:
     return (
         datetime.fromtimestamp(millis / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     )
+
+
+def message(message: StreamMessage, *, as_json: bool, deliveries: int | None = None) -> None:
+    """Print a message: number, time, topic and payload; `deliveries` of a consumer."""
+    try:
+        text: str | None = message.payload.decode()
+    except UnicodeDecodeError:
+        text = None
+    topic = message.topic.decode(errors="replace")
+    if as_json:
+        document: dict[str, Any] = {
+            "sequenceNumber": message.sequence_number,
+            "ingestTime": message.ingest_time,
+            "topic": topic,
+        }
+        if text is None:
+            document["payloadBase64"] = message.payload
+        else:
+            document["payload"] = text
+        if message.headers:
+            document["headers"] = msgspec.msgpack.decode(message.headers)
+        if deliveries is not None:
+            document["deliveries"] = deliveries
+        json(document)
+        return
+    plain = None if text is None else escaped(text)
+    payload = f"base64:{b64encode(message.payload).decode()}" if plain is None else plain
+    again = f"  delivered {deliveries} times" if deliveries is not None and deliveries > 1 else ""
+    shown = escaped(topic) or repr(topic)
+    echo(f"{message.sequence_number}  {timestamp(message.ingest_time)}  {shown}  {payload}{again}")

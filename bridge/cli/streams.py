@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
-from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
 from bridge import topics
@@ -23,7 +21,6 @@ from bridge.cli.lookup import (
     damaged,
     describe_stream,
     find,
-    first_since,
     messages_of,
     read_messages,
     unreadable_end,
@@ -32,7 +29,7 @@ from bridge.cli.operate import statuses
 from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, data_directory
 from bridge.errors import StreamBridgeError, StreamNotFound
 from bridge.model import MAX_INT64
-from bridge.streams.reader import StreamReader, list_damaged, list_streams
+from bridge.streams.reader import StreamReader, first_since, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time
 
@@ -143,6 +140,8 @@ def describe(
     output.facts(
         [
             ("name", info["name"]),
+            *((("description", definition["description"]),) if definition["description"] else ()),
+            *(((f"tag {tag}", value)) for tag, value in definition["tags"].items()),
             ("created", _created(info["epoch"])),
             ("messages", info["messages"]),
             (
@@ -225,7 +224,7 @@ def read(
                 if shown == count and not everything:
                     more = message.sequence_number
                     break
-                _print(message, as_json)
+                output.message(message, as_json=as_json)
                 shown += 1
         _note_lost(name, reader.lost(), start, end if more is None else more)
     if more is not None:
@@ -270,7 +269,7 @@ def tail(
         while directory.is_dir():
             for message in read_messages(reader, position, end):
                 if topic is None or topics.matches(topic, _topic(message)):
-                    _print(message, as_json)
+                    output.message(message, as_json=as_json)
             sys.stdout.flush()
             position = end
             time.sleep(POLL)
@@ -290,37 +289,8 @@ def _check_filter(topic: str | None) -> None:
         raise typer.BadParameter(f"--topic {topic!r} is not a topic filter; `#` may only be the last level")
 
 
-def _print(message: StreamMessage, as_json: bool) -> None:
-    text = _decoded(message.payload)
-    if as_json:
-        document: dict[str, Any] = {
-            "sequenceNumber": message.sequence_number,
-            "ingestTime": message.ingest_time,
-            "topic": _topic(message),
-        }
-        if text is None:
-            document["payloadBase64"] = message.payload
-        else:
-            document["payload"] = text
-        if message.headers:
-            document["headers"] = msgspec.msgpack.decode(message.headers)
-        output.json(document)
-        return
-    plain = None if text is None else output.escaped(text)
-    payload = f"base64:{b64encode(message.payload).decode()}" if plain is None else plain
-    topic = output.escaped(_topic(message)) or repr(_topic(message))
-    output.echo(f"{message.sequence_number}  {output.timestamp(message.ingest_time)}  {topic}  {payload}")
-
-
 def _topic(message: StreamMessage) -> str:
     return message.topic.decode(errors="replace")
-
-
-def _decoded(raw: bytes) -> str | None:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 app.add_typer(changes.app)

@@ -10,6 +10,7 @@
 from bridge.client.client import StreamManagerClient
 from bridge.client.data import (
     AssetPropertyValue,
+    ConsumerConfig,
     EventType,
     ExportDefinition,
     ExportFormat,
@@ -60,6 +61,7 @@ __all__ = [
     "AssetPropertyValue",
     "ClientException",
     "ConnectFailedException",
+    "ConsumerConfig",
     "EventType",
     "ExportDefinition",
     "ExportFormat",

@@ -5,6 +5,7 @@ import line. In addition:
 
 * `append_messages` appends many messages in one request, `tail` iterates over a stream as it grows, and
   `purge_message_stream` drops messages.
+* `fetch_messages` and `ack_messages` are for the workers of a consumer; `consume` iterates over its messages.
 * Appends are stored once. Each carries a message id, and is sent again with the same id if the connection was
   lost before its reply. The stream remembers ids for its deduplication window (two minutes without one); keep
   `request_timeout` shorter than that. An append that raises TimeoutError or ConnectionError may or may not be
@@ -20,6 +21,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from bridge.client.data import (
@@ -128,6 +130,16 @@ class StreamManagerClient:
         names: list[str] = self._call("listStreams", {})["streams"]
         return names
 
+    def describe_message_streams(self) -> Iterator[MessageStreamInfo]:
+        """Describe all streams, by name, as many in each request as a reply holds."""
+        after, more = "", True
+        while more:
+            reply = self._call("listStreams", {"details": True, "after": after})
+            for raw in reply["messageStreamInfos"]:
+                yield MessageStreamInfo.from_dict(raw)
+            more = reply["more"]
+            after = reply["streams"][-1] if reply["streams"] else ""
+
     def append_message(self, stream_name: str, data: bytes, *, message_id: bytes | None = None) -> int:
         """Append a message and return its sequence number once it is stored."""
         if not isinstance(data, bytes) or not data:
@@ -228,6 +240,81 @@ class StreamManagerClient:
         number: int = reply["purgedMessages"]
         return number
 
+    def fetch_messages(
+        self, stream_name: str, consumer: str, max_message_count: int = 1, timeout_millis: int = 0
+    ) -> list[Message]:
+        """Fetch messages of a consumer; waits up to `timeout_millis` for the first one, then returns none.
+
+        They are this client's until the consumer's deadline: report to `ack_messages` what became of each. A
+        message that is not acknowledged is delivered again; `deliveries` says how often it was.
+        """
+        if timeout_millis > self.request_timeout * 1000:
+            raise ValidationException("timeout_millis must not be more than request_timeout")
+        body = {
+            "name": stream_name,
+            "consumer": consumer,
+            "maxMessageCount": max_message_count,
+            "timeoutMillis": timeout_millis,
+        }
+        return [Message(**_message(raw)) for raw in self._call("fetchMessages", body)["messages"]]
+
+    def ack_messages(
+        self,
+        stream_name: str,
+        consumer: str,
+        ack: Sequence[int] = (),
+        *,
+        nack: Sequence[int] = (),
+        delay_millis: int = 0,
+        in_progress: Sequence[int] = (),
+        terminate: Sequence[int] = (),
+        reason: str = "",
+    ) -> list[int]:
+        """Report what became of fetched messages, by sequence number; returns when that is stored.
+
+        `ack`: done. `nack`: deliver again, after `delay_millis`. `in_progress`: the deadline begins anew.
+        `terminate`: never deliver again, because of `reason`. Returns the numbers to which this did not
+        apply: settled before, or another client's.
+        """
+        body = {
+            "name": stream_name,
+            "consumer": consumer,
+            "ack": list(ack),
+            "nack": list(nack),
+            "delayMillis": delay_millis,
+            "inProgress": list(in_progress),
+            "terminate": list(terminate),
+            "reason": reason,
+        }
+        numbers: list[int] = self._call("ackMessages", body)["notPending"]
+        return numbers
+
+    def consume(
+        self,
+        stream_name: str,
+        consumer: str,
+        *,
+        max_message_count: int = 1,
+        timeout: float | None = None,
+    ) -> Iterator[Message]:
+        """Iterate over the messages of a consumer, waiting for new ones; acknowledge each yourself.
+
+        `max_message_count` are fetched at a time: their deadlines run while the first one is worked on. Ends
+        when no message came for `timeout` seconds (None: never). A lost connection does not end it.
+        """
+        newest = time.monotonic()  # when the last message came
+        while True:
+            left = 10.0 if timeout is None else newest + timeout - time.monotonic()
+            wait = max(1, int(min(left, 10.0, self.request_timeout / 2) * 1000))
+            found: list[Message] = []
+            with suppress(TimeoutError, ConnectionError):
+                found = self.fetch_messages(stream_name, consumer, max_message_count, wait)
+            if found:
+                yield from found
+                newest = time.monotonic()
+            elif timeout is not None and time.monotonic() - newest >= timeout:
+                return
+
     def _call(self, operation: str, body: dict[str, Any], *, repeatable: bool = True) -> dict[str, Any]:
         if self._closed:
             raise StreamManagerException("Client is closed. Create a new client first.")
@@ -261,4 +348,5 @@ def _message(raw: dict[str, Any]) -> dict[str, Any]:
         "payload": raw["payload"],
         "topic": raw.get("topic"),
         "headers": raw.get("headers"),
+        "deliveries": raw.get("deliveries"),
     }

@@ -21,6 +21,7 @@ from bridge.model import MAX_INT32, MAX_INT64, MAX_MILLIS, Limits, Name, Persist
 
 D = TypeVar("D", bound=Data)
 MIB = 1024 * 1024
+DAY = 86_400_000  # ms
 Keys = dict[str, Any]
 Text = Annotated[str, Meta(min_length=1)]
 Number = Annotated[int, Meta(ge=0, le=MAX_INT64)]
@@ -181,6 +182,23 @@ class KinesisConfig(Data):
     REQUIRED = ("identifier", "kinesis_stream_name")
 
 
+class ConsumerConfig(Data):
+    """Our extension: clients fetch the messages with `fetch_messages` and acknowledge each."""
+
+    identifier: Name | None = None
+    topics: list[str] | None = None
+    ack_deadline_millis: Annotated[int, Meta(ge=1, le=DAY)] | None = None
+    max_unacknowledged: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    max_deliveries: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    dead_letter_stream: Name | None = None
+    start_sequence_number: Number | None = None
+    start_time: Text | None = None
+    disabled: bool | None = None
+    more: Keys = field(default_factory=dict)
+
+    REQUIRED = ("identifier",)
+
+
 class ExportDefinition(Data):
     """Where a stream is exported to; kinds that the SDK lacks go into `more`."""
 
@@ -189,6 +207,7 @@ class ExportDefinition(Data):
     kinesis: list[KinesisConfig] | None = None
     iot_sitewise: list[IoTSiteWiseConfig] | None = field(default=None, name="IotSitewise")
     s3_task_executor: list[S3ExportTaskExecutorConfig] | None = None
+    consumer: list[ConsumerConfig] | None = None
     more: Keys = field(default_factory=dict)
 
     NESTED: ClassVar[dict[str, type[Data]]] = {
@@ -197,6 +216,7 @@ class ExportDefinition(Data):
         "kinesis": KinesisConfig,
         "iot_sitewise": IoTSiteWiseConfig,
         "s3_task_executor": S3ExportTaskExecutorConfig,
+        "consumer": ConsumerConfig,
     }
 
     @classmethod
@@ -224,6 +244,8 @@ class MessageStreamDefinition(Data):
     limits: Limits | None = None
     retention: Literal["limits", "exported"] | None = None
     deduplication_window_millis: Annotated[int, Meta(ge=1, le=MAX_MILLIS)] | None = None
+    description: str | None = None
+    tags: dict[str, str] | None = None
     more: Keys = field(default_factory=dict)
 
     REQUIRED = ("name", "strategy_on_full")
@@ -239,7 +261,7 @@ class StorageStatus(Data):
 
 
 class ExportStatus(Data):
-    """The progress of an export; the counts of rejected and skipped messages are our extension."""
+    """The progress of an export; what follows after the count of exported messages is our extension."""
 
     export_config_identifier: str | None = None
     last_exported_sequence_number: int | None = None
@@ -249,6 +271,8 @@ class ExportStatus(Data):
     exported_messages_count: int | None = None
     rejected_messages_count: int | None = None
     skipped_messages_count: int | None = None
+    stopped: bool | None = None
+    unacknowledged_messages_count: int | None = None
 
 
 class MessageStreamInfo(Data):
@@ -258,6 +282,10 @@ class MessageStreamInfo(Data):
     storage_status: StorageStatus | None = None
     export_statuses: list[ExportStatus] | None = None
     version: str | None = None
+    messages: int | None = None
+    oldest_ingest_time: int | None = None
+    newest_ingest_time: int | None = None
+    topic_count: int | None = None
 
     NESTED: ClassVar[dict[str, type[Data]]] = {
         "definition": MessageStreamDefinition,
@@ -270,17 +298,19 @@ class MessageStreamInfo(Data):
 
 
 class ReadMessagesOptions(Data):
-    """How to read. `topic`, our extension, is an MQTT topic filter."""
+    """How to read. Our extensions: `topic` is an MQTT topic filter, `last_per_topic` reads only the newest
+    message of each topic."""
 
     desired_start_sequence_number: Number | None = None
     min_message_count: Count | None = 1
     max_message_count: Count | None = None
     read_timeout_millis: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] | None = 0
     topic: str | None = None
+    last_per_topic: bool | None = None
 
 
 class Message(Data):
-    """A stored message; `topic` and `headers` (of MQTT 5) are our extensions."""
+    """A stored message; our extensions are `topic`, `headers` (MQTT 5) and `deliveries` (of a consumer)."""
 
     stream_name: str | None = None
     sequence_number: int | None = None
@@ -288,6 +318,7 @@ class Message(Data):
     payload: bytes | None = None
     topic: str | None = None
     headers: dict[str, Any] | None = None
+    deliveries: int | None = None
 
 
 # -- message bodies for some exports -----------------------------------------

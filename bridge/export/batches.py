@@ -10,13 +10,11 @@ import logging
 from collections.abc import Sequence
 from enum import Enum, auto
 
-import msgspec
-
 from bridge.export.host import Host
 from bridge.export.planning import Planner, intersection
 from bridge.export.position import Position, shorten
 from bridge.export.sizing import Sizing
-from bridge.plugin.api import Batch, ExportConfig, Exporter, Outcome, Record, Retry
+from bridge.plugin.api import Batch, ExportConfig, Exporter, Outcome, Record, Retry, dead_letter
 
 log = logging.getLogger("bridge.export")
 
@@ -215,16 +213,7 @@ class Batches:
         if self._position.cursor.error != text:
             log.warning("%s: %s", self._position.label, text)
         if stream is not None:
-            letter = {
-                "stream": self._position.key[0],
-                "sequenceNumber": record.sequence_number,
-                "ingestTime": record.ingest_time,
-                "topic": record.topic,
-                "payload": record.payload,
-                "export": self._position.key[1],
-                "reason": shorten(reason),
-            }
-            self._host.append(stream, msgspec.json.encode(letter))
+            self._host.append(stream, dead_letter(*self._position.key, record, shorten(reason)))
 
 
 def size_of(batch: Batch) -> int:

@@ -16,7 +16,7 @@ from bridge.errors import InvalidRequest
 from bridge.greengrass import wire
 from bridge.greengrass.wire import Op
 from bridge.model import problem
-from bridge.operations.catalog import Define, Described, Listed, Named, Read, Request, Update
+from bridge.operations.catalog import Define, Described, Listed, ListStreams, Named, Read, Update
 from bridge.operations.reading import ReadMessagesOptions
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def control(
     Keys that the SDK does not have are ignored, as AWS does. Raises StreamBridgeError or OSError.
     """
     if op is Op.LIST:
-        listed = operations.call_now("listStreams", Request(), caller)
+        listed = operations.call_now("listStreams", ListStreams(), caller)
         assert isinstance(listed, Listed)
         return {"streams": listed.streams}
     if op is Op.DESCRIBE:

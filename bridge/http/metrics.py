@@ -50,6 +50,8 @@ clock_steps_total counter
     How often the wall clock was stepped by a second or more; messages do not expire because of that.
 streams_refused gauge
     Streams that cannot be opened or created, or whose topics an external broker refuses to send.
+stream_info gauge stream
+    Always 1; a label tag_NAME has the value of each tag of the stream.
 stream_appended_messages_total counter stream
     Sequence numbers assigned; continues over restarts.
 stream_messages gauge stream
@@ -84,6 +86,8 @@ export_rejected_messages_total counter stream export kind
     Messages that the destination can never accept; continues over restarts.
 export_skipped_messages_total counter stream export kind
     Messages that were dropped from the stream before they were exported; continues over restarts.
+export_unacknowledged_messages gauge stream export kind
+    Messages that clients of a consumer have fetched and not acknowledged yet; 0 for other exports.
 export_last_attempt_timestamp_seconds gauge stream export kind
     When the export last made an attempt; 0 if never.
 export_failing gauge stream export kind
@@ -106,6 +110,8 @@ sessions gauge front_end
     Sessions of connected and disconnected clients.
 retained_messages gauge front_end
     Retained messages that are stored.
+shared_subscriptions gauge front_end
+    Shared subscriptions (`$share/...`) that have members.
 waiting_messages gauge front_end
     Messages from an external broker that are not stored yet.
 accepted_connections_total counter front_end
@@ -136,6 +142,7 @@ _GAUGES = {
     "connected": "external_broker_connected",
     "sessions": "sessions",
     "retained": "retained_messages",
+    "shared_subscriptions": "shared_subscriptions",
     "waiting": "waiting_messages",
 }
 _COUNTERS = {
@@ -159,7 +166,8 @@ def render(state: ServiceState) -> bytes:
     families: dict[str, Metric] = {}
     for name, described in METRICS.items():
         family = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
-        families[name] = family(f"streambridge_{name}", described.help, labels=described.labels)
+        labels = (*described.labels, *_tags(state)) if name == "stream_info" else described.labels
+        families[name] = family(f"streambridge_{name}", described.help, labels=labels)
     for name, labels, value in _values(state):
         families[name].add_metric(labels, value)  # type: ignore[attr-defined]
     registry = CollectorRegistry(auto_describe=False)
@@ -212,9 +220,16 @@ def _values(state: ServiceState) -> Iterator[Value]:
             yield _counted(front_end, what, number)
 
 
+def _tags(state: ServiceState) -> list[str]:
+    """The labels for the tags of any stream; an empty value is as if there was none."""
+    return sorted({f"tag_{tag}" for stream in state.streams for tag in stream.tags})
+
+
 def _streams(state: ServiceState) -> Iterator[Value]:
+    tags = _tags(state)
     for stream in state.streams:
         name = (stream.name,)
+        yield "stream_info", (*name, *(stream.tags.get(tag.removeprefix("tag_"), "") for tag in tags)), 1
         yield "stream_appended_messages_total", name, stream.newest + 1
         yield "stream_messages", name, stream.messages
         yield "stream_size_bytes", name, stream.size
@@ -242,6 +257,7 @@ def _exports(state: ServiceState) -> Iterator[Value]:
         yield "export_bytes_total", labels, export.exported_bytes
         yield "export_rejected_messages_total", labels, export.rejected_messages
         yield "export_skipped_messages_total", labels, export.skipped_messages
+        yield "export_unacknowledged_messages", labels, export.unacknowledged_messages
         yield "export_last_attempt_timestamp_seconds", labels, export.last_export_time / 1000
         yield "export_failing", labels, export.error is not None
         yield "export_stopped", labels, export.stopped

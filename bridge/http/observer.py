@@ -303,6 +303,8 @@ class Observer:
             rate = round(max(0, stream.next_sequence - numbers[name]) * 1000 / (now - then), 2)
         return StreamState(
             name=name,
+            description=definition.description,
+            tags=definition.tags,
             persistence=definition.persistence.name,
             messages=stream.live_messages(),
             size=stream.total_bytes,
@@ -356,6 +358,7 @@ class Observer:
                     exported_bytes=status.exported_bytes_from_stream,
                     rejected_messages=status.rejected_messages_count,
                     skipped_messages=status.skipped_messages_count,
+                    unacknowledged_messages=status.unacknowledged_messages_count,
                     last_export_time=status.last_export_time,
                     error=status.error_message or None,
                 )

@@ -278,7 +278,7 @@ function show(now) {
   tile("Dropped", whole.format(lost), "by limits or damage", lost ? "warn" : "");
 
   streams.show(now.streams.map((s) => [s.name, [
-    { text: s.name, sub: s.persistence === "Memory" ? "in memory" : "" },
+    { text: s.name, sub: [s.description, s.persistence === "Memory" ? "in memory" : ""].filter(Boolean).join("; ") },
     s.error ? { text: "", pill: "bad", state: "cannot store", sub: s.error }
       : s.name in ready.failing ? { text: "", pill: "bad", state: "full, refuses messages" } : { text: "", pill: "good", state: "ok" },
     { text: s.rate === null ? "–" : `${rate(s.rate)}/s` },
@@ -293,8 +293,9 @@ function show(now) {
     e.disabled ? { text: "", pill: "warn", state: "paused" }
       : e.stopped ? { text: "", pill: "bad", state: "stopped", sub: e.error }
       : e.error ? { text: "", pill: "warn", state: "retrying", sub: e.error }
-      : !e.lag ? { text: "", pill: "good", state: "up to date" } : { text: "", pill: "good", state: "exporting" },
-    { text: whole.format(e.lag) },
+      : !e.lag ? { text: "", pill: "good", state: "up to date" }
+      : { text: "", pill: "good", state: e.kind === "consumer" ? "waiting for clients" : "exporting" },
+    { text: whole.format(e.lag), sub: e.unacknowledgedMessages ? `${whole.format(e.unacknowledgedMessages)} fetched` : "" },
     { text: e.lag === 0 ? "0 s" : e.waitingSince === null ? "–" : span(now.time - e.waitingSince) },
     { text: whole.format(e.exportedMessages), sub: size(e.exportedBytes) },
     { text: e.lastExportTime ? `${span(now.time - e.lastExportTime)} ago` : "never" },

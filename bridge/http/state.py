@@ -26,6 +26,8 @@ class StreamState(Struct, rename="camel", kw_only=True):
     """
 
     name: str
+    description: str
+    tags: dict[str, str]
     persistence: str
     messages: int
     size: int
@@ -58,6 +60,7 @@ class ExportState(Struct, rename="camel", kw_only=True):
     exported_bytes: int
     rejected_messages: int
     skipped_messages: int
+    unacknowledged_messages: int
     last_export_time: int
     error: str | None
 

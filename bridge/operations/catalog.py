@@ -5,11 +5,17 @@
     updateMessageStream     definition, [ifVersion]                     manage            -
     deleteMessageStream     name                                        manage            -
     describeMessageStream   name                                        read or manage    messageStreamInfo
-    listStreams             -                                           -                 streams: names
+    listStreams             [details], [after], [limit]                 -                 streams, [more],
+                                                                                          [messageStreamInfos]
     appendMessage           name, payload, [messageId]                  publish           sequenceNumber
     appendMessages          name, payloads, [messageIds]                publish           sequenceNumbers
     readMessages            streamName, [readMessagesOptions]           read              messages
     purgeMessageStream      name, [upto], [topic]                       manage            purgedMessages
+    fetchMessages           name, consumer, [maxMessageCount],          read              messages
+                            [timeoutMillis]
+    ackMessages             name, consumer, [ack], [nack],              read              notPending: numbers
+                            [delayMillis], [inProgress], [terminate],
+                            [reason]
 
 What it promises:
 
@@ -27,20 +33,25 @@ What it promises:
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from bisect import bisect_right
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
-from msgspec import Struct
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from bridge.errors import InvalidRequest, Unauthorized, UnknownOperation
-from bridge.model import MessageStreamDefinition, MessageStreamInfo
+from bridge.consumers.consumer import Delivery, Verdicts
+from bridge.errors import InvalidRequest, StreamNotFound, Unauthorized, UnknownOperation
+from bridge.model import MAX_INT32, MAX_MILLIS, MessageStreamDefinition, MessageStreamInfo
 from bridge.operations.allow import check_allowed
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
 from bridge.plugin.allow import Allow
 from bridge.plugin.api import appends_to
+from bridge.plugin.consumer import DAY, MOST
 from bridge.streams import headers
 from bridge.streams.segment import StreamMessage
 
@@ -48,6 +59,8 @@ if TYPE_CHECKING:
     from bridge.access.rules import Identity, StreamRight
     from bridge.operations.manager import StreamManager
     from bridge.streams.stream import Stream
+
+AT_ONCE = 20  # streams that are described before other clients are served
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +77,14 @@ class Request(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, 
     def stream(self) -> str:
         """The name of the stream; empty if the request names none."""
         return ""
+
+
+class ListStreams(Request, kw_only=True, frozen=True):
+    """listStreams: the names after `after`, at most `limit`; with `details` also their descriptions."""
+
+    details: bool = False
+    after: str = ""
+    limit: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
 
 
 class Named(Request, kw_only=True, frozen=True):
@@ -127,6 +148,33 @@ class Purge(Named, kw_only=True, frozen=True):
     topic: str | None = None
 
 
+Numbers = Annotated[list[int], Meta(max_length=MOST)]
+
+
+class Fetch(Named, kw_only=True, frozen=True):
+    """fetchMessages: lease messages of a consumer, waiting up to `timeout_millis` for the first one."""
+
+    consumer: str = ""
+    max_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] = 1
+    timeout_millis: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] = 0
+
+
+class Ack(Named, kw_only=True, frozen=True):
+    """ackMessages: what became of fetched messages, by sequence number.
+
+    `ack`: done. `nack`: deliver again, after `delay_millis`. `in_progress`: the deadline begins anew.
+    `terminate`: never deliver again, because of `reason`.
+    """
+
+    consumer: str = ""
+    ack: Numbers = []
+    nack: Numbers = []
+    in_progress: Numbers = []
+    terminate: Numbers = []
+    delay_millis: Annotated[int, Meta(ge=0, le=DAY)] = 0
+    reason: str = ""
+
+
 # -- results ------------------------------------------------------------
 
 
@@ -140,10 +188,12 @@ class Described(Struct, rename="camel"):
     message_stream_info: MessageStreamInfo
 
 
-class Listed(Struct):
-    """Names, sorted."""
+class Listed(Struct, rename="camel"):
+    """Names, sorted. `more` only if not all streams were asked for, or not all descriptions fit."""
 
     streams: list[str]
+    more: bool | UnsetType = UNSET
+    message_stream_infos: list[MessageStreamInfo] | UnsetType = UNSET
 
 
 class Appended(Struct, rename="camel"):
@@ -166,13 +216,26 @@ class Found(Struct):
     least: int
 
 
+class Fetched(Struct):
+    """Leased messages, none if there were none in time."""
+
+    deliveries: list[Delivery]
+    stream: str
+
+
+class Acked(Struct, rename="camel"):
+    """The numbers to which the request did not apply: settled already, or leased to another client."""
+
+    not_pending: list[int]
+
+
 class Purged(Struct, rename="camel"):
     """The number of messages that were dropped."""
 
     purged_messages: int
 
 
-Result = Done | Described | Listed | Appended | AppendedAll | Found | Purged
+Result = Done | Described | Listed | Appended | AppendedAll | Found | Fetched | Acked | Purged
 R = TypeVar("R", bound=Request)
 
 
@@ -193,13 +256,14 @@ class Call(NamedTuple):
 class Operation(NamedTuple):
     """One operation. The caller needs one of `rights` on the stream; without any, no right is needed.
 
-    `audit` makes the text for the log from the result.
+    `audit` makes the text for the log from the result. A request that `waits` ends with its connection.
     """
 
     request: type[Request]
     rights: tuple[StreamRight, ...]
     carry_out: Callable[[Call, Any], Result | Awaitable[Result]]
     audit: Callable[[Any], str] | None = None
+    waits: bool = False
 
 
 class Operations:
@@ -306,11 +370,34 @@ def _describe(call: Call, request: Named) -> Described:
     return Described(call.manager.describe(request.stream))
 
 
-def _list(call: Call, request: Request) -> Listed:
-    caller = call.caller
-    return Listed(
-        [name for name in call.manager.names() if caller.may("read", name) or caller.may("manage", name)]
-    )
+def _list(call: Call, request: ListStreams) -> Listed | Awaitable[Listed]:
+    caller, names = call.caller, call.manager.names()
+    names = [
+        name
+        for name in names[bisect_right(names, request.after) :]
+        if caller.may("read", name) or caller.may("manage", name)
+    ]
+    wanted = names[: request.limit]
+    if request.details:
+        return _list_details(call, wanted, len(names) > len(wanted))
+    return Listed(wanted, UNSET if request.limit is None else len(names) > len(wanted))
+
+
+async def _list_details(call: Call, names: list[str], more: bool) -> Listed:
+    """The descriptions that fit into a reply, at least one."""
+    infos: list[MessageStreamInfo] = []
+    room = call.room
+    for number, name in enumerate(names, 1):
+        if not number % AT_ONCE:
+            await asyncio.sleep(0)
+        with suppress(StreamNotFound):  # deleted meanwhile
+            info = call.manager.describe(name)
+            room -= len(msgspec.json.encode(info)) + len(name) + 3
+            if room < 0 and infos:
+                more = True
+                break
+            infos.append(info)
+    return Listed([info.definition.name for info in infos], more, infos)
 
 
 async def _append(call: Call, request: Append) -> Appended:
@@ -336,6 +423,35 @@ async def _read(call: Call, request: Read) -> Found:
     return Found(messages, request.stream, options.min_message_count)
 
 
+async def _fetch(call: Call, request: Fetch) -> Fetched:
+    name, wait = request.stream, request.timeout_millis / 1000
+    deliveries = await call.manager.fetch(
+        name,
+        request.consumer,
+        request.max_message_count,
+        wait=wait,
+        holder=call.caller.client_id,
+        max_bytes=call.room,
+    )
+    return Fetched(deliveries, name)
+
+
+async def _ack(call: Call, request: Ack) -> Acked:
+    verdicts = Verdicts(
+        request.ack,
+        request.nack,
+        request.in_progress,
+        request.terminate,
+        request.delay_millis,
+        request.reason,
+    )
+    caller = call.caller
+    other = await call.manager.acknowledge(
+        request.stream, request.consumer, verdicts, holder=caller.client_id, trusted=caller.trusted
+    )
+    return Acked(other)
+
+
 async def _purge(call: Call, request: Purge) -> Purged:
     return Purged(await call.manager.purge(request.stream, upto=request.upto, topic=request.topic))
 
@@ -346,10 +462,12 @@ OPERATIONS: dict[str, Operation] = {
     "updateMessageStream": Operation(Update, ("manage",), _update, lambda _: "updated"),
     "deleteMessageStream": Operation(Named, ("manage",), _delete, lambda _: "deleted"),
     "describeMessageStream": Operation(Named, ("read", "manage"), _describe),
-    "listStreams": Operation(Request, (), _list),
+    "listStreams": Operation(ListStreams, (), _list),
     "appendMessage": Operation(Append, ("publish",), _append),
     "appendMessages": Operation(AppendAll, ("publish",), _append_all),
-    READ: Operation(Read, ("read",), _read),
+    READ: Operation(Read, ("read",), _read, waits=True),
+    "fetchMessages": Operation(Fetch, ("read",), _fetch, waits=True),
+    "ackMessages": Operation(Ack, ("read",), _ack),
     "purgeMessageStream": Operation(
         Purge, ("manage",), _purge, lambda done: f"purged, messages dropped: {done.purged_messages}"
     ),

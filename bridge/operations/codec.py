@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import cbor2
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from bridge import cbor
 from bridge.errors import InvalidRequest, ResponseTooLarge, StreamBridgeError, UnknownOperation
 from bridge.model import problem
-from bridge.operations.catalog import OPERATIONS, Found, Request, Result
+from bridge.operations.catalog import OPERATIONS, Fetched, Found, Request, Result
 from bridge.streams import headers
+from bridge.streams.segment import StreamMessage
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
@@ -136,9 +137,14 @@ def _encode(request_id: str, result: Result, room: int, *, in_cbor: bool) -> byt
             head = cbor2.dumps(fields)
             return _in_cbor(result, room, bytes((head[0] + 1,)) + head[1:] + cbor2.dumps("messages"))
         fields["messages"] = _for_json(result, room)
+    elif isinstance(result, Fetched):
+        fields["messages"] = [
+            _stored(result.stream, message, deliveries) for message, deliveries in result.deliveries
+        ]
     else:
         for name, attribute in zip(result.__struct_encode_fields__, result.__struct_fields__, strict=True):
-            fields[name] = getattr(result, attribute)
+            if (value := getattr(result, attribute)) is not UNSET:
+                fields[name] = value
     if in_cbor:
         return cbor2.dumps(msgspec.to_builtins(fields, builtin_types=(bytes,)))
     return msgspec.json.encode(fields)
@@ -153,6 +159,7 @@ class StoredMessage(Struct, rename="camel", omit_defaults=True):
     payload: bytes
     topic: str = ""
     headers: headers.Headers | None = None
+    deliveries: int = 0  # of a consumer: how often, with this time
 
 
 def _for_json(found: Found, room: int) -> list[StoredMessage]:
@@ -161,17 +168,19 @@ def _for_json(found: Found, room: int) -> list[StoredMessage]:
     ends = list(
         accumulate(len(row.payload) + len(row.topic) + 2 * len(row.headers) + each for row in found.messages)
     )
-    return [
-        StoredMessage(
-            found.stream,
-            message.sequence_number,
-            message.ingest_time,
-            message.payload,
-            message.topic.decode(),
-            headers.decode(message.headers) if message.headers else None,
-        )
-        for message in found.messages[: _fitting(found, ends, room)]
-    ]
+    return [_stored(found.stream, message) for message in found.messages[: _fitting(found, ends, room)]]
+
+
+def _stored(stream: str, message: StreamMessage, deliveries: int = 0) -> StoredMessage:
+    return StoredMessage(
+        stream,
+        message.sequence_number,
+        message.ingest_time,
+        message.payload,
+        message.topic.decode(),
+        headers.decode(message.headers) if message.headers else None,
+        deliveries,
+    )
 
 
 def _in_cbor(found: Found, room: int, opening: bytes) -> bytes:

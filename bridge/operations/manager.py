@@ -16,12 +16,15 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from bridge.consumers.consumer import Delivery, Host, Verdicts
+from bridge.consumers.consumers import Consumers
+from bridge.consumers.journal import highest_delivered
 from bridge.errors import (
     InvalidDefinition,
     InvalidRequest,
@@ -32,6 +35,7 @@ from bridge.errors import (
     UpdateFailed,
     UpdateNotAllowed,
 )
+from bridge.export.cursor import highest_exported
 from bridge.model import (
     ExportStatus,
     Limits,
@@ -47,11 +51,13 @@ from bridge.model import (
 from bridge.operations.reading import MOST_BYTES, STEP, ReadMessagesOptions, Reads, Turn
 from bridge.operations.validate import mistakes
 from bridge.plugin.api import Record
+from bridge.plugin.consumer import KIND
 from bridge.plugin.discovery import Registry
+from bridge.streams.dedup import SCOPED
 from bridge.streams.drops import DropReason
 from bridge.streams.meta import MessageLimits, StorageSettings
 from bridge.streams.segment import StreamMessage
-from bridge.streams.store import SLICE, StreamStore
+from bridge.streams.store import StreamStore, in_slices
 from bridge.streams.stream import Stream
 from bridge.topics import FilterTree, is_topic_filter, matches
 
@@ -115,15 +121,20 @@ class Refusal:
     """Takes the place of an unavailable stream, and refuses every message."""
 
     next_sequence = 0
+    lasting = True
 
     def __init__(self, name: str, error: StreamError) -> None:
         self.name, self._error = name, error
 
-    def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
+    def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
         """Refuse the message: the sender gets an error, not an acknowledgement."""
         raise self._error.with_traceback(None)  # otherwise each message would lengthen it
 
     ensure_admits = append
+
+    def find(self, message_id: bytes) -> int | None:
+        """No id is known."""
+        return None
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Nothing is ever pending."""
@@ -157,8 +168,12 @@ class StreamManager:
         self.on_pressure = store.committer.on_pressure
         self._bindings: FilterTree[Stream | Refusal] = FilterTree()
         self._refusals: dict[str, tuple[MessageStreamDefinition, Refusal, str]] = {}
-        self._changed: set[Stream] = set()
+        self._changed: dict[Stream, None] = {}
+        self._times: dict[Stream, dict[int, int]] = {}  # of messages, by number
         self._reads = Reads(read_step)
+        self.consumers = Consumers(
+            Host(store.data_dir, store.files, store.runtime, self._reads.rows, self.append)
+        )
         for stream in store.streams.values():
             self._adopt(stream, _stored(stream.name, stream.meta.definition))
         self._refuse_unopened()
@@ -229,14 +244,25 @@ class StreamManager:
         for topic_filter in self._filters(definition):
             self._bindings.add(topic_filter, stream)
         stream.on_commit = [lambda: self._note(stream), lambda: self._reads.waiting.wake(stream)]
-        self._exports.define(stream.name, stream.directory, stream.epoch, definition)
+        self._define_exports(stream, definition)
         self._report(stream)
         self._rebound()
+
+    def _define_exports(self, stream: Stream, definition: MessageStreamDefinition) -> None:
+        """Tell the export side of its exports, and the consumers of theirs."""
+        exports = definition.export_definition
+        self.consumers.define(stream, exports.get(KIND, ()))
+        if KIND in exports:
+            stream.on_commit.append(lambda: self.consumers.wake(stream.name))
+            others = {kind: configs for kind, configs in exports.items() if kind != KIND}
+            definition = msgspec.structs.replace(definition, export_definition=others)
+        self._exports.define(stream.name, stream.directory, stream.epoch, definition)
 
     def _unbind(self, stream: Stream) -> None:
         for topic_filter in self._filters(self.definitions[stream.name]):
             self._bindings.remove(topic_filter, stream)
-        self._changed.discard(stream)
+        self._changed.pop(stream, None)
+        self._times.pop(stream, None)
         self._reads.gone(stream)
 
     def _rebound(self) -> None:
@@ -247,25 +273,30 @@ class StreamManager:
     def _note(self, stream: Stream) -> None:
         if not self._changed:
             asyncio.get_running_loop().call_later(REPORT_INTERVAL, self._report_changed)
-        self._changed.add(stream)
+        self._changed[stream] = None
 
     def _report_changed(self) -> None:
-        changed, self._changed = self._changed, set()
+        changed, self._changed = self._changed, {}
         for stream in changed:
             self._report(stream)
 
     def _report(self, stream: Stream) -> None:
         self._exports.committed(stream.name, stream.oldest, stream.next_sequence)
-        stream.exported_upto = self._exports.exported_upto(stream.name)
+        self._set_exported(stream)
+
+    def _set_exported(self, stream: Stream) -> None:
+        """Let the stream know what all its exports and consumers have passed."""
+        both = self._exports.exported_upto(stream.name), self.consumers.settled_upto(stream.name)
+        stream.exported_upto = min((upto for upto in both if upto is not None), default=None)
 
     async def refresh(self) -> None:
         """Exchange positions with the export side; called periodically, since limits also drop by age."""
         streams = list(self.store.streams.values())
-        for start in range(0, len(streams), SLICE):
-            for stream in streams[start : start + SLICE]:
+        async for some in in_slices(streams):
+            for stream in some:
                 if not stream.closed:
+                    self.consumers.refresh(stream.name)
                     self._report(stream)
-            await asyncio.sleep(0)
         self.store.committer.reclaim_exported()
         self._reads.tidy()
 
@@ -365,6 +396,7 @@ class StreamManager:
         del self.definitions[name]
         self._rebound()
         self._exports.forget(name, pending)
+        self.consumers.forget(name)
 
     def names(self) -> list[str]:
         """listStreams: the names, sorted."""
@@ -386,6 +418,9 @@ class StreamManager:
     def describe(self, name: str) -> MessageStreamInfo:
         """describeMessageStream. Raises StreamNotFound."""
         stream = self.stream(name)
+        newest, topics = stream.newest(), None
+        with suppress(StreamError):  # the disk; all else is known
+            topics = stream.last_by_topic()
         return MessageStreamInfo(
             definition=self.definitions[name],
             storage_status=StorageStatus(
@@ -395,11 +430,29 @@ class StreamManager:
             ),
             export_statuses=self.export_statuses(name),
             version=self.version(name),
+            messages=stream.live_messages(),
+            oldest_ingest_time=self._time_of(stream, stream.oldest if newest is not None else None),
+            newest_ingest_time=self._time_of(stream, newest),
+            topic_count=None if topics is None else len(topics),
         )
 
+    def _time_of(self, stream: Stream, number: int | None) -> int | None:
+        """When a message was received; that of the last one asked for is known."""
+        if number is None:
+            return None
+        known = self._times.setdefault(stream, {})
+        if number not in known:
+            if len(known) > 1:  # the oldest and the newest one of the last time
+                known.clear()
+            time = stream.ingest_time(number)
+            if time is None:
+                return None
+            known[number] = time
+        return known[number]
+
     def export_statuses(self, name: str) -> list[ExportStatus]:
-        """The status of each of a stream's exports, as `describe` returns it."""
-        return self._exports.statuses(name)
+        """The status of each of a stream's exports and consumers, as `describe` returns it."""
+        return [*self._exports.statuses(name), *self.consumers.statuses(name).values()]
 
     async def append(
         self, name: str, payload: bytes, *, message_id: bytes = b"", headers: bytes = b""
@@ -452,8 +505,10 @@ class StreamManager:
         stream = self.stream(name)
         if not payload:
             raise InvalidRequest(f"stream {name!r}: a message needs a payload of at least one byte")
-        if message_id and stream.window is None:
-            stream.deduplicate()
+        if message_id.startswith(SCOPED):
+            raise InvalidRequest(f"stream {name!r}: a messageId must not begin with {SCOPED!r}")
+        if message_id:
+            stream.find(message_id)  # which begins the window
         return stream, stream.append(f"{STREAM_TOPICS}{name}".encode(), payload, headers, message_id)
 
     async def read(
@@ -471,9 +526,44 @@ class StreamManager:
         """
         return await self._reads.read(self.stream(name), options or ReadMessagesOptions(), max_bytes, turn)
 
-    async def sync(self, names: Iterable[str]) -> None:
-        """Bring what these streams have committed to the disk. Raises StreamNotFound."""
-        await self.store.committer.sync([self.stream(name) for name in names])
+    async def fetch(
+        self,
+        name: str,
+        consumer: str,
+        most: int,
+        *,
+        wait: float,
+        holder: str,
+        max_bytes: int = MOST_BYTES,
+    ) -> list[Delivery]:
+        """fetchMessages: lease messages to a client, `holder`; waits up to `wait` seconds for the first one.
+
+        Raises StreamNotFound, ConsumerNotFound, and the errors of `Consumer.fetch`.
+        """
+        self.stream(name)
+        return await self.consumers.get(name, consumer).fetch(most, max_bytes, wait, holder)
+
+    async def acknowledge(
+        self, name: str, consumer: str, verdicts: Verdicts, *, holder: str, trusted: bool = False
+    ) -> list[int]:
+        """ackMessages: returns the numbers that were not pending; raises as `Consumer.acknowledge`."""
+        stream = self.stream(name)
+        other = await self.consumers.get(name, consumer).acknowledge(verdicts, holder, trusted=trusted)
+        self._set_exported(stream)
+        return other
+
+    def close(self) -> None:
+        """Close the files of the consumers; the store is closed by itself."""
+        self.consumers.close()
+
+    async def sync(self, names: Iterable[str]) -> set[str]:
+        """Bring what these streams have committed to the disk; returns those that cannot be synced.
+
+        Raises StreamNotFound.
+        """
+        streams = [self.stream(name) for name in names]
+        await self.store.committer.sync(streams)
+        return {stream.name for stream in streams if stream.unsynced()}
 
     async def purge(self, name: str, *, upto: int | None = None, topic: str | None = None) -> int:
         """purgeMessageStream: drop all messages, those below number `upto`, or those on a topic filter.
@@ -517,6 +607,11 @@ def _all_or_nothing(what: str, name: str, place: Path) -> Iterator[None]:
             f"stream {name!r} cannot be {what} in {error.filename or place}: {error.strerror or error}; "
             "nothing was changed. Free space there, or check the disk and its permissions, and try again"
         ) from error
+
+
+def first_free(data_dir: Path, name: str, epoch: int) -> int:
+    """The lowest number that the next message of a stream may have: no export or consumer has seen it."""
+    return max(highest_exported(data_dir, name, epoch), highest_delivered(data_dir, name, epoch)) + 1
 
 
 async def committed(stream: Stream) -> None:

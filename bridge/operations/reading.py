@@ -28,19 +28,25 @@ from bridge.topics import matches
 
 MOST_BYTES = 256 * 1024 * 1024  # of one read, however large its minimum
 STEP = 16 * 1024 * 1024
+ROUNDS = 10  # in which messages are looked up that were replaced while others were read
+FEW = 50  # messages that are far from each other
 MANY = 10_000  # messages; reading them takes some ten milliseconds, in which no other client is served
 
 Turn = Callable[[], AbstractAsyncContextManager[None]]  # entered once the messages are there, to read them
 
 
 class ReadMessagesOptions(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """The options of a read: those of the SDK's class of this name, and our `topic` filter."""
+    """The options of a read: those of the SDK's class of this name, our `topic` filter, and `last_per_topic`.
+
+    The latter reads the newest message of each topic only, at most `MANY` by default.
+    """
 
     desired_start_sequence_number: Annotated[int, Meta(ge=0, le=MAX_INT64)] = 0
     min_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] = 1
     max_message_count: Annotated[int, Meta(ge=1, le=MAX_INT32)] | None = None
     read_timeout_millis: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] = 0
     topic: str | None = None
+    last_per_topic: bool = False
 
 
 class Reads:
@@ -64,6 +70,8 @@ class Reads:
             raise InvalidRequest(
                 f"maxMessageCount {options.max_message_count} is less than minMessageCount {least}"
             )
+        if options.last_per_topic:
+            return await self._last_per_topic(stream, options, max_bytes, turn)
         deadline = _deadline(options)
         found: list[StreamMessage] = []
         position = options.desired_start_sequence_number
@@ -80,6 +88,55 @@ class Reads:
             if deadline is None or asyncio.get_running_loop().time() >= deadline:
                 raise _not_enough(stream, options, len(found))
 
+    async def _last_per_topic(
+        self, stream: Stream, options: ReadMessagesOptions, max_bytes: int, turn: Turn
+    ) -> list[StreamMessage]:
+        """The newest message of each topic, by number: from the books of the limit per topic.
+
+        A topic that gets another message meanwhile is in the result with one of the two.
+        """
+        if options.read_timeout_millis:
+            raise InvalidRequest("lastPerTopic: it does not wait; leave out readTimeoutMillis")
+        start, least = options.desired_start_sequence_number, options.min_message_count
+        found: dict[int, StreamMessage] = {}
+        left: set[bytes] | None = None  # topics whose message was dropped before it was read
+        size, full = 0, False
+        async with turn():
+            for _ in range(ROUNDS):
+                if stream.closed:
+                    raise StreamNotFound(f"stream {stream.name!r} was deleted during a read")
+                books = stream.last_by_topic()
+                if books is None:
+                    raise InvalidRequest(
+                        f"stream {stream.name!r}: lastPerTopic needs its limit maxMessagesPerTopic, whose "
+                        "books it reads; set one"
+                    )
+                wanted = sorted(
+                    (number, topic)
+                    for topic, number in books.items()
+                    if number >= start and (left is None or topic in left) and _matches(options.topic, topic)
+                )
+                left = set()
+                for number, topic in wanted[: options.max_message_count or max(MANY, least)]:
+                    rows = self.rows(stream, number, number + 1, 1, max_bytes)
+                    if not rows:
+                        left.add(topic)
+                        continue
+                    size += len(rows[0].payload) + len(topic)
+                    full = size > max_bytes and len(found) >= least
+                    if full:
+                        break
+                    found[number] = rows[0]
+                    if not len(found) % FEW:
+                        await asyncio.sleep(0)
+                if not left or full:
+                    break
+        if len(found) < least:
+            raise NotEnoughMessages(
+                f"stream {stream.name!r}: {len(found)} of the {least} requested topics have messages"
+            )
+        return [found[number] for number in sorted(found)]
+
     async def _read_on(
         self,
         stream: Stream,
@@ -93,7 +150,8 @@ class Reads:
         most = options.max_message_count or least
         size = sum(len(row.payload) + len(row.topic) for row in found)
         while len(found) < most and position < stream.next_sequence:
-            rows = self._rows(stream, position, min(most - len(found), MANY), min(self._step, max_bytes))
+            wanted, step = min(most - len(found), MANY), min(self._step, max_bytes)
+            rows = self.rows(stream, position, stream.next_sequence, wanted, step)
             if not rows:
                 return stream.next_sequence
             after = rows[-1].sequence_number + 1
@@ -118,7 +176,8 @@ class Reads:
             await asyncio.sleep(0)
         return position
 
-    def _rows(self, stream: Stream, position: int, most: int, max_bytes: int) -> list[StreamMessage]:
+    def rows(self, stream: Stream, position: int, end: int, most: int, max_bytes: int) -> list[StreamMessage]:
+        """What is stored of position..end-1, as `StreamReader.read`; damage is set aside first."""
         if stream.closed:
             return []
         reader = self._readers.get(stream)
@@ -128,7 +187,7 @@ class Reads:
         healed: set[int] = set()
         while True:
             try:
-                return reader.read(position, end=stream.next_sequence, max_messages=most, max_bytes=max_bytes)
+                return reader.read(position, end=end, max_messages=most, max_bytes=max_bytes)
             except CorruptData as error:
                 if error.segment in healed or not stream.repair(error.segment):
                     raise
@@ -149,6 +208,10 @@ class Reads:
         reader = self._readers.pop(stream, None)
         if reader is not None:
             reader.close()
+
+
+def _matches(topic_filter: str | None, topic: bytes) -> bool:
+    return topic_filter is None or matches(topic_filter, topic.decode())
 
 
 def _deadline(options: ReadMessagesOptions) -> float | None:

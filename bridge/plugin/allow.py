@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 # The export kinds of AWS IoT Greengrass Stream Manager's SDK (class ExportDefinition).
 SDK_KINDS = ("http", "iotAnalytics", "kinesis", "IotSitewise", "s3TaskExecutor")
+KINDS = (*SDK_KINDS, "consumer")  # that clients may define by default
 _PORTS = {"http": 80, "https": 443}
 _URL = re.compile(r"https?://[A-Za-z0-9.\-_\[\]:]+(/[!-\[\]-~]*)?")  # no user info, blanks or backslashes
 
@@ -31,7 +32,7 @@ class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     are: they are messages. A client's definition can never name a file with a secret or a certificate.
     """
 
-    kinds: list[str] = field(default_factory=lambda: list(SDK_KINDS))
+    kinds: list[str] = field(default_factory=lambda: list(KINDS))
     endpoints: list[str] = []
     buckets: list[str] = field(default_factory=lambda: ["*"])
     directories: list[Path] = []

@@ -347,6 +347,21 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     return config
 
 
+def dead_letter(stream: str, export: str, record: Record, reason: str) -> bytes:
+    """The message about a rejected record, for a dead-letter stream: JSON, its payload in base64."""
+    return msgspec.json.encode(
+        {
+            "stream": stream,
+            "sequenceNumber": record.sequence_number,
+            "ingestTime": record.ingest_time,
+            "topic": record.topic,
+            "payload": record.payload,
+            "export": export,
+            "reason": reason,
+        }
+    )
+
+
 _APPENDS_TO = (("deadLetterStream",), ("statusConfig", "statusStreamName"))
 
 

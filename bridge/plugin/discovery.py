@@ -30,6 +30,7 @@ from bridge.errors import InvalidDefinition, PluginError
 from bridge.model import mistake
 from bridge.plugin import hooks
 from bridge.plugin.api import ExportConfig, Exporter, convert_config
+from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
 
 
@@ -146,6 +147,12 @@ def _known_fields(what: str, cls: type[Exporter]) -> str:
 def load(directories: Iterable[str | Path] = ()) -> Registry:
     """Find and load all plugins; `directories` are drop-in directories, which may be missing."""
     registry = Registry()
+    registry.exporters[ClientExporter.kind] = ClientExporter
+    registry.found.append(
+        Found(
+            name=ClientExporter.kind, origin="built in", version=_own_version(), kinds=[ClientExporter.kind]
+        )
+    )
     for found, import_it in _candidates(directories):
         registry.add(found, import_it)
     return registry

@@ -4,6 +4,7 @@ It is a contract with the ingest job. Key: `objectkeys.report_key(gateway)` unde
 
     {"gateway": "gw-1",
      "updated": 1767225600000,                         Unix time in ms
+     "version": "0.2.1",                               of streambridge; 0.2.0 does not write it
      "streams": [
        {"stream": "plant",                             its name, not escaped
         "epoch": 1767222000000,                        as in the keys of its objects
@@ -32,6 +33,8 @@ It is a contract with the ingest job. Key: `objectkeys.report_key(gateway)` unde
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
@@ -49,6 +52,7 @@ def gateway_report(gateway: str, updated: int, exports: Iterable[Progress]) -> b
         {
             "gateway": gateway,
             "updated": updated,
+            "version": _version(),
             "streams": [
                 {
                     "stream": export.stream,
@@ -62,3 +66,11 @@ def gateway_report(gateway: str, updated: int, exports: Iterable[Progress]) -> b
             ],
         }
     )
+
+
+@cache
+def _version() -> str:
+    try:
+        return version("streambridge")
+    except PackageNotFoundError:  # the sources alone
+        return "unknown"

@@ -35,7 +35,6 @@ from bridge.config import settings as configuration
 from bridge.config.settings import Config
 from bridge.control.server import ControlFrontEnd
 from bridge.errors import ConfigError, StreamBridgeError
-from bridge.export.cursor import highest_exported
 from bridge.export.supervisor import ExportSupervisor
 from bridge.greengrass.frontend import GreengrassFrontEnd
 from bridge.http.frontend import HttpFrontEnd
@@ -43,7 +42,7 @@ from bridge.http.observer import Observer
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.server import clients
 from bridge.operations.catalog import Operations
-from bridge.operations.manager import StreamManager
+from bridge.operations.manager import StreamManager, first_free
 from bridge.plugin import discovery
 from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
@@ -117,7 +116,7 @@ class Service:
             gateway.data_dir,
             gateway.memory_dir,
             on_event=_on_event,
-            floor=lambda name, epoch: highest_exported(gateway.data_dir, name, epoch) + 1,
+            floor=lambda name, epoch: first_free(gateway.data_dir, name, epoch),
             most=_most_streams(),
         )
         log.info(
@@ -137,6 +136,7 @@ class Service:
                 damaged=self._damaged,
             )
             self._manager = manager = StreamManager(store, registry, exports)
+            stack.callback(manager.close)
             self._reconcile(config)
             operations = Operations(manager, config.export.allow)
             access = Access(config.mqtt)

@@ -86,6 +86,11 @@ class Contents:
         return self.log.next
 
     @property
+    def lasting(self) -> bool:
+        """Whether what is committed survives the end of this process."""
+        return not self.settings.memory
+
+    @property
     def total_bytes(self) -> int:
         return self.log.total_bytes
 
@@ -106,6 +111,22 @@ class Contents:
     def reader(self) -> StreamReader:
         """A new reader of the files; the caller closes it."""
         return StreamReader(self.directory, self.files, self.drops)
+
+    def newest(self) -> int | None:
+        """The number of the newest message that can be read; None if there is none."""
+        number = self.log.next - 1
+        for drop in reversed(self.drops.ranges):
+            if drop.last < number:
+                break
+            number = min(number, drop.first - 1)
+        return number if number >= self.oldest else None
+
+    def ingest_time(self, number: int) -> int | None:
+        """When a message was received, Unix time in ms; None if it cannot be read now."""
+        with contextlib.suppress(OSError, CorruptData), contextlib.closing(self.reader()) as reader:
+            for message in reader.read(number, end=number + 1, max_messages=1, max_bytes=1):
+                return message.ingest_time
+        return None
 
     def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
         """The sound frames with numbers of start..end-1, in order, each with its buffer; raises OSError.

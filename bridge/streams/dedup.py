@@ -15,6 +15,7 @@ from collections import deque
 from bridge.streams import segment
 from bridge.streams.contents import Contents
 
+SCOPED = b"\0mqtt\0"  # what the ids of MQTT clients begin with (`mqtt.broker.receipts`), and no others
 DEFAULT = 120_000
 MOST = 100_000
 

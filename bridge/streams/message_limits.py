@@ -51,9 +51,9 @@ class MessageLimitPolicy:
         self.guards_appends = limits.max_message_size is not None or limits.discard_new
         self.stale = True  # nothing was read yet, or other drops have made the counts wrong: read again
         self._counts_bytes = limits.max_bytes is not None
-        self._by_topic = limits.max_messages_per_topic is not None
+        self.by_topic = limits.max_messages_per_topic is not None
         self._needs_head = self._counts_bytes or limits.max_age is not None
-        self.tracks_messages = self._counts_bytes or self._by_topic  # one by one, also in the middle
+        self.tracks_messages = self._counts_bytes or self.by_topic  # one by one, also in the middle
         self._reader: StreamReader | None = None  # of the front: a new one would search for it
         self.unfinished = False  # another step is needed
         self._admitted = 0  # bytes that were admitted and are not committed yet
@@ -79,7 +79,7 @@ class MessageLimitPolicy:
             return
         stream, log = self._stream, self._stream.log
         self._clear()
-        if self._by_topic:
+        if self.by_topic:
             for row in self._rows(stream.oldest, log.next):
                 self._topics.setdefault(row.topic, deque()).append((row.number, row.size))
                 self._live_bytes += row.size
@@ -100,10 +100,14 @@ class MessageLimitPolicy:
 
     def _rows_of(self, data: bytes, frame: Frame, start: int, end: int) -> Iterator[_Row]:
         base, sizes = frame.base, segment.sizes_of(data, frame)
-        topics = segment.columns(data, frame)[0] if self._by_topic else [b""] * frame.number
+        topics = segment.columns(data, frame)[0] if self.by_topic else [b""] * frame.number
         for a, b in self._stream.drops.live(max(start, base), min(end, frame.next) - 1):
             for number in range(a, b + 1):
                 yield _Row(number, sizes[number - base], frame.age, topics[number - base])
+
+    def last_by_topic(self) -> dict[bytes, int]:
+        """The number of the newest message of each topic; call `refresh` first. Needs a limit per topic."""
+        return {topic: entries[-1][0] for topic, entries in self._topics.items() if entries}
 
     # -- appending -------------------------------------------------------------------------------
     def check(self, topic: bytes, data: int, pending: int) -> None:
@@ -153,7 +157,7 @@ class MessageLimitPolicy:
                 self._admitted_topics[topic] = pending
         if not self.stale:  # else the group is read from the files with the rest
             self._live_bytes += size
-            if self._by_topic:
+            if self.by_topic:
                 yield from self._note_topics(group, first)
         # Every commit also drops as many as it adds: appends cannot outrun the steps.
         yield from self.enforce(now, STEP + len(group.parts) // 2)
@@ -201,7 +205,7 @@ class MessageLimitPolicy:
         excess = stream.live_messages() - limits.max_messages if limits.max_messages is not None else 0
         if excess > 0:
             target = self._after(excess)
-        if self._needs_head or (self._by_topic and excess > 0):
+        if self._needs_head or (self.by_topic and excess > 0):
             target = self._trim(target, now, most)
         if target > stream.oldest:
             yield from self._yielding([(stream.oldest, target - 1)])
@@ -250,7 +254,7 @@ class MessageLimitPolicy:
         return bool(self._head)
 
     def _forget(self, row: _Row) -> None:
-        if self._by_topic:
+        if self.by_topic:
             entries = self._topics.get(row.topic)
             if not entries or entries[0][0] != row.number:
                 return  # already dropped by the limit per topic
@@ -263,7 +267,7 @@ class MessageLimitPolicy:
         """Others are about to drop these. At the front they are subtracted; else the counts become stale."""
         oldest = self._stream.oldest
         ranges = [(first, last) for first, last in ranges if first <= last and last >= oldest]
-        if self._by_topic and len(ranges) == 1 and ranges[0][0] <= oldest:
+        if self.by_topic and len(ranges) == 1 and ranges[0][0] <= oldest:
             self._forget_below(ranges[0][1] + 1)
         elif ranges:
             self.stale = True

@@ -329,3 +329,15 @@ class StreamReader:
             self.close()
             self._open = _SegmentFile(self._files, layout.segment_path(self.directory, base), base)
         return self._open
+
+
+def first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
+    """The first number whose message is not older than `millis`; ingest times grow with the numbers."""
+    while low < high:
+        middle = (low + high) // 2
+        found = reader.read(middle, end=high, max_messages=1, max_bytes=1)
+        if found and found[0].ingest_time < millis:
+            low = found[0].sequence_number + 1
+        else:
+            high = middle
+    return low

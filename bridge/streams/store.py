@@ -23,7 +23,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -104,32 +104,32 @@ class StreamStore:
         `<data_dir>/memory` to `memory_dir`. `most` is how many streams are opened: each keeps a file open.
         """
         self._most = most
-        self.data_dir, self._files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
+        self.data_dir, self.files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.streams: dict[str, Stream] = {}
-        self._runtime = runtime or LoopRuntime(THREADS, "commit")
-        self.committer = Committer(on_event, self.streams, self._runtime)
+        self.runtime = runtime or LoopRuntime(THREADS, "commit")
+        self.committer = Committer(on_event, self.streams, self.runtime)
         self.unopened: dict[str, Unopened] = {}
         self._epoch = 0  # the highest one of the streams created or deleted here: each is used once
         self._root = data_dir / layout.STREAMS
         found = formats.find(data_dir)
-        self._files.make_directory(self._root)
+        self.files.make_directory(self._root)
         self._lock = self._take_lock()
         try:
             self.clock = Clock(
-                data_dir / CLOCK, self._files.replace, system, empty=not any(self._root.iterdir())
+                data_dir / CLOCK, self.files.replace, system, empty=not any(self._root.iterdir())
             )
             self._memory = self._prepare_memory(memory_dir, link)
             self._upgrading = found != Format(formats.PRESENT)
             if self._upgrading:  # a new directory has nothing that could have another format
                 self._upgrading = any(self._root.iterdir())
-                formats.save(self._files, data_dir, Format(formats.PRESENT, upgrading=self._upgrading))
+                formats.save(self.files, data_dir, Format(formats.PRESENT, upgrading=self._upgrading))
             for directory in sorted(self._root.iterdir()):
                 if directory.name.startswith("."):
                     shutil.rmtree(directory)
                 elif directory.is_dir():
                     self._open(directory)
             if self._upgrading and not self.unopened:
-                formats.save(self._files, data_dir, Format(formats.PRESENT))
+                formats.save(self.files, data_dir, Format(formats.PRESENT))
         except BaseException:
             os.close(self._lock)
             raise
@@ -155,7 +155,7 @@ class StreamStore:
             if path.is_file() and os.path.samestat(path.stat(), os.fstat(lock)):
                 path.unlink()
                 path.mkdir(mode=0o700)  # not if a build of format 1 was faster
-                self._files.sync_directory(self.data_dir)
+                self.files.sync_directory(self.data_dir)
         finally:
             os.close(lock)
 
@@ -215,7 +215,7 @@ class StreamStore:
                 self._on_event(
                     known.name, f"{', '.join(map(str, bad))}: damaged; rewritten from the other copy"
                 )
-                meta.save(self._files, directory, known)
+                meta.save(self.files, directory, known)
             self._check_number()
             self.streams[known.name] = self._start(directory, known)
         except (OSError, OtherFormat, StreamError) as error:
@@ -241,7 +241,7 @@ class StreamStore:
 
     def _start(self, directory: Path, known: Meta) -> Stream:
         data = self._data_of(directory, known.settings)
-        if self._upgrading and (number := formats.upgrade(self._files, directory, known.salt)):
+        if self._upgrading and (number := formats.upgrade(self.files, directory, known.salt)):
             log.info(
                 "%d segments were brought to this version's format", number, extra={"stream": known.name}
             )
@@ -251,7 +251,7 @@ class StreamStore:
             data.mkdir(mode=0o700)
             known = self._reserve(directory, known, floor)
         return Stream(
-            self._files,
+            self.files,
             directory,
             data,
             known,
@@ -259,7 +259,7 @@ class StreamStore:
             update_pressure=self.committer.update_pressure,
             delete=self.committer.delete,
             free_space=self.committer.free_space,
-            soon=self._runtime.soon,
+            soon=self.runtime.soon,
             on_event=self._on_event,
             clock=self.clock,
             floor=floor,
@@ -269,7 +269,7 @@ class StreamStore:
         """Reserve the numbers from `first` up to first + ahead for a memory stream, durably."""
         reserved = min(first + ahead, MAX_SEQUENCE + 1)
         fresh = msgspec.structs.replace(known, generation=known.generation + 1, reserved=reserved)
-        meta.save(self._files, directory, fresh)
+        meta.save(self.files, directory, fresh)
         return fresh
 
     # -- streams ---------------------------------------------------------------------------------
@@ -286,11 +286,11 @@ class StreamStore:
         lasting = not settings.memory
         known = Meta(name, self._epoch, secrets.randbits(32), settings, definition, drops=lasting)
         if lasting:
-            drops.make(self._files, fresh, [])
-        meta.save(self._files, fresh, known)
+            drops.make(self.files, fresh, [])
+        meta.save(self.files, fresh, known)
         fresh.rename(directory)
         try:
-            self._files.sync_directory(self._root)
+            self.files.sync_directory(self._root)
             stream = self._start(directory, known)
         except OSError:
             shutil.rmtree(directory, ignore_errors=True)
@@ -312,7 +312,7 @@ class StreamStore:
         shutil.rmtree(gone, ignore_errors=True)
         stream.abandon(gone)
         try:
-            self._files.sync_directory(self._root)
+            self.files.sync_directory(self._root)
         except OSError as error:  # it is deleted; a power cut now might bring it back
             self._on_event(name, f"{self._root}: cannot be synced after the stream was deleted: {error}")
         del self.streams[name]
@@ -329,9 +329,8 @@ class StreamStore:
         while True:
             await asyncio.sleep(sync_interval)
             streams = list(self.streams.values())
-            for start in range(0, len(streams), SLICE):
-                self.committer.maintain(streams[start : start + SLICE])
-                await asyncio.sleep(0)
+            async for some in in_slices(streams):
+                self.committer.maintain(some)
             streams = [stream for stream in streams if not stream.closed]
             for stream in streams:
                 wanted = min(stream.next_sequence + RESERVE // 2, MAX_SEQUENCE + 1)
@@ -358,10 +357,17 @@ class StreamStore:
             stream.close()
         if self.clock.watch(active=True):
             self.clock.try_save()
-        self._runtime.close()
+        self.runtime.close()
         with contextlib.suppress(OSError):  # shared, or not empty
             self._memory.rmdir()
         os.close(self._lock)
+
+
+async def in_slices(streams: Sequence[Stream]) -> AsyncIterator[Sequence[Stream]]:
+    """Parts of many streams, with a turn for other clients after each; a stream may be closed meanwhile."""
+    for start in range(0, len(streams), SLICE):
+        yield streams[start : start + SLICE]
+        await asyncio.sleep(0)
 
 
 @contextlib.asynccontextmanager

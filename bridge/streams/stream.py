@@ -196,9 +196,26 @@ class Stream(Contents):
             queue.schedule()
         return number
 
-    def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> None:
+    def find(self, message_id: bytes) -> int | None:
+        """The number of the message with an id, if that is in the deduplication window.
+
+        Begins a window if there is none. Raises StorageFailed.
+        """
+        if self.window is None:
+            try:
+                self.deduplicate()
+            except OSError as error:
+                raise StorageFailed(
+                    f"stream {self.name!r}: its message ids cannot be read: {error}; nothing was stored"
+                ) from error
+        assert self.window is not None
+        return self.window.find(message_id)
+
+    def ensure_admits(
+        self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b""
+    ) -> None:
         """Raise what `append` would: for a caller that appends to several streams, to all or to none."""
-        data = len(topic) + len(payload) + len(headers)
+        data = len(topic) + len(payload) + len(headers) + len(message_id)
         self._check(topic, data, data + RECORD_OVERHEAD + 8)
 
     def after_commit(self, done: Waiter) -> None:
@@ -273,6 +290,16 @@ class Stream(Contents):
             self._drop_ranges(limits.refresh())
         except OSError as error:
             raise StorageFailed(f"stream {self.name!r}: its limits cannot be checked: {error}") from error
+
+    def last_by_topic(self) -> dict[bytes, int] | None:
+        """The number of the newest message of each topic; None without a limit per topic.
+
+        Costs a step per topic: the limit counts the messages of each. Raises StorageFailed.
+        """
+        if self.limits is None or not self.limits.by_topic:
+            return None
+        self._refresh(self.limits)
+        return self.limits.last_by_topic()
 
     @property
     def cannot_store(self) -> str | None:

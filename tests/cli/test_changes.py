@@ -295,3 +295,42 @@ def test_a_setting_that_is_given_twice_is_refused(on: Command) -> None:
         key = settings[0].partition("=")[0]
         assert f"{key} is given twice" in on("streams", "create", "y", *settings, code=2)
     on("streams", "create", "y", "limits.max_messages=1", "limits.max_bytes=2048")
+
+
+def test_messages_of_a_consumer_are_fetched_and_acknowledged(on: Command) -> None:
+    on("streams", "create", "prints", """export.consumer=[{identifier = "printers", max_deliveries = 9}]""")
+    on("streams", "append", "prints", "a", "b", "c")
+    first = on("streams", "fetch", "prints", "printers", "--wait", "1s")
+    assert first.startswith("0  ")
+    assert first.endswith("  streams/prints  a\n")
+    found = [
+        json.loads(line)
+        for line in on("streams", "fetch", "prints", "printers", "-n", "9", "--json").splitlines()
+    ]
+    assert [(one["sequenceNumber"], one["payload"], one["deliveries"]) for one in found] == [
+        (1, "b", 1),
+        (2, "c", 1),
+    ]
+    assert "no message for printers now" in on("streams", "fetch", "prints", "printers", code=1)
+    on("streams", "ack", "prints", "printers", "0", "--nack", "2")
+    assert "delivered 2 times" in on("streams", "fetch", "prints", "printers")
+    on(
+        "streams",
+        "ack",
+        "prints",
+        "printers",
+        "--terminate",
+        "1",
+        "--reason",
+        "no printer",
+        "--in-progress",
+        "2",
+    )
+    (row,) = (json.loads(line) for line in on("exports", "prints", "--json").splitlines()[:1])
+    (row,) = row
+    assert (row["kind"], row["lastExportedSequenceNumber"], row["rejectedMessages"]) == ("consumer", 1, 1)
+    assert "was not delivered" in on("streams", "ack", "prints", "printers", "7", code=1)
+    assert "has no consumer 'x'; its consumers are: printers" in on(
+        "streams", "fetch", "prints", "x", code=66
+    )
+    assert "give at least one number" in on("streams", "ack", "prints", "printers", code=2)

@@ -17,6 +17,7 @@ from paho.mqtt.properties import Properties
 import bridge.client
 from bridge.client import (
     ConnectFailedException,
+    ConsumerConfig,
     ExportDefinition,
     KinesisConfig,
     MessageStreamDefinition,
@@ -388,3 +389,52 @@ def test_concurrent_changes_of_one_definition_do_not_undo_each_other(client: Str
     again.definition.topics = ["a/#"]
     client.update_message_stream(again.definition, if_version=again.version)
     client.update_message_stream(again.definition)
+
+
+def test_workers_share_a_consumer_and_acknowledge_what_they_have_done(
+    client: StreamManagerClient, connect: Connect
+) -> None:
+    workers = ConsumerConfig("workers", topics=["streams/jobs/#"], max_deliveries=3)
+    definition = MessageStreamDefinition(
+        "jobs", export_definition=ExportDefinition(consumer=[workers]), **NEW
+    )
+    client.create_message_stream(definition)
+    described = client.describe_message_stream("jobs").definition
+    assert described.export_definition.consumer[0].max_deliveries == 3
+    client.append_messages("jobs", [b"%d" % number for number in range(10)])
+    other = connect()
+    done = [message.sequence_number for message in other.fetch_messages("jobs", "workers", 3)]
+    assert done == [0, 1, 2]
+    assert other.ack_messages("jobs", "workers", nack=[1]) == []
+    for message in client.consume("jobs", "workers", max_message_count=2, timeout=0.2):
+        assert message.deliveries == (2 if message.sequence_number == 1 else 1)
+        assert message.payload == b"%d" % message.sequence_number
+        assert client.ack_messages("jobs", "workers", [message.sequence_number]) == []
+        done.append(message.sequence_number)
+    assert sorted(done) == [0, 1, 1, *range(2, 10)]
+    assert other.ack_messages("jobs", "workers", in_progress=[0], terminate=[2], reason="no", ack=[9]) == [9]
+    (status,) = client.describe_message_stream("jobs").export_statuses
+    assert (status.unacknowledged_messages_count, status.rejected_messages_count) == (1, 1)
+    with pytest.raises(ResourceNotFoundException, match="its consumers are: workers"):
+        client.fetch_messages("jobs", "none")
+
+
+def test_all_streams_are_described_and_the_last_value_of_each_topic_is_read(
+    client: StreamManagerClient,
+) -> None:
+    for name in ("a", "b", "c"):
+        tags, limits = {"site": name}, Limits(max_messages_per_topic=3)
+        client.create_message_stream(
+            MessageStreamDefinition(name, description="d", tags=tags, limits=limits, **NEW)
+        )
+    client.append_messages("b", [b"1", b"2"])
+    found = list(client.describe_message_streams())
+    assert [(one.definition.name, one.definition.tags, one.messages) for one in found] == [
+        ("a", {"site": "a"}, 0),
+        ("b", {"site": "b"}, 2),
+        ("c", {"site": "c"}, 0),
+    ]
+    assert found[1].topic_count == 1
+    assert found[1].oldest_ingest_time <= found[1].newest_ingest_time
+    (message,) = client.read_messages("b", ReadMessagesOptions(last_per_topic=True, topic="streams/#"))
+    assert (message.sequence_number, message.payload) == (1, b"2")

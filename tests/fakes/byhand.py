@@ -84,21 +84,32 @@ class Stream:
 
     def __init__(self, name: str, topic: str) -> None:
         self.name, self.topic, self.full, self.by_itself = name, topic, False, False
+        self.lasting = True
         self.stored: list[StreamMessage] = []
         self.pending: list[StreamMessage] = []
         self.waiting: list[Callable[[StreamError | None], None]] = []
+        self.ids: dict[bytes, int] = {}
 
     @property
     def next_sequence(self) -> int:
         return len(self.stored)
 
-    def ensure_admits(self, topic: bytes, payload: bytes, headers: bytes = b"") -> None:
+    def ensure_admits(
+        self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b""
+    ) -> None:
         if self.full:
             raise StreamFull(f"stream {self.name!r} is full")
 
-    def append(self, topic: bytes, payload: bytes, headers: bytes = b"") -> int:
+    def find(self, message_id: bytes) -> int | None:
+        return self.ids.get(message_id)
+
+    def append(self, topic: bytes, payload: bytes, headers: bytes = b"", message_id: bytes = b"") -> int:
+        if message_id in self.ids:
+            return self.ids[message_id]
         self.ensure_admits(topic, payload, headers)
         number = len(self.stored) + len(self.pending)
+        if message_id:
+            self.ids[message_id] = number
         self.pending.append(StreamMessage(number, 0, topic, payload, headers))
         return number
 
@@ -111,10 +122,17 @@ class Stream:
         """Store what is pending, or fail to."""
         if error is None:
             self.stored += self.pending
-        self.pending = []
+        self.forget_pending()
         waiting, self.waiting = self.waiting, []
         for done in waiting:
             done(error)
+
+    def forget_pending(self) -> None:
+        """What is not stored by now never is."""
+        self.pending = []
+        self.ids = {
+            message_id: number for message_id, number in self.ids.items() if number < len(self.stored)
+        }
 
     @property
     def payloads(self) -> list[bytes]:
@@ -129,6 +147,7 @@ class Streams:
         self.on_bindings_changed: list[Callable[[], None]] = []
         self.on_pressure: list[Callable[[bool], None]] = []
         self.under_pressure = False
+        self.unsyncable: set[str] = set()
         self.store = SimpleNamespace(clock=clock, data_dir=data_dir)
 
     def stream(self, name: str) -> Stream:
@@ -140,8 +159,8 @@ class Streams:
     def wants_client(self, name: str) -> bool:
         return False
 
-    async def sync(self, names: Iterable[str]) -> None:
-        pass  # nothing here outlives the process
+    async def sync(self, names: Iterable[str]) -> set[str]:
+        return self.unsyncable & set(names)
 
     async def read(self, name: str, options: ReadMessagesOptions) -> Sequence[StreamMessage]:
         found = self.definitions[name].stored[options.desired_start_sequence_number :]
@@ -251,7 +270,8 @@ class World:
         """End the server where it is: nothing more that it had begun happens. Start another one."""
         self.runtime = ByHand()
         for stream in self.streams.definitions.values():
-            stream.pending, stream.waiting = [], []
+            stream.waiting = []
+            stream.forget_pending()
         self.start()
 
     def run(self, seconds: float = 0.0) -> None:

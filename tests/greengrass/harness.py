@@ -24,7 +24,7 @@ from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
 from bridge.operations.reading import MOST_BYTES, STEP
 from bridge.plugin import discovery
-from bridge.plugin.allow import SDK_KINDS, Allow
+from bridge.plugin.allow import KINDS, Allow
 from bridge.streams.store import StreamStore
 
 DEADLINE = 20.0
@@ -76,7 +76,7 @@ class Server:
         read_bytes: int = MOST_BYTES,
     ) -> None:
         self.bounds, self.read_step, self.read_bytes = bounds, read_step, read_bytes
-        self.allow = allow or Allow(kinds=[*SDK_KINDS, "s3"], endpoints=["http://127.0.0.1:1"])
+        self.allow = allow or Allow(kinds=[*KINDS, "s3"], endpoints=["http://127.0.0.1:1"])
         self.access = access or MqttConfig()
         self.data_dir, self._root = root / "data", root
         self.config = GreengrassConfig(listen=f"127.0.0.1:{port}", token_file=token_file)

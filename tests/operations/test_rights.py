@@ -34,6 +34,8 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "appendMessages": {"name": "secret", "payloads": ["YQ=="]},
     "readMessages": {"streamName": "secret"},
     "purgeMessageStream": {"name": "secret"},
+    "fetchMessages": {"name": "secret", "consumer": "c"},
+    "ackMessages": {"name": "secret", "consumer": "c", "ack": [0]},
 }
 ASK = AccessRule(publish=["streambridge/%c/+"])
 

@@ -181,7 +181,7 @@ class Against(RuleBasedStateMachine):
         """The process dies: its files stay as they are, its lock and its memory are gone."""
         assert self.store is not None
         os.close(self.store._lock)
-        self.store._runtime.close()
+        self.store.runtime.close()
         for stream in self.store.streams.values():
             stream.log.close()
             stream.closed = True  # what its threads still report to the loop is ignored

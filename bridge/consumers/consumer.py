@@ -1,0 +1,538 @@
+"""One consumer: fetches, acknowledgements and dead letters, each answered once it is on the disk.
+
+Everything runs on the event loop; only the journal is written in a thread, one write at a time. What changes
+meanwhile is in the next one.
+
+A journal that cannot be written fails the request with StorageFailed. A delivery is then taken back. An
+acknowledgement stays in memory, and the whole position is written with the next request, which the client
+should repeat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from bridge.consumers.journal import Identity, Journal, load, path_of
+from bridge.consumers.position import Lease, Position
+from bridge.errors import (
+    CorruptData,
+    InvalidRequest,
+    ResponseTooLarge,
+    StorageFailed,
+    StreamBridgeError,
+    StreamNotFound,
+)
+from bridge.model import ExportStatus
+from bridge.plugin.api import Record, dead_letter
+from bridge.plugin.consumer import ConsumerConfig
+from bridge.ranges import Ranges
+from bridge.runtime import Runtime
+from bridge.streams.layout import Files
+from bridge.streams.reader import first_since
+from bridge.streams.segment import StreamMessage
+from bridge.streams.stream import Stream
+from bridge.topics import matches
+
+SCAN = 1000  # messages that are read before other clients are served
+FEW = 16
+DUE = 200  # messages that are read one by one: those delivered again are far from each other
+SCAN_BYTES = 4 * 1024 * 1024
+MOST_REASON = 500  # characters of a reason that are kept
+PER_MESSAGE = 192  # bytes of a message in a reply besides its payload, names and headers
+
+log = logging.getLogger(__name__)
+
+
+class Host(NamedTuple):
+    """What a consumer needs from the process.
+
+    `rows` reads messages from a number up to, not including, another one: at most so many, and so many
+    bytes; at least one if there is one. Raises CorruptData. `append` appends to a stream, durably as that is
+    configured; raises StreamBridgeError.
+    """
+
+    data_dir: Path
+    files: Files
+    runtime: Runtime
+    rows: Callable[[Stream, int, int, int, int], list[StreamMessage]]
+    append: Callable[[str, bytes], Awaitable[object]]
+
+
+class Delivery(NamedTuple):
+    """A message, and how often it was delivered, with this time."""
+
+    message: StreamMessage
+    deliveries: int
+
+
+class Verdicts(NamedTuple):
+    """What a client reports, by sequence number. `delay` is in ms, for `nack`."""
+
+    ack: Sequence[int] = ()
+    nack: Sequence[int] = ()
+    in_progress: Sequence[int] = ()
+    terminate: Sequence[int] = ()
+    delay: int = 0
+    reason: str = ""
+
+
+class Consumer:
+    """One consumer of a stream."""
+
+    def __init__(
+        self, host: Host, stream: Stream, config: ConsumerConfig, before: Awaitable[object] | None = None
+    ) -> None:
+        """Read the position from its file. `before`: what must have ended before the file is written."""
+        self._host, self.stream, self.config, self._before = host, stream, config, before
+        self.closed = False
+        self.error: str | None = None
+        self.path = path_of(host.data_dir, stream.name, config.identifier)
+        self._label = f"consumer {config.identifier} of {stream.name}"
+        self._waiting: list[asyncio.Future[None]] = []
+        self._rejecting: set[int] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._drops_seen = -1
+        self._scan = FEW
+        self._load()
+
+    def _load(self) -> None:
+        stream, identity = self.stream, _identity(self.stream, self.config)
+        loaded = None
+        try:
+            if self._before is None:  # else the file is that of another consumer, and will be removed
+                loaded = load(self.path)
+        except (CorruptData, OSError) as error:
+            self.error = f"{error}; delivering again from the start"
+            log.error("%s: %s", self._label, self.error)
+        if loaded is not None and loaded.identity == identity:
+            self.position = Position(0)
+            now = stream.clock.now()
+            for change in loaded.changes:
+                self.position.apply(change, now)
+            self.position.queue_all()
+        else:
+            self.position = Position(self._start())
+            if loaded is not None and loaded.identity.epoch == stream.epoch:  # only the start has moved
+                self.position.counts = loaded.changes[-1].counts
+        self._journal = Journal(self._host.files, self.path, identity, loaded)
+        self._saved = 0 if loaded is not None else -1  # the version that is on the disk
+        self._whole = True  # the next write is of the whole position
+        self._flight: asyncio.Future[None] | None = None
+        self._in_flight_from: int | None = None
+
+    def _start(self) -> int:
+        """The number at which a new consumer begins."""
+        stream, since = self.stream, self.config.start_millis
+        first = max(self.config.start_sequence_number, stream.oldest)
+        if since is None:
+            return first
+        with closing(stream.reader()) as reader:
+            return first_since(reader, first, stream.next_sequence, since)
+
+    def configure(self, stream: Stream, config: ConsumerConfig) -> None:
+        """The definition has changed. A new start moves the position; leases end when they were to end."""
+        self.stream, self.config = stream, config
+        identity = _identity(stream, config)
+        if self._journal.identity != identity:
+            counts, self.position = self.position.counts, Position(self._start())
+            self.position.counts = counts
+            self._journal.identity = identity
+            self._whole, self._saved = True, -1
+        self.position.queue_all()  # a message may be delivered more often now
+        self.wake()
+
+    # -- what is shown -----------------------------------------------------------------------------------
+    def status(self) -> ExportStatus:
+        """The status in descriptions of the stream."""
+        return _status(self.config.identifier, self.position, self.error)
+
+    @property
+    def saved_upto(self) -> int:
+        """The lowest number that is not settled on the disk."""
+        unsaved = (self.position.unsaved_from, self._in_flight_from)
+        return min([self.position.upto, *(number for number in unsaved if number is not None)])
+
+    # -- fetching ----------------------------------------------------------------------------------------
+    async def fetch(self, most: int, room: int, wait: float, holder: str) -> list[Delivery]:
+        """Deliver at most so many messages, in `room` bytes; waits up to `wait` seconds for the first.
+
+        Returns none if there is none in that time. Raises InvalidRequest, StreamNotFound, CorruptData,
+        StorageFailed, or ResponseTooLarge for one message that is larger than `room`: that counts as
+        delivered.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait
+        while True:
+            self._check()
+            if self.config.disabled:
+                raise InvalidRequest(f"{self._label} is disabled by its definition")
+            leases: list[Lease] = []
+            found, too_large, more = self._take(most, room, holder, leases)
+            if leases:
+                try:
+                    await self._save()
+                except BaseException:
+                    self._take_back(leases)
+                    raise
+            if found:
+                return found
+            if too_large is not None:
+                raise ResponseTooLarge(
+                    f"{self._label}: message {too_large} is larger than the {room} bytes of a reply; "
+                    "accept larger packets, or terminate the message"
+                )
+            if more:
+                await asyncio.sleep(0)
+            elif loop.time() >= deadline:
+                return []
+            else:
+                await self._until(deadline)
+
+    def _check(self) -> None:
+        if self.stream.closed:
+            raise StreamNotFound(f"stream {self.stream.name!r} was deleted")
+        if self.closed:
+            raise InvalidRequest(f"{self._label} was deleted")
+
+    def _take(
+        self, most: int, room: int, holder: str, leases: list[Lease]
+    ) -> tuple[list[Delivery], int | None, bool]:
+        """Lease what is there. Returns it, a message that alone is too large, and whether to look again."""
+        now = self.stream.clock.now()
+        found: list[Delivery] = []
+        too_large: int | None = None
+
+        def add(row: StreamMessage) -> bool:
+            """Lease a message; False if there is no room for it."""
+            nonlocal room, too_large
+            size = len(row.payload) + len(row.topic) + 2 * len(row.headers)
+            size += len(self.stream.name) + PER_MESSAGE
+            if size > room and (found or leases):
+                return False
+            until = now + self.config.ack_deadline_millis
+            lease = self.position.deliver(row.sequence_number, until, len(row.payload), holder)
+            leases.append(lease)
+            if size > room:
+                too_large = row.sequence_number
+                return False
+            room -= size
+            found.append(Delivery(row, lease.deliveries))
+            return True
+
+        full = self._take_due(now, most, room, add)
+        more = False
+        if not full and len(found) < most:
+            most = min(most - len(found), self.config.max_unacknowledged - len(self.position.leases))
+            if most > 0:
+                more = self._take_new(most, add)
+        return found, too_large, more
+
+    def _take_due(self, now: int, most: int, room: int, add: Callable[[StreamMessage], bool]) -> bool:
+        """Deliver again what is due; returns whether the reply is full."""
+        position = self.position
+        numbers = position.due(now, min(most, DUE))
+        try:
+            for first, last in Ranges(zip(numbers, numbers, strict=True)):
+                while first <= last:
+                    rows = self._host.rows(self.stream, first, last + 1, last - first + 1, room)
+                    for row in rows:
+                        number = row.sequence_number
+                        self._gone(first, number - 1)
+                        first = number + 1
+                        if not self._is_ending(position.leases[number]) and not add(row):
+                            return True
+                    if not rows:
+                        self._gone(first, last)
+                        break
+        finally:
+            for number in numbers:
+                lease = position.leases.get(number)
+                if lease is not None and lease.until <= now and not self._is_ending(lease):
+                    position.requeue(number)
+        return len(numbers) == DUE
+
+    def _take_new(self, most: int, add: Callable[[StreamMessage], bool]) -> bool:
+        """Deliver new messages; returns whether there may be more that were not looked at."""
+        position, stream, topics = self.position, self.stream, self.config.topics
+        self._gone(position.frontier, stream.oldest - 1)
+        start, end = position.frontier, stream.next_sequence
+        if start >= end:
+            return False
+        # Where few messages match, more are read at a time.
+        wanted = min(max(most, self._scan), SCAN)
+        rows = self._host.rows(stream, start, end, wanted, SCAN_BYTES)
+        taken = 0
+        for row in rows:
+            number = row.sequence_number
+            self._gone(position.frontier, number - 1)
+            if topics and not any(matches(topic, row.topic.decode()) for topic in topics):
+                position.skip(number, number)
+                continue
+            if taken == most or not add(row):
+                self._scan = FEW
+                return False
+            taken += 1
+        if not rows:
+            self._gone(start, end - 1)
+        self._scan = FEW if taken else min(2 * self._scan, SCAN)
+        return not taken and position.frontier < end
+
+    def _gone(self, first: int, last: int) -> None:
+        if first <= last:
+            self.position.skip(first, last)
+
+    def _take_back(self, leases: Iterable[Lease]) -> None:
+        """The client did not get these messages."""
+        now = self.stream.clock.now()
+        for lease in leases:
+            if self.position.leases.get(lease.number) is lease:
+                self.position.take_back(lease, now)
+        self.wake()
+
+    def _is_exhausted(self, lease: Lease) -> bool:
+        most = self.config.max_deliveries
+        return most is not None and lease.deliveries >= most
+
+    def _is_ending(self, lease: Lease) -> bool:
+        """Whether a message is not delivered again: it is being rejected, or `refresh` will reject it."""
+        return lease.number in self._rejecting or self._is_exhausted(lease)
+
+    # -- waiting -----------------------------------------------------------------------------------------
+    def wake(self) -> None:
+        """Let the waiting fetches look again, in the order in which they came."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def _until(self, deadline: float) -> None:
+        """Wait until something may be there, or a time of the event loop."""
+        loop = asyncio.get_running_loop()
+        if (due := self.position.next_due()) is not None:
+            deadline = min(deadline, loop.time() + max(0, due - self.stream.clock.now()) / 1000 + 0.001)
+        woken: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(woken)
+        timer = loop.call_at(deadline, _wake, woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            if woken in self._waiting:
+                self._waiting.remove(woken)
+
+    # -- acknowledging -----------------------------------------------------------------------------------
+    async def acknowledge(self, verdicts: Verdicts, holder: str, *, trusted: bool) -> list[int]:
+        """Settle, release or extend leases; returns the numbers to which that did not apply.
+
+        Those are settled already, or leased to another client (for `nack`, `in_progress` and `terminate`,
+        unless the caller is `trusted`). Raises InvalidRequest for a number that was never delivered, before
+        anything is changed, and StorageFailed, after which the client should repeat the request.
+        """
+        self._check()
+        position, now, wall = self.position, self.stream.clock.now(), self.stream.clock.wall()
+        for number in (*verdicts.ack, *verdicts.nack, *verdicts.in_progress, *verdicts.terminate):
+            if not 0 <= number < position.frontier:
+                raise InvalidRequest(f"{self._label}: message {number} was not delivered")
+        other: list[int] = []
+
+        def is_mine(number: int) -> bool:
+            lease = position.leases.get(number)
+            if lease is None or number in self._rejecting:
+                return False
+            return trusted or lease.holder in (None, holder)
+
+        for number in verdicts.ack:
+            if number in position.leases:
+                position.settle(number, rejected=False, now=wall)
+            else:
+                other.append(number)
+        for number in verdicts.nack:
+            if is_mine(number):
+                position.hold(number, now + verdicts.delay, None)
+            else:
+                other.append(number)
+        for number in verdicts.in_progress:
+            if is_mine(number):
+                known = position.leases[number].holder
+                until = now + self.config.ack_deadline_millis
+                position.hold(number, until, holder if known is None else known)
+            else:
+                other.append(number)
+        reason = verdicts.reason[:MOST_REASON] or "terminated by a client"
+        ending = {number: reason for number in verdicts.terminate if is_mine(number)}
+        other += [number for number in verdicts.terminate if number not in ending]
+        if ending:
+            await self._reject(ending)
+        await self._save()
+        self.wake()
+        return other
+
+    # -- dead letters ------------------------------------------------------------------------------------
+    async def _reject(self, reasons: dict[int, str]) -> None:
+        """Settle messages as rejected, each after its dead letter is stored; raises StreamBridgeError."""
+        self._rejecting |= reasons.keys()
+        try:
+            for number, reason in reasons.items():
+                for row in self._host.rows(self.stream, number, number + 1, 1, 1):
+                    await self._dead_letter(row, reason)
+                if number in self.position.leases:
+                    self.position.settle(number, rejected=True, now=self.stream.clock.wall())
+        finally:
+            self._rejecting -= reasons.keys()
+            for number in reasons:
+                self.position.requeue(number)
+
+    async def _dead_letter(self, row: StreamMessage, reason: str) -> None:
+        log.warning("%s: message %d was rejected: %s", self._label, row.sequence_number, reason)
+        name = self.config.dead_letter_stream
+        if name is None:
+            return
+        record = Record(
+            row.sequence_number, row.ingest_time, row.topic.decode(errors="replace"), row.payload, row.headers
+        )
+        await self._host.append(name, dead_letter(self.stream.name, self.config.identifier, record, reason))
+
+    def refresh(self) -> None:
+        """Skip what was dropped, and reject what was delivered too often; called every second."""
+        stream, position = self.stream, self.position
+        if self.closed or stream.closed:
+            return
+        if stream.drops.number != self._drops_seen:
+            self._drops_seen = stream.drops.number
+            if stream.oldest > position.upto:
+                position.skip(position.upto, stream.oldest - 1)
+            for number in [n for n in position.leases if stream.drops.count(n, n)]:
+                position.skip(number, number)
+            self.wake()
+        if self.config.max_deliveries is not None and self._task is None:
+            now = stream.clock.now()
+            found = {
+                number: f"delivered {lease.deliveries} times without an acknowledgement"
+                for number, lease in position.leases.items()
+                if lease.until <= now and self._is_exhausted(lease) and number not in self._rejecting
+            }
+            if found:
+                self._task = asyncio.get_running_loop().create_task(self._reject_exhausted(found))
+
+    async def _reject_exhausted(self, found: dict[int, str]) -> None:
+        try:
+            await self._reject(found)
+            await self._save()
+            self.error = None
+        except (StreamBridgeError, OSError) as error:
+            text = f"messages that were delivered too often stay: {error}"
+            if self.error != text:
+                log.error("%s: %s", self._label, text)
+            self.error = text
+        finally:
+            self._task = None
+            self.wake()
+
+    # -- the journal -------------------------------------------------------------------------------------
+    async def _save(self) -> None:
+        """Wait until all changes so far are on the disk; raises StorageFailed."""
+        wanted = self.position.version
+        while self._saved < wanted:
+            if self._before is not None:
+                await self._before
+                self._before = None
+                self._check()
+            if self._flight is None:
+                self._write()
+            assert self._flight is not None
+            await asyncio.shield(self._flight)
+            self._check()
+
+    def _write(self) -> None:
+        position, now = self.position, self.stream.clock.now()
+        version, low = position.version, position.unsaved_from
+        flight = self._flight = asyncio.get_running_loop().create_future()
+        flight.add_done_callback(_seen)
+        change = None if self._whole else position.take(now)
+        if change is not None and self._journal.fits(change):
+            work = partial(self._journal.append, change)
+        else:
+            most = max(self.config.max_unacknowledged, len(position.leases))
+            work = partial(self._journal.write_whole, position.whole(now), most)
+        self._in_flight_from = low
+
+        def done(error: BaseException | None) -> None:
+            self._flight = None
+            self._in_flight_from = None
+            if error is None:
+                if self.position is position:  # else the start has moved meanwhile
+                    self._whole, self._saved = False, version
+                flight.set_result(None)
+                return
+            self._whole = True  # what a failed write has left is not trusted
+            if low is not None:
+                later = position.unsaved_from
+                position.unsaved_from = low if later is None else min(low, later)
+            reason = getattr(error, "strerror", None) or error
+            flight.set_exception(
+                StorageFailed(
+                    f"{self._label}: {self.path} cannot be written: {reason}; nothing was delivered or is "
+                    "lost. Repeat the request when the disk works"
+                )
+            )
+
+        self._host.runtime.work(work, done)
+
+    def close(self) -> asyncio.Future[None] | None:
+        """Stop; waiting fetches fail. Returns what must end before the file may be removed."""
+        self.closed = True
+        self.wake()
+        if self._task is not None:
+            self._task.cancel()  # what it has not settled is rejected after the next start
+        if self._flight is None:
+            self._journal.close()
+            return None
+        self._flight.add_done_callback(lambda _: self._journal.close())
+        return self._flight
+
+
+def stored_status(data_dir: Path, stream: str, epoch: int, identifier: str) -> ExportStatus:
+    """The status of a consumer from its file, or that of a new one if there is none."""
+    loaded, position = None, Position(0)
+    with suppress(CorruptData, OSError):
+        loaded = load(path_of(data_dir, stream, identifier))
+    if loaded is not None and loaded.identity.epoch == epoch:
+        for change in loaded.changes:
+            position.apply(change, 0)
+    return _status(identifier, position, None)
+
+
+def _status(identifier: str, position: Position, error: str | None) -> ExportStatus:
+    counts = position.counts
+    return ExportStatus(
+        export_config_identifier=identifier,
+        last_exported_sequence_number=position.upto - 1,
+        last_export_time=counts.last_time,
+        error_message=error,
+        exported_bytes_from_stream=counts.size,
+        exported_messages_count=counts.messages,
+        rejected_messages_count=counts.rejected,
+        skipped_messages_count=counts.skipped,
+        unacknowledged_messages_count=len(position.leases),
+    )
+
+
+def _identity(stream: Stream, config: ConsumerConfig) -> Identity:
+    return Identity(stream.epoch, config.start_sequence_number, config.start_time or "")
+
+
+def _seen(flight: asyncio.Future[None]) -> None:
+    """An error is raised to those who wait; it is no fault if nobody does."""
+    if not flight.cancelled():
+        flight.exception()
+
+
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

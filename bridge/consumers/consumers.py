@@ -1,0 +1,131 @@
+"""The consumers of all streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bridge.consumers.consumer import Consumer, Host
+from bridge.consumers.journal import ENDING, directory_of, path_of
+from bridge.errors import ConsumerNotFound
+from bridge.model import ExportStatus
+from bridge.plugin.api import convert_config
+from bridge.plugin.consumer import ClientExporter, ConsumerConfig
+from bridge.streams.stream import Stream
+
+log = logging.getLogger(__name__)
+
+
+class Consumers:
+    """Follows the definitions of the streams. Use from the event loop's thread."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._streams: dict[str, dict[str, Consumer]] = {}
+        self._closing: dict[Path, asyncio.Future[None]] = {}  # files that are written for the last time
+
+    def define(self, stream: Stream, raw: Iterable[Mapping[str, Any]]) -> None:
+        """A stream was opened, created or updated: these are its consumers, as in the definition."""
+        known = self._streams.get(stream.name, {})
+        wanted = {config.identifier: config for config in _understood(stream.name, raw)}
+        for identifier in [one for one in known if one not in wanted]:
+            self._end(known.pop(identifier))
+        for identifier, config in wanted.items():
+            if identifier in known:
+                known[identifier].configure(stream, config)
+            else:
+                before = self._closing.get(path_of(self._host.data_dir, stream.name, identifier))
+                known[identifier] = Consumer(self._host, stream, config, before)
+        if known:
+            self._streams[stream.name] = known
+        else:
+            self._streams.pop(stream.name, None)
+        self._forget_others(stream.name, [consumer.path for consumer in known.values()])
+
+    def forget(self, name: str) -> None:
+        """A stream was deleted."""
+        for consumer in self._streams.pop(name, {}).values():
+            self._end(consumer)
+        directory = directory_of(self._host.data_dir, name)
+        if not any(path.parent == directory for path in self._closing):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def get(self, name: str, identifier: str) -> Consumer:
+        """A consumer of a stream; raises ConsumerNotFound."""
+        known = self._streams.get(name, {})
+        if identifier not in known:
+            hint = f"its consumers are: {', '.join(known)}" if known else "it has no consumer"
+            raise ConsumerNotFound(f"stream {name!r} has no consumer {identifier[:255]!r}; {hint}")
+        return known[identifier]
+
+    def of(self, name: str) -> Iterable[Consumer]:
+        """The consumers of a stream."""
+        return self._streams.get(name, {}).values()
+
+    def statuses(self, name: str) -> dict[str, ExportStatus]:
+        """The status of each consumer of a stream, by identifier."""
+        return {consumer.config.identifier: consumer.status() for consumer in self.of(name)}
+
+    def settled_upto(self, name: str) -> int | None:
+        """The lowest number that not all enabled consumers have settled on the disk; None without any."""
+        upto = [consumer.saved_upto for consumer in self.of(name) if not consumer.config.disabled]
+        return min(upto, default=None)
+
+    def wake(self, name: str) -> None:
+        """A stream has grown."""
+        for consumer in self.of(name):
+            consumer.wake()
+
+    def refresh(self, name: str) -> None:
+        """What depends on time, and on what limits have dropped; called every second."""
+        for consumer in self.of(name):
+            consumer.refresh()
+
+    def close(self) -> None:
+        """Close the files."""
+        for known in self._streams.values():
+            for consumer in known.values():
+                consumer.close()
+        self._streams.clear()
+
+    def _end(self, consumer: Consumer) -> None:
+        """Remove a consumer and its file, once that is not written any more."""
+        flight = consumer.close()
+        if flight is None:
+            self._remove(consumer.path)
+            return
+        self._closing[consumer.path] = flight
+
+        def ended(_: object) -> None:
+            self._remove(consumer.path)
+            if self._closing.get(consumer.path) is flight:
+                del self._closing[consumer.path]
+
+        flight.add_done_callback(ended)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a file durably: a consumer of the same name is another one, and begins at its start."""
+        with contextlib.suppress(OSError):  # the next start tries again
+            self._host.files.unlink(path)
+            self._host.files.sync_directory(path.parent)
+
+    def _forget_others(self, name: str, kept: Sequence[Path]) -> None:
+        """Remove the files of consumers that were deleted when the process ended."""
+        directory = directory_of(self._host.data_dir, name)
+        for path in directory.glob(f"*{ENDING}") if directory.is_dir() else ():
+            if path not in kept and path not in self._closing:
+                self._remove(path)
+
+
+def _understood(name: str, raw: Iterable[Mapping[str, Any]]) -> Iterator[ConsumerConfig]:
+    """The configurations; one that another version has stored, and that is not valid here, is reported."""
+    for one in raw:
+        try:
+            yield convert_config(ClientExporter, one)
+        except ValueError as error:
+            log.error("consumer %s: %s; update it", one.get("identifier"), error, extra={"stream": name})

@@ -1,0 +1,190 @@
+"""The position of a consumer: which numbers are settled, which are leased, and what has changed.
+
+Pure: time is given, in ms on the age timeline. Below the frontier each number is settled or leased.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from msgspec import Struct
+
+from bridge.ranges import Pair, Ranges
+
+
+class Lease(Struct, array_like=True):
+    """A message that was delivered `deliveries` times, and may be delivered again from `until` on.
+
+    `size` is that of its payload. `holder` is the client that has it; None if that is unknown or nobody.
+    """
+
+    number: int
+    until: int
+    deliveries: int
+    size: int
+    holder: str | None = None
+
+
+class Counts(Struct, array_like=True):
+    """What has become of the messages; `size` is bytes of acknowledged payloads, `last_time` Unix ms."""
+
+    messages: int = 0
+    size: int = 0
+    rejected: int = 0
+    skipped: int = 0
+    last_time: int = 0
+
+
+class Change(Struct, array_like=True, frozen=True):
+    """What differs from the position before: one record of the journal.
+
+    `at` is when it was made. `leases` are those that are new or different, as they are now.
+    """
+
+    at: int
+    frontier: int
+    settled: list[Pair]
+    leases: list[tuple[int, int, int, int]]
+    counts: Counts
+
+
+class Position:
+    """One consumer's position. All changes go through its methods, which note them for the journal."""
+
+    def __init__(self, start: int) -> None:
+        """Begin at number `start`."""
+        self.settled = Ranges([(0, start - 1)] if start else [])
+        self.frontier = start  # no number from here on was delivered
+        self.leases: dict[int, Lease] = {}
+        self.counts = Counts()
+        self.version = 0  # counts the changes that a reply waits for
+        self._due: list[Pair] = []  # a heap of (until, number); entries that do not fit a lease are stale
+        self._changed: set[int] = set()
+        self._added: list[Pair] = []
+        self.unsaved_from: int | None = None  # the lowest number acknowledged or rejected since `take`
+
+    @property
+    def upto(self) -> int:
+        """The lowest number that is not settled."""
+        first = next(iter(self.settled), None)
+        return first[1] + 1 if first is not None and first[0] == 0 else 0
+
+    # -- changes -----------------------------------------------------------------------------------------
+    def deliver(self, number: int, until: int, size: int, holder: str) -> Lease:
+        """Lease a message until a time, for the first time or again."""
+        lease = self.leases.get(number)
+        if lease is None:
+            lease = self.leases[number] = Lease(number, until, 0, size)
+            self.frontier = max(self.frontier, number + 1)
+        lease.deliveries += 1
+        self._hold(lease, until, holder)
+        return lease
+
+    def take_back(self, lease: Lease, now: int) -> None:
+        """A delivery did not take place: the client never got the message."""
+        lease.deliveries -= 1
+        self._hold(lease, now, None)
+
+    def hold(self, number: int, until: int, holder: str | None) -> None:
+        """Change until when a message is leased."""
+        self._hold(self.leases[number], until, holder)
+
+    def _hold(self, lease: Lease, until: int, holder: str | None) -> None:
+        lease.until, lease.holder = until, holder
+        heappush(self._due, (until, lease.number))
+        self._changed.add(lease.number)
+        self.version += 1
+
+    def settle(self, number: int, *, rejected: bool, now: int) -> None:
+        """A leased message was acknowledged or rejected; `now` is Unix time in ms."""
+        lease = self.leases[number]
+        self._remove(number, number)
+        counts = self.counts
+        counts.messages += 1
+        counts.rejected += rejected
+        counts.size += 0 if rejected else lease.size
+        counts.last_time = now
+        low = self.unsaved_from
+        self.unsaved_from = number if low is None else min(low, number)
+        self.version += 1
+
+    def skip(self, first: int, last: int) -> None:
+        """The messages first..last are gone, or not for this consumer: count those that are not settled.
+
+        Nothing waits for it to be saved: it would be found again.
+        """
+        missing = self.settled.missing(first, last)
+        if missing:
+            self.counts.skipped += sum(b - a + 1 for a, b in missing)
+            self._remove(first, last)
+        self.frontier = max(self.frontier, last + 1)
+
+    def _remove(self, first: int, last: int) -> None:
+        self.settled.add(first, last)
+        self._added.append((first, last))
+        self._end_leases(first, last)
+
+    def _end_leases(self, first: int, last: int) -> None:
+        few = last - first < len(self.leases)
+        for number in range(first, last + 1) if few else [n for n in self.leases if first <= n <= last]:
+            self.leases.pop(number, None)
+        if not self.leases:
+            self._due.clear()
+
+    # -- what is due -------------------------------------------------------------------------------------
+    def next_due(self) -> int | None:
+        """When the first lease ends; None without leases. Those that `due` has returned do not count."""
+        while self._due:
+            until, number = self._due[0]
+            lease = self.leases.get(number)
+            if lease is not None and lease.until == until:
+                return until
+            heappop(self._due)
+        return None
+
+    def due(self, now: int, most: int) -> list[int]:
+        """At most so many numbers whose lease has ended, the first one first; `requeue` or deliver each."""
+        found: dict[int, None] = {}
+        while len(found) < most and (until := self.next_due()) is not None and until <= now:
+            found[heappop(self._due)[1]] = None
+        return list(found)
+
+    def requeue(self, number: int) -> None:
+        """A number that `due` has returned was not delivered."""
+        if (lease := self.leases.get(number)) is not None:
+            heappush(self._due, (lease.until, number))
+
+    def queue_all(self) -> None:
+        """All leases are due at their time, whatever `due` has returned."""
+        self._due = [(lease.until, number) for number, lease in self.leases.items()]
+        heapify(self._due)
+
+    # -- the journal -------------------------------------------------------------------------------------
+    def take(self, now: int) -> Change:
+        """All changes since the last call."""
+        settled = list(Ranges(self._added))
+        leases = [self.leases[number] for number in self._changed if number in self.leases]
+        self._forget_changes()
+        return self._change(now, settled, leases)
+
+    def whole(self, now: int) -> Change:
+        """All that the position is, as one change of a position that begins at 0."""
+        self._forget_changes()
+        return self._change(now, list(self.settled), list(self.leases.values()))
+
+    def _forget_changes(self) -> None:
+        self._changed, self._added, self.unsaved_from = set(), [], None
+
+    def _change(self, now: int, settled: list[Pair], leases: list[Lease]) -> Change:
+        rows = [(lease.number, lease.until, lease.deliveries, lease.size) for lease in leases]
+        counts = Counts(*(getattr(self.counts, name) for name in Counts.__struct_fields__))
+        return Change(now, self.frontier, settled, rows, counts)
+
+    def apply(self, change: Change, now: int) -> None:
+        """Make a change that was saved. If the clock was lost, a lease ends at most its whole time later."""
+        for first, last in change.settled:
+            self.settled.add(first, last)
+            self._end_leases(first, last)
+        for number, until, deliveries, size in change.leases:
+            self.leases[number] = Lease(number, min(until, now + max(0, until - change.at)), deliveries, size)
+        self.frontier, self.counts = change.frontier, change.counts
