@@ -21,6 +21,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, help="of the first world; drawn if left out")
     parser.add_argument("--worlds", type=int, help="so many worlds instead of minutes")
+    parser.add_argument("--all", action="store_true", help="go on after a broken promise, and say only which")
+    parser.add_argument(
+        "--shrink", type=float, default=60.0, metavar="SECONDS", help="spent on a shorter story"
+    )
     parser.add_argument("--story", action="store_true", help="print each world's story")
     given = parser.parse_args()
     if os.environ.get(HASHES) != "0":  # the order of sets is part of a run
@@ -37,7 +41,9 @@ def main() -> int:
     seed = secrets.SystemRandom().randrange(10**9) if given.seed is None else given.seed
     place = Path(tempfile.mkdtemp(prefix="simulation-", dir="/dev/shm"))
     try:
-        return runs.run(seed, given.minutes * 60, place, worlds=given.worlds, story=given.story)
+        seconds = given.minutes * 60
+        patience = None if given.all else given.shrink
+        return runs.run(seed, seconds, place, worlds=given.worlds, story=given.story, patience=patience)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from bridge.ingest.errors import BadObject, Vanished
-from bridge.ingest.store import ALWAYS, Entry, ObjectStore, StorageLocation
+from bridge.ingest.store import ALWAYS, Entry, ObjectStore, StorageLocation, Top
 
 ENDPOINT = "https://s3.simulation.invalid"
 MIN_PART = 5 << 20
@@ -387,10 +387,17 @@ class BucketStore:
     def list(self) -> Iterator[Entry]:
         return self.under("")
 
-    def under(self, prefix: str) -> Iterator[Entry]:
+    def top(self) -> Top:
+        found = list(self.list())
+        folders = {entry.key.partition("/")[0] + "/" for entry in found if "/" in entry.key}
+        return Top([entry for entry in found if "/" not in entry.key], sorted(folders))
+
+    def under(self, prefix: str, after: str = "") -> Iterator[Entry]:
         for count, key in enumerate(self.bucket.under(self.prefix + prefix)):
             if count % 100 == 0:
                 self.at("list")
+            if after and key <= self.prefix + after:
+                continue
             found = self.bucket.objects.get(key)
             if found is not None:
                 yield Entry(key[len(self.prefix) :], len(found.body), found.etag, found.modified)

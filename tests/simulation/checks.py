@@ -5,10 +5,11 @@
 * What is in a stream was sent by somebody, to a topic of the stream, who had the right; a QoS 2 message is
   there once (over a power cut its packet id may be forgotten), an append with an id once.
 * The messages of a client are in the order in which it sent them; numbers are contiguous.
+* What a stream that syncs before it acknowledges no longer has, it has a reason for.
 * A number that was seen in a stream, or in the cloud, stands for the same message from then on.
 * Objects hold the numbers of their names; what an export has passed is in the cloud, or its loss is recorded.
 * A persistent session gets each message of an ordinary topic that was acknowledged after it subscribed, in
-  order.
+  order, and one of QoS 2 once.
 * The table has every exported row once; a verdict is true.
 * Once all faults have ended, everything comes to rest; a stop and `verify` find nothing wrong.
 """
@@ -20,17 +21,18 @@ import base64
 import gzip
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.objectkeys import parse_key
 from bridge.operations.reading import ReadMessagesOptions
+from bridge.streams.drops import Drop, DropReason
 from bridge.streams.verify import verify
 
 from . import kernel as kernels
-from .clients import Device, Message
+from .clients import POISON, WILL_DELAY, WILL_TOPIC, Device, Message, Subscriber
 from .cloud import CloudCheck, CloudError, RunFaults, ingest_run
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
+WINDOW = 600  # s, in which an id is known
 STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead")
 OLD = 4.0 + 1.0 + SLACK  # s; a message of the stream aged is gone by then
 
@@ -63,6 +66,8 @@ class Checks:
         self.appended: dict[tuple[str, str, int, int], bytes] = {}
         self.epochs: dict[str, int] = {}
         self.cloud = CloudCheck(world.bucket, world.table, self.appended)
+        self._clocked = any(step.do == "clock" for step in world.plan.steps)
+        self._filled = any(step.do in ("full", "refuse") for step in world.plan.steps)
         self._known: dict[bytes, Message] = {}
         self._known_of: dict[str, int] = defaultdict(int)
         self._ingest_depth = 0
@@ -169,6 +174,7 @@ class Checks:
                 if stream is None:
                     continue
                 self._epoch(name, stream.epoch)
+                self._explained(name, stream.drops.ranges)
                 rows: list[tuple[int, bytes, bytes]] = []
                 at = 0
                 while at < stream.log.next:
@@ -179,7 +185,7 @@ class Checks:
                         some = await manager.read(name, options)
                     except Exception as error:
                         if isinstance(error, NotEnoughMessages) or (
-                            self.lied and isinstance(error, CorruptData)
+                            self.lied and isinstance(error, CorruptData | OSError)
                         ):
                             break
                         raise
@@ -207,6 +213,14 @@ class Checks:
         if before != epoch and not self.lied:
             self.broken(f"the stream {name} was made anew: its epoch was {before} and is {epoch}")
 
+    def _explained(self, name: str, drops: Sequence[Drop]) -> None:
+        """What a stream that syncs before it acknowledges no longer has, it has a reason for."""
+        if self.lied or self.world.sync_failures or not self.flushed(name):
+            return
+        for drop in drops:
+            if drop.reason is DropReason.UNKNOWN:
+                self.broken(f"{name}: nobody knows why numbers {drop.first} to {drop.last} are gone")
+
     def after_start(self) -> None:
         """The service has been started: look at all streams, mostly."""
         if self.world.random.random() < 0.4 and self.world.kernel.now > 1001:
@@ -216,7 +230,8 @@ class Checks:
     def look(self) -> None:
         """Look at all streams."""
         found = self._read()
-        for name, rows in found.items():
+        for name in sorted(found, key=lambda name: name != "dead"):  # it was read last
+            rows = found[name]
             self._stream(name, rows)
             self.now[name] = rows
 
@@ -278,8 +293,8 @@ class Checks:
             if times[payload] == 1:
                 # A power cut may take an unsynced message and leave a later one.
                 again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.losses)
-                # A start cannot find the id of a message that a limit has dropped by then.
-                again |= name == "ring" and message.qos == 2
+                # What is dropped first, and then sent again, is stored at the end.
+                again |= name in ("ring", "aged") or payload in self._purging
                 if newest.get(message.client, -1) > message.number and not (again and len(message.sent) > 1):
                     self.broken(
                         f"{name}: message {message.number} of {message.client} (number {number}) comes after "
@@ -319,10 +334,13 @@ class Checks:
 
     def _ids(self, rows: list[tuple[int, bytes, bytes]]) -> None:
         times = Counter(payload for _, _, payload in rows)
+        known = {one.payload: one for one in self.world.appender.all}
+        # A step of the clock just before a power cut passes for the time that the machine was off.
+        forgotten = bool(self.world.cuts) and self._clocked
         for payload, count in times.items():
-            if count > 1:
+            late = payload in known and known[payload].sent[-1] - known[payload].sent[0] > WINDOW - SLACK
+            if count > 1 and not (late or forgotten):
                 self.broken(f"ids: {payload!r} is there {count} times")
-        known = {one.payload for one in self.world.appender.all}
         for number, _, payload in rows:
             if payload not in known:
                 self.broken(f"ids: number {number} was never sent: {payload!r}")
@@ -361,6 +379,12 @@ class Checks:
             yield base64.b64decode(document.get("payload", ""))
 
     # -- purges and limits
+
+    def drain_dead(self) -> None:
+        """Purge what has been read of the dead letter stream, which takes few messages."""
+        upto = max(self.seen["dead"], default=-1) + 1
+        if upto:
+            self.world.appender.ask("purgeMessageStream", {"name": "dead", "upto": upto}, lambda _: None)
 
     def purge_both(self) -> None:
         """Purge what the stream is known to have."""
@@ -482,7 +506,12 @@ class Checks:
             world.tell("the service is stopped")
             world._do_stop()
             return
-        if not world.kernel.run(self._clients_are_done, QUIET):
+        for _ in range(12):
+            if world.kernel.run(self._clients_are_done, QUIET / 12):
+                break
+            self.look()
+            self.drain_dead()  # while it is full, so is the stream kin
+        else:
             waiting = [
                 f"{client.name}: {len(client.queue)} to send, {len(client.flying)} not acknowledged, "
                 f"connected: {client.connected}"
@@ -493,8 +522,14 @@ class Checks:
                 waiting.append(f"appender: {len(world.appender.open)}: {world.appender.refusals[-1:]}")
             self.broken(f"a client is not served: {waiting}")
         self.look()
-        if not world.kernel.run(self._exports_are_done, 400 + QUIET):
+        for _ in range(60):
+            if world.kernel.run(self._exports_are_done, 10):
+                break
+            self.look()
+            self.drain_dead()
+        else:
             self.broken(f"exports do not catch up: {self._behind()}")
+        self.look()
         world.kernel.pass_time(2.0)
         self._subscriber()
         self._all_exported()
@@ -547,39 +582,114 @@ class Checks:
         for number, payload in self.seen["kin"].items():
             if payload not in arrived:
                 self.broken(f"kin: number {number} ({payload!r}) has not arrived")
+        for payload in self._dead():
+            if POISON not in payload:
+                self.broken(f"dead: {payload!r} was rejected, and Kinesis takes it")
 
     def _subscriber(self) -> None:
         """What a persistent session got."""
         world, subscriber = self.world, self.world.subscriber
         if self.lied:
             return
-        got = Counter(payload for _, _, payload in subscriber.got)
+        if not (world.cuts or self._clocked):
+            self._sessions(subscriber)
+            self._wills(subscriber)
+            self._retained()
+        got = Counter(one.payload for one in subscriber.got)
         newest: dict[tuple[str, int], int] = {}
         first: set[bytes] = set()
-        for _, _, payload in subscriber.got:
+        for at, _, payload, left in subscriber.got:
+            if payload.startswith(b"will of "):
+                continue
             message = self._message(payload)
             if message is None:
                 self.broken(f"the subscriber got what nobody sent: {payload!r}")
                 continue
+            if message.expiry and not self._clocked and not world.cuts:
+                age = at - message.sent[-1]
+                if age > message.expiry + 1 or (left and left > message.expiry - age + 1.5):
+                    self.broken(f"the subscriber got {payload!r} after {age:.1f} s, with {left} s left to it")
             if payload in first:
+                if message.qos == 2 and not world.cuts:
+                    self.broken(f"the subscriber got {payload!r}, of QoS 2, twice")
                 continue
             first.add(payload)
+            if message.retain:
+                continue
             key = message.client, message.qos
             if newest.get(key, -1) > message.number and not world.cuts:
                 self.broken(f"the subscriber got {payload!r} after message {newest[key]} of {message.client}")
             newest[key] = max(message.number, newest.get(key, -1))
-        if world.cuts or subscriber.lost_session or subscriber.subscribed_at is None:
+        if world.cuts or subscriber.subscribed_at is None:
             return
         for device in world.devices:
             for message in device.messages:
                 if (
                     message.topic.startswith("live/")
-                    and (message.qos == 1 or len(world.starts) == 1)  # see docs/proof.md
+                    and message.qos
+                    and not message.expiry
                     and message.acked is not None
                     and message.sent[0] > subscriber.subscribed_at + 0.1
                     and not got[message.payload]
                 ):
                     self.broken(f"the subscriber never got {message.payload!r}")
+
+    def _since(self, at: float) -> float:
+        """When a connection ended, as the broker knows: if it died about then, its next start."""
+        world = self.world
+        if any(at - 1 < end < at + 1 for end in (*world.kills, *world.stops)):
+            return min((start for start in world.starts if start > at), default=world.kernel.now)
+        return at
+
+    def _sessions(self, subscriber: Subscriber) -> None:
+        """A session is there until it expires, and no longer."""
+        if self._filled:
+            return  # the journal could keep neither the session nor when its client left
+        for back, left, present in subscriber.returns:
+            if not present and not (subscriber.v5 and back - left > subscriber.expiry - 1):
+                self.broken(f"the subscriber's session was gone after {back - left:.1f} s")
+            if present and subscriber.v5 and back - self._since(left) > subscriber.expiry + 1:
+                self.broken(f"the subscriber's session was still there after {back - left:.1f} s")
+
+    def _wills(self, subscriber: Subscriber) -> None:
+        """A will is published if its client goes without a word, and stays away for the delay."""
+        world = self.world
+        if subscriber.subscribed_at is None or world.sync_failures or world.revoked_once:
+            return
+        if self._filled or any(step.do == "passwords" for step in world.plan.steps):
+            return
+        got = {one.payload for one in subscriber.got}
+        for device in world.devices:
+            for will in device.wills or ():
+                if will.left is None:
+                    continue
+                since = self._since(will.left)
+                back = will.back if will.back is not None else world.kernel.now
+                if will.payload in got and since == will.left:
+                    if will.politely or back - will.left < WILL_DELAY - 0.5:
+                        self.broken(f"{will.payload!r} was published")
+                    continue
+                due = not will.politely and back - since > WILL_DELAY + 1
+                if due and will.payload not in got and subscriber.subscribed_at < will.left - 1:
+                    self.broken(f"{will.payload!r} on {WILL_TOPIC} was never published")
+
+    def _retained(self) -> None:
+        """A topic keeps the newest message that was acknowledged, or one that was sent after it."""
+        world = self.world
+        late = Subscriber(
+            world.kernel, "late", world.random, [("live/1/kept/#", 1)], v5=bool(world.plan.seed % 2), expiry=0
+        )
+        late.start()
+        world.kernel.run(lambda: late.subscribed_at is not None, 10)
+        world.kernel.pass_time(0.5)
+        late.leave(politely=True)
+        kept = {one.payload for one in late.got}
+        for device in world.devices:
+            sent = [message for message in device.messages if message.retain and message.sent]
+            acked = [n for n, message in enumerate(sent) if message.acked is not None]
+            may = {message.payload for message in sent[acked[-1] if acked else 0 :]}
+            if acked and not may & kept:
+                self.broken(f"{sent[acked[-1]].payload!r} of {device.name} is not retained, but {kept}")
 
     def _verify(self) -> None:
         """`streambridge verify` finds nothing wrong; without a cut or a failed sync nothing ever was."""

@@ -16,20 +16,41 @@ from .loop import Link
 
 ADDRESS = ("127.0.0.1", 1883)
 WINDOW = 60  # messages in flight
+POISON = b"poison "  # in a payload that Kinesis never takes
+WILL_TOPIC, WILL_DELAY = "live/1/will", 1  # s
 
 
 class Message:
     """What a client publishes."""
 
-    __slots__ = ("acked", "client", "number", "payload", "pid", "qos", "received", "refused", "sent", "topic")
+    __slots__ = (
+        "acked", "client", "expiry", "number", "payload", "pid", "qos", "received", "refused", "retain",
+        "sent", "topic",
+    )  # fmt: skip
 
-    def __init__(self, client: str, number: int, topic: str, payload: bytes, qos: int) -> None:
+    def __init__(
+        self, client: str, number: int, topic: str, payload: bytes, qos: int, *, expiry: int, retain: bool
+    ) -> None:
         self.client, self.number, self.topic, self.payload, self.qos = client, number, topic, payload, qos
+        self.expiry = expiry  # s; 0: none
+        self.retain = retain
         self.pid = 0
         self.sent: list[float] = []  # when
         self.received: float | None = None  # when PUBREC came, for QoS 2
         self.acked: float | None = None  # when PUBACK or PUBREC came
         self.refused = False  # with a reason code
+
+
+class Will:
+    """What the broker is to publish if a connection ends without a DISCONNECT, and the client stays away."""
+
+    __slots__ = ("back", "left", "payload", "politely")
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+        self.left: float | None = None
+        self.back: float | None = None
+        self.politely = False
 
 
 class Packet(NamedTuple):
@@ -87,9 +108,12 @@ class Client:
 
     def __init__(
         self, kernel: Kernel, name: str, random: Random, *, v5: bool, clean: bool, user: str = "",
-        password: str = "",
+        password: str = "", expiry: int = 65_536, wills: bool = False,
     ) -> None:  # fmt: skip
-        """`clean` asks for a new session with each connection."""
+        """`clean` asks for a new session with each connection.
+
+        With MQTT 5, a session outlives its connection by `expiry` s, and `wills` gives each connection one.
+        """
         self.kernel, self.name, self._random, self.v5, self.clean = kernel, name, random, v5, clean
         self.user, self.password = user, password
         self.link: Link | None = None
@@ -100,6 +124,19 @@ class Client:
         self._attempts = 0
         self.connections = 0
         self.session_present = False
+        self.expiry = expiry
+        self.left: float | None = None  # when its last connection ended
+        self.wills: list[Will] | None = [] if wills and v5 else None
+        self._asleep = False
+
+    def sleep(self) -> None:
+        """Nothing listens, for a long time: do not even try."""
+        self._asleep = True
+
+    def wake(self) -> None:
+        self._asleep = False
+        if not self.away and self.link is None:
+            self._again()
 
     def start(self) -> None:
         if self.away:
@@ -112,6 +149,8 @@ class Client:
         self.away = True
         if self.link is not None:
             if politely and self.connected:
+                if self.wills:
+                    self.wills[-1].politely = True
                 self.link.send(_packet(DISCONNECT, 0, b""))
                 self.link.finish()
             else:
@@ -125,7 +164,7 @@ class Client:
             self._lost()
 
     def _connect(self, attempt: int) -> None:
-        if self.away or self.link is not None or attempt != self._attempts:
+        if self.away or self._asleep or self.link is not None or attempt != self._attempts:
             return
         try:
             link: Link | None = None
@@ -137,10 +176,16 @@ class Client:
             return
         self.link = link
         flags = (2 if self.clean else 0) | (0xC0 if self.user else 0)
+        flags |= 0 if self.wills is None else 0x0C  # of QoS 1
         body = _text("MQTT") + bytes([5 if self.v5 else 4, flags]) + b"\0\0"
         if self.v5:
-            body += b"\0" if self.clean else b"\x05\x11\0\1\0\0"  # session expiry: 65,536 s
+            body += b"\0" if self.clean else b"\x05\x11" + self.expiry.to_bytes(4, "big")
         body += _text(self.name)
+        if self.wills is not None:
+            will = Will(f"will of {self.name} {len(self.wills)}".encode())
+            self.wills.append(will)
+            body += b"\x05\x18" + WILL_DELAY.to_bytes(4, "big") + _text(WILL_TOPIC)
+            body += _text(will.payload.decode())
         if self.user:
             body += _text(self.user) + _text(self.password)
         link.send(_packet(CONNECT, 0, body))
@@ -159,6 +204,10 @@ class Client:
             self._again()
 
     def _gone(self) -> None:
+        if self.connected:
+            self.left = self.kernel.now
+            if self.wills:
+                self.wills[-1].left = self.left
         self.link, self.connected = None, False
         self._buffer.clear()
 
@@ -176,6 +225,8 @@ class Client:
                 self.connected = True
                 self.connections += 1
                 self.session_present = bool(packet.body[0])
+                for will in (self.wills or ())[:-1]:
+                    will.back = will.back or self.kernel.now
                 self.ready()
             else:
                 self.handle(packet)
@@ -204,13 +255,16 @@ class Device(Client):
 
     def __init__(self, kernel: Kernel, name: str, random: Random, *, v5: bool, user: str = "",
                  password: str = "") -> None:  # fmt: skip
-        super().__init__(kernel, name, random, v5=v5, clean=False, user=user, password=password)
+        super().__init__(kernel, name, random, v5=v5, clean=False, user=user, password=password, wills=True)
         self.queue: deque[Message] = deque()
         self.flying: dict[int, Message] = {}  # by packet id, in order
         self.messages: list[Message] = []
 
-    def publish(self, topic: str, payload: bytes, qos: int) -> Message:
-        message = Message(self.name, len(self.messages), topic, payload, qos)
+    def publish(
+        self, topic: str, payload: bytes, qos: int, *, expiry: int = 0, retain: bool = False
+    ) -> Message:
+        number, expiry = len(self.messages), expiry if self.v5 else 0
+        message = Message(self.name, number, topic, payload, qos, expiry=expiry, retain=retain)
         self.messages.append(message)
         self.queue.append(message)
         self._pump()
@@ -243,8 +297,8 @@ class Device(Client):
         if message.qos:
             body += message.pid.to_bytes(2, "big")
         if self.v5:
-            body += b"\0"
-        flags = message.qos << 1 | (8 if again and message.qos else 0)
+            body += b"\5\2" + message.expiry.to_bytes(4, "big") if message.expiry else b"\0"
+        flags = message.qos << 1 | (8 if again and message.qos else 0) | message.retain
         self.send(PUBLISH, flags, body + message.payload)
 
     def handle(self, packet: Packet) -> None:
@@ -273,22 +327,32 @@ class Device(Client):
         self._pump()
 
 
+class Got(NamedTuple):
+    """A message that a subscriber has got."""
+
+    at: float
+    qos: int
+    payload: bytes
+    expiry: int  # s that were left; 0 if nothing was said
+
+
 class Subscriber(Client):
     """Subscribes once, with a session that stays; notes what it gets."""
 
-    def __init__(self, kernel: Kernel, name: str, random: Random, filters: list[tuple[str, int]], *, v5: bool
-                 ) -> None:  # fmt: skip
-        super().__init__(kernel, name, random, v5=v5, clean=False)
+    def __init__(self, kernel: Kernel, name: str, random: Random, filters: list[tuple[str, int]], *, v5: bool,
+                 expiry: int) -> None:  # fmt: skip
+        super().__init__(kernel, name, random, v5=v5, clean=False, expiry=expiry)
         self._filters = filters
         self.subscribed_at: float | None = None
-        self.got: list[tuple[float, int, bytes]] = []  # when, QoS and payload
+        self.got: list[Got] = []
         self._held: dict[int, bytes] = {}  # QoS 2: packet ids whose PUBREL has not come
-        self.lost_session: list[float] = []
+        # When it came back, when it had left, and whether its session was still there.
+        self.returns: list[tuple[float, float, bool]] = []
 
     def ready(self) -> None:
+        if self.left is not None and self.subscribed_at is not None:
+            self.returns.append((self.kernel.now, self.left, self.session_present))
         if not self.session_present:
-            if self.subscribed_at is not None:
-                self.lost_session.append(self.kernel.now)
             self._held.clear()
             self.subscribed_at = None
             body = b"\0\1" + (b"\0" if self.v5 else b"")
@@ -310,16 +374,19 @@ class Subscriber(Client):
         at = 2 + int.from_bytes(body[:2], "big")
         pid = body[at : at + 2]
         at += 2 if qos else 0
+        expiry = 0
         if self.v5:
+            if body[at] and body[at + 1] == 2:
+                expiry = int.from_bytes(body[at + 2 : at + 6], "big")
             at += 1 + body[at]
-        payload = body[at:]
+        got = Got(self.kernel.now, qos, body[at:], expiry)
         if qos == 2:
             number = int.from_bytes(pid, "big")
             if number not in self._held:
-                self._held[number] = payload
-                self.got.append((self.kernel.now, qos, payload))
+                self._held[number] = got.payload
+                self.got.append(got)
             self.send(PUBREC, 0, pid)
         else:
-            self.got.append((self.kernel.now, qos, payload))
+            self.got.append(got)
             if qos:
                 self.send(PUBACK, 0, pid)

@@ -28,11 +28,11 @@ from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import Target
 from bridge.ingest.job import Summary, ingest
 from bridge.ingest.planner import RoundLimits, StreamId
-from bridge.ingest.ranges import Ranges
 from bridge.ingest.state import load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import process, unpack
 from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
+from bridge.ranges import Ranges
 
 from .bucket import ENDPOINT, At, Bucket, Place, nowhere
 from .table import Table
@@ -85,6 +85,7 @@ def ingest_run(
     limits: RoundLimits | None = None,
     prefix: str = "",
     retry_quarantined: bool = False,
+    full_every: float = 0,
 ) -> Ended:
     """Run the ingest job once. Raises what is no fault of the world, such as StateMissing."""
     ended = Ended(since=len(bucket.log))
@@ -96,6 +97,7 @@ def ingest_run(
             table.sink(driver.at),
             limits,
             retry_quarantined=retry_quarantined,
+            full_every=full_every,
             clock=lambda: int(bucket.now() * 1_000_000_000),
         )
     except (Killed, TaskError, CommitConflict, BotoCoreError, ClientError) as error:
@@ -304,10 +306,13 @@ class CloudCheck:
         """
         if ended.summary is None:
             return
-        report, harmed = ended.summary.report, self._harmed(ended.since)
+        report = ended.summary.report
+        # What no report promises, or was put back, is found by the next full listing.
+        since = ended.since if report.in_full else 0
+        harmed = self._harmed(since)
         claims = dict(_claims(ended.reports))
         # not in its listing, but perhaps in that of another run, which has skipped it and taken later ones
-        came = {self._relative(each.key) for each in self.bucket.log[ended.since :] if each.what == "put"}
+        came = {self._relative(each.key) for each in self.bucket.log[since:] if each.what == "put"}
         ever = self._harmed(0)  # a refused object that was put back is known until a run has read it again
         for document in report.refused:
             if document["key"] not in ever:
@@ -387,6 +392,6 @@ def _numbers(keys: set[str], stream: StreamId) -> Ranges:
     found = Ranges()
     for key in keys:
         name = parse_key(key)
-        if name and StreamId(name.gateway, name.stream, name.epoch) == stream:
+        if name and StreamId.of(name) == stream:
             found.add(name.first, name.last)
     return found

@@ -7,9 +7,10 @@ A sync makes what a file held then durable; a directory's sync, its names. A pow
   each in whole sectors of 512 bytes. Where a write is missing below the size, there are zeros.
 
 `strict`: the sync of a file does not make its name durable (POSIX promises no more); otherwise it does,
-as on ext4. `failing`: so many syncs fail; what such a file held then can be read until it leaves the page
-cache, and is never on the disk unless it is written again, however the next sync ends. `lying`: syncs return
-and do nothing. `full`: no file grows.
+as on ext4. `failing`: so many syncs fail, of files whose path has `failing_at` in it; what such a file held
+then can be read until it leaves the page cache, and is never on the disk unless it is written again, however
+the next sync ends. `refusing`: so many writes fail for want of room, to files with `refusing_at`. `lying`:
+syncs return and do nothing. `full`: no file grows.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ class Disk:
         self._skip = len(self.root) + 1
         self.top = Dir()
         self.journal: list[Change] = []  # changes of names that may be lost
-        self.strict, self.lying, self.full, self.failing = True, False, False, 0
+        self.strict, self.lying, self.full = True, False, False
+        self.failing = self.refusing = 0
+        self.failing_at = self.refusing_at = ""
         self.open: dict[int, tuple[Node | Dir, str]] = {}
         self.on_failure: Callable[[], object] = lambda: None  # a sync has failed
         REAL["mkdir"](root, 0o700)
@@ -179,6 +182,9 @@ class Disk:
     def do_write(self, fd: int, data: bytes, offset: int) -> int:
         node, path = self.open[fd]
         assert isinstance(node, Node)
+        if self.refusing > 0 and self.refusing_at in path:
+            self.refusing -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if self.full:
             room = REAL["fstat"](fd).st_size - offset
             if room <= 0:
@@ -192,8 +198,9 @@ class Disk:
         node, path = self.open[fd]
         if self.lying:
             return
+        fails = self.failing > 0 and self.failing_at in path
         if isinstance(node, Node):
-            if self.failing > 0:
+            if fails:
                 self.failing -= 1
                 self.on_failure()
                 node.lost()
@@ -202,7 +209,7 @@ class Disk:
             if not self.strict:
                 self._commit(len(self.journal))
         else:
-            if self.failing > 0:
+            if fails:
                 self.failing -= 1
                 self.on_failure()
                 raise OSError(errno.EIO, os.strerror(errno.EIO), path)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from .kernel import Kernel, Killed, Process, Thread
 
@@ -35,6 +36,12 @@ class Loop(asyncio.BaseEventLoop):
         self._turn = 0
         self.signals: dict[int, Callable[[], object]] = {}
         self.ending = False
+        self._tasks: WeakKeyDictionary[asyncio.Task[Any], None] = WeakKeyDictionary()  # in their order
+
+    def create_task(self, *args: Any, **kwargs: Any) -> Any:
+        task = super().create_task(*args, **kwargs)
+        self._tasks[task] = None
+        return task
 
     # -- for the kernel
 
@@ -70,7 +77,7 @@ class Loop(asyncio.BaseEventLoop):
     def abandon(self) -> None:
         """Its process is dead: nothing that it had begun goes on."""
         self.ending = True
-        for task in asyncio.all_tasks(self):
+        for task in [task for task in self._tasks if not task.done()]:
             task._log_destroy_pending = False
             unwind(task.get_coro())
         self._ready.clear()

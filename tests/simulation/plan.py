@@ -40,7 +40,8 @@ WORDS = {
     "link": "the link to the cloud is down: {0}",
     "faults": "{0:.0%} of the requests to the cloud fail, of each kind",
     "late": "a request that was under way arrives",
-    "syncs": "the next {0} syncs fail",
+    "syncs": "the next {0} syncs fail (of files with '{1}' in their path)",
+    "refuse": "the disk has no room for the next {0} writes (to files with '{1}' in their path)",
     "lie": "syncs do nothing: {0}",
     "full": "the disk is full: {0}",
     "backup": "the data directory is copied",
@@ -48,6 +49,11 @@ WORDS = {
     "clock": "the wall clock jumps by {0:.0f} s",
     "revoke": "a reload takes the rights of device {0} on {1}, or gives them back",
     "purge": "a client purges the stream both",
+    "drain": "a client purges what it has read of the dead letter stream",
+    "repeat": "client asks again to append {0} messages that were answered long ago",
+    "off": "the service ends ({1}), and nothing happens for {0:.0f} s",
+    "pause": "nothing happens for {0:.0f} s",
+    "retain": "device {0} publishes {1} retained messages",
     "fill": "a client fills the stream exact with {0} messages, or purges it",
     "update": "a reload changes the limits of the stream ring, and an export",
     "passwords": "a reload changes the password of device {0}",
@@ -100,7 +106,10 @@ def draw(seed: int, steps: int = 60) -> Plan:
         if random.random() < 0.55 or not troubles:
             plan.steps.append(_publish(random, wait))
         else:
-            plan.steps.append(_trouble(random, random.choices(troubles, weights)[0], wait, plan))
+            trouble = _trouble(random, random.choices(troubles, weights)[0], wait, plan)
+            plan.steps.append(trouble)
+            if trouble.do in ("syncs", "refuse"):
+                plan.steps.append(_use(random, trouble.arguments[1], wait))
         if random.random() < 0.16:
             plan.steps.append(_crash(random, plan))
     if plan.restored:
@@ -112,8 +121,9 @@ def draw(seed: int, steps: int = 60) -> Plan:
 
 TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
-    "syncs": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6, "ingest": 2,
-    "purge": 2, "fill": 3, "harm": 0.5, "lie": 1,
+    "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
+    "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 1,
+    "retain": 3,
 }  # fmt: skip
 
 
@@ -123,6 +133,19 @@ def _publish(random: Random, wait: float) -> Step:
     return Step(
         "publish", (random.randrange(DEVICES), number, family, random.choice((0, 1, 1, 1, 2, 2))), wait
     )
+
+
+def _use(random: Random, stream: str, wait: float) -> Step:
+    """A step that writes to a stream."""
+    match stream:
+        case "exact":
+            return Step("fill", (random.choice((3, 12)),), wait)
+        case "ids":
+            return Step("append", (random.choice((1, 3, 10)), random.random() < 0.5), wait)
+        case _:
+            step = _publish(random, wait)
+            family = stream if stream in FAMILIES else step.arguments[2]
+            return step._replace(arguments=(*step.arguments[:2], family, step.arguments[3]))
 
 
 def _crash(random: Random, plan: Plan) -> Step:
@@ -149,12 +172,21 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
             return Step(what, (plan.lying and random.random() < 0.7,), wait)
         case "faults":
             return Step(what, (random.choice((0.0, 0.02, 0.1)),), wait)
-        case "syncs":
-            return Step(what, (random.choice((1, 1, 2, 3)),), wait)
+        case "syncs" | "refuse":
+            where = random.choice(("", "", "sessions", "exact", "ids", *FAMILIES))
+            return Step(what, (random.choice((1, 1, 2, 3, 4)), where), 0.0)
         case "clock":
             return Step(what, (random.choice((-1, 1)) * random.choice((1, 60, 86_400 * 400)),), wait)
         case "append":
             return Step(what, (random.choice((1, 3, 10)), random.random() < 0.5), wait)
+        case "repeat":
+            return Step(what, (random.choice((1, 3)),), wait)
+        case "retain":
+            return Step(what, (device, random.choice((1, 3))), wait)
+        case "off":
+            return Step(what, (random.choice((0.5, 3, 30, 100, 3000)), random.choice(("stop", "kill"))), wait)
+        case "pause":
+            return Step(what, (random.choice((2, 5, 20)),), wait)
         case "fill":
             return Step(what, (random.choice((0, 3, 12)),), wait)
         case "harm":

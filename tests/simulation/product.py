@@ -27,7 +27,7 @@ from bridge.service.service import Service
 from . import boundary
 from . import kernel as kernels
 from .boundary import MACHINE
-from .clients import PUBLISH, Client, Packet, _text
+from .clients import POISON, PUBLISH, Client, Packet, _text
 from .kernel import Kernel
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Slow:
 
 
 class Kinesis:
-    """A stream of Kinesis. A record with "poison" in it can never be accepted, nor any request with it."""
+    """A stream of Kinesis. A record with `POISON` in it can never be accepted, nor any request with it."""
 
     def __init__(self, world: World, random: Random) -> None:
         self.world, self.random = world, random
@@ -169,7 +169,7 @@ class Kinesis:
     def put_records(self, StreamName: str, Records: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: N803
         if self.down or self.random.random() < self.faults:
             raise botocore.exceptions.EndpointConnectionError(endpoint_url="https://kinesis.invalid")
-        if any(b"poison" in record["Data"] for record in Records):
+        if any(POISON in record["Data"] for record in Records):
             error: Any = {"Error": {"Code": "ValidationException", "Message": "poison"}}
             raise botocore.exceptions.ClientError(
                 error | {"ResponseMetadata": {"HTTPStatusCode": 400}}, "PutRecords"
@@ -223,6 +223,15 @@ class Appender(Client):
             self.all.append(one)
             self._requests += 1
             self.open[f"r{self._requests}"] = one
+        self._pump()
+
+    def repeat(self, number: int) -> None:
+        """Ask again for some that were answered."""
+        known = [one for one in self.all if one.acked is not None and not one.rest]
+        for one in self._random.sample(known, min(number, len(known))):
+            if one not in self.open.values():
+                self._requests += 1
+                self.open[f"r{self._requests}"] = one
         self._pump()
 
     def ask(self, operation: str, body: dict[str, Any], done: Callable[[dict[str, Any]], object]) -> None:

@@ -77,8 +77,19 @@ def apart(plan: Plan) -> Result:
     return msgspec.msgpack.decode(data, type=Result) if data else Result("the process has ended")
 
 
-def run(seed: int, seconds: float, place: Path, *, worlds: int | None = None, story: bool = False) -> int:
-    """Run worlds from a seed on; returns 1 if one is broken."""
+def run(
+    seed: int,
+    seconds: float,
+    place: Path,
+    *,
+    worlds: int | None = None,
+    story: bool = False,
+    patience: float | None = 60.0,
+) -> int:
+    """Run worlds from a seed on; returns 1 if one is broken.
+
+    That ends the run, with a story that is made shorter for `patience` seconds; None goes on instead.
+    """
     os.chdir(place)
     MACHINE.here = f"{Path.cwd()}/"
     prepare()
@@ -86,7 +97,7 @@ def run(seed: int, seconds: float, place: Path, *, worlds: int | None = None, st
     gc.collect()
     boundary.real_freeze()
     began = clock()
-    crashes = acknowledged = number = 0
+    crashes = acknowledged = number = broken = 0
     print(f"seed {seed}", flush=True)
     while (number < worlds) if worlds is not None else (clock() - began < seconds):
         result = apart(draw(seed + number))
@@ -94,8 +105,11 @@ def run(seed: int, seconds: float, place: Path, *, worlds: int | None = None, st
         if story:
             print("\n".join(result.story))
         if result.error:
-            report(seed + number, result)
-            return 1
+            if patience is not None:
+                report(seed + number, result, patience)
+                return 1
+            broken += 1
+            print(f"seed {seed + number}: {result.error[-400:]}", flush=True)
         number += 1
     spent = clock() - began
     each = [round(count * 60 / spent) for count in (crashes, acknowledged)]
@@ -103,22 +117,24 @@ def run(seed: int, seconds: float, place: Path, *, worlds: int | None = None, st
         f"{number} worlds, {crashes} crashes with a restart, {acknowledged} messages acknowledged in "
         f"{spent:.0f} s: {each[0]} crashes and {each[1]} messages a minute"
     )
-    return 0
+    return 1 if broken else 0
 
 
-def report(seed: int, result: Result) -> None:
+def report(seed: int, result: Result, patience: float) -> None:
     """Print what is broken in a world, and the shortest story that still breaks it."""
     print(result.trace)
     print(f"seed {seed}: {result.error}", flush=True)
     plan = draw(seed)
-    shorter = shrink(plan, result)
+    if not patience:
+        return
+    shorter = shrink(plan, result, patience)
     short = apart(shorter)
     print(f"\n{len(shorter.steps)} of its {len(plan.steps)} steps are enough:\n")
     print("\n".join(short.story))
     print(f"\n{short.error}\n\nthe same again: python -m tests.simulation --worlds 1 --seed {seed}")
 
 
-def shrink(plan: Plan, result: Result, patience: float = 60.0) -> Plan:
+def shrink(plan: Plan, result: Result, patience: float) -> Plan:
     """Leave out steps as long as the world is still broken in the same way, for at most so many seconds."""
     until = clock() + patience
     kind = _kind(result.error)

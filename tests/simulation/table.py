@@ -16,18 +16,8 @@ import pyarrow.parquet as pq
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, shaped
 from bridge.ingest.errors import CommitConflict
-from bridge.ingest.files import DataFile, DayFiles, Target
-from bridge.ingest.sinks.base import (
-    Compacted,
-    Content,
-    Difference,
-    Held,
-    LiveFile,
-    Standing,
-    absent,
-    labelled,
-    sweep_on_error,
-)
+from bridge.ingest.files import DataFile, DayFiles, Target, labelled, sweep_on_error
+from bridge.ingest.sinks.base import Compacted, Content, Difference, Held, LiveFile, Standing, absent
 
 from .bucket import At, Bucket, Place, nowhere
 
@@ -164,6 +154,10 @@ class TableSink:
             kept = [file for file in self.memory.now.files if file not in set(old)]
             self.add(self.memory.now.pointer, kept, merged.written)
         return Compacted(len(old), len(merged.written), sum(file.rows for file in merged.written))
+
+    def tidy(self, tasks: object) -> Compacted:
+        """Merge the files of each day as soon as there are three."""
+        return self.compact(None) if len(self.files()) > 2 else Compacted()
 
     def expire(self, days: float) -> int:
         """Forget versions that are so old, but for the current one, and delete the files only they had."""

@@ -211,7 +211,7 @@ class World:
         again = self.random.random() < 0.2
         ended = ingest_run(
             self.bucket, self.table, self.random, self.at, faults=self.faults, limits=limits,
-            retry_quarantined=again,
+            retry_quarantined=again, full_every=self.random.choice([0, 60, 86_400]),
         )  # fmt: skip
         self.depth -= 1
         self.runs.append(ended)
@@ -355,8 +355,8 @@ class Leaky(Bucket):
 @pytest.mark.parametrize(
     ("kinds", "found"),
     [
-        ({"sink": Blind}, "more than once|the state covers"),
-        ({"sink": InTwo}, "more than once|the state covers"),
+        ({"sink": Blind}, "more than once|the state covers|doubled by a compaction"),
+        ({"sink": InTwo}, "more than once|the state covers|doubled by a compaction"),
         ({"sink": Lossy}, "the state covers"),
         ({"sink": Stale}, "more than once|the state covers"),
         ({"stream": Hasty}, "called missing"),

@@ -23,7 +23,7 @@ from . import boundary
 from . import kernel as kernels
 from . import loop as loops
 from .boundary import MACHINE
-from .clients import ADDRESS, Device, Subscriber
+from .clients import ADDRESS, POISON, Device, Subscriber
 from .disk import Disk
 from .kernel import Kernel, Process
 from .plan import DEVICES, FAMILIES, Plan
@@ -31,6 +31,8 @@ from .plan import DEVICES, FAMILIES, Plan
 WALL = 1_790_000_000.0
 QUIET = 120.0  # s of simulated time in which everything must settle
 TERM, HUP = 15, 1
+SESSION = 60  # s that the subscriber's session outlives its connection, with MQTT 5
+EXPIRY = 10  # s, of some messages
 
 
 class BrokenError(AssertionError):
@@ -85,6 +87,8 @@ class World:
         self.backup: Any = None
         self.restored = False
         self.revoked: dict[tuple[int, str], float] = {}
+        self.revoked_once = False
+        self.refused = any(step.do == "refuse" for step in plan.steps)
         self.passwords = [0] * DEVICES
         self.ring = plan.ring
         self.linger = plan.linger
@@ -96,7 +100,7 @@ class World:
         ]  # fmt: skip
         self.subscriber = Subscriber(
             self.kernel, "subscriber", Random(f"subscriber {seed}"), [("live/1/#", 1), ("live/2/#", 2)],
-            v5=bool(seed % 2),
+            v5=bool(seed % 2), expiry=SESSION,
         )  # fmt: skip
         self.appender = product.Appender(self.kernel, Random(f"appender {seed}"))
         self.clients = [*self.devices, self.subscriber, self.appender]
@@ -152,7 +156,7 @@ allow_anonymous = true
 user = ""
 publish = ["streambridge/%c/#", "streams/ids", "streams/exact"]
 subscribe = ["live/#"]
-manage = ["streams/both", "streams/exact"]
+manage = ["streams/both", "streams/exact", "streams/dead"]
 [export]
 threads = {plan.threads}
 plugin_dirs = []
@@ -251,7 +255,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             if error is not None and not isinstance(error, kernels.Killed):
                 trace = "".join(traceback.format_exception(error))
                 if not isinstance(error, OSError) or not (
-                    self.disk.full or self.sync_failures or self.disk.failing
+                    self.disk.full or self.sync_failures or self.disk.failing or self.refused
                 ):
                     self.failed = BrokenError(f"the service ends with an error:\n{trace}")
                 self.tell(f"the service ends: {error}")
@@ -297,7 +301,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             self.lies[-1] = self.lies[-1][0], self.kernel.now
         text = self.disk.cut()
         shutil.rmtree(self.place / "memory", ignore_errors=True)
-        self.disk.failing = 0
+        self.disk.failing = self.disk.refusing = 0
         MACHINE.boot = f"boot {len(self.cuts) + 1}"
         return text
 
@@ -329,7 +333,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         self._do_lie(False)
         self._do_link(False)
         self._do_faults(0.0)
-        self.disk.failing = 0
+        self.disk.failing = self.disk.refusing = 0
         assert self.process is not None
         self.process.calls_left = None
         self._heal_rights()
@@ -366,10 +370,42 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             if family in ("safe", "plain") and n % 7 == 3:
                 topic = f"{family}/both/{device}"
             body = f"{who.name} {len(who.messages)} {self.random.randrange(10**6)} ".encode()
-            who.publish(topic, body + b"." * self.random.choice((0, 5, 40, 200)), qos)
+            if family == "kin" and self.random.random() < 0.05:
+                body += POISON
+            expiry = EXPIRY if family == "live" and self.random.random() < 0.3 else 0
+            who.publish(topic, body + b"." * self.random.choice((0, 5, 40, 200)), qos, expiry=expiry)
+
+    def _do_retain(self, device: int, number: int) -> None:
+        who = self.devices[device]
+        for _ in range(number):
+            body = f"{who.name} {len(who.messages)} retained".encode()
+            who.publish(f"live/1/kept/{device}", body, 1, retain=True)
 
     def _do_append(self, number: int, again: bool) -> None:
         self.appender.append(number, again=again)
+
+    def _do_repeat(self, number: int) -> None:
+        self.appender.repeat(number)
+
+    def _do_drain(self) -> None:
+        self.checks.drain_dead()
+
+    def _do_pause(self, seconds: float) -> None:
+        self.kernel.pass_time(seconds)
+
+    def _do_off(self, seconds: float, how: str) -> None:
+        assert self.process is not None
+        for client in self.clients:
+            client.sleep()
+        if how == "stop":
+            self._do_stop()
+        else:
+            self.kernel.kill(self.process, -9)
+        self._died()
+        self.kernel.pass_time(seconds)
+        for client in self.clients:
+            client.wake()
+        self.start()
 
     def _do_purge(self) -> None:
         self.checks.purge_both()
@@ -441,8 +477,11 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
     def _do_late(self) -> None:
         self.bucket.late()
 
-    def _do_syncs(self, number: int) -> None:
-        self.disk.failing = number
+    def _do_syncs(self, number: int, where: str) -> None:
+        self.disk.failing, self.disk.failing_at = number, where
+
+    def _do_refuse(self, number: int, where: str) -> None:
+        self.disk.refusing, self.disk.refusing_at = number, where
 
     def _do_lie(self, on: bool) -> None:
         if on and not self.disk.lying:
@@ -469,6 +508,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
 
     def _do_revoke(self, device: int, family: str) -> None:
         key = device, family
+        self.revoked_once = True
         if self.revoked.pop(key, None) is None:
             self.revoked[key] = 0.0
             self.reload()
