@@ -30,6 +30,7 @@ import bridge.streams  # noqa: E402
 from bridge import objectkeys  # noqa: E402
 from bridge.cli import app  # noqa: E402
 from bridge.config import settings  # noqa: E402
+from bridge.consumers import journal as consumer_journal  # noqa: E402
 from bridge.export import cursor  # noqa: E402
 from bridge.http import metrics  # noqa: E402
 from bridge.mqtt.broker import journal, journalfile  # noqa: E402
@@ -222,6 +223,9 @@ def _exporter(exporter: type[bridge.Exporter]) -> str:
         ("bytes of a batch", limits.batch_bytes),
         ("seconds without progress before it counts as hung", exporter.timeout),
     ]
+    table = "| limit | |\n|---|---|\n" + "\n".join(
+        f"| {what} | {f'{limit:,.0f}' if limit else 'none'} |" for what, limit in rows
+    )
     base = BatchedConfig if issubclass(config, BatchedConfig) else ExportConfig
     aws = {"endpoint_url", "region"} if issubclass(config, AwsConfig | AwsBatchedConfig) else set()
     common = [
@@ -237,9 +241,7 @@ def _exporter(exporter: type[bridge.Exporter]) -> str:
     return "\n\n".join(
         [
             _prose(inspect.getdoc(sys.modules[exporter.__module__]) or ""),
-            "## Limits",
-            "| limit | |\n|---|---|\n"
-            + "\n".join(f"| {what} | {f'{limit:,.0f}' if limit else 'none'} |" for what, limit in rows),
+            *(["## Limits", table] if exporter.export is not bridge.Exporter.export else []),
             "## Options",
             _fields(config, own),
             f"Also {', '.join(common[:-1])}{' and ' if common[:-1] else ''}{common[-1]}.",
@@ -344,6 +346,7 @@ def file_format() -> str:
         ("Definitions", meta),
         ("Drops", drops),
         ("Export positions", cursor),
+        ("Positions of consumers", consumer_journal),
         ("Sessions and retained messages", journal),
         ("Their file", journalfile),
         ("Exported objects", objectkeys),

@@ -77,7 +77,9 @@ def test_the_list_of_packages_is_complete() -> None:
 
 def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
     expected = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "bridge").rglob("*.py")}
-    expected |= {"bridge/py.typed", *(f"bridge/http/page.{kind}" for kind in ("html", "css", "js"))}
+    pages = ("http/page", "ingest/fleet")
+    expected |= {f"bridge/{page}.{kind}" for page in pages for kind in ("html", "css", "js")}
+    expected.add("bridge/py.typed")
     for top, inside in INSIDE.items():
         suffixes = {"plugins": {".py"}, "config": {".toml"}}.get(top)
         expected |= {
@@ -99,7 +101,7 @@ def test_an_installed_command_finds_its_plugins_and_its_configuration(site: Path
     release = PROJECT["project"]["version"]
     assert run(sys.executable, command, "--version", cwd=tmp_path, **env) == f"streambridge {release}\n"
     found = json.loads(run(sys.executable, command, "plugins", "--json", cwd=tmp_path, **env))
-    shipped = {path.stem for path in (CHECKOUT / "plugins").glob("*.py")}
+    shipped = {path.stem for path in (CHECKOUT / "plugins").glob("*.py")} | {"consumer"}
     assert {plugin["name"]: plugin["error"] for plugin in found} == dict.fromkeys(shipped)
     assert (site / "bridge" / "_config" / "streambridge.toml").is_file()
 
