@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
-WINDOW = 600  # s, in which an id is known
 STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead")
-OLD = 4.0 + 1.0 + SLACK  # s; a message of the stream aged is gone by then
+OLD = 1.0 + SLACK  # s beyond its time to live, when a message of the stream aged is gone
 
 
 def streams_of(topic: str) -> list[str]:
@@ -337,13 +336,25 @@ class Checks:
         known = {one.payload: one for one in self.world.appender.all}
         # A step of the clock just before a power cut passes for the time that the machine was off.
         forgotten = bool(self.world.cuts) and self._clocked
+        window = self.world.plan.window - SLACK
         for payload, count in times.items():
-            late = payload in known and known[payload].sent[-1] - known[payload].sent[0] > WINDOW - SLACK
+            late = payload in known and known[payload].sent[-1] - known[payload].sent[0] > window
             if count > 1 and not (late or forgotten):
                 self.broken(f"ids: {payload!r} is there {count} times")
         for number, _, payload in rows:
             if payload not in known:
                 self.broken(f"ids: number {number} was never sent: {payload!r}")
+        self._forgotten()
+
+    def _forgotten(self) -> None:
+        """An id stands for a new message once its window is over; a power cut may take the time of it."""
+        excuse = max((*self.world.cuts, *self.world.sync_failures), default=0)
+        for one in self.world.appender.all:
+            stored: dict[int, float] = {}  # when the last answer came that can have stored it
+            for asked, answered, number in one.answers:
+                last = stored.setdefault(number, answered)
+                if excuse < last and asked > last + self.world.plan.window + SLACK:
+                    self.broken(f"ids: {one.payload!r} passed for number {number} after {asked - last:.1f} s")
 
     def _acknowledged(self, name: str, there: set[bytes]) -> None:
         if name == "ids":
@@ -398,14 +409,18 @@ class Checks:
 
         self.world.appender.ask("purgeMessageStream", {"name": "both", "upto": upto}, done)
 
-    def _fill(self) -> int:
-        """Purge the stream exact, and return how many messages of 100 bytes it takes then."""
+    def _fill(self) -> int | None:
+        """Purge the stream exact, and return how many messages of 100 bytes it takes then.
+
+        None if the service or the connection has ended meanwhile.
+        """
         world, taken, answers = self.world, [0], [0]
 
         def done(answer: dict[str, Any]) -> None:
             answers[0] += 1
             taken[0] += "sequenceNumber" in answer
 
+        process, connections = world.process, world.appender.connections
         world.kernel.run(lambda: world.appender.connected, 10)
         world.appender.ask("purgeMessageStream", {"name": "exact"}, done)
         for _ in range(40):
@@ -413,26 +428,43 @@ class Checks:
             world.appender.ask("appendMessage", {"name": "exact", "payload": payload}, done)
         world.kernel.run(lambda: answers[0] == 41, 10)
         if answers[0] < 41:
+            if process is None or process.dead or world.appender.connections != connections:
+                return None
             self.broken(f"only {answers[0]} of 41 requests were answered")
         return taken[0]
 
     def fresh_room(self) -> None:
         """Note how much the stream has room for while nothing has gone wrong."""
-        self._room = self._fill()
+        self._room = self._fill() or 0
 
-    def _same_room(self) -> None:
+    def same_room(self) -> None:
+        """The stream exact has room for as much as at the beginning, whatever has failed since."""
         room = self._fill()
-        if room != self._room:
+        if room is not None and room != self._room:
             self.broken(f"exact: there was room for {self._room} messages, and is for {room}")
 
+    def look_closely(self) -> None:
+        """Look at all streams, and at what depends on time."""
+        self.look()
+        world = self.world
+        assert world.process is not None
+        if not (world.process.dead or self._filled) and world.kernel.now > world.starts[-1] + 1 + SLACK:
+            self._aged()
+
     def _aged(self) -> None:
-        """Nothing is kept beyond its age; a power cut may take the time that was noted."""
-        if self.world.cuts or self.world.sync_failures:
-            return
-        for number, _, payload in self._read().get("aged", ()):
-            message = self._message(payload)
-            if message is not None and message.sent[-1] < self.world.kernel.now - OLD:
-                self.broken(f"aged: number {number} is still there: {payload!r}")
+        """Nothing is kept beyond its age, or beyond that of the newest (with a time to live, which drops
+        whole segments). A power cut may take the time that was noted.
+        """
+        world = self.world
+        found = [(number, self._message(payload)) for number, _, payload in self.now["aged"]]
+        sent = [message.sent[-1] for _, message in found if message is not None]
+        whole = not world.plan.seed % 2
+        old = (60 if whole else 4) + OLD
+        excuse = max((*world.cuts, *world.sync_failures), default=0)
+        for (number, _), at in zip(found, sent, strict=True):
+            last = max(sent) if whole else at
+            if excuse < at and last < world.kernel.now - old:
+                self.broken(f"aged: number {number} is still there, after {world.kernel.now - at:.1f} s")
 
     # -- the cloud
 
@@ -533,7 +565,8 @@ class Checks:
         world.kernel.pass_time(2.0)
         self._subscriber()
         self._all_exported()
-        self._same_room()
+        self.same_room()
+        self.look()
         self._aged()
         for key in sorted(world.bucket.harmed):
             world.bucket.upload_again(key)

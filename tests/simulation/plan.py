@@ -52,7 +52,8 @@ WORDS = {
     "drain": "a client purges what it has read of the dead letter stream",
     "repeat": "client asks again to append {0} messages that were answered long ago",
     "off": "the service ends ({1}), and nothing happens for {0:.0f} s",
-    "pause": "nothing happens for {0:.0f} s",
+    "pause": "nothing happens for {0:.0f} s, and somebody looks",
+    "room": "the disk works, and a client fills the stream exact until it takes no more",
     "retain": "device {0} publishes {1} retained messages",
     "fill": "a client fills the stream exact with {0} messages, or purges it",
     "update": "a reload changes the limits of the stream ring, and an export",
@@ -74,6 +75,7 @@ class Plan:
     batch: int  # bytes, of exports
     ring: int  # messages
     threads: int
+    window: int  # s, in which the stream ids knows an id
     v5: list[bool]
     lying: bool
     restored: bool  # whether an old copy of the data directory comes back
@@ -93,6 +95,7 @@ def draw(seed: int, steps: int = 60) -> Plan:
         batch=random.choice((500, 4000, 100_000)),
         ring=random.choice((5, 40, 200)),
         threads=random.choice((1, 2, 5)),
+        window=random.choice((4, 20, 600)),
         v5=[random.random() < 0.5 for _ in range(DEVICES)],
         lying=random.random() < 0.05,
         restored=random.random() < 0.05,
@@ -110,6 +113,8 @@ def draw(seed: int, steps: int = 60) -> Plan:
             plan.steps.append(trouble)
             if trouble.do in ("syncs", "refuse"):
                 plan.steps.append(_use(random, trouble.arguments[1], wait))
+                if trouble.arguments[1] == "exact":
+                    plan.steps.append(Step("room", (), wait))
         if random.random() < 0.16:
             plan.steps.append(_crash(random, plan))
     if plan.restored:
@@ -122,8 +127,8 @@ def draw(seed: int, steps: int = 60) -> Plan:
 TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
     "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
-    "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 1,
-    "retain": 3,
+    "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
+    "retain": 3, "room": 3,
 }  # fmt: skip
 
 
@@ -173,7 +178,7 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
         case "faults":
             return Step(what, (random.choice((0.0, 0.02, 0.1)),), wait)
         case "syncs" | "refuse":
-            where = random.choice(("", "", "sessions", "exact", "ids", *FAMILIES))
+            where = random.choice(("", "", "sessions", "exact", "exact", "ids", *FAMILIES))
             return Step(what, (random.choice((1, 1, 2, 3, 4)), where), 0.0)
         case "clock":
             return Step(what, (random.choice((-1, 1)) * random.choice((1, 60, 86_400 * 400)),), wait)
@@ -184,7 +189,8 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
         case "retain":
             return Step(what, (device, random.choice((1, 3))), wait)
         case "off":
-            return Step(what, (random.choice((0.5, 3, 30, 100, 3000)), random.choice(("stop", "kill"))), wait)
+            seconds = random.choice((0.5, 2, 3, 30, 50, 100, 3000))
+            return Step(what, (seconds, random.choice(("stop", "kill"))), wait)
         case "pause":
             return Step(what, (random.choice((2, 5, 20)),), wait)
         case "fill":

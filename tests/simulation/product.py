@@ -198,6 +198,7 @@ class Appended:
         self.acked: float | None = None
         self.number: int | None = None  # in the stream, from the first answer
         self.rest = 0  # how often it is sent again after its answer
+        self.answers: list[tuple[float, float, int]] = []  # when it was asked and answered, and the number
 
 
 def _base64(data: bytes) -> str:
@@ -226,8 +227,10 @@ class Appender(Client):
         self._pump()
 
     def repeat(self, number: int) -> None:
-        """Ask again for some that were answered."""
+        """Ask again for some that were answered: of all, or of the latest."""
         known = [one for one in self.all if one.acked is not None and not one.rest]
+        if self._random.random() < 0.5:
+            known = known[-2 * number :]
         for one in self._random.sample(known, min(number, len(known))):
             if one not in self.open.values():
                 self._requests += 1
@@ -279,6 +282,7 @@ class Appender(Client):
         if one is None:
             return
         if "sequenceNumber" in answer:
+            one.answers.append((one.sent[-1], self.kernel.now, answer["sequenceNumber"]))
             if one.acked is None:
                 one.acked, one.number = self.kernel.now, answer["sequenceNumber"]
             if one.rest:

@@ -204,8 +204,8 @@ batch_size = {1 + plan.seed % 20}
 dead_letter_stream = "dead"
 [streams.aged]
 topics = ["aged/#"]
-{small}
-limits = {{ max_age = "4s" }}
+{'limits = { max_age = "4s" }' if plan.seed % 2 else 'time_to_live = "60s"'}
+segment_size = 1024
 [streams.dead]
 flush_on_write = true
 max_size = 2048
@@ -215,7 +215,7 @@ flush_on_write = {"true" if plan.seed % 2 else "false"}
 {small}
 limits = {{ max_messages = 25, max_bytes = 2000, discard = "new" }}
 [streams.ids]
-deduplication_window = "10m"
+deduplication_window = "{plan.window}s"
 flush_on_write = {"false" if plan.seed % 3 else "true"}
 {small}
 limits = {{ max_messages = 100000, max_message_size = 5000 }}
@@ -392,6 +392,16 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
 
     def _do_pause(self, seconds: float) -> None:
         self.kernel.pass_time(seconds)
+        if self.process is not None and not self.process.dead:
+            self.checks.look_closely()
+
+    def _do_room(self) -> None:
+        self._do_full(False)
+        self.disk.failing = self.disk.refusing = 0
+        assert self.process is not None
+        if not self.process.dead and self.process.calls_left is None:
+            self.kernel.pass_time(1.0)  # what was under way
+            self.checks.same_room()
 
     def _do_off(self, seconds: float, how: str) -> None:
         assert self.process is not None
