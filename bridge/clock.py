@@ -126,8 +126,8 @@ class Clock:
     ) -> None:
         """Continue the timeline of a data directory; raises OSError if the anchor cannot be read.
 
-        `write` replaces a file durably. `empty`: nothing is stored yet. An anchor that cannot be written (a
-        full disk) is written later.
+        `write` replaces a file durably. `empty`: nothing is stored yet. Call `observed` before anything is
+        stored. An anchor that cannot be written (a full disk) is written later.
         """
         self._path, self._write, self._system = path, write, system or System()
         self._boottime = self._system.boottime
@@ -149,8 +149,6 @@ class Clock:
         self._saved, self._must_save = boottime, True
         if anchor is not None and self._is_same_boot(anchor, boottime):
             self._saved, self._must_save = anchor.boottime, False
-        if self._must_save and (empty or not self._new):  # else what is stored is to be observed first
-            self.try_save()
 
     def wall(self) -> int:
         """Unix time in ms; 0 before 1970, since files hold it without a sign."""
@@ -174,6 +172,12 @@ class Clock:
         ahead = age - self.now()
         if ahead > 0 and (self._new or ahead <= TRUST):
             self._offset += ahead
+            self._must_save = True  # a kill must not take the timeline back
+
+    def observed(self) -> None:
+        """All that is stored was observed: write the anchor if it is due."""
+        if self._must_save:
+            self.try_save()
 
     # -- the wall clock --------------------------------------------------------------------------
     def watch(self, *, active: bool = False) -> bool:

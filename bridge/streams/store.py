@@ -128,6 +128,7 @@ class StreamStore:
                     shutil.rmtree(directory)
                 elif directory.is_dir():
                     self._open(directory)
+            self.clock.observed()
             if self._upgrading and not self.unopened:
                 formats.save(self.files, data_dir, Format(formats.PRESENT))
         except BaseException:

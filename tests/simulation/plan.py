@@ -53,6 +53,7 @@ WORDS = {
     "repeat": "client asks again to append {0} messages that were answered long ago",
     "off": "the service ends ({1}), and nothing happens for {0:.0f} s",
     "pause": "nothing happens for {0:.0f} s, and somebody looks",
+    "span": "something begins whose time is limited ({0}), {1} after {2:.0%} of it, and a look at {3:.0%}",
     "room": "the disk works, and a client fills the stream exact until it takes no more",
     "retain": "device {0} publishes {1} retained messages",
     "fill": "a client fills the stream exact with {0} messages, or purges it",
@@ -81,6 +82,11 @@ class Plan:
     restored: bool  # whether an old copy of the data directory comes back
     cuts: bool  # whether the power is ever cut: without, more is promised
     steps: list[Step] = field(default_factory=list)
+
+    @property
+    def age(self) -> int:
+        """Seconds that messages of the stream aged live, by a limit or by a time to live (whole segments)."""
+        return 4 if self.seed % 2 else 60
 
 
 def draw(seed: int, steps: int = 60) -> Plan:
@@ -128,7 +134,7 @@ TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
     "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
     "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
-    "retain": 3, "room": 3,
+    "retain": 3, "room": 3, "span": 4,
 }  # fmt: skip
 
 
@@ -191,6 +197,9 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
         case "off":
             seconds = random.choice((0.5, 2, 3, 30, 50, 100, 3000))
             return Step(what, (seconds, random.choice(("stop", "kill"))), wait)
+        case "span":
+            limited, how = random.choice(("ids", "aged", "session")), random.choice(("stop", "kill"))
+            return Step(what, (limited, how, 0.1 + 0.8 * random.random(), random.choice((0.9, 1.0))), wait)
         case "pause":
             return Step(what, (random.choice((2, 5, 20)),), wait)
         case "fill":

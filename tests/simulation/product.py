@@ -226,10 +226,10 @@ class Appender(Client):
             self.open[f"r{self._requests}"] = one
         self._pump()
 
-    def repeat(self, number: int) -> None:
-        """Ask again for some that were answered: of all, or of the latest."""
+    def repeat(self, number: int, *, latest: bool) -> None:
+        """Ask again for some that were answered, of all or of the latest."""
         known = [one for one in self.all if one.acked is not None and not one.rest]
-        if self._random.random() < 0.5:
+        if latest:
             known = known[-2 * number :]
         for one in self._random.sample(known, min(number, len(known))):
             if one not in self.open.values():

@@ -204,7 +204,7 @@ batch_size = {1 + plan.seed % 20}
 dead_letter_stream = "dead"
 [streams.aged]
 topics = ["aged/#"]
-{'limits = { max_age = "4s" }' if plan.seed % 2 else 'time_to_live = "60s"'}
+{'limits = { max_age = "4s" }' if plan.age < 60 else 'time_to_live = "60s"'}
 segment_size = 1024
 [streams.dead]
 flush_on_write = true
@@ -385,15 +385,14 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         self.appender.append(number, again=again)
 
     def _do_repeat(self, number: int) -> None:
-        self.appender.repeat(number)
+        self.appender.repeat(number, latest=self.random.random() < 0.5)
 
     def _do_drain(self) -> None:
         self.checks.drain_dead()
 
     def _do_pause(self, seconds: float) -> None:
         self.kernel.pass_time(seconds)
-        if self.process is not None and not self.process.dead:
-            self.checks.look_closely()
+        self._look_closely()
 
     def _do_room(self) -> None:
         self._do_full(False)
@@ -416,6 +415,33 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         for client in self.clients:
             client.wake()
         self.start()
+
+    def _do_span(self, limited: str, how: str, part: float, end: float) -> None:
+        limit = {"ids": self.plan.window, "aged": self.plan.age, "session": SESSION}[limited]
+        device = self.devices[0]
+        if limited == "ids":
+            self._do_append(2, False)
+        elif limited == "aged":
+            self._do_publish(0, 3, "aged", 1)
+        else:
+            self.subscriber.leave(politely=self.random.random() < 0.5)
+        self.kernel.run(lambda: device.idle and self.appender.idle, 2.0)
+        begun = self.kernel.now
+        self.ensure()
+        self._do_off(limit * part, how)
+        late = 3.5 if end == 1.0 else 0.0
+        self.kernel.pass_time(max(0.0, begun + limit * end + late - self.kernel.now))
+        self.ensure()
+        if limited == "ids":
+            self.appender.repeat(2, latest=True)
+        elif limited == "aged":
+            self._look_closely()
+        else:
+            self.subscriber.start()
+
+    def _look_closely(self) -> None:
+        if self.process is not None and not self.process.dead:
+            self.checks.look_closely()
 
     def _do_purge(self) -> None:
         self.checks.purge_both()

@@ -145,6 +145,26 @@ def test_ages_go_on_where_they_were_after_a_power_cut_without_a_new_anchor(
     run(work())
 
 
+def test_a_kill_after_a_power_cut_makes_no_message_younger(house: House, machine: Machine) -> None:
+    async def work() -> None:
+        async with house.stream(limits=MessageLimits(max_age=600_000)) as stream:
+            anchor = (house.data_dir / "clock").read_bytes()
+            machine.sleep(500)
+            await put(stream, b"first")
+        (house.data_dir / "clock").write_bytes(anchor)  # the power was cut: there was no clean stop
+        machine.reboot(BOOT_1970)
+        async with house.stream(limits=MessageLimits(max_age=600_000)):
+            anchor = (house.data_dir / "clock").read_bytes()
+            machine.sleep(400)
+        (house.data_dir / "clock").write_bytes(anchor)  # and a kill
+        async with house.store() as store:
+            assert payloads(keep(store)) == [b"first"]
+            machine.sleep(201)
+            assert payloads(keep(store)) == []
+
+    run(work())
+
+
 @pytest.mark.parametrize("anchor", [None, b"", b"nonsense", b"SBCLK\0\0\1" + bytes(40)])
 def test_without_its_anchor_a_clock_goes_on_at_the_newest_message(
     house: House, machine: Machine, anchor: bytes | None
