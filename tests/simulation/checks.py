@@ -293,7 +293,7 @@ class Checks:
                 # A power cut may take an unsynced message and leave a later one.
                 again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.losses)
                 # What is dropped first, and then sent again, is stored at the end.
-                again |= name in ("ring", "aged") or payload in self._purging
+                again |= name in ("ring", "aged", "kin") or payload in self._purging
                 if newest.get(message.client, -1) > message.number and not (again and len(message.sent) > 1):
                     self.broken(
                         f"{name}: message {message.number} of {message.client} (number {number}) comes after "
