@@ -42,7 +42,7 @@ EXPORTED = ("safe", "plain", "ring")
 ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
 STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead")
-OLD = 1.0 + SLACK  # s beyond its time to live, when a message of the stream aged is gone
+OLD = 1.0 + SLACK  # s after which something that is too old is gone: limits are applied every second
 
 
 def streams_of(topic: str) -> list[str]:
@@ -353,7 +353,7 @@ class Checks:
             stored: dict[int, float] = {}  # when the last answer came that can have stored it
             for asked, answered, number in one.answers:
                 last = stored.setdefault(number, answered)
-                if excuse < last and asked > last + self.world.plan.window + SLACK:
+                if excuse < last and asked > last + self.world.plan.window + OLD:
                     self.broken(f"ids: {one.payload!r} passed for number {number} after {asked - last:.1f} s")
 
     def _acknowledged(self, name: str, there: set[bytes]) -> None:
