@@ -20,13 +20,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 from urllib.parse import unquote, urlparse
 from uuid import uuid4
 
 from bridge.ingest.errors import BadObject, BadOption, IngestError, Unreadable, Vanished
+from bridge.ingest.gets import SignedGets
 
 T = TypeVar("T")
 S3_SCHEMES = ("s3", "s3a", "s3n")
@@ -337,6 +338,7 @@ class S3Store:
             region_name=session.region_name or "us-east-1",
             config=Config(max_pool_connections=2 * LISTERS, retries={"max_attempts": 5, "mode": "standard"}),
         )
+        self._signed = SignedGets(inner, self.client, 2 * LISTERS)
 
     def list(self) -> Iterator[Entry]:
         """List everything, with the folders of gateways in parallel."""
@@ -368,14 +370,23 @@ class S3Store:
             modified = int(datetime.fromisoformat(found["LastModified"]).timestamp() * 1000)
             yield Entry(found["Key"][len(self.prefix) :], found["Size"], found["ETag"].strip('"'), modified)
 
-    def get(self, key: str, most: int | None = None, **options: str) -> bytes:
-        """Read an object; raises BadObject if it has grown to more than `most` bytes, and Vanished."""
+    def get(self, key: str, most: int | None = None, part: str = "") -> bytes:
+        """Read an object; raises BadObject if it has grown to more than `most` bytes, and Vanished.
+
+        `part` is a Range header: bytes=...
+        """
         from botocore.exceptions import HTTPClientError, IncompleteReadError
 
+        read = partial(_at_most, most=most)
+        if (data := self._signed.get(self.prefix + key, read, part)) is not None:
+            return data
+        options = {"Range": part} if part else {}
         for left in reversed(range(READS)):
             try:
                 found = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key, **options)
-                return _at_most(found["Body"], most)
+                data = read(found["Body"])
+                self._signed.learn(self.prefix + key)
+                return data
             except self.client.exceptions.NoSuchKey as error:
                 raise Vanished(f"{key}: no such object") from error
             except (HTTPClientError, IncompleteReadError):  # boto3 retries a request, but not its body
@@ -386,11 +397,11 @@ class S3Store:
 
     def tail(self, key: str, size: int) -> bytes:
         """Read the last `size` bytes of an object, or all of a smaller one."""
-        return self.get(key, Range=f"bytes=-{size}")
+        return self.get(key, part=f"bytes=-{size}")
 
     def part(self, key: str, start: int, size: int) -> bytes:
         """Read `size` bytes (at least 1) of an object from `start` on, which is before its end."""
-        return self.get(key, Range=f"bytes={start}-{start + size - 1}")
+        return self.get(key, part=f"bytes={start}-{start + size - 1}")
 
     def put(self, key: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.bucket, Key=self.prefix + key, Body=data)
