@@ -66,6 +66,7 @@ FOR_PLUGINS = (
     "bridge.plugin.firehose",
     "bridge.plugin.reports",
     "bridge.plugin.keys",
+    "bridge.plugin.records",
     "bridge.plugin.uploads",
     "bridge.model",
     "bridge.objectkeys",

@@ -1,7 +1,8 @@
 """Exporter `firehose`: records of a Data Firehose delivery stream; see `bridge.plugin.firehose`.
 
-`delimiter`, a newline by default, follows each message, so that messages stay separate at the
-destination. `packBytes` packs messages into records of up to that size.
+`record` says what a message becomes; see `bridge.plugin.records`. `delimiter`, a newline by default, follows
+it, so that messages stay separate at the destination. `packBytes` packs messages into records of up to that
+size.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bridge import (
     hookimpl,
 )
 from bridge.plugin.firehose import MAX_BYTES, MAX_RECORD, MAX_RECORDS, FirehoseSender
+from bridge.plugin.records import RecordEncoder
 
 PACKED = 10_000  # messages of a batch if they are packed
 
@@ -34,6 +36,7 @@ class FirehoseConfig(AwsBatchedConfig, frozen=True):
     delivery_stream_name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+\Z")]
     delimiter: str = "\n"
     pack_bytes: Annotated[Bytes, Meta(ge=0, le=MAX_RECORD)] = 0
+    record: str = "payload"
 
 
 class FirehoseExporter(Exporter):
@@ -54,7 +57,12 @@ class FirehoseExporter(Exporter):
             context,
             delimiter=config.delimiter.encode(),
             pack=config.pack_bytes,
+            record=config.record,
         )
+
+    @classmethod
+    def check(cls, config: FirehoseConfig) -> None:
+        RecordEncoder(config.record)
 
     @classmethod
     def batching(cls, config: FirehoseConfig) -> Batching:

@@ -1,7 +1,8 @@
 """Exporter `http`: POST to a URI.
 
-`exportFormat` 0, RAW_NOT_BATCHED: one request per message, the payload as its body. 1, JSON_BATCHED:
-one request per batch, a JSON list of the SDK's Message objects, payloads in base64.
+`record` says what is sent for a message: its payload by default; see `bridge.plugin.records`. `exportFormat`
+0, RAW_NOT_BATCHED: one request per message. 1, JSON_BATCHED: one request per batch, with a list in JSON or
+CBOR; without `record`, of the SDK's Message objects in JSON, payloads in base64.
 
 Any 2xx is success. 400, 411, 413, 414, 415, 421, 422 and 431 mean that the server will never accept this
 content: it is rejected (a batch is first sent in halves, until the bad message is alone). All other
@@ -39,6 +40,7 @@ from bridge import (
     send_split,
 )
 from bridge.plugin.aws import Body, is_cut, is_unsent
+from bridge.plugin.records import JSON, TEXT, RecordEncoder
 
 REFUSED = frozenset({400, 411, 413, 414, 415, 421, 422, 431})
 
@@ -62,6 +64,7 @@ class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
     cert_file: SecretFile | None = None
     key_file: SecretFile | None = None
     timeout_millis: Annotated[Millis, Meta(ge=100, le=600_000)] = 30_000
+    record: str = "payload"
 
 
 class HttpExporter(Exporter):
@@ -75,6 +78,10 @@ class HttpExporter(Exporter):
 
     def __init__(self, config: HttpConfig, context: Context) -> None:
         super().__init__(config, context)
+        self._encoder = RecordEncoder(config.record)
+        is_messages = config.export_format is ExportFormat.JSON_BATCHED and config.record == "payload"
+        content_type = JSON if is_messages else self._encoder.content_type
+        self._headers = {"Content-Type": content_type, **config.headers}
         # botocore's HTTP session: TLS, proxies of the environment and persistent connections without
         # another dependency.
         from botocore.httpsession import URLLib3Session
@@ -94,34 +101,50 @@ class HttpExporter(Exporter):
             socket_options=no_delay,
         )
 
+    @classmethod
+    def check(cls, config: HttpConfig) -> None:
+        encoder = RecordEncoder(config.record)
+        if config.export_format is ExportFormat.JSON_BATCHED and encoder.content_type == TEXT:
+            raise ValueError("record: the template makes text, and exportFormat 1 needs JSON or CBOR")
+
     def export(self, batch: Batch) -> Outcome:
-        headers = {**self.config.headers}
+        headers = {**self._headers}
         if self.config.bearer_token_file is not None:
             try:
                 token = Path(self.config.bearer_token_file).read_text(encoding="utf-8").strip()
             except OSError as error:
                 raise Retry(f"cannot read the bearer token: {error}") from error
             headers["Authorization"] = f"Bearer {token}"
+        bodies, rejected = self._encoder.encode(batch)
+        sound = [n for n in range(len(bodies)) if n not in rejected]
         if self.config.export_format is ExportFormat.JSON_BATCHED:
-            return Outcome(
-                rejected=send_split(
-                    range(len(batch.records)), lambda part: self._post(_json(batch, part), _JSON | headers)
-                )
-            )
-        rejected: dict[int, str] = {}
-        for n, record in enumerate(batch.records):
+            return Outcome(rejected=rejected | self._post_list(batch, bodies, sound, headers))
+        for n in sound:
             try:
-                self._post(record.payload, _RAW | headers)
+                self._post(bodies[n], headers)
             except Refused as error:
                 rejected[n] = str(error)
             except Retry as error:
-                if n == 0:
+                if n == sound[0]:
                     raise
-                left = range(n, len(batch.records))
+                left = [m for m in sound if m >= n]
                 return Outcome(
                     rejected=rejected, retry=left, error=str(error), after=error.after, cut=error.cut
                 )
         return Outcome(rejected=rejected)
+
+    def _post_list(
+        self, batch: Batch, bodies: Sequence[bytes], sound: Sequence[int], headers: dict[str, str]
+    ) -> dict[int, str]:
+        """Send these records in one request; return the rejected ones with reasons."""
+
+        def post(part: Sequence[int]) -> None:
+            if self.config.record == "payload":
+                self._post(_messages(batch, part), headers)
+            else:
+                self._post(self._encoder.joined([bodies[n] for n in part]), headers)
+
+        return send_split(sound, post) if sound else {}
 
     def close(self) -> None:
         self._session.close()
@@ -149,11 +172,8 @@ class HttpExporter(Exporter):
             raise Retry(reason, after=min(float(wait), 300.0) if wait.isdecimal() else None)
 
 
-_RAW = {"Content-Type": "application/octet-stream"}
-_JSON = {"Content-Type": "application/json"}
-
-
-def _json(batch: Batch, part: Sequence[int]) -> bytes:
+def _messages(batch: Batch, part: Sequence[int]) -> bytes:
+    """Messages as in the SDK, in JSON."""
     return msgspec.json.encode(
         [
             {

@@ -8,6 +8,9 @@ arrive in sequence order, even if some of them fail: PutRecords promises no orde
 request has at most one record of a key, and later records wait for a failed record of their key.
 `orderPerKey: false` trades this order for throughput. Only failed records are sent again.
 
+`record` says what a record contains; see `bridge.plugin.records`. The limits hold for that: what is larger is
+rejected, and a request is split if it is.
+
 `pacing` limits the rate to the capacity of the stream's shards, instead of being throttled (needs the
 right kinesis:DescribeStreamSummary).
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
@@ -37,7 +40,9 @@ from bridge import (
 from bridge.model import MIB
 from bridge.plugin.aws import cause, failure, is_permanent, is_throttled, safe_code
 from bridge.plugin.keys import KeyTemplate
+from bridge.plugin.records import RecordEncoder
 
+MAX_RECORD, MAX_BYTES = 10 * MIB - 1024, 10 * MIB - 500 * 1024  # without keys, of up to 1 KiB in UTF-8 each
 SHARD_RECORDS, SHARD_BYTES = 1000, 1_000_000  # per second
 SHARDS_EVERY = 300.0  # seconds between two requests for the number of shards
 
@@ -50,6 +55,7 @@ class KinesisConfig(AwsBatchedConfig, kw_only=True, frozen=True):
     partition_key: str | None = None
     order_per_key: bool = True
     pacing: bool = False
+    record: str = "payload"
 
 
 class KinesisExporter(Exporter):
@@ -58,10 +64,7 @@ class KinesisExporter(Exporter):
     kind: ClassVar[str] = "kinesis"
     Config: ClassVar[type[ExportConfig]] = KinesisConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
-    # The longest key takes 1 KiB in UTF-8, 500 of them half a MiB.
-    limits: ClassVar[BatchLimits] = BatchLimits(
-        records=500, record_bytes=10 * MIB - 1024, batch_bytes=10 * MIB - 500 * 1024
-    )
+    limits: ClassVar[BatchLimits] = BatchLimits(records=500, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
 
     config: KinesisConfig
 
@@ -70,6 +73,7 @@ class KinesisExporter(Exporter):
         # botocore's check of 500 records costs a quarter of the time; the records are always valid.
         self._client = context.client("kinesis", config, parameter_validation=False)
         self._template = KeyTemplate(config.partition_key) if config.partition_key else None
+        self._encoder = RecordEncoder(config.record)
         self._shards, self._shards_at = 1, -SHARDS_EVERY
         self._free_at = 0.0
 
@@ -77,20 +81,22 @@ class KinesisExporter(Exporter):
     def check(cls, config: KinesisConfig) -> None:
         if config.partition_key is not None:
             KeyTemplate(config.partition_key)
+        RecordEncoder(config.record)
 
     def export(self, batch: Batch) -> Outcome:
+        data, rejected = self._encoder.encode(batch, MAX_RECORD)
         keys = [self._template.key(batch, record) if self._template else None for record in batch.records]
         retry: list[int] = []
-        rejected: dict[int, str] = {}
         held: set[str] = set()  # keys with a failed record: later records of the key wait
         error, cut = "", False
-        for wave in self._waves(keys):
-            sending = [n for n in wave if keys[n] not in held]
-            failed = [n for n in wave if keys[n] in held]
+        requests = self._requests(data, keys, rejected)
+        for request in requests:
+            sending = [n for n in request if keys[n] not in held]
+            failed = [n for n in request if keys[n] in held]
             try:
-                again, refused = self._send(batch, keys, sending)
+                again, refused = self._send(data, keys, sending)
             except Retry as problem:
-                if len(sending) == len(batch.records):
+                if len(requests) == 1:
                     raise
                 again, refused, error, cut = sending, {}, str(problem), problem.cut
             failed += again
@@ -107,36 +113,40 @@ class KinesisExporter(Exporter):
         )
 
     def _send(
-        self, batch: Batch, keys: Sequence[str | None], sending: Sequence[int]
+        self, data: Sequence[bytes], keys: Sequence[str | None], sending: Sequence[int]
     ) -> tuple[list[int], dict[int, str]]:
         """Send one request; return the records to retry, and the rejected ones with reasons."""
         failed: list[int] = []
         refused = (
-            send_split(sending, lambda part: failed.extend(self._put(batch, keys, part))) if sending else {}
+            send_split(sending, lambda part: failed.extend(self._put(data, keys, part))) if sending else {}
         )
         return failed, refused
 
-    def _waves(self, keys: Sequence[str | None]) -> list[list[int]]:
-        """Requests in order, each with at most one record of a key if order matters."""
-        if self._template is None or not self.config.order_per_key:
-            return [list(range(len(keys)))]
+    def _requests(
+        self, data: Sequence[bytes], keys: Sequence[str | None], without: Container[int]
+    ) -> list[list[int]]:
+        """Requests within the limits, in order; with at most one record of a key if order matters."""
+        is_ordered = self._template is not None and self.config.order_per_key
         waves: list[list[int]] = []
         seen: dict[str, int] = {}
         for n, key in enumerate(keys):
-            wave = 0 if key is None else seen.get(key, 0)
-            if key is not None:
+            if n in without:
+                continue
+            wave = 0
+            if is_ordered and key is not None:
+                wave = seen.get(key, 0)
                 seen[key] = wave + 1
             if wave == len(waves):
                 waves.append([])
             waves[wave].append(n)
-        return waves
+        return [request for wave in waves for request in _within_limits(data, wave)]
 
-    def _put(self, batch: Batch, keys: Sequence[str | None], part: Sequence[int]) -> list[int]:
+    def _put(self, data: Sequence[bytes], keys: Sequence[str | None], part: Sequence[int]) -> list[int]:
         """Send some records; return those that failed. Raises Retry or Refused for all of them."""
         self._error, self._after = "", None
-        entries = [{"Data": batch.records[n].payload, "PartitionKey": keys[n] or _random_key()} for n in part]
+        entries = [{"Data": data[n], "PartitionKey": keys[n] or _random_key()} for n in part]
         if self.config.pacing:
-            self._pace(len(part), sum(len(batch.records[n].payload) for n in part))
+            self._pace(len(part), sum(len(data[n]) for n in part))
         self.context.working()
         name = self.config.kinesis_stream_name
         try:
@@ -169,6 +179,19 @@ class KinesisExporter(Exporter):
             time.sleep(wait)
         seconds = max(records / SHARD_RECORDS, size / SHARD_BYTES) / self._shards
         self._free_at = max(self._free_at, now) + seconds
+
+
+def _within_limits(data: Sequence[bytes], records: Sequence[int]) -> Iterator[list[int]]:
+    """Split records, in order, into requests of at most MAX_BYTES."""
+    request: list[int] = []
+    size = 0
+    for n in records:
+        size += len(data[n])
+        if size > MAX_BYTES and request:
+            yield request
+            request, size = [], len(data[n])
+        request.append(n)
+    yield request
 
 
 def _random_key() -> str:

@@ -28,13 +28,12 @@ import math
 import re
 import threading
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from bridge import (
     ACCEPTED,
@@ -59,6 +58,7 @@ from bridge.deflate import gzip
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, report_key
 from bridge.plugin.aws import Body, error_code, failure
+from bridge.plugin.records import lines
 from bridge.plugin.reports import gateway_report
 
 AGAIN = 0.2  # seconds
@@ -313,49 +313,22 @@ _reports_lock = threading.Lock()
 _written: WeakKeyDictionary[Any, dict[tuple[str, str], float]] = WeakKeyDictionary()
 
 
-class _Row(Struct, gc=False):
-    gateway: str
-    stream: str
-    epoch: str
-    sequence_number: int
-    ingest_time: str
-    topic: str
-    payload: bytes  # base64 in JSON
-
-
 Encode = Callable[[Batch], tuple[bytes, str]]  # an object's content and its `rows-sha256`
-_encoder = msgspec.json.Encoder()
-
-
-def _lines(batch: Batch, records: Sequence[Record]) -> bytes:
-    gateway, stream, epoch = batch.gateway, batch.stream, str(batch.epoch)
-    last, text = -1, ""
-    rows = []
-    for record in records:
-        if record.ingest_time != last:  # all messages of a commit group have the same time
-            last, text = record.ingest_time, _rfc3339(record.ingest_time)
-        rows.append(_Row(gateway, stream, epoch, record.sequence_number, text, record.topic, record.payload))
-    return _encoder.encode_lines(rows)
 
 
 def _digest(batch: Batch) -> str:
     digest = hashlib.sha256()
     for start in range(0, len(batch.records), CHUNK):  # all lines at once would be another copy of the batch
-        digest.update(_lines(batch, batch.records[start : start + CHUNK]))
+        digest.update(lines(batch, batch.records[start : start + CHUNK]))
     return digest.hexdigest()
 
 
 def _ndjson() -> tuple[Encode, str, str]:
     def encode(batch: Batch) -> tuple[bytes, str]:
-        lines = _lines(batch, batch.records)
-        return gzip(lines), hashlib.sha256(lines).hexdigest()
+        content = lines(batch, batch.records)
+        return gzip(content), hashlib.sha256(content).hexdigest()
 
     return encode, "ndjson.gz", "application/x-ndjson"
-
-
-def _rfc3339(millis: int) -> str:
-    when = datetime.fromtimestamp(millis // 1000, UTC)
-    return f"{when:%Y-%m-%dT%H:%M:%S}.{millis % 1000:03d}Z"
 
 
 def _parquet() -> tuple[Encode, str, str]:

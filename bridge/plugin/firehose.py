@@ -14,12 +14,17 @@ from __future__ import annotations
 from bridge.model import MIB
 from bridge.plugin.api import AwsBatchedConfig, Batch, Context, Outcome, Retry
 from bridge.plugin.aws import failure, is_throttled, safe_code
+from bridge.plugin.records import RecordEncoder
 
 MAX_RECORDS, MAX_BYTES, MAX_RECORD = 500, 4 * MIB, 1000 * 1024
 
 
 class FirehoseSender:
-    """Sends batches to one delivery stream. `pack` is the size of packed records in bytes; 0: no packing."""
+    """Sends batches to one delivery stream.
+
+    `record` is what each message becomes (see `bridge.plugin.records`), before its delimiter. `pack` is the
+    size of packed records in bytes; 0: no packing.
+    """
 
     def __init__(
         self,
@@ -29,21 +34,18 @@ class FirehoseSender:
         *,
         delimiter: bytes,
         pack: int = 0,
+        record: str = "payload",
     ) -> None:
         # botocore's check of each record costs a quarter of the time; the records are always valid.
         self._client = context.client("firehose", config, parameter_validation=False)
         self._name, self._context = delivery_stream, context
-        self._delimiter, self._pack = delimiter, pack
+        self._delimiter, self._pack, self._encoder = delimiter, pack, RecordEncoder(record)
         self._error, self._after = "", 0.0
 
     def send(self, batch: Batch) -> Outcome:
         """Send a batch of any size, in as many requests as it takes."""
-        payloads = [record.payload + self._delimiter for record in batch.records]
-        rejected = {
-            n: f"the message with its delimiter is larger than {MAX_RECORD} bytes"
-            for n, payload in enumerate(payloads)
-            if len(payload) > MAX_RECORD
-        }
+        encoded, rejected = self._encoder.encode(batch, MAX_RECORD - len(self._delimiter))
+        payloads = [data + self._delimiter for data in encoded]
         retry: list[int] = []
         self._error, self._after, cut = "", 0.0, False
         requests = self._requests(payloads, rejected)

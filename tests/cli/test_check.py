@@ -313,6 +313,16 @@ def test_a_disabled_export_that_holds_no_data_back_is_a_warning(path: Path) -> N
     assert check(path, QUIET + "[streams.a]\n" + export) == []
 
 
+def test_a_record_template_with_an_unknown_field_is_an_error(path: Path) -> None:
+    export = """[[streams.a.export.http]]
+identifier = "e"
+uri = "http://127.0.0.1:1/"
+record = '{"t":"{topik}"}'
+"""
+    (line,) = check(path, QUIET + "[streams.a]\n" + export)
+    assert line.startswith("error: x.toml:12: streams.a.export.http[0]: record: {topik} is not a field")
+
+
 def test_listeners_without_a_password_on_the_network_are_warnings(path: Path) -> None:
     text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
     found = check(path, text.replace('[http]\nlisten = ""', '[http]\nlisten = "[::]:0"'))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import cbor2
 import pytest
 
 from benchmarks.testbed.aws import Answer, FakeAws, Request, error, partial, reset
@@ -133,6 +134,17 @@ class TestKinesisWithKeys(TestKinesis):
         return {**super().config(), "partitionKey": "{topic}", "pacing": True}
 
 
+class TestKinesisWithJson(TestKinesis):
+    poison = bytes(8 * 1024 * 1024)  # too large in base64
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "record": "json"}
+
+    def delivered(self) -> list[int]:
+        rows = [json.loads(record["Data"]) for record in self.fake.taken]
+        return [int(base64.b64decode(row["payload"]).split()[1]) for row in rows]
+
+
 class TestFirehose(AwsFaults):
     exporter = EXPORTERS["firehose"]
     poison = bytes(1000 * 1024)  # too large with its delimiter
@@ -156,6 +168,17 @@ class TestFirehose(AwsFaults):
 class TestPackedFirehose(TestFirehose):
     def config(self) -> dict[str, Any]:
         return {**super().config(), "packBytes": 100}
+
+
+class TestFirehoseWithATemplate(TestFirehose):
+    poison = b"\xff"  # JSON cannot hold it
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "record": '{"n":{sequence_number},"of":"{topic/0}","v":{payload}}'}
+
+    def delivered(self) -> list[int]:
+        rows = map(json.loads, b"".join(record["Data"] for record in self.fake.taken).splitlines())
+        return [row["n"] for row in rows if row["v"] == f"message {row['n']}"]
 
 
 class TestRedirectedIotAnalytics(TestFirehose):
@@ -343,3 +366,20 @@ class TestHttpBatched(TestHttpRaw):
     def delivered(self) -> list[int]:
         messages = [message for body in self.web.bodies for message in json.loads(body)]
         return [int(base64.b64decode(message["payload"]).split()[1]) for message in messages]
+
+
+class TestHttpWithJson(TestHttpRaw):
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "record": "json"}
+
+    def delivered(self) -> list[int]:
+        rows = map(json.loads, self.web.bodies)
+        return [int(base64.b64decode(row["payload"]).split()[1]) for row in rows]
+
+
+class TestHttpBatchedWithCbor(TestHttpBatched):
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "record": "cbor"}
+
+    def delivered(self) -> list[int]:
+        return [int(row["payload"].split()[1]) for body in self.web.bodies for row in cbor2.loads(body)]
