@@ -1,8 +1,21 @@
 """Exporter `IotSitewise`: property values, by BatchPutAssetPropertyValue.
 
-A message is one PutAssetPropertyValueEntry in JSON, as the Stream Manager SDK writes it. A request has
-up to 10 entries. An entry with a value for the same property and time as an earlier one goes in a later
-request, because the service rejects both together. `entryId` need not be unique: requests have their
+Without `propertyAlias`, a message is one PutAssetPropertyValueEntry in JSON, as the Stream Manager SDK writes
+it. With it, a message is a reading such as `{"temp": 21.5}`: one value of one property. `propertyAlias`,
+`value`, `quality` and `time` are then templates (see `bridge.plugin.keys`):
+
+* `value`, `{payload}` by default, is a boolean, a number or text, as it is in JSON; a payload that is not
+  JSON is text. A number is a double, since JSON does not distinguish 21 from 21.0. `valueType` demands one
+  type; numbers and booleans may then be in text.
+* `time` is text in RFC 3339 with a zone, or a Unix time in `timeUnit`. By default it is the time at which the
+  message was stored, in ms, with nanoseconds from its sequence number: two messages never have the same time,
+  and a message that is sent again replaces itself.
+* `quality` is GOOD, BAD or UNCERTAIN; an entry has none if the message lacks it.
+
+A message that lacks its alias, value or time is rejected.
+
+A request has up to 10 entries. An entry with a value for the same property and time as an earlier one goes in
+a later request, because the service rejects both together. `entryId` need not be unique: requests have their
 own numbers.
 
 The service's error codes decide about an entry: throttling, missing rights and internal errors are
@@ -15,6 +28,8 @@ are sent again one after the other; an entry with two values for one time is rej
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -28,14 +43,19 @@ from bridge import (
     ExportConfig,
     Exporter,
     Outcome,
+    Record,
     Refused,
     Retry,
     hookimpl,
     send_split,
 )
 from bridge.plugin.aws import cause, error_code, failure, is_invalid, safe_code
+from bridge.plugin.keys import Message, NoValue, Template, as_text
 
 MAX_ENTRIES = 10
+QUALITIES = ("GOOD", "BAD", "UNCERTAIN")
+NANOS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}  # of each `timeUnit`
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 # Only these can never succeed; all other errors are retried.
 PERMANENT = frozenset(
     {"InvalidRequestException", "ResourceNotFoundException", "TimestampOutOfRangeException"}
@@ -46,9 +66,15 @@ REFUSED = frozenset({*PERMANENT, "SerializationException", "ValidationException"
 
 
 class SitewiseConfig(AwsBatchedConfig, frozen=True):
-    """The SDK's IoTSiteWiseConfig, with endpoint and region."""
+    """The SDK's IoTSiteWiseConfig, with endpoint and region, and what makes entries of plain readings."""
 
     batch_size: Annotated[int, Meta(ge=1, le=MAX_ENTRIES)] | None = None
+    property_alias: str | None = None
+    value: str | None = None
+    value_type: Literal["boolean", "integer", "double", "string"] | None = None
+    quality: str | None = None
+    time: str | None = None
+    time_unit: Literal["s", "ms", "us", "ns"] = "ms"
 
 
 class Variant(Struct, rename="camel", omit_defaults=True, forbid_unknown_fields=True):
@@ -105,6 +131,104 @@ class Entry(Struct, rename="camel", omit_defaults=True):
         return len(self.points()) < len(self.property_values)
 
 
+class Readings:
+    """Makes entries of plain readings. Raises ValueError for an option that is wrong."""
+
+    def __init__(self, config: SitewiseConfig) -> None:
+        self._alias = _template("propertyAlias", config.property_alias or "")
+        self._value = _template("value", "{payload}" if config.value is None else config.value)
+        self._type, self._nanos = config.value_type, NANOS[config.time_unit]
+        self._time = None if config.time is None else _template("time", config.time)
+        self._quality = None if config.quality is None else _template("quality", config.quality)
+        if self._quality is not None and not self._quality.fields and config.quality not in QUALITIES:
+            raise ValueError(
+                f"quality: {config.quality!r} is none of {', '.join(QUALITIES)}, and has no field"
+            )
+
+    def entry(self, batch: Batch, record: Record) -> Entry:
+        """The entry of a message. Raises NoValue, or ValidationError for what SiteWise cannot hold."""
+        nanos = self._time_of(batch, record)
+        point: dict[str, Any] = {
+            "value": _variant(_found("value", self._value, batch, record), self._type),
+            "timestamp": {"timeInSeconds": nanos // 10**9, "offsetInNanos": nanos % 10**9},
+        }
+        if self._quality is not None:
+            with suppress(NoValue):  # it is optional
+                point["quality"] = self._quality.render(batch, record)
+        alias = _found("propertyAlias", self._alias, batch, record)
+        return msgspec.convert({"entryId": "", "propertyAlias": alias, "propertyValues": [point]}, Entry)
+
+    def _time_of(self, batch: Batch, record: Record) -> int:
+        """Unix time in ns."""
+        if self._time is None:
+            return record.ingest_time * 10**6 + record.sequence_number % 10**6
+        found = _found("time", self._time, batch, record)
+        if isinstance(found, str):
+            with suppress(ValueError):
+                when = datetime.fromisoformat(found)
+                if when.tzinfo is None:
+                    raise NoValue("time: it has no zone, such as Z")
+                return (when - EPOCH) // timedelta(microseconds=1) * 1000
+        found = _unpacked(found)
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise NoValue("time: it is neither a number nor a time in RFC 3339")
+        return round(found * self._nanos)
+
+
+def _template(option: str, text: str) -> Template:
+    if not text:
+        raise ValueError(f"{option}: it is empty")
+    try:
+        return Template(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
+def _found(option: str, template: Template, batch: Batch, record: Record) -> Any:
+    """What a template makes; of the value, if it is one field, what that is in JSON."""
+    try:
+        if template.only is None or option == "propertyAlias":
+            return template.render(batch, record)
+        found = template.only(Message(batch, record))
+        if not isinstance(found, bytes):
+            return found
+        try:
+            return msgspec.json.decode(found)
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            return as_text(found)
+    except NoValue as error:
+        raise NoValue(f"{option}: {error}") from None
+
+
+def _unpacked(value: Any) -> Any:
+    """The number or boolean that a text is."""
+    if isinstance(value, str):
+        with suppress(msgspec.DecodeError, ValueError, RecursionError):
+            return msgspec.json.decode(value)
+    return value
+
+
+def _variant(value: Any, kind: str | None) -> dict[str, Any]:
+    """A value of the type `kind`, or of its own; raises NoValue if it has none of that type."""
+    if not isinstance(value, bool | int | float | str):
+        name = "null" if value is None else "a list or an object"
+        raise NoValue(f"value: {name} is no value of a property")
+    if kind is None:
+        kind = "string" if isinstance(value, str) else "boolean" if isinstance(value, bool) else "double"
+    if kind == "string":
+        return {"stringValue": as_text(value)}
+    found = _unpacked(value)
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if kind == "boolean" and found in (False, True):
+        return {"booleanValue": bool(found)}
+    if kind == "double" and is_number:
+        with suppress(OverflowError):
+            return {"doubleValue": float(found)}
+    if kind == "integer" and is_number and found == int(found):
+        return {"integerValue": int(found)}
+    raise NoValue(f"value: it is no {kind}")
+
+
 class SitewiseExporter(Exporter):
     """One stream to IoT SiteWise."""
 
@@ -117,14 +241,29 @@ class SitewiseExporter(Exporter):
     def __init__(self, config: SitewiseConfig, context: Context) -> None:
         super().__init__(config, context)
         self._client = context.client("iotsitewise", config)
+        self._readings = None if config.property_alias is None else Readings(config)
+
+    @classmethod
+    def check(cls, config: SitewiseConfig) -> None:
+        if config.property_alias is not None:
+            Readings(config)
+            return
+        for option in ("value", "value_type", "quality", "time"):
+            if getattr(config, option) is not None:
+                raise ValueError(f"{option}: it needs propertyAlias; without that, messages are entries")
 
     def export(self, batch: Batch) -> Outcome:
         entries: dict[int, Entry] = {}
         rejected: dict[int, str] = {}
         for n, record in enumerate(batch.records):
             try:
-                entries[n] = msgspec.json.decode(record.payload, type=Entry)
-            except msgspec.MsgspecError as error:
+                if self._readings is None:
+                    entries[n] = msgspec.json.decode(record.payload, type=Entry)
+                else:
+                    entries[n] = self._readings.entry(batch, record)
+            except NoValue as error:
+                rejected[n] = str(error)
+            except (msgspec.MsgspecError, OverflowError) as error:
                 rejected[n] = f"not a PutAssetPropertyValueEntry: {error}"
         retry: dict[int, str] = {}
         requests = list(_without_conflicts(entries))

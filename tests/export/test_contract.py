@@ -221,6 +221,16 @@ class TestSitewise(AwsFaults):
         return self.fake.broken(fault)
 
 
+class TestSitewiseWithReadings(TestSitewise):
+    poison = b'{"temperature": 21.5}'
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "propertyAlias": "/{topic/0}/{json:/pump}", "value": "{json:/temp}"}
+
+    def payload(self, number: int) -> bytes:
+        return json.dumps({"pump": number, "temp": 21.5}).encode()
+
+
 class S3Faults(LinkFaults):
     """A bucket of moto's server; in its place another one answers that refuses everything."""
 
