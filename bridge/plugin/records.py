@@ -179,7 +179,7 @@ def _json_parts(pieces: Sequence[str]) -> Iterator[bytes | _Put]:
             yield _in_quotes(_field(piece)) if is_quoted else _as_json(_field(piece))
         else:
             plain = _ESCAPED.sub("", piece)
-            if plain.endswith("\\"):
+            if plain.endswith("\\") and n + 1 < len(pieces):
                 raise ValueError(f"record: a backslash cannot escape the field {{{pieces[n + 1]}}}")
             is_quoted ^= plain.count('"') % 2 == 1
             yield piece.encode()
