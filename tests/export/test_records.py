@@ -245,6 +245,21 @@ def test_http_names_the_type_of_what_it_sends(web: Web, record: str, content_typ
     assert [head["content-type"] for head in web.headers] == [content_type]
 
 
+def test_http_sends_the_type_that_headers_name_and_no_other(web: Web) -> None:
+    received: list[list[str]] = []
+    handler = web.server.RequestHandlerClass
+    original = handler.do_POST  # type: ignore[attr-defined]
+
+    def noting(self: Any) -> None:
+        received.append(self.headers.get_all("Content-Type"))
+        original(self)
+
+    handler.do_POST = noting  # type: ignore[attr-defined]
+    exporter = make("http", uri=web.url, record="json", headers={"content-type": "application/x-plant"})
+    assert deliver(exporter, make_batch([b"1"])) == {}
+    assert received == [["application/x-plant"]]
+
+
 def test_http_sends_a_batch_of_records_as_a_list(web: Web) -> None:
     batch = make_batch([b"1", b"\xff", b"x"])
     template = '{"n":{sequence_number},"v":{payload}}'
