@@ -4,6 +4,9 @@ A batch is due when enough messages or bytes are pending, when the oldest pendin
 enough, or at once if the export has no interval. Until then each message is read once, counted and
 not kept: memory stays bounded by one batch per thread, however many exports wait.
 
+With `topics`, only messages that match one of the filters are counted and planned. Each topic is matched once
+(as long as there are few). If none of the pending messages matches, the position passes them at once.
+
 Missing numbers were dropped by the stream's limits (its drop log has the reasons) or left out by a
 plugin's `transform_records`. They are skipped and reported, never waited for.
 """
@@ -23,11 +26,13 @@ from bridge.streams.drops import DropLog, DropReason
 from bridge.streams.layout import Files
 from bridge.streams.reader import StreamReader
 from bridge.streams.segment import Frame, columns
+from bridge.topics import matches
 
 MAX_RECORDS = 100_000
 MAX_BYTES = 4 * 1024 * 1024
 COUNT_EVERY = 0.2  # seconds between two counts of what is pending
 _CHUNK_RECORDS, _CHUNK_BYTES = 10_000, 1024 * 1024
+_SCAN_BYTES = 32 * 1024 * 1024
 _TOPICS = 4096
 
 Transform = Callable[[list[Record], str, ExportConfig], list[Record]]
@@ -59,6 +64,19 @@ class _Topics(dict[bytes, str]):
         return text
 
 
+class _Matching(dict[str, bool]):
+    """Whether a topic matches one of the filters."""
+
+    def __init__(self, filters: Sequence[str]) -> None:
+        self._filters = filters
+
+    def __missing__(self, topic: str) -> bool:
+        if len(self) >= _TOPICS:
+            self.clear()
+        found = self[topic] = any(matches(wanted, topic) for wanted in self._filters)
+        return found
+
+
 class Planner:
     """Reads one export's batches; used by one thread at a time."""
 
@@ -69,14 +87,18 @@ class Planner:
         self._reader: StreamReader | None = None
         self._drops: DropLog | None = None
         self._topics = _Topics()
+        self._matching: _Matching | None = None  # None: every topic
         self._count_from = -1  # where the count begins; -1: there is no count
         self._counted_to = 0
         self._count = self._size = 0
         self._full_at = 0.0
         self._count_at = 0.0
 
-    def configure(self, limits: BatchLimits, batching: Batching, most: int) -> None:
-        """Set an exporter's limits and batching, and the largest batch in bytes that memory allows."""
+    def configure(
+        self, limits: BatchLimits, batching: Batching, most: int, topics: Sequence[str] = ()
+    ) -> None:
+        """Set an exporter's limits, batching and topics, and the most bytes of a batch that memory allows."""
+        self._matching = _Matching(topics) if topics else None
         self._limits, self._batching = limits, batching
         self._records = min(batching.records or MAX_RECORDS, limits.records or MAX_RECORDS)
         wanted = batching.size or limits.batch_bytes or MAX_BYTES
@@ -110,48 +132,90 @@ class Planner:
         if position >= end or not self._is_due(position, end):
             return None
         self._count_from = -1
-        found = self._read(position, end, self._records, self._bytes)
-        if not found:
+        seen: Sequence[int] = ()
+        if self._matching is None:
+            found = self._read(position, end, self._records, self._bytes)
+        else:
+            seen, found = self._scan(position, end)
+        if not found and not seen:
             return Plan(end, [], self.missing(position, end - 1, []))
         if self._limits.contiguous:
             found = _consecutive(found)
         records = self._records_of(found, config)
         if self._limits.contiguous:
             records = _consecutive(records)
-        first, last = found[0].sequence_number, found[-1].sequence_number
-        if len(records) == len(found) == last - first + 1:
-            return Plan(first, records, self.missing(position, first - 1, []))
-        reach = records[-1].sequence_number if records else last
-        skipped = self._not_exported(position, reach, found, records)
+        if not seen:
+            first, last = found[0].sequence_number, found[-1].sequence_number
+            if len(records) == len(found) == last - first + 1:
+                return Plan(first, records, self.missing(position, first - 1, []))
+            seen = [record.sequence_number for record in found]
+        reach = records[-1].sequence_number if records else seen[-1]
+        skipped = self._not_exported(position, reach, seen, found, records)
         return Plan(records[0].sequence_number if records else reach + 1, records, skipped)
+
+    def _scan(self, position: int, end: int) -> tuple[list[int], list[Record]]:
+        """Read until a batch is full; return the numbers that were read, and the records of the topics.
+
+        One call reads so much that other exports have their turn.
+        """
+        seen: list[int] = []
+        kept: list[Record] = []
+        size, count = 0, self._records
+        while position < end and len(seen) < MAX_RECORDS and size < _SCAN_BYTES:
+            if not (read := self._read(position, end, count, MAX_BYTES)):
+                break
+            count = min(2 * count, MAX_RECORDS)  # where few messages match, more are read at a time
+            seen += [record.sequence_number for record in read]
+            size += sum(len(record.payload) for record in read)
+            kept += self.matching(read)
+            position = seen[-1] + 1
+            if (fit := self.fitting(kept)) < len(kept) or fit == self._records:
+                kept = kept[:fit]
+                seen = seen[: bisect_right(seen, kept[-1].sequence_number)]
+                break
+        return seen, kept
+
+    def matching(self, records: list[Record]) -> list[Record]:
+        """The records that match the topics of the export."""
+        if (matching := self._matching) is None:
+            return records
+        return [record for record in records if matching[record.topic]]
 
     def reread(self, first: int, last: int, config: ExportConfig) -> Plan | None:
         """Read the batch first..last again, as far as it exists; None if it must be planned anew.
 
         Raises CorruptData for damage in it that is not quarantined yet.
         """
-        found = self._read(first, last + 1, last - first + 1, 2**62)
+        # Other topics may have any number of bytes between those of the batch.
+        size = 2**62 if self._matching is None else MAX_BYTES
+        seen: list[int] = []
+        found: list[Record] = []
         # A read that has found something ends silently before damage; a read that begins there raises.
-        while found and (after := found[-1].sequence_number + 1) <= last:
-            if not (rest := self._read(after, last + 1, last - first + 1, 2**62)):
-                break
-            found += rest
+        position = first
+        while position <= last and (read := self._read(position, last + 1, last - position + 1, size)):
+            seen += [record.sequence_number for record in read]
+            found += self.matching(read)
+            position = seen[-1] + 1
         records = self._records_of(found, config)
         if len(records) == last - first + 1:
             return Plan(first, records, [])
         if self._limits.contiguous:
             return None
-        return Plan(first, records, self._not_exported(first, last, found, records))
+        return Plan(first, records, self._not_exported(first, last, seen, found, records))
 
     def _not_exported(
-        self, first: int, last: int, found: list[Record], records: list[Record]
+        self, first: int, last: int, seen: Sequence[int], found: list[Record], records: list[Record]
     ) -> list[tuple[int, int, str]]:
-        """The numbers of first..last that are not in `records`: dropped from the stream, or filtered."""
-        present = [m.sequence_number for m in found if m.sequence_number <= last]
-        skipped = self.missing(first, last, present)
-        if len(records) != len(present):
+        """The numbers of first..last that were dropped from the stream, or filtered by a plugin.
+
+        `seen` are those in the stream, `found` the records of the export's topics, and `records` what plugins
+        have left of them.
+        """
+        skipped = self.missing(first, last, [number for number in seen if number <= last])
+        chosen = [m.sequence_number for m in found if m.sequence_number <= last]
+        if len(records) != len(chosen):
             kept = {record.sequence_number for record in records}
-            skipped = sorted(skipped + [(n, n, "filtered") for n in present if n not in kept])
+            skipped = sorted(skipped + [(n, n, "filtered") for n in chosen if n not in kept])
         return skipped
 
     def missing(self, first: int, last: int, present: Sequence[int]) -> list[tuple[int, int, str]]:
@@ -175,7 +239,7 @@ class Planner:
     def pending(self, position: int) -> list[Record]:
         """The first pending records, as far as they can still be read."""
         try:
-            return self._read(position, self._source.next, 1000, MAX_BYTES)
+            return self.matching(self._read(position, self._source.next, 1000, MAX_BYTES))
         except Exception:  # the stream is being deleted meanwhile
             return []
 
@@ -202,7 +266,7 @@ class Planner:
 
     def _is_due(self, position: int, end: int) -> bool:
         millis = self._batching.millis
-        if millis is None or end - position >= self._records:
+        if millis is None or (self._matching is None and end - position >= self._records):
             return True
         now = time.monotonic()
         if self._count_from != position:
@@ -225,12 +289,13 @@ class Planner:
             if self._limits.contiguous and found[-1].sequence_number != self._counted_to + len(found) - 1:
                 return True  # a hole: the batch cannot grow beyond it
             self._counted_to = found[-1].sequence_number + 1
+            found = self.matching(found)
             self._count += len(found)
             self._size += sum(len(m.payload) + len(m.topic) for m in found)
             if self._count >= self._records or self._size >= self._bytes:
                 return True
         self._count_at = now + COUNT_EVERY
-        return False
+        return not self._count
 
     def _records_of(self, found: list[Record], config: ExportConfig) -> list[Record]:
         return self._transform(list(found), self._source.name, config) if self._transform else found

@@ -206,7 +206,12 @@ class Task:
             with self._host.in_plugin(self.key, "opening it"):
                 self._context.state = self.position.cursor.state
                 self._exporter = self._cls(self.config, self._context)
-            self._planner.configure(self._cls.limits, self._cls.batching(self.config), self._host.batch_bytes)
+            self._planner.configure(
+                self._cls.limits,
+                self._cls.batching(self.config),
+                self._host.batch_bytes,
+                self.config.topics,
+            )
         return self._exporter
 
     def _close(self) -> None:
@@ -225,7 +230,8 @@ class Task:
         position = self.position.cursor.position
         if self._pending is None:
             return self._planner.pending(position)
-        return [record for record in self._pending if record.sequence_number >= position]
+        pending = [record for record in self._pending if record.sequence_number >= position]
+        return self._planner.matching(pending)
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
         size = size_of(batch)

@@ -85,7 +85,7 @@ export_bytes_total counter stream export kind
 export_rejected_messages_total counter stream export kind
     Messages that the destination can never accept; continues over restarts.
 export_skipped_messages_total counter stream export kind
-    Messages that were dropped from the stream before they were exported; continues over restarts.
+    Messages that were dropped before they were exported, or left out by topics; continues over restarts.
 export_unacknowledged_messages gauge stream export kind
     Messages that clients of a consumer have fetched and not acknowledged yet; 0 for other exports.
 export_last_attempt_timestamp_seconds gauge stream export kind

@@ -38,6 +38,7 @@ from msgspec import Meta, Struct
 from bridge.model import MAX_INT64, MAX_MILLIS, Name
 from bridge.plugin.allow import Allow
 from bridge.settingtypes import Endpoint, Millis
+from bridge.topics import is_topic_filter
 
 
 class Record(Struct, frozen=True, gc=False):
@@ -66,8 +67,8 @@ class Batch(Struct, frozen=True):
     """Records of one stream in sequence order.
 
     `first` and `last` are the boundaries fixed before the first attempt. `records` may be fewer than
-    first..last: the others were dropped by a limit, or are settled already. With `contiguous` limits,
-    records are always exactly first..last.
+    first..last: the others were dropped by a limit, are settled already, or match none of the export's
+    topics. With `contiguous` limits, records are always exactly first..last.
     """
 
     gateway: str
@@ -154,10 +155,12 @@ def send_split(indexes: Sequence[int], send: Callable[[Sequence[int]], None]) ->
 class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
     """The base of export configurations. `priority` 1 is the most urgent; without one, an export is last.
 
-    Rejected records go to `dead_letter_stream` if it is set.
+    The exporter gets the messages that match one of the topic filters `topics`; none means all messages.
+    With `contiguous` limits it always gets all. Rejected records go to `dead_letter_stream` if it is set.
     """
 
     identifier: Name
+    topics: list[str] = msgspec.field(default_factory=list)
     priority: Annotated[int, Meta(ge=1, le=10)] | None = None
     disabled: bool = False
     dead_letter_stream: Name | None = None
@@ -340,9 +343,17 @@ class Exporter:
 def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     """Read a wire configuration (camelCase) into the exporter's Config.
 
-    Raises msgspec.ValidationError (with a path) or ValueError (from `check`).
+    Raises msgspec.ValidationError (with a path) or ValueError (also from `check`).
     """
     config = msgspec.convert(raw, exporter.Config)
+    for topic in config.topics:
+        if not is_topic_filter(topic):
+            raise ValueError(f"topics: {topic!r} is not a topic filter; `#` may only be the last level")
+    if config.topics and exporter.limits.contiguous:
+        raise ValueError(
+            f"topics: an export of the kind {exporter.kind} has all messages of its stream, without holes in "
+            "their numbers; use a stream of its own for these topics"
+        )
     exporter.check(config)
     return config
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from bridge.model import MAX_INT64, MAX_MILLIS
 from bridge.plugin.api import ExportConfig, Exporter
 from bridge.settingtypes import Millis
-from bridge.topics import is_topic_filter
 
 KIND = "consumer"
 DAY = 86_400_000  # ms
@@ -24,13 +23,12 @@ MOST = 10_000  # unacknowledged messages: each may be a hole in the position
 class ConsumerConfig(ExportConfig, kw_only=True, frozen=True):
     """A consumer: which messages clients fetch, and how long they may take for each.
 
-    `topics` are topic filters; none means all messages. A message that is not acknowledged within
-    `ack_deadline_millis` is delivered again. `max_unacknowledged` messages are handed out at most; then new
-    ones wait. A message that was delivered `max_deliveries` times counts as rejected. The consumer begins at
-    `start_sequence_number`, or at the first message received at `start_time` (ISO 8601 with a zone) or later.
+    A message that is not acknowledged within `ack_deadline_millis` is delivered again. `max_unacknowledged`
+    messages are handed out at most; then new ones wait. A message that was delivered `max_deliveries` times
+    counts as rejected. The consumer begins at `start_sequence_number`, or at the first message received at
+    `start_time` (ISO 8601 with a zone) or later.
     """
 
-    topics: list[str] = field(default_factory=list)
     ack_deadline_millis: Annotated[Millis, Meta(ge=1, le=DAY)] = 30_000
     max_unacknowledged: Annotated[int, Meta(ge=1, le=MOST)] = 1000
     max_deliveries: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
@@ -56,10 +54,7 @@ class ClientExporter(Exporter):
 
     @classmethod
     def check(cls, config: ConsumerConfig) -> None:
-        """Raise ValueError for a filter that is none, and for a start that is ambiguous."""
-        for topic in config.topics:
-            if not is_topic_filter(topic):
-                raise ValueError(f"topics: {topic!r} is not a topic filter; `#` may only be the last level")
+        """Raise ValueError for a priority, and for a start that is ambiguous."""
         if config.priority is not None:
             raise ValueError("priority: a consumer has none, since its clients fetch when they want to")
         try:
