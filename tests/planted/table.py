@@ -57,7 +57,7 @@ def _summary(defects: list[Defect], results: Results) -> str:
         return {name for name, found in ran.items() if found is not None and (bool(found.by) or not by)}
 
     parts = []
-    for way, what in (("simulation", "the simulation, in 300 worlds each"), ("tests", "the other tests")):
+    for way, what in (("simulation", "the simulation, in 115 worlds each"), ("tests", "the other tests")):
         if ran := names(way, by=False):
             parts.append(f"{len(names(way, by=True))} of {len(ran)} by {what}")
     either = names("simulation", by=True) | names("tests", by=True)
