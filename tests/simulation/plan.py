@@ -52,6 +52,7 @@ WORDS = {
     "drain": "a client purges what it has read of the dead letter stream",
     "repeat": "client asks again to append {0} messages that were answered long ago",
     "off": "the service ends ({1}), and nothing happens for {0:.0f} s",
+    "recreate": "a client deletes the stream fresh, and creates it",
     "pause": "nothing happens for {0:.0f} s, and somebody looks",
     "span": "something begins whose time is limited ({0}), {1} after {2:.0%} of it, and a look at {3:.0%}",
     "room": "the disk works, and a client fills the stream exact until it takes no more",
@@ -134,7 +135,7 @@ TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
     "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
     "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
-    "retain": 3, "room": 3, "span": 4,
+    "retain": 3, "room": 3, "span": 4, "recreate": 2,
 }  # fmt: skip
 
 

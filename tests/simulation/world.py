@@ -156,7 +156,7 @@ allow_anonymous = true
 user = ""
 publish = ["streambridge/%c/#", "streams/ids", "streams/exact"]
 subscribe = ["live/#"]
-manage = ["streams/both", "streams/exact", "streams/dead"]
+manage = ["streams/both", "streams/exact", "streams/dead", "streams/fresh"]
 [export]
 threads = {plan.threads}
 plugin_dirs = []
@@ -415,6 +415,9 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         for client in self.clients:
             client.wake()
         self.start()
+
+    def _do_recreate(self) -> None:
+        self.checks.recreate()
 
     def _do_span(self, limited: str, how: str, part: float, end: float) -> None:
         limit = {"ids": self.plan.window, "aged": self.plan.age, "session": SESSION}[limited]
