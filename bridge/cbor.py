@@ -138,12 +138,15 @@ def _item(d: bytes, pos: int, depth: int) -> tuple[Any, int]:
             entries[key], pos = _value(d, pos, depth + 1)
         return entries, pos
     if major == 4:
-        items = []
+        items: list[Any] = []
         for _ in range(number):
             first = d[pos]
             if first == 0x58:  # a byte string of 24 to 255 bytes, as many payloads
                 start, pos = pos + 2, pos + 2 + d[pos + 1]
                 items.append(d[start:pos])
+            elif first < 28:  # a number, as in acknowledgements
+                start, pos = pos + 1, pos + 1 + (1 << first - 24 if first > 23 else 0)
+                items.append(int.from_bytes(d[start:pos], "big") if first > 23 else first)
             else:
                 item, pos = _value(d, pos, depth + 1)
                 items.append(item)

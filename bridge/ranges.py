@@ -117,6 +117,17 @@ class Ranges:
         return f"Ranges({list(self)})"
 
 
+def runs(numbers: Iterable[int]) -> list[Pair]:
+    """Return the intervals of some numbers, in any order."""
+    found: list[Pair] = []
+    for number in sorted(numbers):
+        if found and number <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
 def size(pairs: Iterable[Pair]) -> int:
     """Return how many numbers disjoint intervals hold."""
     return sum(last - first + 1 for first, last in pairs)

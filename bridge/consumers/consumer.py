@@ -347,11 +347,10 @@ class Consumer:
                 return False
             return trusted or lease.holder in (None, holder)
 
-        for number in verdicts.ack:
-            if number in position.leases:
-                position.settle(number, rejected=False, now=wall)
-            else:
-                other.append(number)
+        done = position.leases.keys() & verdicts.ack
+        if done:
+            position.settle(done, rejected=False, now=wall)
+        other += [number for number in verdicts.ack if number not in done]
         for number in verdicts.nack:
             if is_mine(number):
                 position.hold(number, now + verdicts.delay, None)
@@ -382,7 +381,7 @@ class Consumer:
                 for row in self._host.rows(self.stream, number, number + 1, 1, 1):
                     await self._dead_letter(row, reason)
                 if number in self.position.leases:
-                    self.position.settle(number, rejected=True, now=self.stream.clock.wall())
+                    self.position.settle([number], rejected=True, now=self.stream.clock.wall())
         finally:
             self._rejecting -= reasons.keys()
             for number in reasons:
@@ -436,24 +435,31 @@ class Consumer:
 
     # -- the journal -------------------------------------------------------------------------------------
     async def _save(self) -> None:
-        """Wait until all changes so far are on the disk; raises StorageFailed."""
-        wanted = self.position.version
-        while self._saved < wanted:
+        """Wait until all changes so far are on the disk; raises StorageFailed.
+
+        A write begins after what the loop has to do now, so that requests that came together share it. A
+        position that was replaced, because the start has moved, is not waited for.
+        """
+        position, wanted = self.position, self.position.version
+        while self.position is position and self._saved < wanted:
             if self._before is not None:
                 await self._before
                 self._before = None
                 self._check()
             if self._flight is None:
-                self._write()
-            assert self._flight is not None
+                self._flight = asyncio.get_running_loop().create_future()
+                self._flight.add_done_callback(_seen)
+                self._host.runtime.soon(self._write, self._flight)
             await asyncio.shield(self._flight)
             self._check()
 
-    def _write(self) -> None:
+    def _write(self, flight: asyncio.Future[None]) -> None:
+        if self.closed:
+            self._flight = None
+            flight.set_result(None)
+            return
         position, now = self.position, self.stream.clock.now()
         version, low = position.version, position.unsaved_from
-        flight = self._flight = asyncio.get_running_loop().create_future()
-        flight.add_done_callback(_seen)
         change = None if self._whole else position.take(now)
         if change is not None and self._journal.fits(change):
             work = partial(self._journal.append, change)

@@ -5,11 +5,12 @@ Pure: time is given, in ms on the age timeline. Below the frontier each number i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 
 from msgspec import Struct
 
-from bridge.ranges import Pair, Ranges
+from bridge.ranges import Pair, Ranges, runs
 
 
 class Lease(Struct, array_like=True):
@@ -95,17 +96,19 @@ class Position:
         self._changed.add(lease.number)
         self.version += 1
 
-    def settle(self, number: int, *, rejected: bool, now: int) -> None:
-        """A leased message was acknowledged or rejected; `now` is Unix time in ms."""
-        lease = self.leases[number]
-        self._remove(number, number)
-        counts = self.counts
-        counts.messages += 1
-        counts.rejected += rejected
-        counts.size += 0 if rejected else lease.size
+    def settle(self, numbers: Collection[int], *, rejected: bool, now: int) -> None:
+        """Leased messages were acknowledged or rejected, at least one; `now` is Unix time in ms."""
+        counts, leases = self.counts, self.leases
+        counts.messages += len(numbers)
+        if rejected:
+            counts.rejected += len(numbers)
+        else:
+            counts.size += sum(leases[number].size for number in numbers)
         counts.last_time = now
-        low = self.unsaved_from
-        self.unsaved_from = number if low is None else min(low, number)
+        for first, last in runs(numbers):
+            self._remove(first, last)
+        low, lowest = self.unsaved_from, min(numbers)
+        self.unsaved_from = lowest if low is None else min(low, lowest)
         self.version += 1
 
     def skip(self, first: int, last: int) -> None:

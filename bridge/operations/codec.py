@@ -13,6 +13,7 @@ that still does not fit becomes the error ResponsePayloadTooLarge.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 ENVELOPE = 4 * 1024  # bytes of a reply besides the messages
 PER_MESSAGE = 128  # bytes of a message in a reply besides its payload, names and headers
+_DELIVERIES = cbor2.dumps("deliveries")
 
 
 async def answer(operations: Operations, name: str, body: bytes, limit: int, caller: Identity) -> bytes:
@@ -132,10 +134,12 @@ def _failure(request_id: str, error: StreamBridgeError, *, in_cbor: bool) -> byt
 
 def _encode(request_id: str, result: Result, room: int, *, in_cbor: bool) -> bytes:
     fields: dict[str, Any] = {"requestId": request_id, "status": 0, "statusName": "Success"}
+    if isinstance(result, Found | Fetched) and in_cbor:
+        head = cbor2.dumps(fields)
+        opening = bytes((head[0] + 1,)) + head[1:] + cbor2.dumps("messages")
+        pieces = _found_in_cbor(result, room) if isinstance(result, Found) else _fetched_in_cbor(result)
+        return b"".join((opening, *pieces))
     if isinstance(result, Found):
-        if in_cbor:
-            head = cbor2.dumps(fields)
-            return _in_cbor(result, room, bytes((head[0] + 1,)) + head[1:] + cbor2.dumps("messages"))
         fields["messages"] = _for_json(result, room)
     elif isinstance(result, Fetched):
         fields["messages"] = [
@@ -183,22 +187,39 @@ def _stored(stream: str, message: StreamMessage, deliveries: int = 0) -> StoredM
     )
 
 
-def _in_cbor(found: Found, room: int, opening: bytes) -> bytes:
-    """`opening`, then a CBOR array of the messages that fit; repeated parts are encoded once."""
-    stream = cbor2.dumps("streamName") + cbor2.dumps(found.stream) + cbor2.dumps("topic")
-    topics = {row.topic for row in found.messages}
-    after = {topic: stream + cbor2.dumps(topic.decode()) for topic in topics}
-    plain = {topic: b"\xa5" + names for topic, names in after.items()}
-    begins = [
-        plain[row.topic] if not row.headers else b"\xa6" + after[row.topic] + _headers_in_cbor(row.headers)
-        for row in found.messages
-    ]
-    pieces = cbor.messages(begins, found.messages)
+def _found_in_cbor(found: Found, room: int) -> list[bytes]:
+    """A CBOR array of the messages that fit, in pieces."""
+    pieces = cbor.messages(_begins(found.stream, found.messages, 5), found.messages)
     if sum(map(len, pieces)) > room:
         fit = _fitting(found, list(accumulate(map(len, pieces)))[3::3], room)
         pieces[3 * fit + 1 :] = []
         pieces[0] = cbor.head(4, fit)
-    return b"".join((opening, *pieces))
+    return pieces
+
+
+def _fetched_in_cbor(fetched: Fetched) -> list[bytes]:
+    """A CBOR array of the messages, each with its deliveries, in pieces."""
+    rows = [message for message, _ in fetched.deliveries]
+    counts = [deliveries for _, deliveries in fetched.deliveries]
+    said = {deliveries: _DELIVERIES + cbor.head(0, deliveries) for deliveries in set(counts)}
+    begins = _begins(fetched.stream, rows, 6)
+    both = [begin + said[deliveries] for begin, deliveries in zip(begins, counts, strict=True)]
+    return cbor.messages(both, rows)
+
+
+def _begins(stream: str, rows: Sequence[StreamMessage], entries: int) -> list[bytes]:
+    """The head and the first entries of each message's map; repeated parts are encoded once.
+
+    `entries` is the number of all entries of a message without headers.
+    """
+    names = cbor2.dumps("streamName") + cbor2.dumps(stream) + cbor2.dumps("topic")
+    after = {topic: names + cbor2.dumps(topic.decode()) for topic in {row.topic for row in rows}}
+    plain = {topic: cbor.head(5, entries) + begin for topic, begin in after.items()}
+    more = cbor.head(5, entries + 1)
+    return [
+        plain[row.topic] if not row.headers else more + after[row.topic] + _headers_in_cbor(row.headers)
+        for row in rows
+    ]
 
 
 def _fitting(found: Found, ends: list[int], room: int) -> int:

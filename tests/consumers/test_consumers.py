@@ -87,6 +87,35 @@ def status(bridge: Bridge) -> Any:
     return bridge.manager.describe("s").export_statuses[0]
 
 
+class Syncs:
+    """The syncs of positions, counted, and held back until the end of `held_syncs`."""
+
+    def __init__(self) -> None:
+        self.number, self.waiting = 0, False
+        self.go_on = threading.Event()
+
+
+@contextmanager
+def held_syncs(bridge: Bridge, *, held: bool = True) -> Iterator[Syncs]:
+    """Count the syncs of positions, and hold them back if so wanted."""
+    syncs, fdatasync = Syncs(), os.fdatasync
+
+    def slow(fd: int) -> None:
+        if "consumer" in Path(f"/proc/self/fd/{fd}").readlink().name:
+            syncs.number += 1
+            syncs.waiting = True
+            if held:
+                syncs.go_on.wait(30)
+        fdatasync(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", slow)
+        try:
+            yield syncs
+        finally:
+            syncs.go_on.set()
+
+
 @bridge_test
 async def test_messages_are_leased_acknowledged_in_any_order_and_redelivered_after_the_deadline(
     bridge: Bridge,
@@ -545,3 +574,47 @@ async def test_a_purge_by_limits_under_load_never_stops_a_consumer(bridge: Bridg
     assert seen == sorted(set(seen))
     assert len(seen) == 200
     assert status(bridge).skipped_messages_count > 0
+
+
+@bridge_test
+async def test_a_start_that_moves_during_a_write_ends_that_write_and_begins_there(bridge: Bridge) -> None:
+    one = await worker(bridge)
+    await append(bridge, *["in/a"] * 5)
+    assert await one.fetch(3) == first(0, 1, 2)
+    assert await one.ack(ack=[1]) == []
+    with held_syncs(bridge) as syncs:
+        one.send("ackMessages", consumer="c", ack=[0, 2])
+        await until(lambda: syncs.waiting)
+        define(bridge, {"identifier": "c", "startSequenceNumber": 3})
+        syncs.go_on.set()
+        assert (await one.reply())["status"] == 0
+        assert await one.fetch(3) == first(3, 4)
+        assert syncs.number == 2, "the old position is not written again and again"
+
+
+@bridge_test
+async def test_requests_that_come_together_share_a_sync(bridge: Bridge) -> None:
+    one = await worker(bridge)
+    await append(bridge, *["in/a"] * 40)
+    assert await one.fetch(10) == first(*range(10))
+    with held_syncs(bridge, held=False) as syncs:
+        topic = "streambridge/w/"
+        one.client.send(
+            b"".join(
+                publish(
+                    topic + name,
+                    cbor2.dumps({"name": "s", "consumer": "c", **fields}),
+                    level=one.client.level,
+                )
+                for name, fields in (
+                    ("ackMessages", {"ack": list(range(5))}),
+                    ("ackMessages", {"ack": list(range(5, 10))}),
+                    ("fetchMessages", {"maxMessageCount": 10}),
+                    ("fetchMessages", {"maxMessageCount": 10}),
+                )
+            )
+        )
+        replies = [await one.reply() for _ in range(4)]
+    assert [reply["status"] for reply in replies] == [0] * 4
+    assert syncs.number == 1
+    assert [numbers(reply) for reply in replies[2:]] == [first(*range(10, 20)), first(*range(20, 30))]

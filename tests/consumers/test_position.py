@@ -53,7 +53,7 @@ def test_a_position_is_what_its_changes_make_and_has_no_more_holes_than_leases(
                 position.hold(number, now + number, None)
                 leases[number] = now + number, leases[number][1]
             else:
-                position.settle(number, rejected=what == "reject", now=0)
+                position.settle([number], rejected=what == "reject", now=0)
                 del leases[number]
                 settled.add(number)
         assert {n: (lease.until, lease.deliveries) for n, lease in position.leases.items()} == leases
@@ -92,7 +92,7 @@ def written(path: Path, changes: int) -> list[Position]:
         for number in range(changes):
             position.deliver(number, number + 100, 5, "w")
             if number % 3 == 2:
-                position.settle(number - 1, rejected=False, now=number)
+                position.settle([number - 1], rejected=False, now=number)
             change = position.take(number)
             if journal.fits(change):
                 journal.append(change)
@@ -164,7 +164,7 @@ def test_a_file_has_room_for_the_leases_it_is_made_for_and_grows_for_more(tmp_pa
         for number in range(2000):
             position.deliver(number, 2**40 + number, 2**31, "w")
             if number % 2:
-                position.settle(number, rejected=False, now=2**40)
+                position.settle([number], rejected=False, now=2**40)
         journal.write_whole(position.whole(0), 1000)
         assert path.stat().st_ino == made.st_ino, "the worst position fits"
         journal.append(position.take(0))

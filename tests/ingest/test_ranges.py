@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.ranges import Ranges, size
+from bridge.ranges import Ranges, runs, size
 
 pairs = st.lists(
     st.tuples(st.integers(0, 60), st.integers(0, 15)).map(lambda p: (p[0], p[0] + p[1])), max_size=12
@@ -45,3 +45,8 @@ def test_a_copy_changes_on_its_own() -> None:
     ranges = Ranges([(0, 4)])
     ranges.copy().add(5, 9)
     assert ranges == Ranges([(0, 4)])
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_runs_of_numbers_are_the_intervals_of_their_set(numbers: set[int]) -> None:
+    assert runs(numbers) == list(Ranges((number, number) for number in numbers))
