@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         send_split,
     )
     from bridge.plugin.hooks import Event, hookimpl
-    from bridge.settingtypes import Bucket, Bytes, Endpoint, Millis, SecretFile
+    from bridge.settingtypes import BrokerUrl, Bucket, Bytes, Endpoint, Millis, SecretFile
 
 __all__ = [
     "ACCEPTED",
@@ -41,6 +41,7 @@ __all__ = [
     "BatchLimits",
     "BatchedConfig",
     "Batching",
+    "BrokerUrl",
     "Bucket",
     "Bytes",
     "Context",
@@ -66,6 +67,7 @@ FOR_PLUGINS = (
     "bridge.plugin.firehose",
     "bridge.plugin.reports",
     "bridge.plugin.keys",
+    "bridge.plugin.mqtt",
     "bridge.plugin.records",
     "bridge.plugin.uploads",
     "bridge.model",
@@ -74,7 +76,7 @@ FOR_PLUGINS = (
 )
 
 _ELSEWHERE = dict.fromkeys(("Event", "hookimpl"), "bridge.plugin.hooks") | dict.fromkeys(
-    ("Bucket", "Bytes", "Endpoint", "Millis", "SecretFile"), "bridge.settingtypes"
+    ("BrokerUrl", "Bucket", "Bytes", "Endpoint", "Millis", "SecretFile"), "bridge.settingtypes"
 )
 
 if not TYPE_CHECKING:

@@ -28,6 +28,7 @@ Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 Bytes = Annotated[int, Means.BYTES]
 Millis = Annotated[int, Means.MILLIS]
 Endpoint = Annotated[str, Meta(pattern="^https?://"), Means.ENDPOINT]
+BrokerUrl = Annotated[str, Meta(pattern="^mqtts?://"), Means.ENDPOINT]
 Bucket = Annotated[str, Meta(min_length=3, max_length=255), Means.BUCKET]
 SecretFile = Annotated[str, Meta(min_length=1), Means.SECRET_FILE]
 

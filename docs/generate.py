@@ -396,6 +396,7 @@ def _class(name: str, thing: Any) -> Iterator[str]:
                 "ACCEPTED": "The outcome of a batch all of whose records were accepted.",
                 "Bytes": 'The type of a size: bytes, or in the configuration `"64KiB"`.',
                 "Millis": 'The type of a duration: milliseconds, or in the configuration `"1.5s"`.',
+                "BrokerUrl": "The type of a setting that names a destination: an mqtt or mqtts URL.",
                 "Bucket": "The type of a setting that names an S3 bucket.",
                 "Endpoint": "The type of a setting that names a destination: an http or https URL.",
                 "SecretFile": "The type of a setting that names a file with a secret or a certificate.",

@@ -5,6 +5,6 @@ hooks                 the hooks that a plugin may implement
 discovery             how plugins are found and loaded
 allow                 what definitions of clients may reach
 aws                   clients with the gateway's credentials, and the meaning of errors
-firehose, keys, reports, uploads   what exporters share
+firehose, keys, mqtt, reports, uploads   what exporters share
 testing               the exporter contract as tests, for a plugin's own test suite
 """

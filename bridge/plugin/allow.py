@@ -14,8 +14,10 @@ from msgspec import Struct, field
 # The export kinds of AWS IoT Greengrass Stream Manager's SDK (class ExportDefinition).
 SDK_KINDS = ("http", "iotAnalytics", "kinesis", "IotSitewise", "s3TaskExecutor")
 KINDS = (*SDK_KINDS, "consumer")  # that clients may define by default
-_PORTS = {"http": 80, "https": 443}
-_URL = re.compile(r"https?://[A-Za-z0-9.\-_\[\]:]+(/[!-\[\]-~]*)?")  # no user info, blanks or backslashes
+_PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
+_URL = re.compile(
+    r"(?:http|mqtt)s?://[A-Za-z0-9.\-_\[\]:]+(/[!-\[\]-~]*)?"
+)  # no user info, blanks or backslashes
 
 
 class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -24,7 +26,8 @@ class Allow(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     kinds           kinds of exporters
     endpoints       destinations other than AWS: https://host, with another port https://host:8443, or a
                     bare host for https; `*.example.com` allows all hosts below it. The list applies to
-                    `endpointUrl` of any exporter and to `uri` of kind http
+                    `endpointUrl` of any exporter, to `uri` of kind http, and to `url` of kind mqtt
+                    (mqtts://host, which is port 8883)
     buckets         S3 buckets, also of upload tasks; `*` stands for any characters
     directories     upload tasks may name files in and below these directories
 

@@ -1,4 +1,4 @@
-"""What an export sends for a message: the option `record` of kinesis, firehose and http, and of any plugin.
+"""What an export sends for a message: the option `record` of kinesis, firehose, http, mqtt and any plugin.
 
     payload    the payload alone
     json       one JSON object, as in the NDJSON of the `s3` exporter: gateway, stream, epoch (string),

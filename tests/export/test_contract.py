@@ -21,6 +21,7 @@ from bridge import Context
 from bridge.plugin import discovery
 from bridge.plugin.testing import ExporterContract
 from tests.export.harness import Bucket, Impatient
+from tests.fakes.uplink import Answering, Published
 
 GIVE_UP = 0.5  # seconds without an answer
 EXPORTERS = discovery.load().exporters
@@ -393,3 +394,104 @@ class TestHttpBatchedWithCbor(TestHttpBatched):
 
     def delivered(self) -> list[int]:
         return [int(row["payload"].split()[1]) for body in self.web.bodies for row in cbor2.loads(body)]
+
+
+class Broker(LinkFaults):
+    """A broker of bytes, and all that it may answer."""
+
+    exporter = EXPORTERS["mqtt"]
+    faults: ClassVar = (
+        *LinkFaults.faults,
+        *(
+            "refused",
+            "over_quota",
+            "not_authorized",
+            "no_acknowledgement",
+            "partly",
+            "ended",
+            "shutting_down",
+        ),
+    )
+    poison = b"poison"
+    broker: Answering
+
+    @pytest.fixture(autouse=True)
+    def _broker(self, behind: Callable[[str], str]) -> Iterator[None]:
+        with Answering() as self.broker:
+            self.broker.code = lambda message: 0x99 if message.payload == b"poison" else 0
+            self.url = behind(self.broker.url).replace("http:", "mqtt:")
+            yield
+
+    def config(self) -> dict[str, Any]:
+        return {"identifier": "up", "url": self.url, "timeoutMillis": int(self.patience * 1000)}
+
+    def delivered(self) -> list[int]:
+        return [int(payload.split()[1]) for payload in self.broker.payloads if payload != b"poison"]
+
+    @contextmanager
+    def _answering(self, code: int | None, beyond: int = 0) -> Iterator[None]:
+        before, self.broker.code = (
+            self.broker.code,
+            lambda message: code if self._count(message) >= beyond else 0,
+        )
+        yield
+        self.broker.code = before
+
+    def _count(self, message: Published) -> int:
+        return int(message.payload.split()[1]) % 20
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        self.broker.connack = (0x87, {})
+        yield
+        self.broker.connack = (0, {})
+
+    def over_quota(self) -> Any:
+        return self._answering(0x97)
+
+    def not_authorized(self) -> Any:
+        return self._answering(0x87)
+
+    def no_acknowledgement(self) -> Any:
+        return self._answering(None)
+
+    def partly(self) -> Any:
+        return self._answering(0x97, beyond=5)
+
+    @contextmanager
+    def _ending(self, code: int) -> Iterator[None]:
+        self.broker.hang_up = lambda message: code
+        yield
+        self.broker.hang_up = lambda message: None
+
+    def ended(self) -> Any:
+        return self._ending(-1)
+
+    def shutting_down(self) -> Any:
+        return self._ending(0x8B)
+
+
+class TestMqtt5(Broker):
+    pass
+
+
+class TestMqtt5Singly(Broker):
+    """One message in flight: not even a refusal changes the order."""
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "maxInFlight": 1}
+
+
+class TestMqtt311(Broker):
+    faults: ClassVar = (*LinkFaults.faults, "no_acknowledgement", "ended")
+    poison = None  # no reason codes
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "protocol": "3.1.1"}
+
+
+class TestMqttQos0(TestMqtt311):
+    faults: ClassVar = (*LinkFaults.faults, "ended")
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "qos": 0}

@@ -105,6 +105,19 @@ def test_kinds_and_buckets_are_held_to_the_lists(server: Server) -> None:
     assert "kinds" in create(server, Allow(kinds=[]), kinesis=SDK["kinesis"])
 
 
+def test_another_broker_is_a_destination_like_any_other(server: Server) -> None:
+    mqtt = {"identifier": "m", "url": "mqtts://hub.example"}
+    assert "[export.allow] kinds" in create(server, Allow(endpoints=["mqtts://hub.example"]), mqtt=mqtt)
+    for wrong in ("hub.example", "mqtt://hub.example", "mqtts://hub.example:443", "mqtts://evil.example"):
+        assert "endpoints" in create(server, Allow(kinds=["mqtt"], endpoints=[wrong]), mqtt=mqtt), wrong
+    allow = Allow(kinds=["mqtt"], endpoints=["mqtts://hub.example", "mqtt://*.lan.example"])
+    assert create(server, allow, mqtt=mqtt) == ""
+    assert create(server, allow, mqtt={**mqtt, "url": "mqtts://hub.example:8883"}) == ""
+    assert create(server, allow, mqtt={**mqtt, "url": "mqtt://a.lan.example"}) == ""
+    secret = {**mqtt, "username": "u", "passwordFile": "/etc/hostname"}
+    assert "`passwordFile`" in create(server, allow, mqtt=secret)
+
+
 def test_a_client_may_send_back_what_the_configuration_declared_and_not_redirect_it(server: Server) -> None:
     operations = Operations(server.manager, Allow(endpoints=["https://in.example"]))
     declared = {**HTTP, "uri": "https://office.example/", "bearerTokenFile": "/etc/hostname"}

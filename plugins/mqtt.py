@@ -1,0 +1,513 @@
+"""Exporter `mqtt`: publishes the messages to another MQTT broker, such as a hub or AWS IoT Core.
+
+A message is accepted when the broker has answered it: at QoS 1 with PUBACK. At QoS 0 the broker is asked
+after each batch whether it has received it. Up to `maxInFlight` messages wait for their PUBACK, fewer if
+the Receive Maximum of the broker is lower. When the connection breaks, the messages without a PUBACK are
+sent again, in order and before any other. So a message may arrive twice around a break or a kill, and at no
+other time.
+
+In MQTT 5 each message has the user property `message-id`: `<gateway>/<stream>/<epoch>/<number>`. A
+streambridge at the other end stores a message once, however often it arrives within its deduplication
+window. What the publisher gave is passed on: user properties, content type, payload format, response topic,
+correlation data and expiry. Its own `message-id` is not, since such an id belongs to the user who sends it.
+
+The topic is a template. A message that lacks one of its values, or would have a wildcard, is rejected.
+`record` says what the payload contains; see `bridge.plugin.records`.
+
+Limits of AWS IoT Core, if the host is one of its endpoints or with `awsIotCore`: 100 messages and 512 KiB a
+second, payloads of 128 KiB, topics of 256 bytes with 7 slashes (after the prefix of Basic Ingest).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta, Struct
+
+from bridge import (
+    Batch,
+    BatchedConfig,
+    Batching,
+    BatchLimits,
+    BrokerUrl,
+    Context,
+    ExportConfig,
+    Exporter,
+    Millis,
+    Outcome,
+    Record,
+    Retry,
+    SecretFile,
+    hookimpl,
+)
+from bridge.model import KIB, MAX_MILLIS
+from bridge.plugin.keys import NoValue, Template
+from bridge.plugin.mqtt import (
+    LONGEST,
+    Connection,
+    Ended,
+    Target,
+    pack_properties,
+    packet_size,
+)
+from bridge.plugin.records import JSON, RecordEncoder
+
+RECORDS = 1000  # of a batch: what a kill may repeat
+PINGS = 4  # looks at an idle connection per keep-alive
+REJECTED = {  # reason codes (5 section 2.4) of what no attempt can change
+    0x90: "topic name invalid",
+    0x95: "packet too large",
+    0x99: "payload format invalid",
+}
+QUOTA = 0x97
+RETRIED = {
+    0x80: "unspecified error",
+    0x83: "implementation specific error",
+    0x87: "not authorized; allow this client to publish there",
+    0x91: "packet identifier in use",
+    QUOTA: "quota exceeded",
+}
+WAIT = 1.0  # seconds, when a quota is exceeded
+
+# https://docs.aws.amazon.com/general/latest/gr/iot-core.html, "message broker and protocol limits"
+AWS_HOST = re.compile(r"\.iot\.[a-z0-9-]+\.amazonaws\.com(\.cn)?$")
+AWS_PAYLOAD = 128 * KIB
+AWS_TOPIC, AWS_SLASHES = 256, 7
+AWS_BASIC_INGEST = re.compile(r"\$aws/rules/[^/]+/")  # does not count for the limits of a topic
+AWS_IN_FLIGHT = 100
+AWS_CLIENT_ID = 128
+# Per second and connection. A little less, since two seconds of theirs cut one of ours.
+AWS_MESSAGES, AWS_BYTES = 95, 512 * KIB * 95 // 100
+AWS_BURST = 0.05  # seconds of both
+
+
+class MqttConfig(BatchedConfig, kw_only=True, frozen=True):
+    """Where and how to publish."""
+
+    url: BrokerUrl
+    batch_size: Annotated[int, Meta(ge=1, le=RECORDS)] | None = None
+    protocol: Literal["3.1.1", "5"] = "5"
+    client_id: Annotated[str, Meta(min_length=1, max_length=LONGEST)] | None = None
+    username: str | None = None
+    password_file: SecretFile | None = None
+    ca_file: SecretFile | None = None
+    cert_file: SecretFile | None = None
+    key_file: SecretFile | None = None
+    alpn: str | None = None
+    topic: Annotated[str, Meta(min_length=1)] = "{topic}"
+    record: str = "payload"
+    qos: Annotated[int, Meta(ge=0, le=1)] = 1
+    retain: Literal["never", "always", "as published"] = "never"
+    message_expiry_millis: Annotated[Millis, Meta(ge=1000, le=MAX_MILLIS)] | None = None
+    user_properties: dict[str, str] = msgspec.field(default_factory=dict)
+    message_id: bool = True
+    max_in_flight: Annotated[int, Meta(ge=1, le=LONGEST)] = 100
+    keep_alive_millis: Annotated[Millis, Meta(ge=1000, le=LONGEST * 1000)] = 20_000
+    timeout_millis: Annotated[Millis, Meta(ge=100, le=600_000)] = 30_000
+    aws_iot_core: bool | None = None
+
+    @property
+    def aws(self) -> bool:
+        """Whether the limits of AWS IoT Core apply."""
+        found = AWS_HOST.search(urlsplit(self.url).hostname or "") is not None
+        return found if self.aws_iot_core is None else self.aws_iot_core
+
+
+class _Headers(Struct):
+    """What of a PUBLISH is passed on; `expires` is Unix time in ms."""
+
+    retain: bool = False
+    user: list[tuple[str, str]] = []
+    type: str = ""
+    utf8: bool = False
+    reply: str = ""
+    token: bytes = b""
+    expires: int = 0
+
+
+_NO_HEADERS = _Headers()
+_headers = msgspec.msgpack.Decoder(_Headers)
+
+
+class _Message(NamedTuple):
+    topic: str
+    retain: bool
+    properties: bytes
+    size: int  # of its packet
+
+
+class MqttExporter(Exporter):
+    """One stream to one broker, over one connection."""
+
+    kind: ClassVar[str] = "mqtt"
+    Config: ClassVar[type[ExportConfig]] = MqttConfig
+    limits: ClassVar[BatchLimits] = BatchLimits(records=RECORDS)
+
+    config: MqttConfig
+
+    def __init__(self, config: MqttConfig, context: Context) -> None:
+        super().__init__(config, context)
+        self._topic = Template(config.topic)
+        self._encoder = RecordEncoder(config.record)
+        self._type = "" if config.record == "payload" else self._encoder.content_type  # else the publisher's
+        self._user = {name: Template(value) for name, value in config.user_properties.items()}
+        self._own = {*config.user_properties, "message-id"}  # names that a publisher's properties cannot have
+        self._v5 = config.protocol == "5"
+        self._aws = config.aws
+        self._pace = _Pace(AWS_MESSAGES, AWS_BYTES, AWS_BURST) if self._aws else None
+        self._connection: Connection | None = None
+        self._singly = False  # the broker ended the connection because of a message: which one?
+
+    @classmethod
+    def check(cls, config: MqttConfig) -> None:
+        for key, mistake in _mistakes(config):
+            raise msgspec.ValidationError(f"{mistake} - at `$.{key}`")
+
+    @classmethod
+    def lacks(cls, config: MqttConfig) -> str | None:
+        try:
+            _password(config)
+            _tls(config)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def batching(cls, config: MqttConfig) -> Batching:
+        batching = super().batching(config)
+        # A batch that takes a second: the service ends in the middle of fewer.
+        return (
+            msgspec.structs.replace(batching, records=batching.records or AWS_MESSAGES)
+            if config.aws
+            else batching
+        )
+
+    def export(self, batch: Batch) -> Outcome:
+        connection = self._connected()
+        connection.forget()
+        rejected: dict[int, str] = {}
+        ended: Ended | None = None
+        try:
+            self._publish(batch, connection, rejected)
+            self._singly = False
+        except Ended as error:
+            ended, self._connection = error, None
+            if error.code in REJECTED:
+                if self._singly and len(connection.unanswered) == 1:
+                    rejected[connection.unanswered[0]] = f"the broker rejects it: {REJECTED[error.code]}"
+                    self._singly = False
+                else:
+                    self._singly = True
+        except BaseException:
+            self.close()  # its state is unknown
+            raise
+        return _outcome(batch, connection, rejected, ended)
+
+    def idle(self) -> float | None:
+        if self._connection is None:
+            return None
+        try:
+            self._connection.idle()
+        except Ended as error:
+            self.context.log.info("%s; the next message makes a new one", error)
+            self._connection = None
+            return None
+        return self.config.keep_alive_millis / 1000 / PINGS
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    # --- the connection
+
+    def _connected(self) -> Connection:
+        """The connection, if it has not ended meanwhile, or a new one; raises Retry."""
+        if self._connection is not None and not self._connection.stale:
+            try:
+                self._connection.turn(0)
+            except Ended:
+                self._connection = None
+            else:
+                return self._connection
+        self.close()
+        target = self._target()
+        connection = Connection(target, self.context.monotonic, self.context.working)
+        if missing := self._missing(connection):
+            connection.close()
+            raise Retry(f"{target.url} {missing}", unsent=True)
+        self._connection = connection
+        return connection
+
+    def _missing(self, connection: Connection) -> str | None:
+        if connection.max_qos < self.config.qos:
+            return "takes no QoS 1; set qos = 0"
+        if self.config.retain != "never" and not connection.takes_retained:
+            return 'takes no retained messages; set retain = "never"'
+        return None
+
+    def _target(self) -> Target:
+        config, parts = self.config, urlsplit(self.config.url)
+        try:
+            password, tls = _password(config), _tls(config)
+        except ValueError as error:
+            raise Retry(str(error), unsent=True) from error
+        return Target(
+            url=config.url,
+            host=parts.hostname or "",
+            port=_port(config),
+            v5=self._v5,
+            qos=config.qos,
+            client_id=config.client_id or self._client_id(),
+            keep_alive=max(config.keep_alive_millis // 1000, 1),
+            timeout=config.timeout_millis / 1000,
+            username=config.username,
+            password=password,
+            tls=tls,
+        )
+
+    def _client_id(self) -> str:
+        name = f"{self.context.gateway}-{self.context.stream}-{self.config.identifier}"
+        return name if len(name.encode()) <= AWS_CLIENT_ID else hashlib.sha256(name.encode()).hexdigest()
+
+    # --- the messages
+
+    def _publish(self, batch: Batch, connection: Connection, rejected: dict[int, str]) -> None:
+        """Publish the batch and wait for the answers; raises Ended. `rejected` is by index."""
+        window = 1 if self._singly else min(self.config.max_in_flight, connection.receive_maximum)
+        if self._aws:
+            window = min(window, AWS_IN_FLIGHT)
+        payloads, wrong = self._encoder.encode(batch)
+        rejected |= wrong
+        number, repeated = -1, 0
+        for n, record in enumerate(batch.records):
+            if n in wrong:
+                continue
+            # A filter may have made two records of one: they are two messages.
+            repeated = repeated + 1 if record.sequence_number == number else 0
+            number = record.sequence_number
+            message = self._message(batch, record, payloads[n], repeated, connection.max_packet)
+            if isinstance(message, str):
+                rejected[n] = message
+                continue
+            while self._pace is not None and (wait := self._pace.wait(self.context.monotonic())) > 0:
+                connection.turn(wait)
+            connection.wait_below(window)
+            if any(code not in REJECTED for code in connection.refused.values()):
+                break  # what the broker refuses now goes before what comes later
+            connection.publish(n, message.topic, payloads[n], message.retain, message.properties)
+            if self._pace is not None:
+                self._pace.sent(self.context.monotonic(), message.size)
+            if self._singly:
+                connection.finish()
+        connection.finish()
+
+    def _message(
+        self, batch: Batch, record: Record, payload: bytes, repeated: int, max_packet: int
+    ) -> _Message | str:
+        """How a record is published, or why it never can be."""
+        headers = _headers.decode(record.headers) if record.headers else _NO_HEADERS
+        try:
+            topic = self._topic.render(batch, record)
+            encoded = topic.encode()
+            properties = self._properties(batch, record, headers, repeated) if self._v5 else b""
+        except NoValue as error:
+            return f"topic: {error}"
+        except ValueError as error:  # a lone surrogate, or too long
+            return str(error)
+        if wrong := self._wrong(topic, encoded, payload):
+            return wrong
+        size = packet_size(encoded, payload, self.config.qos, properties)
+        if size > max_packet:
+            return f"the packet of {size} bytes is larger than {max_packet} bytes, which the broker takes"
+        retain = self.config.retain
+        return _Message(topic, retain == "always" or (retain != "never" and headers.retain), properties, size)
+
+    def _wrong(self, topic: str, encoded: bytes, payload: bytes) -> str | None:
+        if not topic or len(encoded) > LONGEST or any(one in topic for one in "+#\0"):
+            return f"{topic[:200]!r} is not a topic that can be published to"
+        if self._aws:
+            counted = AWS_BASIC_INGEST.sub("", topic, count=1) if topic.startswith("$aws/rules/") else topic
+            if len(counted.encode()) > AWS_TOPIC or counted.count("/") > AWS_SLASHES:
+                most = f"{AWS_TOPIC} bytes and {AWS_SLASHES} slashes"
+                return f"a topic of AWS IoT Core has at most {most}, unlike {topic[:200]!r}"
+            if len(payload) > AWS_PAYLOAD:
+                return f"AWS IoT Core takes {AWS_PAYLOAD} bytes; the message has {len(payload)}"
+        return None
+
+    def _properties(self, batch: Batch, record: Record, headers: _Headers, repeated: int) -> bytes:
+        user = (
+            [(name, value) for name, value in headers.user if name not in self._own] if headers.user else []
+        )
+        for name, template in self._user.items():
+            with suppress(NoValue):
+                user.append((name, template.render(batch, record)))
+        if self.config.message_id:
+            user.append(("message-id", _message_id(batch, record, repeated)))
+        expires = headers.expires
+        if not expires and self.config.message_expiry_millis is not None:
+            expires = record.ingest_time + self.config.message_expiry_millis
+        return pack_properties(
+            user,
+            # At least a second, so that it reaches those who are subscribed now.
+            expiry=max(math.ceil(expires / 1000 - self.context.now()), 1) if expires else None,
+            utf8=self._type == JSON or (not self._type and headers.utf8),
+            content_type=self._type or headers.type,
+            reply=headers.reply,
+            token=headers.token,
+        )
+
+
+class _Pace:
+    """Spreads messages over time; times in seconds."""
+
+    def __init__(self, messages: float, size: float, burst: float) -> None:
+        """`messages` and `size` in bytes are per second."""
+        self._messages, self._size, self._burst = messages, size, burst
+        self._free_at = 0.0
+
+    def wait(self, now: float) -> float:
+        """How long the next message must wait; not above 0 if it may go."""
+        return self._free_at - self._burst - now
+
+    def sent(self, now: float, size: int) -> None:
+        self._free_at = max(self._free_at, now) + max(1 / self._messages, size / self._size)
+
+
+def _outcome(batch: Batch, connection: Connection, rejected: dict[int, str], ended: Ended | None) -> Outcome:
+    answers, refused = connection.answers, connection.refused
+    rejected |= {
+        n: f"the broker rejects it: {REJECTED[code]}" for n, code in refused.items() if code in REJECTED
+    }
+    retry = [n for n in range(len(batch.records)) if n not in rejected and (n not in answers or n in refused)]
+    waiting = next((refused[n] for n in retry if n in refused), None)
+    error = str(ended or "")
+    if waiting is not None:
+        error = f"the broker refuses a message: {RETRIED.get(waiting, f'reason code 0x{waiting:02x}')}"
+    elif retry:
+        error += f"; message {batch.records[retry[0]].sequence_number} is the first without an answer"
+    quota = waiting == QUOTA or (ended is not None and ended.code == QUOTA)
+    return Outcome(
+        retry=retry,
+        rejected=rejected,
+        error=error if retry else "",
+        after=WAIT if quota and retry else None,
+        cut=ended is not None and ended.code is None and waiting is None,
+    )
+
+
+def _message_id(batch: Batch, record: Record, repeated: int) -> str:
+    name = f"{batch.gateway}/{batch.stream}/{batch.epoch}/{record.sequence_number}"
+    name += f".{repeated}" if repeated else ""
+    # A hub takes ids of up to 255 bytes.
+    return name if len(name.encode()) <= 255 else hashlib.sha256(name.encode()).hexdigest()
+
+
+def _port(config: MqttConfig) -> int:
+    parts = urlsplit(config.url)
+    return parts.port or (8883 if parts.scheme == "mqtts" else 1883)
+
+
+def _password(config: MqttConfig) -> str | None:
+    """Raises ValueError."""
+    if config.password_file is None:
+        return None
+    try:
+        return Path(config.password_file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"password_file {config.password_file}: {error.strerror}") from error
+    except UnicodeDecodeError:  # it quotes what it could not decode
+        raise ValueError(f"password_file {config.password_file}: it is not UTF-8") from None
+
+
+def _tls(config: MqttConfig) -> ssl.SSLContext | None:
+    """Raises ValueError."""
+    if urlsplit(config.url).scheme != "mqtts":
+        return None
+    doing = f"ca_file {config.ca_file}"
+    try:
+        context = ssl.create_default_context(cafile=config.ca_file)
+        if config.cert_file is not None:
+            doing = f"cert_file {config.cert_file} with key_file {config.key_file or 'in it'}"
+            context.load_cert_chain(config.cert_file, config.key_file, password="")  # never asks for one
+    except OSError as error:
+        raise ValueError(f"{doing}: {error.strerror or error}") from error
+    alpn = config.alpn
+    if alpn is None and config.aws and _port(config) == 443:
+        # https://docs.aws.amazon.com/iot/latest/developerguide/protocols.html; `mqtt` is for authorizers.
+        alpn = "x-amzn-mqtt-ca" if config.cert_file is not None else "mqtt"
+    if alpn is not None:
+        context.set_alpn_protocols([alpn])
+    return context
+
+
+def _mistakes(config: MqttConfig) -> list[tuple[str, str]]:
+    """The keys with a mistake, and what it is."""
+    found = []
+    try:
+        parts = urlsplit(config.url)
+        good = (
+            parts.hostname
+            and parts.port != 0
+            and not (parts.username or parts.path.strip("/") or parts.query)
+        )
+    except ValueError:
+        good = False
+    if not good:
+        # Without the URL: it may have a password in it.
+        found.append(
+            ("url", "it is not like mqtt://host:1883 or mqtts://host:8883, without a user or a path")
+        )
+    elif parts.scheme == "mqtt":
+        given = {
+            "caFile": config.ca_file,
+            "certFile": config.cert_file,
+            "keyFile": config.key_file,
+            "alpn": config.alpn,
+        }
+        found += [(key, "it needs TLS: write url as mqtts://host") for key, value in given.items() if value]
+    if config.key_file is not None and config.cert_file is None:
+        found.append(("keyFile", "it needs certFile"))
+    if config.password_file is not None and config.username is None:
+        found.append(("passwordFile", "it needs username"))
+    if config.protocol != "5":
+        needs = {
+            "messageExpiryMillis": config.message_expiry_millis,
+            "userProperties": config.user_properties,
+        }
+        found += [(key, 'it needs protocol = "5"') for key, value in needs.items() if value]
+    if config.message_id and "message-id" in config.user_properties:
+        found.append(
+            ("userProperties", "message-id has the id of the message; set messageId = false to choose it")
+        )
+    try:
+        RecordEncoder(config.record)
+    except ValueError as error:
+        found.append(("record", str(error).removeprefix("record: ")))
+    for key, text in [
+        ("topic", config.topic),
+        *(("userProperties", value) for value in config.user_properties.values()),
+    ]:
+        try:
+            Template(text)
+        except ValueError as error:
+            found.append((key, str(error)))
+            continue
+        if key == "topic" and any(one in re.sub(r"\{[^{}]*\}", "", text) for one in "+#\0"):
+            found.append((key, f"{text!r} has a wildcard; a message goes to one topic"))
+    return found
+
+
+@hookimpl
+def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
+    """The exporter of this file."""
+    register(MqttExporter)
