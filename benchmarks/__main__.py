@@ -34,6 +34,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "operations": (),
     "consumers": (),
     "export": ("--rounds", "1", "--seconds", "15"),
+    "uplink": (),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
     "ingest_tables": (),
     "latency": (),
