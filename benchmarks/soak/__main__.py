@@ -3,7 +3,7 @@
     make soak [MINUTES=20]        (or: python -m benchmarks.soak [--minutes 20] [--output build/soak])
 
 200 devices at mixed rates and QoS publish to ten streams of two gateways: one with the embedded broker, one
-behind Mosquitto. Their streams are exported to stand-ins for Kinesis, Firehose, HTTP and S3. Meanwhile
+behind Mosquitto. Their streams are exported to stand-ins for Kinesis, Firehose, HTTP, MQTT and S3. Meanwhile
 `streambridge ingest` loads the objects into a table. Gateways, workers, Mosquitto and ingest runs are killed
 with SIGKILL, links are cut, services fail, the disk fills up, certificates are replaced, all at random. At
 the end the faults stop, pending messages arrive, and `verdict.py` checks what must hold. The exit code is 0

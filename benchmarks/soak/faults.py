@@ -24,7 +24,8 @@ from benchmarks.soak.world import World, wait_for
 from benchmarks.testbed.aws import error, partial, reset
 
 GATEWAYS_SPARED, WORKERS_SPARED = 0.5, 0.66  # of the run
-LINKS = ("tcp0", "tcp1", "tls0", "tls1", "ws0", "broker", "uplink", "s3", "kinesis", "firehose", "http")
+SERVICES = ("s3", "kinesis", "firehose", "http", "mqtt")
+LINKS = ("tcp0", "tcp1", "tls0", "tls1", "ws0", "broker", "uplink", *SERVICES)
 
 
 @dataclass
@@ -250,7 +251,7 @@ class Faults:
         event.end = time.time()
 
     def break_service(self, chance: random.Random) -> None:
-        kind = chance.choice(("s3", "s3", "kinesis", "firehose", "http"))
+        kind = chance.choice(("s3", *SERVICES))
         event = self._event("service broken", kind)
         fake = self.world.services.fakes.get(kind)
         with ExitStack() as stack:

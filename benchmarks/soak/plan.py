@@ -67,9 +67,15 @@ OTHERS = {
     "kinesis": 'kinesis_stream_name = "soak"\npartition_key = "{topic}"\nendpoint_url = "%s"\n',
     "firehose": 'delivery_stream_name = "soak"\npack_bytes = 20000\nendpoint_url = "%s"\n',
     "http": 'uri = "%s/in"\nexport_format = 1\ntimeout_millis = 5000\n',
+    "mqtt": 'url = "%s"\ntimeout_millis = 5000\n',
 }
 # The exports of a stream in addition to s3.
-ALSO = {"plant0": ("kinesis",), "plant1": ("kinesis", "http"), "plant2": ("firehose",), "yard0": ("http",)}
+ALSO = {
+    "plant0": ("kinesis",),
+    "plant1": ("kinesis", "http"),
+    "plant2": ("firehose", "mqtt"),
+    "yard0": ("http",),
+}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The services that exports go to, and what they have received.
 
-Kinesis, Firehose and HTTP are fakes of `benchmarks.testbed`; S3 is moto (a separate process
-that `world` starts). `Broken` replaces any of them during an outage.
+Kinesis, Firehose, HTTP and the broker of the exports `mqtt` are fakes of `benchmarks.testbed`; S3 is moto (a
+separate process that `world` starts). `Broken` replaces any of them during an outage.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from benchmarks.testbed.aws import FakeAws
+from benchmarks.testbed.uplink import Answering
 from benchmarks.testbed.web import Web
 
 MESSAGE = re.compile(rb'{"d":(\d+),"n":(\d+),')
@@ -31,7 +32,7 @@ class Delivered:
     """Which messages have arrived, by kind of export: for each device how often each of its messages has."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, dict[int, bytearray]] = {"kinesis": {}, "firehose": {}, "http": {}}
+        self.counts: dict[str, dict[int, bytearray]] = {"kinesis": {}, "firehose": {}, "http": {}, "mqtt": {}}
 
     def add(self, kind: str, payloads: Iterable[bytes]) -> None:
         for payload in payloads:
@@ -48,11 +49,11 @@ class Services:
     def __init__(self, delivered: Delivered) -> None:
         self.delivered = delivered
         self.fakes = {"kinesis": FakeAws(), "firehose": FakeAws()}
-        self.web = Web()
+        self.web, self.broker = Web(), Answering()
         urls = {kind: fake.url for kind, fake in self.fakes.items()}
         for server in (*(fake.server for fake in self.fakes.values()), self.web.server):
             server.handle_error = lambda *_: None  # type: ignore[method-assign]  # links that are cut
-        self.urls = {**urls, "http": self.web.url.removesuffix("/in")}
+        self.urls = {**urls, "http": self.web.url.removesuffix("/in"), "mqtt": self.broker.url}
 
     def collect(self) -> None:
         for kind, fake in self.fakes.items():
@@ -65,11 +66,14 @@ class Services:
             batch = json.loads(self.web.bodies.pop())
             self.delivered.add("http", (base64.b64decode(message["payload"]) for message in batch))
         self.web.headers.clear()
+        while self.broker.published:
+            self.delivered.add("mqtt", [self.broker.published.pop().payload])
 
     def close(self) -> None:
         for fake in self.fakes.values():
             fake.close()
         self.web.close()
+        self.broker.close()
 
 
 class Broken:

@@ -176,6 +176,7 @@ class World:
             self.links[name] = Forwarder(url)
             self._ends.callback(self.links[name].close)
         endpoints = {name: self.links[name].url for name in ("s3", *self.services.urls)}
+        endpoints["mqtt"] = endpoints["mqtt"].replace("http", "mqtt")
         uplink = self.links["uplink"].url.replace("http", "mqtt")
         for name, home, more in (
             (

@@ -16,12 +16,12 @@ import pytest
 
 from benchmarks.testbed.aws import Answer, FakeAws, Request, error, partial, reset
 from benchmarks.testbed.forwarder import Forwarder
+from benchmarks.testbed.uplink import Answering, Published
 from benchmarks.testbed.web import Refusing, Web
 from bridge import Context
 from bridge.plugin import discovery
 from bridge.plugin.testing import ExporterContract
 from tests.export.harness import Bucket, Impatient
-from tests.fakes.uplink import Answering, Published
 
 GIVE_UP = 0.5  # seconds without an answer
 EXPORTERS = discovery.load().exporters

@@ -18,13 +18,13 @@ import pytest
 
 from benchmarks.testbed.certificates import Authority
 from benchmarks.testbed.forwarder import Forwarder
+from benchmarks.testbed.uplink import Answering, Published
 from bridge import Batch, Context, Exporter, Record, Retry
 from bridge.mqtt.wire import properties as p
 from bridge.plugin import discovery
 from bridge.plugin.api import convert_config
 from bridge.plugin.testing import attempt, deliver, make_batch
 from tests.export.harness import running, until
-from tests.fakes.uplink import Answering, Published
 
 EXPORTERS = discovery.load().exporters
 PACKET_TOO_LARGE, TOPIC_INVALID, PAYLOAD_INVALID, QUOTA, NOT_AUTHORIZED = 0x95, 0x90, 0x99, 0x97, 0x87

@@ -1,6 +1,6 @@
 """A broker made of bytes for one that only publishes: it answers what a test asks for.
 
-Unlike `BrokerOfBytes` it has a thread of its own, for clients that block.
+It has threads of its own, for clients that block.
 """
 
 from __future__ import annotations
