@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import ssl
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -420,6 +422,44 @@ def test_a_broker_that_sends_nonsense_ends_the_connection_and_no_message(
     broker.nonsense = b""
     assert deliver(exporter, make_batch([b"1", b"2"])) == {}
     exporter.close()
+
+
+# In a network of its own, whose only interface goes down: no packet is answered, and none is refused.
+BLACK_HOLE = """
+import subprocess
+from benchmarks.testbed.uplink import Answering
+from tests.export.test_mqtt import attempt, make_batch, mqtt
+
+def link(state):
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+link("up")
+with Answering() as broker:
+    exporter = mqtt(broker.url, keepAliveMillis=2000, timeoutMillis=600_000)
+    assert not attempt(exporter, make_batch([b"0"])).retry
+    link("down")
+    outcome = attempt(exporter, make_batch([b"1", b"2"], 1))
+    assert outcome.cut and list(outcome.retry) == [0, 1], outcome
+    link("up")
+    assert not attempt(exporter, make_batch([b"1", b"2"], 1)).retry
+    exporter.close()
+    assert broker.payloads == [b"0", b"1", b"2"]
+print("noticed")
+"""
+
+
+def test_a_link_that_swallows_everything_is_noticed_by_the_keep_alive() -> None:
+    isolated = ["unshare", "--net", "--map-root-user"]
+    if subprocess.run([*isolated, "ip", "link", "set", "lo", "up"], capture_output=True).returncode:
+        assert not os.environ.get("CI"), (
+            "cannot make a network (needs unshare, ip and root or user namespaces)"
+        )
+        pytest.skip("cannot make a network here (needs unshare, ip and root or user namespaces)")
+    done = subprocess.run(
+        [*isolated, sys.executable, "-c", BLACK_HOLE],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == "noticed\n", done.stderr
 
 
 def test_closing_says_good_bye(broker: Answering) -> None:
