@@ -127,11 +127,12 @@ def test_a_disabled_export_whose_position_cannot_be_written_waits_between_attemp
         async with running(tmp_path) as gateway:
             faulty = {"identifier": "out", "path": str(tmp_path)}
             gateway.create("a", {"faulty": [faulty]})
-            await gateway.append("a", b"x")
-            await gateway.exported("a", 0)
             broken.touch()  # the disk goes bad before the position is written
+            await gateway.append("a", b"x")
+            await until(attempts.exists)
             gateway.update("a", {"faulty": [faulty | {"disabled": True}]})
-            await until(lambda: attempts.exists() and attempts.stat().st_size >= 2)
+            tried = attempts.stat().st_size
+            await until(lambda: attempts.stat().st_size >= tried + 2)
             began = attempts.stat().st_size
             await asyncio.sleep(1)
             assert attempts.stat().st_size - began < 20
