@@ -73,6 +73,7 @@ class Checks:
         self._purged_upto = 0  # of the stream both, as a reply has said
         self._purging: set[bytes] = set()  # what may be gone because of a purge
         self._epochs_of_fresh: set[int] = set()
+        self._recreating = -1  # the connection of the appender on which it is under way
         self._room = 0  # how many messages of one size the stream exact has room for
         store = world.bucket.store
 
@@ -412,17 +413,21 @@ class Checks:
 
     def recreate(self) -> None:
         """Delete the stream fresh, and create it again: no two streams have the same epoch."""
-        manager, ask = self.world.service._manager, self.world.appender.ask
+        manager, appender = self.world.service._manager, self.world.appender
+        if self._recreating == appender.connections:
+            return  # the last one is not answered yet
+        self._recreating = appender.connections
 
         def created(answer: dict[str, Any]) -> None:
+            self._recreating = -1
             if answer.get("status") == 0 and not self.lied and not self.world.process.dead:
                 epoch = manager.store.streams["fresh"].epoch
                 if epoch in self._epochs_of_fresh:
                     self.broken(f"fresh: a new stream has the epoch {epoch}, as one before")
                 self._epochs_of_fresh.add(epoch)
 
-        ask("deleteMessageStream", {"name": "fresh"}, lambda _: None)
-        ask("createMessageStream", {"definition": {"name": "fresh", "strategyOnFull": 0}}, created)
+        appender.ask("deleteMessageStream", {"name": "fresh"}, lambda _: None)
+        appender.ask("createMessageStream", {"definition": {"name": "fresh", "strategyOnFull": 0}}, created)
 
     def _fill(self) -> int | None:
         """Purge the stream exact, and return how many messages of 100 bytes it takes then.
