@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         send_split,
     )
     from bridge.plugin.hooks import Event, hookimpl
+    from bridge.plugin.transform import TransformState
     from bridge.settingtypes import BrokerUrl, Bucket, Bytes, Endpoint, Millis, SecretFile
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "Retry",
     "SecretFile",
     "Stopped",
+    "TransformState",
     "hookimpl",
     "send_split",
 ]
@@ -78,6 +80,8 @@ FOR_PLUGINS = (
 _ELSEWHERE = dict.fromkeys(("Event", "hookimpl"), "bridge.plugin.hooks") | dict.fromkeys(
     ("BrokerUrl", "Bucket", "Bytes", "Endpoint", "Millis", "SecretFile"), "bridge.settingtypes"
 )
+
+_ELSEWHERE["TransformState"] = "bridge.plugin.transform"
 
 if not TYPE_CHECKING:
 

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Struct
@@ -259,15 +259,21 @@ def _config(exporters: Exporters, kind: str) -> type[Struct] | None:
 def _export(
     reader: Reader, table: dict[str, Any], keys: Keys, struct: Callable[[], type[Struct] | None]
 ) -> dict[str, Any]:
-    """One export's options. `struct` returns their types, if they are known; it is called for texts only."""
+    """One export's options. `struct` returns their types, if they are known."""
     wire = {}
     for key, raw in table.items():
         here = (*keys, key)
         word, *words = key.split("_")
         name = word + "".join(map(str.capitalize, words))
         value = raw
-        if isinstance(raw, dict):
+        if isinstance(raw, dict) and not _is_map(_type(struct(), name)):
             value = _export(reader, raw, here, partial(_inner, struct, name))
+        elif isinstance(raw, list) and _inner(struct, name) is not None:
+            inner = partial(_inner, struct, name)
+            value = [
+                _export(reader, item, (*here, n), inner) if isinstance(item, dict) else item
+                for n, item in enumerate(raw)
+            ]
         elif isinstance(raw, str) and "${STREAMBRIDGE_" in raw:
             reader.problem(here, "a stream's definition is stored and shown; put the secret in a file")
         elif isinstance(raw, str) and (unit := unit_of(_type(struct(), name))) is not None:
@@ -275,6 +281,11 @@ def _export(
         if here not in reader.broken:
             wire[name] = value
     return wire
+
+
+def _is_map(kind: Any) -> bool:
+    """Whether a type is a map whose keys are values too, and not names of options."""
+    return any(get_origin(part) is dict for part in (kind, *get_args(kind)))
 
 
 def _inner(struct: Callable[[], type[Struct] | None], name: str) -> type[Struct] | None:

@@ -10,11 +10,15 @@ import logging
 from collections.abc import Sequence
 from enum import Enum, auto
 
+import msgspec
+
 from bridge.export.host import Host
 from bridge.export.planning import Planner, intersection
 from bridge.export.position import Position, shorten
 from bridge.export.sizing import Sizing
 from bridge.plugin.api import Batch, ExportConfig, Exporter, Outcome, Record, Retry, dead_letter
+from bridge.plugin.reduction import decoded, encoded
+from bridge.plugin.transform import TransformState
 
 log = logging.getLogger("bridge.export")
 
@@ -43,6 +47,7 @@ class Batches:
         """Continue from the position, which was just read."""
         self._sizing = Sizing(self._position.cursor.limit or None)
         self._may_have_arrived = self._position.cursor.planned is not None
+        self._planner.state = TransformState(self._position.cursor.transform)
 
     def next(self, exporter: Exporter, config: ExportConfig, attempt: int) -> Batch | NoBatch:
         """Return the next attempt; its boundaries are durable. Raises OSError and CorruptData."""
@@ -107,7 +112,7 @@ class Batches:
         """Return the rest of the planned batch; None if a drop requires a new plan."""
         cursor, pending = self._position.cursor, self._pending
         assert cursor.planned is not None
-        plan = self._planner.reread(*cursor.planned, config)
+        plan = self._planner.reread(*cursor.planned, self._as_planned(config))
         if plan is None:
             cursor.planned, self._pending = None, None
             return None
@@ -129,6 +134,8 @@ class Batches:
         self._skip(plan.skipped, exporter)
         cursor.skipped += plan.position - cursor.position
         cursor.position, records, self._position.dirty = plan.position, plan.records, True
+        self._planner.state.rules = encoded(config.reduce)
+        self._remember()
         if not records:
             return NoBatch.DROPPED
         cursor.plan(records[0].sequence_number, records[-1].sequence_number)
@@ -207,6 +214,20 @@ class Batches:
         )  # a plugin may have made two records of one
         cursor.position, cursor.planned, self._pending = last + 1, None, None
         self._position.dirty = True
+        self._remember()
+
+    def _remember(self) -> None:
+        """Move the state of the transform to the position; both are written together."""
+        state, cursor = self._planner.state, self._position.cursor
+        state.advance(cursor.position)
+        cursor.transform = state.stored()
+
+    def _as_planned(self, config: ExportConfig) -> ExportConfig:
+        """The configuration with the rules of the planned batch: a retry makes the same records."""
+        rules = self._planner.state.rules
+        if rules == encoded(config.reduce):
+            return config
+        return msgspec.structs.replace(config, reduce=decoded(rules))
 
     def _dead_letter(self, record: Record, reason: str, stream: str | None) -> None:
         text = f"message {record.sequence_number} was rejected: {reason}"

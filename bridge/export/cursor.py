@@ -16,6 +16,10 @@ space. (A file system that never writes in place, such as btrfs, can still fail;
 `body` is msgpack of `Cursor`. If both slots fail their check, the export restarts at its start
 sequence number: messages are sent again, and none is lost.
 
+If the export has rules or transforms with a state (`bridge.plugin.transform`), two areas of 65,536 bytes follow,
+one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's area, and a
+slot whose area does not match is invalid. Area and slot are written together, with one sync.
+
 A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the
 range; a line that fails its check ends the file. A file that has grown is replaced by its compact form:
 it keeps the newest `KEPT_RANGES` ranges and joins older neighbours into one with the reason
@@ -42,6 +46,7 @@ from bridge.errors import CorruptData
 from bridge.model import ExportStatus
 from bridge.objectkeys import JOINED, LOSSES
 from bridge.plugin.api import ExportConfig
+from bridge.plugin.transform import MAX_STATE as AREA
 from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096
@@ -49,6 +54,7 @@ MAX_STATE = 2000
 KEPT_RANGES = 1000
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
+_SEAL = struct.Struct(">II")  # of an area
 
 
 class Cursor(Struct, kw_only=True):
@@ -57,7 +63,7 @@ class Cursor(Struct, kw_only=True):
     `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the
     configured start sequence number from which the export began. `reached` is the highest number that
     may have been sent, -1 if none; it never decreases, and a start beyond the newest message does not
-    count. `skipped` counts the numbers that the position has passed without exporting or rejecting a
+    count. `transform` is the state of the transforms at `position`. `skipped` counts the numbers that the position has passed without exporting or rejecting a
     message. `stopped` is the `fingerprint` of the configuration with which the exporter raised
     `Stopped`; empty while the export may run. `limit` is that of `sizing`, 0 for none.
     """
@@ -74,6 +80,7 @@ class Cursor(Struct, kw_only=True):
     last_time: int = 0
     error: str | None = None
     state: bytes = b""
+    transform: bytes = b""
     reached: int = -1
     stopped: bytes = b""
     limit: int = 0
@@ -166,6 +173,7 @@ class CursorFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         Files().sync_directory(path.parent)
         self._generation = max((generation for generation, _ in _slots(self._fd)), default=0)
+        self._areas: list[bytes | None] = [None, None]  # what is in them; None: unknown
 
     def fill(self, cursor: Cursor) -> None:
         """Write each invalid slot, so that no later write needs space; raises OSError."""
@@ -188,15 +196,29 @@ class CursorFile:
 
     def write(self, cursor: Cursor) -> None:
         """Write durably into the slot that is not the newest; raises OSError."""
+        generation, transform = self._generation + 1, cursor.transform
+        number = generation % 2
+        if transform:
+            cursor = msgspec.structs.replace(cursor, transform=_seal(transform))
         body = msgspec.msgpack.encode(cursor)
-        generation = self._generation + 1
         head = _HEAD.pack(_MAGIC, generation, len(body))
         slot = head + crc32(body, crc32(head)).to_bytes(4, "big") + body
         if len(slot) > SLOT:
             raise ValueError(f"a cursor of {len(slot)} bytes does not fit in its slot")
-        Files().write(self._fd, [slot.ljust(SLOT, b"\0")], generation % 2 * SLOT)
+        if transform and transform != self._areas[number]:
+            self._write_area(number, transform)
+        Files().write(self._fd, [slot.ljust(SLOT, b"\0")], number * SLOT)
         os.fdatasync(self._fd)
         self._generation = generation
+
+    def _write_area(self, number: int, content: bytes) -> None:
+        """Write the area of a slot that does not count any more; the first time, make room for both."""
+        end = _area(2)
+        if (size := os.fstat(self._fd).st_size) < end:
+            Files().write(self._fd, [bytes(end - size)], size)
+        self._areas[number] = None
+        Files().write(self._fd, [content], _area(number))
+        self._areas[number] = content
 
     def close(self) -> None:
         """Close the file."""
@@ -213,9 +235,24 @@ def _slots(fd: int) -> list[tuple[int, Cursor]]:
         body = data[_HEAD.size + 4 : _HEAD.size + 4 + length]
         crc = int.from_bytes(data[_HEAD.size : _HEAD.size + 4], "big")
         if magic == _MAGIC and len(body) == length and crc32(body, crc32(data[: _HEAD.size])) == crc:
-            with contextlib.suppress(msgspec.MsgspecError):
-                found.append((generation, msgspec.msgpack.decode(body, type=Cursor)))
+            with contextlib.suppress(msgspec.MsgspecError, struct.error):
+                cursor = msgspec.msgpack.decode(body, type=Cursor)
+                if cursor.transform:
+                    content = os.pread(fd, AREA, _area(number))[: _SEAL.unpack(cursor.transform)[0]]
+                    if _seal(content) != cursor.transform:
+                        continue
+                    cursor.transform = content
+                found.append((generation, cursor))
     return found
+
+
+def _area(number: int) -> int:
+    """Where the area of a slot begins; that of 2 is the end of the file."""
+    return 2 * SLOT + number * AREA
+
+
+def _seal(content: bytes) -> bytes:
+    return _SEAL.pack(len(content), crc32(content))
 
 
 class Skipped:

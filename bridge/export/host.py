@@ -20,6 +20,7 @@ from bridge.plugin import aws
 from bridge.plugin.api import AwsBatchedConfig, AwsConfig, ExportConfig, Progress, Record, Retry
 from bridge.plugin.discovery import Registry
 from bridge.plugin.hooks import Event
+from bridge.plugin.transform import TransformState
 
 APPEND_TIMEOUT = 30.0
 IDLE_MEMORY = 96 * MIB  # more than the process uses without any batch
@@ -110,11 +111,15 @@ class Host:
         """The transformation of an export's records by hooks; None if no plugin has such a hook."""
         hooks = self._hook.transform_records.get_hookimpls()
 
-        def transform(records: list[Record], stream: str, config: ExportConfig) -> list[Record]:
+        def transform(
+            records: list[Record], stream: str, config: ExportConfig, state: TransformState
+        ) -> list[Record]:
             # In the order of loading; each plugin gets the records that those before it returned.
             with self.in_plugin(key, "transforming records"):
                 for impl in hooks:
-                    values = {"records": records, "stream": stream, "kind": kind, "config": config}
+                    values = {
+                        "records": records, "stream": stream, "kind": kind, "config": config, "state": state
+                    }  # fmt: skip
                     try:
                         changed = impl.function(*(values[name] for name in impl.argnames))
                     except Exception as error:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
+from bridge.plugin.transform import TransformState
 from bridge.streams.drops import DropLog, DropReason
 from bridge.streams.layout import Files
 from bridge.streams.reader import StreamReader
@@ -35,7 +36,7 @@ _CHUNK_RECORDS, _CHUNK_BYTES = 10_000, 1024 * 1024
 _SCAN_BYTES = 32 * 1024 * 1024
 _TOPICS = 4096
 
-Transform = Callable[[list[Record], str, ExportConfig], list[Record]]
+Transform = Callable[[list[Record], str, ExportConfig, TransformState], list[Record]]
 
 
 class Source:
@@ -83,6 +84,7 @@ class Planner:
     def __init__(self, source: Source, transform: Transform | None) -> None:
         self._source, self._transform = source, transform
         self._limits, self._batching = BatchLimits(), Batching()
+        self.state = TransformState()  # of the transform, at the position
         self.max_bytes = MAX_BYTES  # of a batch that no link limits
         self._reader: StreamReader | None = None
         self._drops: DropLog | None = None
@@ -298,7 +300,10 @@ class Planner:
         return not self._count
 
     def _records_of(self, found: list[Record], config: ExportConfig) -> list[Record]:
-        return self._transform(list(found), self._source.name, config) if self._transform else found
+        if self._transform is None:
+            return found
+        self.state.rewind()
+        return self._transform(list(found), self._source.name, config, self.state)
 
     def _with_reasons(self, first: int, last: int) -> list[tuple[int, int, str]]:
         assert self._drops is not None

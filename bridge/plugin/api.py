@@ -37,6 +37,7 @@ from msgspec import Meta, Struct
 
 from bridge.model import MAX_INT64, MAX_MILLIS, Name
 from bridge.plugin.allow import Allow
+from bridge.plugin.reduction import Reduction, encoded
 from bridge.settingtypes import Endpoint, Millis
 from bridge.topics import is_topic_filter
 
@@ -157,6 +158,8 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
 
     The exporter gets the messages that match one of the topic filters `topics`; none means all messages.
     With `contiguous` limits it always gets all. Rejected records go to `dead_letter_stream` if it is set.
+    `reduce` are rules that make messages fewer and smaller before they are sent; the first one whose topics
+    match applies.
     """
 
     identifier: Name
@@ -164,6 +167,10 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     priority: Annotated[int, Meta(ge=1, le=10)] | None = None
     disabled: bool = False
     dead_letter_stream: Name | None = None
+    reduce: list[Reduction] = []
+
+    def __post_init__(self) -> None:
+        encoded(self.reduce)  # raises ValueError if they are too large
 
 
 class BatchedConfig(ExportConfig, kw_only=True, frozen=True):

@@ -57,6 +57,8 @@ class ClientExporter(Exporter):
         """Raise ValueError for a priority, and for a start that is ambiguous."""
         if config.priority is not None:
             raise ValueError("priority: a consumer has none, since its clients fetch when they want to")
+        if config.reduce:
+            raise ValueError("reduce: a consumer has none, since its messages do not leave the gateway in order")
         try:
             start = config.start_millis
         except (ValueError, OverflowError, OSError):

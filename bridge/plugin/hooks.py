@@ -15,6 +15,7 @@ import pluggy
 from msgspec import Struct
 
 from bridge.plugin.api import ExportConfig, Exporter, Record
+from bridge.plugin.transform import TransformState
 
 if TYPE_CHECKING:
     from bridge.plugin.aws import AwsSettings, Credentials
@@ -44,12 +45,13 @@ def register_exporters(register: Callable[[type[Exporter]], None]) -> None:
 
 @hookspec
 def transform_records(
-    records: list[Record], stream: str, kind: str, config: ExportConfig
+    records: list[Record], stream: str, kind: str, config: ExportConfig, state: TransformState
 ) -> list[Record] | None:
     """Return the records to export instead of these, or None to leave them unchanged.
 
-    Omit a record to filter it; keep the order and the sequence numbers. The same records must always give
-    the same result, since a batch may be retried.
+    Omit a record to filter it; keep the order and the sequence numbers. The same records and the same state
+    must always give the same result, since a batch may be retried. What the result depends on besides the
+    records must be in `state`: it holds what was set at earlier records, also after a crash.
     """
 
 

@@ -1,0 +1,112 @@
+"""The option `reduce` of every export: rules that make messages fewer and smaller before they are sent.
+
+Each message follows the first rule whose `topics` match, and a message that no rule matches is sent as it is. The
+plugin `reduce` carries the rules out. Fields are named by JSON pointers (RFC 6901): `/motor/speed` is the
+member `speed` of the object `motor`, and the empty pointer is the whole payload.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from bridge.model import MAX_MILLIS
+from bridge.settingtypes import Millis
+from bridge.topics import is_topic_filter
+
+MAX_RULES = 16 * 1024  # bytes of all rules of an export, as JSON
+IGNORE = "ignore"  # the band of a value whose changes do not count
+Topics = Annotated[list[str], Meta(min_length=1)]
+_POINTER = re.compile(r"(/([^~/]|~[01])*)*")
+_PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
+
+
+class Reduction(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """One rule: which topics it is for, which messages are sent, and which fields they have.
+
+    `sample` N sends one of N messages of a topic. `deadband` sends a message only if one of these values
+    has changed by more than its band since the last one that was sent. After `longest_silence_millis` without a
+    message of its topic, the next one is sent in any case. `keep` or `drop` name fields, `rename` gives fields
+    new names.
+    """
+
+    topics: Topics = field(default_factory=lambda: ["#"])
+    sample: Annotated[int, Meta(ge=1, le=1_000_000)] = 1
+    deadband: dict[str, float | str] = {}
+    longest_silence_millis: Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)] | None = None
+    keep: list[str] = []
+    drop: list[str] = []
+    rename: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        mistakes = list(self._mistakes())
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+
+    def _mistakes(self) -> Iterator[str]:
+        for topic in self.topics:
+            if not is_topic_filter(topic):
+                yield f"`topics`: {topic!r} is not a topic filter; `#` may only be the last level"
+        named = {"deadband": self.deadband, "keep": self.keep, "drop": self.drop, "rename": self.rename}
+        for key, pointers in named.items():
+            for pointer in pointers:
+                if not _POINTER.fullmatch(pointer):
+                    yield (
+                        f"`{key}`: {pointer!r} is not a JSON pointer; write the member b of a as \"/a/b\", and ~ "
+                        "and / in a name as ~0 and ~1"
+                    )
+                elif not pointer and key != "deadband":
+                    yield f'`{key}`: "" is the whole payload; name a field, such as "/temperature"'
+        for pointer, band in self.deadband.items():
+            try:
+                parse_band(band)
+            except ValueError as error:
+                yield f"`deadband`: the band of {pointer!r} {error}"
+        for pointer, name in self.rename.items():
+            if not name or name.startswith("/"):
+                yield (
+                    f"`rename`: the new name of {pointer!r} is {name!r}; write a name such as \"speed\", not a pointer"
+                )
+        if self.keep and self.drop:
+            yield "`drop`: with `keep`, all other fields are left out already; remove one of them"
+        if self.longest_silence_millis is not None and self.sample == 1 and not self.deadband:
+            yield "`longest_silence_millis` needs `sample` or `deadband`; without them, every message is sent"
+
+
+def parse_band(band: float | str) -> tuple[float, float] | None:
+    """A band as (absolute, share of the last value); None if changes do not count. Raises ValueError."""
+    if band == IGNORE:
+        return None
+    percent = _PERCENT.fullmatch(band) if isinstance(band, str) else None
+    if percent is not None:
+        return 0.0, float(percent[1]) / 100
+    if isinstance(band, str) or not 0 <= band < float("inf"):
+        raise ValueError(
+            f'is {band!r}; write a number from 0 up such as 0.5, a percentage such as "2%", or "{IGNORE}"'
+        )
+    return float(band), 0.0
+
+
+def steps(pointer: str) -> list[str]:
+    """The members that a JSON pointer passes (RFC 6901, section 4)."""
+    return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+
+
+def encoded(rules: list[Reduction]) -> bytes:
+    """The rules as they are stored with a position; empty for none. Raises ValueError if they are too large."""
+    data = msgspec.json.encode(rules) if rules else b""
+    if len(data) > MAX_RULES:
+        raise ValueError(
+            f"`reduce`: its rules have {len(data)} bytes as JSON, and may have {MAX_RULES}; shorten them, or use "
+            "topic filters with wildcards"
+        )
+    return data
+
+
+def decoded(data: bytes) -> list[Reduction]:
+    """The rules that `encoded` has returned."""
+    return msgspec.json.decode(data, type=list[Reduction]) if data else []
