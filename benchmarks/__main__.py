@@ -35,6 +35,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "consumers": (),
     "export": ("--rounds", "1", "--seconds", "15"),
     "uplink": (),
+    "wire": (),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
     "ingest_tables": (),
     "latency": (),

@@ -17,7 +17,7 @@ Payloads that are not JSON are sampled, and otherwise sent unchanged. `keep`, `d
 only: a list is one value.
 
 What was sent last is in the state of the transform, so a batch that is retried has the same messages. The
-state has room for about 2,000 topics with one value each. Beyond it, the topic that was sent longest ago is
+state has room for about 1,600 topics with one value each. Beyond it, the topic that was sent longest ago is
 forgotten, and its next message is sent.
 """
 

@@ -28,6 +28,7 @@ class Forwarder:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.open = True
         self.close_at: int | None = None  # it shuts when so many bytes have passed
+        self.passed = 0  # bytes so far, both ways
         self._trouble = ""
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._servers: set[socket.socket] = set()
@@ -131,6 +132,7 @@ class Forwarder:
                     self.close_at, self.open = None, False
                     raise ConnectionError("shut")
             if data:
+                self.passed += len(data)
                 self._pause.wait(len(data) * self._seconds)
                 other.sendall(data)
             elif other in self._mute:

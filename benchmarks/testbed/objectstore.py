@@ -92,6 +92,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def handle_expect_100(self) -> bool:
+        proceeds = super().handle_expect_100()
+        self.wfile.flush()  # else the client waits a second before it sends the body
+        return proceeds
+
     def do_GET(self) -> None:
         url = urlparse(self.path)
         _, _, key = unquote(url.path).lstrip("/").partition("/")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import pytest
 
 from bridge.errors import CorruptData
 from bridge.export.cursor import SLOT, Cursor, CursorFile, Skipped, highest_exported, stream_directory
+from bridge.plugin.transform import MAX_STATE
 from tests.export.harness import drop_in, numbers, recorded, running, until
 
 
@@ -390,3 +392,60 @@ def test_what_was_sent_stays_known_when_an_export_starts_over_further_back(recor
             assert highest_exported(recorder / "data", "a", epoch) == 9
 
     asyncio.run(scenario())
+
+
+def test_whatever_a_power_cut_leaves_of_a_write_position_and_state_of_the_transforms_belong_together(
+    tmp_path: Path,
+) -> None:
+    """The sectors of a write that was not synced may be on the disk or not, each for itself."""
+    path, chance = tmp_path / "c.cursor", random.Random(4)
+    states = {position: random.Random(position).randbytes(1 + position * 4321) for position in range(16)}
+    file = CursorFile(path)
+    file.fill(Cursor(epoch=7, kind="k", transform=states[0]))
+    for position in range(1, 16):
+        before = path.read_bytes()
+        file.write(Cursor(epoch=7, kind="k", position=position, transform=states[position]))
+        after = path.read_bytes()
+        assert len(after) <= 2 * (SLOT + MAX_STATE)
+        changed = [at for at in range(0, len(after), 512) if before[at : at + 512] != after[at : at + 512]]
+        for _ in range(50):
+            left = bytearray(before.ljust(len(after), b"\0"))
+            for at in chance.sample(changed, chance.randint(0, len(changed))):
+                left[at : at + 512] = after[at : at + 512]
+            (tmp_path / "left.cursor").write_bytes(left)
+            found = CursorFile.read(tmp_path / "left.cursor")
+            assert found is not None
+            assert found.position in (position - 1, position)
+            assert found.transform == states[found.position]
+    file.close()
+
+
+def test_a_cursor_whose_state_does_not_change_is_written_alone(tmp_path: Path) -> None:
+    path = tmp_path / "c.cursor"
+    file = CursorFile(path)
+    for position in range(4):
+        file.write(Cursor(epoch=7, kind="k", position=position, transform=b"state" * 1000))
+    areas = path.read_bytes()[2 * SLOT :]
+    file.write(Cursor(epoch=7, kind="k", position=4, transform=b"state" * 1000))
+    assert path.read_bytes()[2 * SLOT :] == areas
+    file.write(Cursor(epoch=7, kind="k", position=5))  # the rules are gone
+    file.close()
+    found = CursorFile.read(path)
+    assert found is not None
+    assert (found.position, found.transform) == (5, b"")
+
+
+def test_a_cursor_without_room_for_a_state_is_an_error_until_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "c.cursor"
+    written(path, 1, 2)
+    file = CursorFile(path)
+    wanted = Cursor(epoch=7, kind="k", position=3, transform=b"state" * 1000)
+    for size in (2 * SLOT, 2 * SLOT + 700, 2 * SLOT + MAX_STATE + 700):
+        with room(size), pytest.raises(OSError, match="large"):
+            file.write(wanted)
+        found = CursorFile.read(path)
+        assert found is not None
+        assert (found.position, found.transform) == (2, b"")
+    file.write(wanted)
+    assert CursorFile.read(path) == wanted
+    file.close()
