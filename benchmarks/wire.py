@@ -2,20 +2,21 @@
 
     python -m benchmarks.wire [--minutes 60] [--output DIR]
 
-Four gateways of different plants publish for an hour. Their messages are made from fixed seeds, so every run counts
-the same bytes:
+Four gateways of different plants publish for an hour. Their messages are made from fixed seeds, so every run
+counts the same bytes:
 
 * vibration: 8 sensors, each once a second, with a spectrum of 16 bands
 * energy: 10 meters, each every 5 seconds, with three phases
 * doors: 50 contacts, each every 10 seconds, and one of them is opened about every minute
 * plc: one controller, once a second, with 40 fields of which a few change
 
-Each exporter sends all of them, and then what the rules leave, to a fake of its service behind a forwarder that
-counts the bytes of both directions. Kinesis, Firehose and HTTP send every 10 seconds, and S3 every 5 minutes.
+Each exporter sends all of them, and then what the rules leave, to a fake of its service behind a forwarder
+that counts the bytes of both directions. Kinesis, Firehose and HTTP send every 10 seconds, and S3 every 5
+minutes.
 
-Caveats. Counted is HTTP, its headers and answers: what a connection carries inside TLS and TCP. These add
-about 60 bytes a packet and, for each new connection, 5 kB. The answers of the fakes are as long as those of
-the services, but have fewer headers. The factor of a rule is that of these data: noise decides what a dead band leaves.
+Caveats. Counted is HTTP with its headers and answers, and not what TLS, TCP and IP add. The fakes answer with
+fewer headers than the services. Gateway reports are not counted. The factor of a rule is that of these data:
+noise decides what a dead band leaves.
 
 Writes wire.json and wire.md to the output directory, and prints the table.
 """
@@ -52,7 +53,10 @@ def vibration(minutes: int) -> Iterator[Reading]:
         for sensor in range(8):
             level = 1.2 + sensor / 10 + second / 36_000
             row: dict[str, Any] = {"ts": START + second * 1000, "sensor": f"bearing-{sensor}"}
-            row |= {"rms": round(level + chance.gauss(0, 0.05), 4), "peak": round(level * 3 + chance.gauss(0, 0.3), 4)}
+            row |= {
+                "rms": round(level + chance.gauss(0, 0.05), 4),
+                "peak": round(level * 3 + chance.gauss(0, 0.3), 4),
+            }
             row |= {"temp": round(48 + sensor + second / 1800 + chance.gauss(0, 0.05), 2)}
             row["bands"] = [round(abs(chance.gauss(level / (band + 1), 0.02)), 4) for band in range(16)]
             yield second * 1000, f"plant/bearing-{sensor}/vibration", row
@@ -97,7 +101,12 @@ def plc(minutes: int) -> Iterator[Reading]:
         if chance.random() < 1 / 60:
             state, speed = chance.choice([("run", 1200.0), ("run", 1350.0), ("stop", 0.0)])
         pieces += state == "run" and second % 4 == 0
-        row: dict[str, Any] = {"time": START + second * 1000, "state": state, "pieces": pieces, "alarm": False}
+        row: dict[str, Any] = {
+            "time": START + second * 1000,
+            "state": state,
+            "pieces": pieces,
+            "alarm": False,
+        }
         row |= {f"setpoint_{n}": 50 + n for n in range(12)}
         row |= {f"valve_{n}": state == "run" and n % 3 == 0 for n in range(12)}
         row |= {f"temp_{n}": round(60 + n + chance.gauss(0, 0.05), 2) for n in range(6)}
@@ -201,14 +210,16 @@ def batches(rows: list[Record], exporter: type[Exporter], every: int) -> Iterato
             yield part
 
 
-def count(destination: Destination, url: str, rows: list[Record]) -> int:
-    """The bytes that it takes to send them."""
+def count(destination: Destination, url: str, rows: list[Record], prefix: str) -> int:
+    """The bytes that it takes to send them; objects are named below the prefix."""
     exporter = discovery.load().exporters[destination.kind]
     forwarder = Forwarder(url)
     try:
         where = "uri" if destination.kind == "http" else "endpointUrl"
         target = f"{forwarder.url}/in" if destination.kind == "http" else forwarder.url
         options = {"identifier": "x", where: target, **destination.options}
+        if destination.kind == "s3":
+            options["prefix"] = prefix
         instance = exporter(discovery.load().config(destination.kind, options), Context())
         for part in batches(rows, exporter, destination.every):
             first, last = part[0].sequence_number, part[-1].sequence_number
@@ -232,7 +243,8 @@ def table(found: list[dict[str, Any]]) -> str:
     for row in found:
         for what in ("all", "reduced"):
             sizes = [
-                f"{row[what][label] / 1000:,.0f} ({row[what][label] / row['all']['messages']:.0f})" for label in labels
+                f"{row[what][label] / 1000:,.0f} ({row[what][label] / row['all']['messages']:.0f})"
+                for label in labels
             ]
             kept = row[what]
             name = row["data"] if what == "all" else ""
@@ -265,7 +277,8 @@ def main() -> None:
             for what, left in (("all", rows), ("reduced", reduced(rows, rule))):
                 row[what] = {"messages": len(left), "payloads": sum(len(one.payload) for one in left)}
                 for destination in DESTINATIONS:
-                    row[what][destination.label] = count(destination, urls[destination.fake], left)
+                    url = urls[destination.fake]
+                    row[what][destination.label] = count(destination, url, left, f"{name}-{what}")
             found.append(row)
             print(json.dumps(row), flush=True)
     (given.output / "wire.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -71,9 +71,11 @@ FOR_PLUGINS = (
     "bridge.plugin.keys",
     "bridge.plugin.mqtt",
     "bridge.plugin.records",
+    "bridge.plugin.reduction",
     "bridge.plugin.uploads",
     "bridge.model",
     "bridge.objectkeys",
+    "bridge.topics",
     "bridge.plugin.testing",
 )
 

@@ -3,18 +3,18 @@
 A message follows the first rule whose `topics` match its topic. The rule decides in this order:
 
 1. `sample = N` sends one of N messages of each topic: the first, then every N-th.
-2. `deadband` sends a message only if one of its values differs from the last one sent on the same topic by more
-   than its band. A band is a number, a percentage of the last value sent (`"2%"`), or `"ignore"`. On an object or a
-   list, a band holds for every value in it, except where a longer pointer has its own. Values that are no
-   numbers count when they are different. A value that a message lacks is not compared. A message without any of
-   these values, or with more than 200, is sent.
-3. `longest_silence_millis` sends the next message of a topic when so much time has passed since the last one that was
-   sent, whatever the sample and the dead band say. Time is the ingest time of the messages.
+2. `deadband` sends a message only if one of its values differs from the last one sent on the same topic by
+   more than its band. A band is a number, a percentage of the last value sent (`"2%"`), or `"ignore"`. On an
+   object or a list, a band holds for every value in it, except where a longer pointer has its own. Values
+   that are no numbers count when they are different. A value that a message lacks is not compared. A message
+   without any of these values, or with more than 200, is sent.
+3. `longest_silence_millis` sends the next message of a topic when so much time has passed since the last one
+   that was sent, whatever the sample and the dead band say. Time is the ingest time of the messages.
 4. `keep` or `drop` leave fields out of what is sent, and `rename` gives fields new names. Values stay as
    they were published, digit by digit. A new name that another field of the object has is not given.
 
-Payloads that are not JSON are sampled, and otherwise sent unchanged. `keep`, `drop` and `rename` follow objects
-only: a list is one value.
+Payloads that are not JSON are sampled, and otherwise sent unchanged. `keep`, `drop` and `rename` follow
+objects only: a list is one value.
 
 What was sent last is in the state of the transform, so a batch that is retried has the same messages. The
 state has room for about 1,600 topics with one value each. Beyond it, the topic that was sent longest ago is
@@ -135,7 +135,7 @@ def _collect(
 
 
 def _shortened(payload: bytes, node: _Field, *, keeps: bool) -> bytes:
-    members, left, same = _members(payload), dict[str, Raw | bytes](), True
+    members, left, same = _members(payload), dict[str, Raw](), True
     for key, value in members.items():
         field = node.below.get(key)
         if field is None:
@@ -157,7 +157,7 @@ def _shortened(payload: bytes, node: _Field, *, keeps: bool) -> bytes:
         return payload
     if names:
         taken = left.keys() - names.keys()
-        renamed = dict[str, Raw | bytes]()
+        renamed = dict[str, Raw]()
         for key, value in left.items():
             name = names.get(key, key)
             name = key if key in names and (name in taken or name in renamed) else name
@@ -167,7 +167,9 @@ def _shortened(payload: bytes, node: _Field, *, keeps: bool) -> bytes:
 
 
 def _text(value: object) -> bytes:
-    return hashlib.blake2b(msgspec.json.encode(str(value) if type(value) is int else value), digest_size=8).digest()
+    return hashlib.blake2b(
+        msgspec.json.encode(str(value) if type(value) is int else value), digest_size=8
+    ).digest()
 
 
 @lru_cache(10_000)

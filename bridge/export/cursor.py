@@ -16,9 +16,9 @@ space. (A file system that never writes in place, such as btrfs, can still fail;
 `body` is msgpack of `Cursor`. If both slots fail their check, the export restarts at its start
 sequence number: messages are sent again, and none is lost.
 
-If the export has rules or transforms with a state (`bridge.plugin.transform`), two areas of 65,536 bytes follow,
-one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's area, and a
-slot whose area does not match is invalid. Area and slot are written together, with one sync.
+If the export has rules or transforms with a state (`bridge.plugin.transform`), two areas of 65,536 bytes
+follow, one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's
+area, and a slot whose area does not match is invalid. Area and slot are written together, with one sync.
 
 A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the
 range; a line that fails its check ends the file. A file that has grown is replaced by its compact form:
@@ -63,9 +63,10 @@ class Cursor(Struct, kw_only=True):
     `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the
     configured start sequence number from which the export began. `reached` is the highest number that
     may have been sent, -1 if none; it never decreases, and a start beyond the newest message does not
-    count. `transform` is the state of the transforms at `position`. `skipped` counts the numbers that the position has passed without exporting or rejecting a
-    message. `stopped` is the `fingerprint` of the configuration with which the exporter raised
-    `Stopped`; empty while the export may run. `limit` is that of `sizing`, 0 for none.
+    count. `transform` is the state of the transforms at `position`. `skipped` counts the numbers that the
+    position has passed without exporting or rejecting a message. `stopped` is the `fingerprint` of the
+    configuration with which the exporter raised `Stopped`; empty while the export may run. `limit` is that
+    of `sizing`, 0 for none.
     """
 
     epoch: int

@@ -58,7 +58,9 @@ class ClientExporter(Exporter):
         if config.priority is not None:
             raise ValueError("priority: a consumer has none, since its clients fetch when they want to")
         if config.reduce:
-            raise ValueError("reduce: a consumer has none, since its messages do not leave the gateway in order")
+            raise ValueError(
+                "reduce: a consumer has none, since its messages do not leave the gateway in order"
+            )
         try:
             start = config.start_millis
         except (ValueError, OverflowError, OSError):

@@ -1,7 +1,7 @@
 """The option `reduce` of every export: rules that make messages fewer and smaller before they are sent.
 
-Each message follows the first rule whose `topics` match, and a message that no rule matches is sent as it is. The
-plugin `reduce` carries the rules out. Fields are named by JSON pointers (RFC 6901): `/motor/speed` is the
+Each message follows the first rule whose `topics` match, and a message that no rule matches is sent as it is.
+The plugin `reduce` carries the rules out. Fields are named by JSON pointers (RFC 6901): `/motor/speed` is the
 member `speed` of the object `motor`, and the empty pointer is the whole payload.
 """
 
@@ -29,9 +29,9 @@ class Reduction(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True
     """One rule: which topics it is for, which messages are sent, and which fields they have.
 
     `sample` N sends one of N messages of a topic. `deadband` sends a message only if one of these values
-    has changed by more than its band since the last one that was sent. After `longest_silence_millis` without a
-    message of its topic, the next one is sent in any case. `keep` or `drop` name fields, `rename` gives fields
-    new names.
+    has changed by more than its band since the last one that was sent. After `longest_silence_millis` without
+    a message of its topic, the next one is sent in any case. `keep` or `drop` name fields, `rename` gives
+    fields new names.
     """
 
     topics: Topics = field(default_factory=lambda: ["#"])
@@ -56,8 +56,8 @@ class Reduction(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True
             for pointer in pointers:
                 if not _POINTER.fullmatch(pointer):
                     yield (
-                        f"`{key}`: {pointer!r} is not a JSON pointer; write the member b of a as \"/a/b\", and ~ "
-                        "and / in a name as ~0 and ~1"
+                        f'`{key}`: {pointer!r} is not a JSON pointer; write the member b of a as "/a/b", '
+                        "and ~ and / in a name as ~0 and ~1"
                     )
                 elif not pointer and key != "deadband":
                     yield f'`{key}`: "" is the whole payload; name a field, such as "/temperature"'
@@ -69,7 +69,8 @@ class Reduction(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True
         for pointer, name in self.rename.items():
             if not name or name.startswith("/"):
                 yield (
-                    f"`rename`: the new name of {pointer!r} is {name!r}; write a name such as \"speed\", not a pointer"
+                    f'`rename`: the new name of {pointer!r} is {name!r}; write a name such as "speed", '
+                    "not a pointer"
                 )
         if self.keep and self.drop:
             yield "`drop`: with `keep`, all other fields are left out already; remove one of them"
@@ -97,12 +98,15 @@ def steps(pointer: str) -> list[str]:
 
 
 def encoded(rules: list[Reduction]) -> bytes:
-    """The rules as they are stored with a position; empty for none. Raises ValueError if they are too large."""
+    """The rules as they are stored with a position; empty for none.
+
+    Raises ValueError if they are too large.
+    """
     data = msgspec.json.encode(rules) if rules else b""
     if len(data) > MAX_RULES:
         raise ValueError(
-            f"`reduce`: its rules have {len(data)} bytes as JSON, and may have {MAX_RULES}; shorten them, or use "
-            "topic filters with wildcards"
+            f"`reduce`: its rules have {len(data)} bytes as JSON, and may have {MAX_RULES}; shorten them, or "
+            "use topic filters with wildcards"
         )
     return data
 

@@ -1,4 +1,4 @@
-"""What the hook `transform_records` remembers from one batch to the next: a small map, stored with the position.
+"""What the hook `transform_records` remembers from batch to batch: a small map, stored with the position.
 
 The state belongs to a position: it holds what was set at records below it, and nothing of later ones. A batch
 that is retried, also after a crash, is therefore transformed with the state of its first attempt.
@@ -42,7 +42,8 @@ class TransformState:
         """Set a value, from the record with this sequence number on; raises ValueError if it is too large."""
         if not 0 < len(key) <= MAX_KEY or len(value) > MAX_VALUE:
             raise ValueError(
-                f"a key has 1 to {MAX_KEY} bytes and a value at most {MAX_VALUE}, not {len(key)} and {len(value)}"
+                f"a key has 1 to {MAX_KEY} bytes, not {len(key)}, and a value at most {MAX_VALUE}, "
+                f"not {len(value)}"
             )
         self._changes.append((number, key, value))
         self._latest[key] = value

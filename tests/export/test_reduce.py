@@ -1,4 +1,4 @@
-"""The rules of `reduce`: what they leave of messages, and that a batch that is sent again has the same ones."""
+"""The rules of `reduce`: what they leave of messages, and that a batch sent again has the same ones."""
 
 from __future__ import annotations
 
@@ -102,7 +102,20 @@ def test_what_is_no_json_object_passes_unchanged(payload: bytes) -> None:
 
 def test_hostile_payloads_never_fail_a_batch() -> None:
     chance = random.Random(5)
-    pieces = [b'{"a":', b"1e999", b"-0", b"}", b"[", b"]", b",", b'"\\u0000"', b"9" * 400, b"\xff", b"null", b'"b":']
+    pieces = [
+        b'{"a":',
+        b"1e999",
+        b"-0",
+        b"}",
+        b"[",
+        b"]",
+        b",",
+        b'"\\u0000"',
+        b"9" * 400,
+        b"\xff",
+        b"null",
+        b'"b":',
+    ]
     rules = [{"deadband": {"": "1%", "/a": 0}, "drop": ["/a/b"], "rename": {"/b": "c"}, "sample": 2}]
     rows = [b"".join(chance.choices(pieces, k=chance.randint(1, 8))) for _ in range(5000)]
     assert 2000 < len(payloads(rows, *rules)) <= 2500  # a few are JSON, and repeat the last value
@@ -140,14 +153,29 @@ def test_a_band_around_an_object_holds_for_each_value_in_it_and_a_longer_pointer
 
 
 def test_texts_and_large_integers_are_sent_when_they_differ() -> None:
-    rows = [{"s": "open"}, {"s": "open"}, {"s": "shut"}, {"s": None}, {"s": 2**60}, {"s": 2**60 + 1}, {"s": 1}, {}]
+    rows = [
+        {"s": "open"},
+        {"s": "open"},
+        {"s": "shut"},
+        {"s": None},
+        {"s": 2**60},
+        {"s": 2**60 + 1},
+        {"s": 1},
+        {},
+    ]
     assert positions(rows, {"deadband": {"/s": 5}}) == [0, 2, 3, 4, 5, 6, 7]
 
 
 def test_after_the_longest_silence_by_their_own_time_messages_are_sent_in_any_case() -> None:
     rule = {"deadband": {"/t": 1}, "longestSilenceMillis": HOUR}
     times = [0, HOUR - 1, HOUR, HOUR + 1, 2 * HOUR, 5 * HOUR, 4 * HOUR]
-    assert positions([{"t": 1}] * 7, rule, times=times) == [0, 2, 4, 5, 6]  # the last: a clock that was set back
+    assert positions([{"t": 1}] * 7, rule, times=times) == [
+        0,
+        2,
+        4,
+        5,
+        6,
+    ]  # the last: a clock that was set back
     assert positions([{"t": 1}] * 4, {"sample": 100, "longestSilenceMillis": 2000}) == [0, 2]
 
 
