@@ -217,7 +217,8 @@ class Planner:
         chosen = [m.sequence_number for m in found if m.sequence_number <= last]
         if len(records) != len(chosen):
             kept = {record.sequence_number for record in records}
-            skipped = sorted(skipped + [(n, n, "filtered") for n in chosen if n not in kept])
+            omitted = [n for n in chosen if n not in kept]
+            skipped = sorted(skipped + intersection([(first, last, "filtered")], omitted))
         return skipped
 
     def missing(self, first: int, last: int, present: Sequence[int]) -> list[tuple[int, int, str]]:

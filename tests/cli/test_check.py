@@ -323,6 +323,42 @@ record = '{"t":"{topik}"}'
     assert line.startswith("error: x.toml:12: streams.a.export.http[0]: record: {topik} is not a field")
 
 
+RULES = """
+[streams.a]
+[[streams.a.export.s3]]
+identifier = "x"
+bucket = "plant"
+region = "eu-central-1"
+[[streams.a.export.s3.reduce]]
+topics = ["a/#"]
+longest_silence_millis = "10 minutes"
+sampel = 2
+[[streams.a.export.s3.reduce]]
+deadband = { "/temp_c" = "much", "/speed" = "2%" }
+drop = ["debug"]
+"""
+
+
+def test_mistakes_in_rules_are_all_reported_with_their_lines(path: Path) -> None:
+    found = check(path, QUIET + RULES, **KEYS)
+    begin = (QUIET + RULES).splitlines().index("[[streams.a.export.s3.reduce]]") + 1
+    assert [line.split(": ", 3)[1:3] for line in found] == [
+        [f"x.toml:{begin + 2}", 'streams.a.export.s3[0].reduce[0].longest_silence_millis = "10 minutes"'],
+        [f"x.toml:{begin + 3}", "streams.a.export.s3[0].reduce[0].sampel = 2"],
+        [f"x.toml:{begin + 6}", 'streams.a.export.s3[0].reduce[1].drop = ["debug"]'],
+        [f"x.toml:{begin + 5}", "streams.a.export.s3[0].reduce[1].deadband"],
+    ]
+    assert "did you mean `sample`" in found[1]
+    assert """'/temp_c' is 'much'; write a number""" in found[3]
+
+
+def test_rules_that_cut_objects_into_pieces_are_a_warning(path: Path) -> None:
+    rules = RULES.replace("10 minutes", "10m").replace("sampel", "sample").replace('"much"', "1")
+    (line,) = check(path, QUIET + rules.replace('"debug"', '"/debug"'), **KEYS)
+    assert line.startswith("warning: x.toml")
+    assert "reduce: an object holds consecutive numbers" in line
+
+
 def test_listeners_without_a_password_on_the_network_are_warnings(path: Path) -> None:
     text = QUIET.replace('[greengrass]\nlisten = ""', '[greengrass]\nlisten = "0.0.0.0:0"')
     found = check(path, text.replace('[http]\nlisten = ""', '[http]\nlisten = "[::]:0"'))
