@@ -252,12 +252,8 @@ def _rules(config: ExportConfig) -> _Rules:
 
 
 @hookimpl
-def transform_records(
-    records: list[Record], config: ExportConfig, state: TransformState
-) -> list[Record] | None:
+def transform_records(records: list[Record], config: ExportConfig, state: TransformState) -> list[Record]:
     """Carry the rules out."""
-    if not config.reduce:
-        return None
     rules, left = _rules(config), []
     for record in records:
         payload = rules.payload(record, state)
@@ -266,3 +262,7 @@ def transform_records(
         elif payload is not None:
             left.append(msgspec.structs.replace(record, payload=payload))
     return left
+
+
+# Exports without rules do not call it.
+transform_records.option = "reduce"  # type: ignore[attr-defined]

@@ -114,9 +114,12 @@ class Host:
         def transform(
             records: list[Record], stream: str, config: ExportConfig, state: TransformState
         ) -> list[Record]:
+            wanted = [impl for impl in hooks if _applies(impl.function, config)]
+            if not wanted:
+                return records
             # In the order of loading; each plugin gets the records that those before it returned.
             with self.in_plugin(key, "transforming records"):
-                for impl in hooks:
+                for impl in wanted:
                     values = {
                         "records": records, "stream": stream, "kind": kind, "config": config, "state": state
                     }  # fmt: skip
@@ -142,3 +145,9 @@ class Host:
     def event(self, name: str, key: Key, detail: str) -> None:
         """Queue an event of an export for the hooks."""
         self._parent.event(Event(name=name, stream=key[0], export=key[1], detail=detail))
+
+
+def _applies(function: Callable[..., object], config: ExportConfig) -> bool:
+    """Whether a hook function is called for an export: one that is for an `option` needs a value in it."""
+    option = getattr(function, "option", None)
+    return option is None or bool(getattr(config, option, None))

@@ -51,7 +51,8 @@ def transform_records(
 
     Omit a record to filter it; keep the order and the sequence numbers. The same records and the same state
     must always give the same result, since a batch may be retried. What the result depends on besides the
-    records must be in `state`: it holds what was set at earlier records, also after a crash.
+    records must be in `state`: it holds what was set at earlier records, also after a crash. A function with
+    the attribute `option` is called only for exports whose configuration has a value in that option.
     """
 
 

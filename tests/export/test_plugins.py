@@ -162,6 +162,24 @@ def test_hook_transform_records_changes_and_filters(recorder: Path) -> None:
     assert numbers(recorder / "quiet") == [1, 3]
 
 
+def test_hook_transform_records_for_an_option_is_called_for_exports_that_set_it(recorder: Path) -> None:
+    only = FILTER + '\n    transform_records.option = "dead_letter_stream"\n'
+    drop_in(recorder, "noise", only)
+
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            exports = [{"identifier": n, "path": str(recorder / n)} for n in ("loud", "quiet")]
+            exports[1]["deadLetterStream"] = "dead"
+            gateway.create("dead", {})
+            gateway.create("a", {"recorder": exports})
+            await gateway.append("a", b"noise", b"one", b"noise")
+            await gateway.exported("a", 2)
+
+    asyncio.run(scenario())
+    assert numbers(recorder / "loud") == [0, 1, 2]
+    assert numbers(recorder / "quiet") == [1]
+
+
 def test_hook_transform_records_splits_objects_and_the_gateway_report_lists_the_gaps(
     tmp_path: Path, bucket: Bucket
 ) -> None:

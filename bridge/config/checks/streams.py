@@ -165,8 +165,9 @@ def _export(context: CheckContext, export: DeclaredExport) -> Iterator[Finding]:
     if omits and context.registry.exporters[export.kind].limits.contiguous:
         yield context.warning(
             (*keys, "reduce"),
-            "an object holds consecutive numbers: each message that a sample or a dead band leaves out begins "
-            "another object, which may cost more bytes than it saves; use keep or drop, or another kind of export",
+            "an object holds consecutive numbers: each message that a sample or a dead band leaves out "
+            "begins another object, which may cost more bytes than it saves; use keep or drop, or another "
+            "kind of export",
         )
     letters = config.dead_letter_stream
     if letters is not None and letters not in context.config.streams:
