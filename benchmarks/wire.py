@@ -151,10 +151,14 @@ class Destination:
         self.label, self.kind, self.fake, self.every, self.options = label, kind, fake, every, options
 
 
+KINESIS = {"kinesisStreamName": "plant", "partitionKey": "{topic}"}
 DESTINATIONS = [
-    Destination("kinesis", "kinesis", "aws", TEN_SECONDS, kinesisStreamName="plant", partitionKey="{topic}"),
-    Destination("firehose", "firehose", "aws", TEN_SECONDS, deliveryStreamName="plant"),
-    Destination("http", "http", "web", TEN_SECONDS),
+    Destination("kinesis payload", "kinesis", "aws", TEN_SECONDS, **KINESIS),
+    Destination("kinesis json", "kinesis", "aws", TEN_SECONDS, **KINESIS, record="json"),
+    Destination("kinesis cbor", "kinesis", "aws", TEN_SECONDS, **KINESIS, record="cbor"),
+    Destination("firehose payload", "firehose", "aws", TEN_SECONDS, deliveryStreamName="plant"),
+    Destination("http payload", "http", "web", TEN_SECONDS),
+    Destination("http json", "http", "web", TEN_SECONDS, record="json"),
     Destination("s3 ndjson", "s3", "store", FIVE_MINUTES, bucket="plant", format="ndjson"),
     Destination("s3 parquet", "s3", "store", FIVE_MINUTES, bucket="plant", format="parquet"),
 ]
