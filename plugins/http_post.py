@@ -8,6 +8,9 @@ Any 2xx is success. 400, 411, 413, 414, 415, 421, 422 and 431 mean that the serv
 content: it is rejected (a batch is first sent in halves, until the bad message is alone). All other
 answers, also redirects and missing rights, are retried.
 
+`compression` sends bodies in gzip, with the header `Content-Encoding`. It pays for lists of messages, not for
+single small ones. No standard tells a client whether a server takes that, so 415 is then retried, too.
+
 `bearerTokenFile` is read before each batch, so that a token can be replaced at any time. A secret does
 not belong in a stream's definition, which is stored and shown.
 """
@@ -18,7 +21,7 @@ import socket
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -39,10 +42,12 @@ from bridge import (
     hookimpl,
     send_split,
 )
+from bridge.deflate import gzip
 from bridge.plugin.aws import Body, is_cut, is_unsent
 from bridge.plugin.records import JSON, TEXT, RecordEncoder
 
-REFUSED = frozenset({400, 411, 413, 414, 415, 421, 422, 431})
+NO_SUCH_ENCODING = 415
+REFUSED = frozenset({400, 411, 413, 414, NO_SUCH_ENCODING, 421, 422, 431})
 
 
 class ExportFormat(IntEnum):
@@ -65,6 +70,7 @@ class HttpConfig(BatchedConfig, kw_only=True, frozen=True):
     key_file: SecretFile | None = None
     timeout_millis: Annotated[Millis, Meta(ge=100, le=600_000)] = 30_000
     record: str = "payload"
+    compression: Literal["gzip"] | None = None
 
 
 class HttpExporter(Exporter):
@@ -82,6 +88,8 @@ class HttpExporter(Exporter):
         is_messages = config.export_format is ExportFormat.JSON_BATCHED and config.record == "payload"
         content_type = JSON if is_messages else self._encoder.content_type
         self._headers = {"Content-Type": content_type, **config.headers}
+        if config.compression:
+            self._headers["Content-Encoding"] = config.compression
         # botocore's HTTP session: TLS, proxies of the environment and persistent connections without
         # another dependency.
         from botocore.httpsession import URLLib3Session
@@ -106,6 +114,8 @@ class HttpExporter(Exporter):
         encoder = RecordEncoder(config.record)
         if config.export_format is ExportFormat.JSON_BATCHED and encoder.content_type == TEXT:
             raise ValueError("record: the template makes text, and exportFormat 1 needs JSON or CBOR")
+        if config.compression and any(name.lower() == "content-encoding" for name in config.headers):
+            raise ValueError("headers: compression sets Content-Encoding; remove one of the two")
 
     def export(self, batch: Batch) -> Outcome:
         headers = {**self._headers}
@@ -154,6 +164,8 @@ class HttpExporter(Exporter):
         from botocore.exceptions import BotoCoreError
 
         self.context.working()
+        if self.config.compression:
+            body = gzip(body)
         request = AWSRequest("POST", self.config.uri, headers=headers, data=Body(body, self.context))
         try:
             response = self._session.send(request.prepare())
@@ -166,6 +178,8 @@ class HttpExporter(Exporter):
             # The reason is shown to the client that may have chosen this server: never include its answer.
             reason = f"{self.config.uri} answered {response.status_code}"
             self.context.log.info("%s: %r", reason, answer)
+            if response.status_code == NO_SUCH_ENCODING and self.config.compression:
+                raise Retry(f"{reason}: it may not take gzip; remove compression from the export")
             if response.status_code in REFUSED:
                 raise Refused(reason)
             wait = response.headers.get("retry-after", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -29,7 +30,9 @@ class Web:
                 if len(body) < length:  # cut off: no server takes that
                     self.close_connection = True
                     return
-                status = 422 if b"poison" in body or b"cG9pc29u" in body else web.status
+                is_packed = self.headers.get("Content-Encoding") == "gzip"
+                text = gzip.decompress(body) if is_packed else body
+                status = 422 if b"poison" in text or b"cG9pc29u" in text else web.status
                 if status == 204 and web.room is not None:
                     web.room -= 1
                     status = 204 if web.room >= 0 else 503

@@ -396,6 +396,15 @@ class TestHttpBatchedWithCbor(TestHttpBatched):
         return [int(row["payload"].split()[1]) for body in self.web.bodies for row in cbor2.loads(body)]
 
 
+class TestHttpBatchedInGzip(TestHttpBatched):
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "compression": "gzip"}
+
+    def delivered(self) -> list[int]:
+        messages = [message for body in self.web.bodies for message in json.loads(gzip.decompress(body))]
+        return [int(base64.b64decode(message["payload"]).split()[1]) for message in messages]
+
+
 class Broker(LinkFaults):
     """A broker of bytes, and all that it may answer."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import gzip
 import json
 import socket
 import ssl
@@ -464,6 +466,28 @@ def test_http_batches_are_the_sdks_messages(web: Web) -> None:
     now = message.pop("ingestTime")
     assert abs(now / 1000 - time.time()) < 60
     assert message == {"streamName": "stream", "sequenceNumber": 7, "payload": "/wA="}
+
+
+def test_http_compresses_what_it_sends_if_it_is_told_to(web: Web) -> None:
+    readings = [b'{"temperature": 21.%d, "humidity": 40.%d}' % (n, n) for n in range(100)]
+    exporter = make("http", uri=web.url, exportFormat=1, record="json", compression="gzip")
+    assert deliver(exporter, make_batch(readings)) == {}
+    (body,), (head,) = web.bodies, web.headers
+    assert head["content-encoding"] == "gzip"
+    assert [base64.b64decode(row["payload"]) for row in json.loads(gzip.decompress(body))] == readings
+    assert len(body) < 0.2 * sum(len(reading) + 150 for reading in readings)
+
+
+def test_http_waits_for_a_server_that_does_not_take_gzip(web: Web) -> None:
+    web.status = 415
+    with pytest.raises(Retry, match="it may not take gzip; remove compression"):
+        make("http", uri=web.url, compression="gzip").export(make_batch([b"x"]))
+    assert deliver(make("http", uri=web.url), make_batch([b"x"])) == {0: f"{web.url} answered 415"}
+
+
+def test_http_refuses_two_encodings() -> None:
+    with pytest.raises(ValueError, match="compression sets Content-Encoding"):
+        make("http", uri="http://host/", compression="gzip", headers={"content-encoding": "br"})
 
 
 def test_http_sends_headers_and_a_token_that_may_change(web: Web, tmp_path: Path) -> None:
