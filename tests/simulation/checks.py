@@ -366,7 +366,10 @@ class Checks:
                         f"ids: {one.payload!r} was acknowledged at {one.acked - 1000:.6f}, and is gone"
                     )
             return
-        if name in ("ring", "aged", "dead"):
+        if name in ("ring", "dead"):
+            return
+        if name == "aged":
+            self._not_too_old(there)
             return
         sent = set(self.world.kinesis.records) if name == "kin" else set()
         if name == "kin":
@@ -385,6 +388,23 @@ class Checks:
                         f"{name}: {message.payload!r} (QoS {message.qos}) was acknowledged at "
                         f"{message.acked - 1000:.6f}, and is gone"
                     )
+
+    def _not_too_old(self, there: set[bytes]) -> None:
+        """A message lives as long as its stream says, whatever the wall clock does."""
+        world = self.world
+        if self._clocked or self._filled:  # a step just before a power cut passes for time that went by
+            return
+        for device in world.devices:
+            for message in device.messages:
+                age = world.kernel.now - message.sent[0] if message.sent else 0
+                if (
+                    message.acked is not None
+                    and message.topic.startswith("aged/")
+                    and message.payload not in there
+                    and age < world.plan.age - SLACK
+                    and not self._excused("aged", message.acked)
+                ):
+                    self.broken(f"aged: {message.payload!r} is gone after {age:.1f} s")
 
     def _dead(self) -> Iterator[bytes]:
         for payload in self.seen["dead"].values():

@@ -53,6 +53,7 @@ WORDS = {
     "repeat": "client asks again to append {0} messages that were answered long ago",
     "off": "the service ends ({1}), and nothing happens for {0:.0f} s",
     "recreate": "a client deletes the stream fresh, and creates it",
+    "ntp": "the wall clock is set right",
     "pause": "nothing happens for {0:.0f} s, and somebody looks",
     "span": "something begins whose time is limited ({0}), {1} after {2:.0%} of it, and a look at {3:.0%}",
     "room": "the disk works, and a client fills the stream exact until it takes no more",
@@ -82,6 +83,7 @@ class Plan:
     lying: bool
     restored: bool  # whether an old copy of the data directory comes back
     cuts: bool  # whether the power is ever cut: without, more is promised
+    ntp: bool  # whether the wall clock is right from the start of each boot, and known to be
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -107,6 +109,7 @@ def draw(seed: int, steps: int = 60) -> Plan:
         lying=random.random() < 0.05,
         restored=random.random() < 0.05,
         cuts=random.random() < 0.65,
+        ntp=random.random() < 0.7,
     )
     # A world has a few kinds of trouble, so that each happens often in some worlds.
     troubles = [name for name in TROUBLES if random.random() < 0.4]
@@ -135,7 +138,7 @@ TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
     "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
     "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
-    "retain": 3, "room": 3, "span": 4, "recreate": 2,
+    "retain": 3, "room": 3, "span": 4, "recreate": 2, "ntp": 1,
 }  # fmt: skip
 
 

@@ -62,7 +62,8 @@ class World:
         loops.Socket.by_number.clear()
         product.reset()
         MACHINE.entropy = Random(f"entropy {seed}")
-        MACHINE.wall, MACHINE.boot, MACHINE.synchronised = WALL, "boot 0", True
+        MACHINE.boot = "boot 0"
+        self._set_clock()
         MACHINE.log = self._log
         MACHINE.client = self._client
         self.root = place / "disk"
@@ -303,6 +304,8 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         shutil.rmtree(self.place / "memory", ignore_errors=True)
         self.disk.failing = self.disk.refusing = 0
         MACHINE.boot = f"boot {len(self.cuts) + 1}"
+        if not self.plan.ntp:
+            self._set_clock()
         return text
 
     def _client(self, settings: Any, service: str, *_: Any, **__: Any) -> Any:
@@ -415,6 +418,15 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         for client in self.clients:
             client.wake()
         self.start()
+
+    def _set_clock(self) -> None:
+        """A boot: without NTP from the start, the wall clock begins in 1970 as often as not."""
+        right = self.plan.ntp or self.random.random() < 0.5
+        MACHINE.wall, MACHINE.synchronised = WALL if right else 0.0, right
+
+    def _do_ntp(self) -> None:
+        if not MACHINE.synchronised:
+            MACHINE.wall, MACHINE.synchronised = WALL, True
 
     def _do_recreate(self) -> None:
         self.checks.recreate()
