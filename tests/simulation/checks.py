@@ -145,9 +145,14 @@ class Checks:
         for cut in self.losses:
             if cut <= at - ON_THE_WAY:
                 continue
-            if self._longest_calm(at, cut) < calm:
+            if self._longest_calm(at, cut) < calm or self._could_not_rewrite(at, cut):
                 return True
         return False
+
+    def _could_not_rewrite(self, begin: float, end: float) -> bool:
+        """Whether what a failed sync has left could not be written elsewhere, because the disk was full."""
+        failed = min(self.world.sync_failures, default=end)
+        return any(since < end and until > max(begin, failed) for since, until in self.world.full)
 
     def _longest_calm(self, begin: float, end: float) -> float:
         """The longest time, in s, that the service ran without a failed sync."""

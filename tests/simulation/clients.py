@@ -128,6 +128,7 @@ class Client:
         self.left: float | None = None  # when its last connection ended
         self.wills: list[Will] | None = [] if wills and v5 else None
         self._asleep = False
+        self.low_ids = False
 
     def sleep(self) -> None:
         """Nothing listens, for a long time: do not even try."""
@@ -238,6 +239,9 @@ class Client:
         self.link.send(_packet(kind, flags, body))
 
     def next_pid(self, used: set[int]) -> int:
+        """The next packet id that is not in use, or the lowest one, as small clients take it."""
+        if self.low_ids:
+            return next(pid for pid in range(1, 65536) if pid not in used)
         while True:
             self._pid = self._pid % 65535 + 1
             if self._pid not in used:

@@ -85,6 +85,7 @@ class World:
         self.stops: list[float] = []
         self.sync_failures: list[float] = []
         self.lies: list[tuple[float, float]] = []  # from and to
+        self.full: list[tuple[float, float]] = []  # the disk, from and to
         self.backup: Any = None
         self.restored = False
         self.revoked: dict[tuple[int, str], float] = {}
@@ -99,6 +100,8 @@ class World:
                    password=f"word{n}-0")
             for n in range(DEVICES)
         ]  # fmt: skip
+        for n, device in enumerate(self.devices):
+            device.low_ids = (seed + n) % 3 == 0
         self.subscriber = Subscriber(
             self.kernel, "subscriber", Random(f"subscriber {seed}"), [("live/1/#", 1), ("live/2/#", 2)],
             v5=bool(seed % 2), expiry=SESSION,
@@ -542,6 +545,10 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         self.disk.lying = on
 
     def _do_full(self, on: bool) -> None:
+        if on and not self.disk.full:
+            self.full.append((self.kernel.now, float("inf")))
+        elif not on and self.disk.full:
+            self.full[-1] = self.full[-1][0], self.kernel.now
         self.disk.full = on
 
     def _do_backup(self) -> None:
