@@ -7,9 +7,9 @@ Two readings, both in ms:
             window, expiry of sessions and messages, will delay
 
 The timeline survives restarts by an anchor in the file `clock`: one moment on all clocks. It is written at
-the first start of each boot, when the clock is stepped or becomes synchronised, every 10 minutes while
-messages arrive, and at a clean stop. An idle gateway does not write it. When a data directory is opened,
-there are three cases:
+the first start of each boot, once everything stored was observed; when the clock is stepped or becomes
+synchronised; every 10 minutes while messages arrive; and at a clean stop that long after the last one. An
+idle gateway does not write it. When a data directory is opened, there are three cases:
 
     same boot      the anchor has the current boot id. CLOCK_BOOTTIME has counted all of the time between
     other boot     the difference of the wall clock counts if it is positive and the wall clock was
