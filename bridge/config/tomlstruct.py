@@ -53,7 +53,8 @@ class Reader:
     """Builds structs from one document and collects its mistakes in `problems`.
 
     `broken` are the keys whose values are unknown because of a mistake. A mistake that was `reported` before
-    is not reported again. With `full_names` a key is the whole name of its field, as in an export's options.
+    is not reported again. With `full_names` a key is the whole name of its field, and an enum is a number, as
+    in an export's options.
     """
 
     def __init__(
@@ -186,6 +187,12 @@ class Reader:
         if isinstance(raw, str) and (unit := unit_of(kind)) is not None:
             return units.parse_size(raw) if unit is Bytes else units.parse_duration(raw)
         enum = next((member for member in _members(kind) if _is_enum(member)), None)
+        if enum is not None and self._full_names:
+            if type(raw) is not int or raw not in list(enum):
+                raise ValueError(
+                    "must be " + " or ".join(f"{member.value} ({member.name})" for member in enum)
+                )
+            return enum(raw)
         if enum is not None:
             if not isinstance(raw, str) or raw not in enum.__members__:
                 raise ValueError(_one_of(enum.__members__, raw))

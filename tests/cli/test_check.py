@@ -222,6 +222,17 @@ identifier = "three"
     assert "there is no exporter of kind 's4'" in found[2]
 
 
+def test_an_enum_of_an_export_is_a_number_as_the_service_reads_it(path: Path) -> None:
+    export = '[[streams.a.export.http]]\nidentifier = "x"\nuri = "https://office.example/a"\nexport_format = '
+    assert check(path, QUIET + export + "1\n") == []
+    for wrong in ('"JSON_BATCHED"', "2", "true", "1.0"):
+        (line,) = check(path, QUIET + export + f"{wrong}\n")
+        assert line == (
+            f"error: x.toml:14: streams.a.export.http[0].export_format = {wrong}: must be 0 (RAW_NOT_BATCHED) or "
+            "1 (JSON_BATCHED)"
+        )
+
+
 def test_an_error_of_a_plugins_own_check_has_the_keys_of_the_file(path: Path) -> None:
     export = '[[streams.a.export.s3]]\nidentifier = "x"\nbucket = "my-bucket"\nregion = "eu-west-1"\n'
     (line,) = check(path, QUIET + export + 'kms_key_id = "key"\n', **KEYS)
