@@ -15,6 +15,7 @@ class Backoff:
         self._first, self._longest = first, longest
         self.until = 0.0  # no attempt before this time
         self.attempts = 0  # failed in a row
+        self._refused = 0  # of those, not because of the link
         self._down_since: float | None = None  # when the link began to be the cause of failures
 
     def hold(self, seconds: float) -> None:
@@ -24,7 +25,8 @@ class Backoff:
     def failed(self, after: float | None, *, cut: bool) -> float:
         """Count a failed attempt; return the wait, at least `after`. `cut`: the link was the cause."""
         now = time.monotonic()
-        wait: float = min(self._first * 2**self.attempts, self._longest)
+        # The attempts of an outage say nothing about a server that then answers: it is busy for a moment.
+        wait: float = min(self._first * 2 ** (self.attempts if cut else self._refused), self._longest)
         if cut:
             # A longer wait relieves no server, and a link that is up again may not stay up for long: bound
             # the uptime that is lost by a share of the outage.
@@ -32,11 +34,17 @@ class Backoff:
             wait = min(wait, max(self._first, (now - self._down_since) / OUTAGE_PARTS))
         else:
             self._down_since = None
+            self._refused = min(self._refused + 1, 30)
         self.attempts = min(self.attempts + 1, 30)
         wait = max(wait * random.uniform(0.5, 1.0), after or 0.0)
         self.hold(wait)
         return wait
 
+    def progressed(self) -> None:
+        """Begin with short waits again: a part has arrived."""
+        self.attempts = self._refused = 0
+
     def recovered(self) -> None:
         """Start anew after a success."""
-        self.attempts, self._down_since = 0, None
+        self.progressed()
+        self._down_since = None

@@ -271,7 +271,7 @@ class Task:
             self._recovered()  # a part of the planned batch; the next part follows at once
         else:
             if len(outcome.retry) < len(batch.records):
-                self._backoff.attempts = 0
+                self._backoff.progressed()
             reason = outcome.error or f"{len(outcome.retry)} records must be retried"
             self._failed(reason, outcome.after, cut=outcome.cut)
 
@@ -311,7 +311,8 @@ class Task:
         """Make no attempt until the configuration changes; a restart is not a change."""
         cursor = self.position.cursor
         cursor.stopped, cursor.error = cursors.fingerprint(self.config), shorten(f"stopped: {reason}")
-        self._backoff.attempts, self._failing, self.position.dirty = 0, True, True
+        self._backoff.progressed()
+        self._failing, self.position.dirty = True, True
         log.error("%s: %s", self.label, cursor.error)
         self._host.event("export_stopped", self.key, reason)
         self._host.changed(self.source.name)

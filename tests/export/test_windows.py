@@ -305,3 +305,41 @@ def test_without_names_a_batch_keeps_its_boundaries_and_goes_in_parts(tmp_path: 
     asyncio.run(scenario())
     assert numbers(tmp_path / "out") == list(range(100))
     assert {(first, last) for first, last, _, _ in recorded(tmp_path / "out")} == {(0, 99)}
+
+
+BUSY = """
+    from bridge import ACCEPTED, ExportConfig, Exporter, Retry, hookimpl
+
+    class BusyConfig(ExportConfig, kw_only=True, frozen=True):
+        pass
+
+    class Busy(Exporter):
+        kind = "busy"
+        Config = BusyConfig
+        attempts = 0
+
+        def export(self, batch):
+            self.attempts += 1
+            if self.attempts <= 14:
+                raise Retry("no connection", unsent=True, cut=True)
+            if self.attempts == 15:
+                raise Retry("busy for a moment")
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Busy)
+"""
+
+
+def test_a_server_that_is_busy_after_an_outage_is_asked_again_soon(tmp_path: Path) -> None:
+    drop_in(tmp_path, "busy", BUSY)
+    tuning = Tuning(beat=0.1, silence=20.0, first_backoff=0.01, max_backoff=300.0, drain=2.0)
+
+    async def scenario() -> None:
+        async with running(tmp_path, tuning=tuning) as gateway:
+            gateway.create("a", {"busy": [{"identifier": "x"}]})
+            await gateway.append("a", b"1")
+            await gateway.exported("a", 0, within=60)  # 15 failures in a row would mean at least 80 s
+
+    asyncio.run(scenario())
