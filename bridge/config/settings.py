@@ -38,7 +38,7 @@ from bridge.operations.validate import segment_size
 from bridge.plugin import discovery
 from bridge.plugin.api import Exporter
 from bridge.plugin.aws import AwsSettings
-from bridge.settingtypes import Millis
+from bridge.settingtypes import Means, Millis, meanings
 
 Exporters = Callable[[], Mapping[str, type[Exporter]]]  # by kind; called when they are needed
 
@@ -278,6 +278,8 @@ def _export(
             reader.problem(here, "a stream's definition is stored and shown; put the secret in a file")
         elif isinstance(raw, str) and (unit := unit_of(_type(struct(), name))) is not None:
             value = reader.value(unit, raw, here)
+        elif isinstance(raw, str) and raw and Means.SECRET_FILE in meanings(_type(struct(), name)):
+            value = str(reader.base / Path(raw).expanduser())
         if here not in reader.broken:
             wire[name] = value
     return wire

@@ -191,6 +191,18 @@ def test_relative_paths_are_relative_to_the_file(path: Path, monkeypatch: pytest
     assert settings.export.plugin_dirs == [path.parent / "plugins", Path("/opt/plugins")]
 
 
+def test_a_relative_file_of_an_export_is_relative_to_the_configuration_too(path: Path) -> None:
+    text = """[[streams.a.export.http]]
+identifier = "x"
+uri = "https://office.example/a"
+bearer_token_file = "token"
+ca_file = "/etc/ca.pem"
+"""
+    (export,) = load(path, text).streams["a"].export_definition["http"]
+    assert export["bearerTokenFile"] == str(path.absolute().parent / "token")
+    assert export["caFile"] == "/etc/ca.pem"
+
+
 def test_two_data_directories_never_share_a_memory_directory(path: Path) -> None:
     first = load(path, 'gateway.data_dir = "a"').gateway.memory_dir
     second = load(path, 'gateway.data_dir = "b"').gateway.memory_dir
