@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -157,6 +157,7 @@ def describe(
             ),
             ("size", f"{format_size(storage['totalBytes'])} of {format_size(definition['maxSize'])}"),
             ("when full", definition["strategyOnFull"]),
+            *_limits(definition),
             ("persistence", definition["persistence"]),
             ("flush on write", "yes" if definition["flushOnWrite"] else "no"),
             ("topics", " ".join(definition["topics"]) or "-"),
@@ -165,6 +166,32 @@ def describe(
             ("directory", info["directory"]),
         ]
     )
+
+
+def _limits(definition: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The retention, the limits besides the size and the deduplication window, if they are set."""
+    limits = definition["limits"] or {}
+    facts = [("retention", definition["retention"])] if definition["retention"] != "limits" else []
+    facts += [
+        (label, format_duration(values[key]))
+        for label, values, key in (
+            ("time to live", definition, "timeToLiveMillis"),
+            ("deduplication", definition, "deduplicationWindowMillis"),
+            ("max age", limits, "maxAgeMillis"),
+        )
+        if values.get(key) is not None
+    ]
+    facts += [
+        (label, shown(limits[key]))
+        for label, key, shown in (
+            ("max messages", "maxMessages", str),
+            ("max bytes", "maxBytes", format_size),
+            ("max per topic", "maxMessagesPerTopic", str),
+            ("max message size", "maxMessageSize", format_size),
+        )
+        if limits.get(key) is not None
+    ]
+    return facts + ([("discard", "new")] if limits.get("discard") == "new" else [])
 
 
 @app.command(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
-from bridge.model import Persistence
+from bridge.model import Limits, Persistence
 from bridge.streams.reader import list_streams
 from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 
@@ -68,6 +68,22 @@ def test_describe_is_readable_and_shows_the_progress_of_each_export(fill: Fill) 
         streambridge("streams", "describe", "sensors", "--data-dir", data, "--json").stdout
     )
     assert described["exportStatuses"][0]["lastExportedSequenceNumber"] == 3
+
+
+def test_describe_shows_the_limits_that_are_set(fill: Fill) -> None:
+    limits = Limits(max_messages=10, max_bytes=120_000, max_age_millis=1500, discard="new")
+    data = fill(READINGS, limits=limits, retention="exported", deduplication_window_millis=120_000)
+    facts = dict(
+        line.split("  ", maxsplit=1) for line in lines("streams", "describe", "sensors", "--data-dir", data)
+    )
+    shown = {label: value.strip() for label, value in facts.items()}
+    assert shown["max messages"] == "10"
+    assert shown["max bytes"] == "117.2 KiB"
+    assert shown["max age"] == "1.5s"
+    assert shown["discard"] == "new"
+    assert shown["retention"] == "exported"
+    assert shown["deduplication"] == "2m"
+    assert "max per topic" not in shown
 
 
 # Clears the screen, in C0 and in C1; deletes; ends lines; turns the direction of reading.
