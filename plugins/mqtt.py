@@ -389,10 +389,12 @@ def _outcome(batch: Batch, connection: Connection, rejected: dict[int, str], end
         n: f"the broker rejects it: {REJECTED[code]}" for n, code in refused.items() if code in REJECTED
     }
     retry = [n for n in range(len(batch.records)) if n not in rejected and (n not in answers or n in refused)]
-    waiting = next((refused[n] for n in retry if n in refused), None)
+    first = next((n for n in retry if n in refused), None)
+    waiting = None if first is None else refused[first]
     error = str(ended or "")
-    if waiting is not None:
-        error = f"the broker refuses a message: {RETRIED.get(waiting, f'reason code 0x{waiting:02x}')}"
+    if first is not None and waiting is not None:
+        number = batch.records[first].sequence_number
+        error = f"the broker refuses message {number}: {RETRIED.get(waiting, f'reason code 0x{waiting:02x}')}"
     elif retry:
         error += f"; message {batch.records[retry[0]].sequence_number} is the first without an answer"
     quota = waiting == QUOTA or (ended is not None and ended.code == QUOTA)

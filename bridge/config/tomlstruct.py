@@ -227,6 +227,7 @@ _KINDS = {
     "object": "a table",
 }
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_ONE = {"characters": "character", "entries": "entry"}
 
 
 def _plainly(what: str, kind: Any, raw: object) -> str:
@@ -237,10 +238,13 @@ def _plainly(what: str, kind: Any, raw: object) -> str:
     choices = _choices(kind)
     if choices and "enum value" in what:
         return _one_of(choices, raw)
-    found = re.match(r"Expected `([\w |]+)`(?:, got `(\w+)`)?(?: of length)?(?: ([<>]=?) (\S+))?$", what)
+    found = re.match(r"Expected `([\w |]+)`(?:, got `(\w+)`)?( of length)?(?: ([<>]=?) (\S+))?$", what)
     if found is None:
         return what[0].lower() + what[1:]
-    wanted, given, bound, limit = found.groups()
+    wanted, given, length, bound, limit = found.groups()
+    if bound and length:
+        parts = "characters" if "str" in wanted else "entries"
+        return f"must have {_BOUNDS[bound]} {limit} {parts if limit != '1' else _ONE[parts]}"
     if bound:
         return f"must be {_BOUNDS[bound]} {limit}{_unit(kind, limit)}"
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted.split(" | ") if kind != "null")
