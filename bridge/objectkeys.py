@@ -6,7 +6,8 @@ other content:
     <prefix>/gateway=<id>/stream=<escaped name>/epoch=<ms>/date=YYYY-MM-DD/hour=HH/<first>-<last>.<ext>
 
 * `epoch` is when the stream was created (Unix time in ms): a stream that is deleted and created again under
-  its name is another one, and its numbers start at 0 again.
+  its name is another one, and its numbers start at 0 again. If the clock was not synchronised then, it is a
+  random time in the 35 years that follow. So use it to tell streams apart, not as a time.
 * `first` and `last` are sequence numbers, zero-padded to 20 digits, so that keys sort by number.
 * `date` and `hour` are those of the first message's ingest time in UTC: a retry of the same batch has the
   same key.
