@@ -175,7 +175,7 @@ class Clock:
             self._must_save = True  # a kill must not take the timeline back
 
     def observed(self) -> None:
-        """All that is stored was observed: write the anchor if it is due."""
+        """What a part of the gateway has stored was observed: write the anchor if it is due."""
         if self._must_save:
             self.try_save()
 

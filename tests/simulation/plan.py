@@ -143,7 +143,7 @@ TROUBLES = {
 
 
 def _publish(random: Random, wait: float) -> Step:
-    number = random.choice((1, 2, 5, 20, 80, 270))
+    number = random.choice((1, 2, 5, 20, 80, 300))
     family = random.choices(FAMILIES, (6, 5, 3, 3, 1, 3, 2, 1))[0]
     return Step(
         "publish", (random.randrange(DEVICES), number, family, random.choice((0, 1, 1, 1, 2, 2))), wait

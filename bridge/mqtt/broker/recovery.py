@@ -143,6 +143,7 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
             if out.qos == 2 and not complete:
                 out.share = ""  # it may have been sent, so it stays with its member (MQTT-4.8.2-5)
             session.outbox.put(out)
+    broker.clock.observed()
 
 
 async def find_stored_ids(broker: Broker) -> None:
