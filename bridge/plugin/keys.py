@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from bridge.plugin.api import Batch, Record
+from bridge.plugin.reduction import steps
 
 MAX_KEY = 256
 _FIELD = re.compile(r"\{([^{}]*)\}")
@@ -159,7 +160,7 @@ def _level(number: int) -> Field:
 
 def _pointer(pointer: str) -> Field:
     """The value at a JSON pointer (RFC 6901)."""
-    steps = [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
+    members = steps(pointer)
 
     def value(message: Message) -> Any:
         try:
@@ -167,7 +168,7 @@ def _pointer(pointer: str) -> Field:
         except (msgspec.DecodeError, ValueError, RecursionError):
             raise NoValue(f"{{json:{pointer}}}: the payload is not JSON") from None
         try:
-            for step in steps:
+            for step in members:
                 found = found[int(step)] if isinstance(found, list) else found[step]
         except (LookupError, TypeError, ValueError):
             raise NoValue(f"{{json:{pointer}}}: the payload has no such member") from None
