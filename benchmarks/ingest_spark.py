@@ -1,6 +1,7 @@
 """From exported objects in S3 to the committed table, compared with Spark's own reader and writer.
 
-    python -m benchmarks.ingest_spark [--rows 2000000] [--rounds 3] [--grow 1,10] [--output DIR]
+    python -m benchmarks.ingest_spark [--rows 2000000] [--rounds 3] [--grow 1,10] [--small 4000]
+                                      [--output DIR]
 
 Writes ingest_spark.json, ingest_spark.md (tables) and ingest_spark.png to the output directory. Both sides
 run in one Spark session, alternating, on the same data:
@@ -11,7 +12,8 @@ run in one Spark session, alternating, on the same data:
 
 The results are the best wall time, and the CPU seconds of the driver, the JVM and the Python workers
 together, which vary less than wall time on a busy machine. NDJSON is measured with and without zlib-ng,
-which is part of the extra [spark]. Then follow the cost per row as the data grows, and the cost of listing
+which is part of the extra [spark]. Then follow the cost per row as the data grows, the cost of a small object
+(of ten rows: a run with many less a run with a tenth of them, by how many more it reads), and that of listing
 and planning many keys (a process that only returns prepared pages serves the listing).
 
 Caveats. Everything runs on one machine, so the S3 server takes CPU from the job; there is no network;
@@ -44,6 +46,8 @@ from bridge.ingest.store import StorageLocation
 from bridge.ingest.table import TableOptions, open_sink
 from bridge.ranges import Ranges
 
+FORMS = {"parquet": "Parquet", "ndjson.gz": "NDJSON"}
+SMALL = 10  # rows
 MOTO = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -144,10 +148,12 @@ class Bench:
         self.spark = open_session("local[2]", app="benchmark")
         self.spark.conf.set("spark.sql.parquet.compression.codec", "zstd")
 
-    def upload(self, rows: int, form: str, local: bool) -> tuple[StorageLocation, str, int]:
+    def upload(
+        self, rows: int, form: str, local: bool, per_object: int = 10_000
+    ) -> tuple[StorageLocation, str, int]:
         import boto3
 
-        wanted = list(objects(rows, 8, 10_000, form))
+        wanted = list(objects(rows, 8, per_object, form))
         bucket = f"bench-{uuid4().hex[:8]}"
         boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1").create_bucket(Bucket=bucket)
         place = StorageLocation(f"s3://{bucket}/export", self.endpoint)
@@ -208,7 +214,7 @@ def figures(runs: list[tuple[float, float]], rows: int, size: int) -> dict[str, 
 def against_native(bench: Bench, form: str, rows: int, rounds: int) -> dict[str, dict[str, float]]:
     """All contenders in turn, by name; each of ours also with how many times native it is."""
     place, folder, size = bench.upload(rows, form, local=True)
-    label = {"parquet": "Parquet", "ndjson.gz": "NDJSON"}[form]
+    label = FORMS[form]
     contenders = {
         f"{label}, ours": lambda: bench.ours(place),
         **(
@@ -240,6 +246,17 @@ def growth(bench: Bench, millions: list[float], rounds: int) -> dict[str, Any]:
         runs = [bench.measured(lambda place=place: bench.ours(place), rows) for _ in range(rounds)]  # type: ignore[misc]
         result[f"{million:g}M"] = figures(runs, rows, size)
     return result
+
+
+def small_objects(bench: Bench, form: str, count: int, rounds: int) -> float:
+    """CPU milliseconds for one more small object."""
+    spent = []
+    for number in (count // 10, count):
+        rows = number * SMALL
+        place, _, _ = bench.upload(rows, form, local=False, per_object=SMALL)
+        runs = [bench.measured(lambda place=place: bench.ours(place), rows) for _ in range(rounds)]  # type: ignore[misc]
+        spent.append(min(run[1] for run in runs))
+    return round((spent[1] - spent[0]) / (count - count // 10) * 1e3, 2)
 
 
 def many_keys(count: int) -> dict[str, Any]:
@@ -291,6 +308,10 @@ def tables(result: dict[str, Any]) -> str:
             f"| {rows} | {one['rows_per_second']:,} | {one['cpu_us_per_row']} |"
             for rows, one in found.items()
         ]
+    if found := result.get("small"):
+        lines += ["", f"An object of {SMALL} rows, whole run, CPU in ms:", ""]
+        lines += ["| " + " | ".join(found) + " |", "|---|---|"]
+        lines.append("| " + " | ".join(map(str, found.values())) + " |")
     if found := result.get("keys"):
         lines += ["", f"{found['keys']:,} keys of 200 gateways, seconds:", ""]
         lines += [
@@ -322,9 +343,10 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--rows", type=int, default=2_000_000)
+    options.add_argument("--rows", type=int, default=2_000_000, help="0: leave the comparison out")
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--grow", default="1,10", help="millions of rows; empty: leave it out")
+    options.add_argument("--small", type=int, default=4_000, help="objects; 0: leave it out")
     options.add_argument("--keys", type=int, default=1_000_000, help="0: leave it out")
     options.add_argument("--output", type=Path, default=Path("benchmark-output"))
     given = options.parse_args()
@@ -335,17 +357,22 @@ def main() -> None:
         servers = {process.pid for process in psutil.Process().children()}
         bench = Bench(Path(folder), endpoint, servers)
         result["native"] = {}
-        for form in ("parquet", "ndjson.gz"):
+        for form in FORMS if given.rows else ():
             result["native"] |= against_native(bench, form, given.rows, given.rounds)
         if given.grow:
             millions = [float(text) for text in given.grow.split(",")]
             result["growth"] = growth(bench, millions, given.rounds)
+        if given.small:
+            result["small"] = {
+                label: small_objects(bench, form, given.small, given.rounds) for form, label in FORMS.items()
+            }
         bench.spark.stop()
     if given.keys:
         result["keys"] = many_keys(given.keys)
     (given.output / "ingest_spark.json").write_text(json.dumps(result, indent=1) + "\n")
     (given.output / "ingest_spark.md").write_text(tables(result))
-    draw(result["native"], given.output / "ingest_spark.png")
+    if result["native"]:
+        draw(result["native"], given.output / "ingest_spark.png")
     print(tables(result))
 
 
