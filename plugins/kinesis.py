@@ -11,6 +11,11 @@ request has at most one record of a key, and later records wait for a failed rec
 `record` says what a record contains; see `bridge.plugin.records`. The limits hold for that: what is larger is
 rejected, and a request is split if it is.
 
+`compression` packs the messages of a batch into few records, in gzip: one for each key, or one without
+`partitionKey`, of up to 1 MiB before compression. Inside, messages in JSON (`record = "json"`, or a
+template of JSON) are lines. Those in CBOR are a sequence of items (RFC 8742), and all others a sequence of
+CBOR byte strings. A record succeeds or fails as a whole.
+
 `pacing` limits the rate to the capacity of the stream's shards, instead of being throttled (needs the
 right kinesis:DescribeStreamSummary).
 """
@@ -20,7 +25,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -37,12 +42,14 @@ from bridge import (
     hookimpl,
     send_split,
 )
+from bridge.deflate import gzip
 from bridge.model import MIB
 from bridge.plugin.aws import cause, failure, is_permanent, is_throttled, safe_code
 from bridge.plugin.keys import KeyTemplate
-from bridge.plugin.records import RecordEncoder
+from bridge.plugin.records import JSON, RecordEncoder
 
 MAX_RECORD, MAX_BYTES = 10 * MIB - 1024, 10 * MIB - 500 * 1024  # without keys, of up to 1 KiB in UTF-8 each
+PACKED = MIB - 1024  # bytes of messages in a record: a stream takes 1 MiB, unless its maximum is raised
 SHARD_RECORDS, SHARD_BYTES = 1000, 1_000_000  # per second
 SHARDS_EVERY = 300.0  # seconds between two requests for the number of shards
 
@@ -56,6 +63,7 @@ class KinesisConfig(AwsBatchedConfig, kw_only=True, frozen=True):
     order_per_key: bool = True
     pacing: bool = False
     record: str = "payload"
+    compression: Literal["gzip"] | None = None
 
 
 class KinesisExporter(Exporter):
@@ -81,72 +89,106 @@ class KinesisExporter(Exporter):
     def check(cls, config: KinesisConfig) -> None:
         if config.partition_key is not None:
             KeyTemplate(config.partition_key)
-        RecordEncoder(config.record)
+        encoder = RecordEncoder(config.record)
+        if config.compression and encoder.content_type == JSON and "\n" in config.record:
+            raise ValueError(
+                "record: the template has a line break, and compression puts a message on a line"
+            )
 
     def export(self, batch: Batch) -> Outcome:
         data, rejected = self._encoder.encode(batch, MAX_RECORD)
         keys = [self._template.key(batch, record) if self._template else None for record in batch.records]
         retry: list[int] = []
+        self._error, self._after = "", None
         held: set[str] = set()  # keys with a failed record: later records of the key wait
-        error, cut = "", False
-        requests = self._requests(data, keys, rejected)
+        cut = False
+        requests = self._requests(data, keys, self._groups(data, keys, rejected))
         for request in requests:
-            sending = [n for n in request if keys[n] not in held]
-            failed = [n for n in request if keys[n] in held]
+            sending = [group for group in request if keys[group[0]] not in held]
+            failed = [n for group in request if keys[group[0]] in held for n in group]
             try:
                 again, refused = self._send(data, keys, sending)
             except Retry as problem:
                 if len(requests) == 1:
                     raise
-                again, refused, error, cut = sending, {}, str(problem), problem.cut
+                again, refused = [n for group in sending for n in group], {}
+                self._error, cut = str(problem), problem.cut
             failed += again
             rejected |= refused
-            error = error or self._error
             retry += failed
             held |= {key for n in failed if (key := keys[n]) is not None}
         return Outcome(
             retry=sorted(retry),
             rejected=rejected,
-            error=error,
+            error=self._error,
             after=self._after if retry else None,
             cut=cut,
         )
 
-    def _send(
-        self, data: Sequence[bytes], keys: Sequence[str | None], sending: Sequence[int]
-    ) -> tuple[list[int], dict[int, str]]:
-        """Send one request; return the records to retry, and the rejected ones with reasons."""
-        failed: list[int] = []
-        refused = (
-            send_split(sending, lambda part: failed.extend(self._put(data, keys, part))) if sending else {}
-        )
-        return failed, refused
-
-    def _requests(
+    def _groups(
         self, data: Sequence[bytes], keys: Sequence[str | None], without: Container[int]
     ) -> list[list[int]]:
-        """Requests within the limits, in order; with at most one record of a key if order matters."""
-        is_ordered = self._template is not None and self.config.order_per_key
-        waves: list[list[int]] = []
-        seen: dict[str, int] = {}
+        """The messages of each record, in order."""
+        found: list[list[int]] = []
+        open_: dict[str | None, tuple[list[int], int]] = {}  # the last group of a key, and its size
         for n, key in enumerate(keys):
             if n in without:
                 continue
+            group, size = open_.get(key, ([], 0))
+            if not group or not self.config.compression or size + len(data[n]) > PACKED:
+                group, size = [], 0
+                found.append(group)
+            group.append(n)
+            open_[key] = group, size + len(data[n])
+        return found
+
+    def _requests(
+        self, data: Sequence[bytes], keys: Sequence[str | None], groups: Sequence[list[int]]
+    ) -> list[list[list[int]]]:
+        """Requests within the limits, in order; with at most one record of a key if order matters."""
+        is_ordered = self._template is not None and self.config.order_per_key
+        waves: list[list[list[int]]] = []
+        seen: dict[str, int] = {}
+        for group in groups:
+            key = keys[group[0]]
             wave = 0
             if is_ordered and key is not None:
                 wave = seen.get(key, 0)
                 seen[key] = wave + 1
             if wave == len(waves):
                 waves.append([])
-            waves[wave].append(n)
+            waves[wave].append(group)
         return [request for wave in waves for request in _within_limits(data, wave)]
 
-    def _put(self, data: Sequence[bytes], keys: Sequence[str | None], part: Sequence[int]) -> list[int]:
-        """Send some records; return those that failed. Raises Retry or Refused for all of them."""
-        self._error, self._after = "", None
-        entries = [{"Data": data[n], "PartitionKey": keys[n] or _random_key()} for n in part]
+    def _send(
+        self, data: Sequence[bytes], keys: Sequence[str | None], sending: Sequence[list[int]]
+    ) -> tuple[list[int], dict[int, str]]:
+        """Send one request; return the messages to retry, and the rejected ones with reasons."""
+        failed: list[int] = []
+
+        def put(part: Sequence[int]) -> None:
+            late = {keys[n] for n in failed} - {None}  # a record that is refused is sent in halves, in order
+            wanted = {n for n in part if keys[n] not in late}
+            groups = [some for group in sending if (some := [n for n in group if n in wanted])]
+            again = self._put(data, keys, groups) if groups else []
+            failed.extend([*again, *(n for n in part if n not in wanted)])
+
+        messages = [n for group in sending for n in group]
+        return failed, send_split(messages, put) if messages else {}
+
+    def _put(
+        self, data: Sequence[bytes], keys: Sequence[str | None], groups: Sequence[list[int]]
+    ) -> list[int]:
+        """Send a record for each group; return the messages of those that failed.
+
+        Raises Retry or Refused for all of them.
+        """
+        entries = [
+            {"Data": self._record(data, group), "PartitionKey": keys[group[0]] or _random_key()}
+            for group in groups
+        ]
         if self.config.pacing:
-            self._pace(len(part), sum(len(data[n]) for n in part))
+            self._pace(len(entries), sum(len(entry["Data"]) for entry in entries))
         self.context.working()
         name = self.config.kinesis_stream_name
         try:
@@ -156,12 +198,17 @@ class KinesisExporter(Exporter):
                 raise Refused(cause(error)) from error
             raise failure(error, f"putting records to {name}") from error
         failed = []
-        for n, result in zip(part, answer["Records"], strict=True):
+        for group, result in zip(groups, answer["Records"], strict=True):
             if code := result.get("ErrorCode"):
-                failed.append(n)
+                failed += group
                 self._error = safe_code(code)
                 self._after = 1.0 if is_throttled(code) else self._after
         return failed
+
+    def _record(self, data: Sequence[bytes], group: Sequence[int]) -> Any:
+        if self.config.compression:
+            return gzip(self._encoder.packed([data[n] for n in group]))
+        return data[group[0]]
 
     _error: str = ""
     _after: float | None = None
@@ -181,16 +228,17 @@ class KinesisExporter(Exporter):
         self._free_at = max(self._free_at, now) + seconds
 
 
-def _within_limits(data: Sequence[bytes], records: Sequence[int]) -> Iterator[list[int]]:
+def _within_limits(data: Sequence[bytes], groups: Sequence[list[int]]) -> Iterator[list[list[int]]]:
     """Split records, in order, into requests of at most MAX_BYTES."""
-    request: list[int] = []
+    request: list[list[int]] = []
     size = 0
-    for n in records:
-        size += len(data[n])
+    for group in groups:
+        more = sum(len(data[n]) for n in group)
+        size += more
         if size > MAX_BYTES and request:
             yield request
-            request, size = [], len(data[n])
-        request.append(n)
+            request, size = [], more
+        request.append(group)
     yield request
 
 

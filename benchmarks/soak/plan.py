@@ -69,6 +69,12 @@ OTHERS = {
     "http": 'uri = "%s/in"\nexport_format = 1\ntimeout_millis = 5000\n',
     "mqtt": 'url = "%s"\ntimeout_millis = 5000\n',
 }
+# Options of some of them: every message still arrives, but as something else.
+OPTIONS = {
+    ("plant1", "kinesis"): 'record = "json"\ncompression = "gzip"\n',
+    ("plant2", "firehose"): 'reduce = [{ drop = ["/x"] }]\n',
+    ("yard0", "http"): 'record = "json"\ncompression = "gzip"\nreduce = [{ keep = ["/d", "/n"] }]\n',
+}
 # The exports of a stream in addition to s3.
 ALSO = {
     "plant0": ("kinesis",),
@@ -152,5 +158,5 @@ def configuration(gateway: str, places: dict[str, Any], endpoints: dict[str, str
         text += STREAM.format(name=name, topic=topic, flush=flush, more=more, **where)
         for kind in ALSO.get(name, ()):
             text += f'\n[[streams.{name}.export.{kind}]]\nidentifier = "{kind}"\nlinger_millis = 500\n'
-            text += OTHERS[kind] % endpoints[kind]
+            text += OTHERS[kind] % endpoints[kind] + OPTIONS.get((name, kind), "")
     return text if gateway == EXTERNAL else text + LIMITED_STREAM

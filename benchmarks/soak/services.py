@@ -7,6 +7,7 @@ separate process that `world` starts). `Broken` replaces any of them during an o
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import random
 import re
@@ -18,7 +19,8 @@ from benchmarks.testbed.aws import FakeAws
 from benchmarks.testbed.uplink import Answering
 from benchmarks.testbed.web import Web
 
-MESSAGE = re.compile(rb'{"d":(\d+),"n":(\d+),')
+GZIP = b"\x1f\x8b"
+MESSAGE = re.compile(rb'{"d":(\d+),"n":(\d+)[,}]')
 
 
 def identify(payload: bytes) -> tuple[int, int]:
@@ -26,6 +28,18 @@ def identify(payload: bytes) -> tuple[int, int]:
     found = MESSAGE.match(payload)
     assert found is not None, payload[:80]
     return int(found[1]), int(found[2])
+
+
+def payloads(data: bytes) -> list[bytes]:
+    """What devices have sent, in a record or a body: payloads in lines, or objects with a payload each."""
+    if data.startswith(GZIP):
+        data = gzip.decompress(data)
+    if data.startswith(b"["):
+        return [base64.b64decode(message["payload"]) for message in json.loads(data)]
+    lines = data.splitlines()
+    if lines and lines[0].startswith(b'{"gateway"'):
+        return [base64.b64decode(json.loads(line)["payload"]) for line in lines]
+    return lines
 
 
 class Delivered:
@@ -61,10 +75,9 @@ class Services:
                 taken, fake.taken = fake.taken, []
                 fake.requests.clear()
                 fake.keys.clear()
-            self.delivered.add(kind, (line for one in taken for line in one["Data"].splitlines()))
+            self.delivered.add(kind, (payload for one in taken for payload in payloads(one["Data"])))
         while self.web.bodies:
-            batch = json.loads(self.web.bodies.pop())
-            self.delivered.add("http", (base64.b64decode(message["payload"]) for message in batch))
+            self.delivered.add("http", payloads(self.web.bodies.pop()))
         self.web.headers.clear()
         while self.broker.published:
             self.delivered.add("mqtt", [self.broker.published.pop().payload])

@@ -8,6 +8,7 @@ service, once each; `while_broken` answers every request as long as it is set.
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import socket
 import struct
@@ -93,7 +94,7 @@ class FakeAws:
             return 400, {"__type": "InvalidArgumentException", "message": "partition key"}
         if sum(len(r["Data"]) + len(r["PartitionKey"].encode()) for r in records) > 10 * 1024 * 1024:
             return 400, {"__type": "InvalidArgumentException", "message": "request too large"}
-        if any(record["Data"] == b"poison" for record in records):
+        if any(b"poison" in _content(record["Data"]) for record in records):
             return 400, {"__type": "InvalidArgumentException", "message": "poison"}
         self.taken += records
         results = [{"SequenceNumber": "1", "ShardId": "shardId-0"} for _ in records]
@@ -209,6 +210,10 @@ def _from_json(shape: Shape, value: Any) -> Any:
 
 
 # --- faults
+
+
+def _content(data: bytes) -> bytes:
+    return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
 
 
 def error(status: int, code: str) -> Fault:

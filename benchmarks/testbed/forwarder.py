@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import select
 import socket
 import struct
@@ -11,7 +12,15 @@ from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 LATE = 0.1  # seconds
+_SO_ATTACH_FILTER = 26  # asm-generic/socket.h
 _RESET = struct.pack("ii", 1, 0)
+
+
+def swallow(sock: socket.socket) -> None:
+    """Have the kernel drop each packet that comes for a connection, unacknowledged and without a reset."""
+    # linux/filter.h: one instruction, BPF_RET | BPF_K: of the packet, keep 0 bytes.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+    sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
 
 
 class Forwarder:
@@ -29,6 +38,7 @@ class Forwarder:
         self.open = True
         self.close_at: int | None = None  # it shuts when so many bytes have passed
         self.passed = 0  # bytes so far, both ways
+        self.sent = 0  # of these, what those who connect have sent
         self._trouble = ""
         self._pairs: dict[socket.socket, socket.socket] = {}
         self._servers: set[socket.socket] = set()
@@ -67,6 +77,11 @@ class Forwarder:
         finally:
             self._trouble = ""
             self._reset()
+
+    def forget(self) -> None:
+        """Let all packets of the open connections vanish, as a NAT does that forgets them. New ones work."""
+        for one in self._pairs.keys() - self._servers:
+            swallow(one)
 
     @contextmanager
     def leading_to(self, port: int) -> Iterator[None]:
@@ -133,6 +148,7 @@ class Forwarder:
                     raise ConnectionError("shut")
             if data:
                 self.passed += len(data)
+                self.sent += 0 if answers else len(data)
                 self._pause.wait(len(data) * self._seconds)
                 other.sendall(data)
             elif other in self._mute:

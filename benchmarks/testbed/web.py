@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
 
 
 class Web:
@@ -13,6 +14,7 @@ class Web:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
+        self.peers: set[Any] = set()  # addresses of the connections that brought something
         self.status = 204
         self.room: int | None = None  # it takes so many more requests
         web = self
@@ -38,6 +40,7 @@ class Web:
                     status = 204 if web.room >= 0 else 503
                 if status == 204:
                     web.bodies.append(body)
+                    web.peers.add(self.client_address)
                     web.headers.append({name.lower(): value for name, value in self.headers.items()})
                 self.send_response(status)
                 self.send_header("Content-Length", "0")

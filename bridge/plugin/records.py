@@ -110,6 +110,18 @@ class RecordEncoder:
             return head(4, len(encoded)) + b"".join(encoded)
         raise ValueError("only JSON and CBOR have lists of records")
 
+    def packed(self, encoded: Sequence[bytes]) -> bytes:
+        """Several records behind each other, so that a reader finds where each ends.
+
+        JSON is one record a line. CBOR is a sequence of items (RFC 8742). All else is a sequence of CBOR byte
+        strings, since it may have any bytes.
+        """
+        if self.content_type == JSON:
+            return b"".join([one + b"\n" for one in encoded])
+        if self.content_type == CBOR:
+            return b"".join(encoded)
+        return b"".join([head(2, len(one)) + one for one in encoded])
+
 
 _Encode = Callable[[Batch], tuple[list[bytes], dict[int, str]]]
 

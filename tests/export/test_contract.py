@@ -21,6 +21,7 @@ from benchmarks.testbed.web import Refusing, Web
 from bridge import Context
 from bridge.plugin import discovery
 from bridge.plugin.testing import ExporterContract
+from tests.export.destinations import unpacked
 from tests.export.harness import Bucket, Impatient
 
 GIVE_UP = 0.5  # seconds without an answer
@@ -144,6 +145,29 @@ class TestKinesisWithJson(TestKinesis):
     def delivered(self) -> list[int]:
         rows = [json.loads(record["Data"]) for record in self.fake.taken]
         return [int(base64.b64decode(row["payload"]).split()[1]) for row in rows]
+
+
+class TestKinesisInGzip(TestKinesis):
+    """All messages of a batch in one record."""
+
+    def config(self) -> dict[str, Any]:
+        return {**super().config(), "compression": "gzip"}
+
+    def delivered(self) -> list[int]:
+        found = [item for record in self.fake.taken for item in unpacked(record["Data"])]
+        return [int(item.split()[1]) for item in found]
+
+
+class TestKinesisInGzipWithKeys(TestKinesisInGzip):
+    """As many records as levels in the topics, each a line of JSON a message."""
+
+    def config(self) -> dict[str, Any]:
+        template = '{"n":{sequence_number},"v":{payload}}'
+        return {**super().config(), "record": template, "partitionKey": "{topic/0}"}
+
+    def delivered(self) -> list[int]:
+        lines = [line for record in self.fake.taken for line in gzip.decompress(record["Data"]).splitlines()]
+        return [int(json.loads(line)["v"].split()[1]) for line in lines]
 
 
 class TestFirehose(AwsFaults):
