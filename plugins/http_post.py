@@ -92,7 +92,6 @@ class HttpExporter(Exporter):
             self._headers["Content-Encoding"] = config.compression
         # botocore's HTTP session: TLS, proxies of the environment and persistent connections without
         # another dependency.
-        from botocore.httpsession import URLLib3Session
         from botocore.utils import get_environ_proxies
 
         verify: Any = config.ca_file or True
@@ -101,7 +100,7 @@ class HttpExporter(Exporter):
         no_delay: Any = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
         certificate = (config.cert_file, config.key_file) if config.cert_file and config.key_file else None
         proxies = get_environ_proxies(config.uri)
-        self._session = URLLib3Session(
+        self._session = context.session(
             verify=verify,
             proxies=proxies,
             timeout=timeout,

@@ -241,7 +241,7 @@ class MqttExporter(Exporter):
                 return self._connection
         self.close()
         target = self._target()
-        connection = Connection(target, self.context.monotonic, self.context.working)
+        connection = Connection(target, self.context.monotonic, self.context.working, self.context.link)
         if missing := self._missing(connection):
             connection.close()
             raise Retry(f"{target.url} {missing}", unsent=True)

@@ -202,7 +202,6 @@ class S3TaskExporter(Exporter):
 
     def _put(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
         body = _read(file, upload, 0, upload.size, more=True)
-        self.context.throttle(len(body))
         self._call("put_object", task, upload, Body=Body(body, self.context), Metadata=task.metadata())
 
     def _put_parts(self, task: TaskDefinition, upload: Upload, file: BinaryIO) -> None:
@@ -221,7 +220,6 @@ class S3TaskExporter(Exporter):
             if number not in done:
                 start = (number - 1) * size
                 body = _read(file, upload, start, min(size, upload.size - start))
-                self.context.throttle(len(body))
                 part = {"UploadId": upload.upload_id, "PartNumber": number, "Body": Body(body, self.context)}
                 done[number] = self._call("upload_part", task, upload, **part)["ETag"]
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(done.items())]

@@ -42,7 +42,7 @@ Modules, each importing only those above it (`make lint` checks it):
     settings     the [export] table
     wire         messages between the two processes
     cursor       the file of a position; planning: which messages make a batch; sizing: how large an
-                 attempt may be; backoff: when the next one is; bandwidth: the ceiling of all exports
+                 attempt may be; backoff: when the next one is
     host         what the worker offers all exports: clients, appends, hooks; and whose plugin runs
     position     one export's cursor with its files
     batches      one export's planned batch

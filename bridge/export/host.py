@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bridge.export import wire
-from bridge.export.bandwidth import Bandwidth
 from bridge.export.planning import Transform
 from bridge.model import MIB
 from bridge.plugin import aws
 from bridge.plugin.api import AwsBatchedConfig, AwsConfig, ExportConfig, Progress, Record, Retry
 from bridge.plugin.discovery import Registry
 from bridge.plugin.hooks import Event
+from bridge.plugin.link import Link
 from bridge.plugin.transform import TransformState
 
 APPEND_TIMEOUT = 30.0
@@ -60,14 +60,14 @@ class Host:
         registry: Registry,
         parent: Parent,
         memory: int,
-        bandwidth: Bandwidth,
+        link: Link,
         progress: Callable[[str], list[Progress]],
     ) -> None:
         """`memory` is the most that the process may use, in bytes."""
         # Each thread may hold a batch three times: as records, as a request, and while it converts one.
         self.batch_bytes = max((memory - IDLE_MEMORY) // (3 * hello.export.threads), LEAST_BATCH)
         self.data_dir, self.gateway, self.tuning = hello.data_dir, hello.gateway, hello.tuning
-        self.allow, self.bandwidth, self.progress = hello.export.allow, bandwidth, progress
+        self.allow, self.link, self.progress = hello.export.allow, link, progress
         self.failures = 0  # attempts so far that ended with an error
         self._aws, self._hook, self._parent = hello.aws, registry.hook, parent
         self._grown: dict[Key, int] = {}  # bytes of growth in each export's plugin
@@ -103,7 +103,7 @@ class Host:
     def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
         """An AWS client with the configured settings; raises Retry."""
         try:
-            return aws.client(self._aws, service, config.region, config.endpoint_url, **options)
+            return aws.client(self._aws, service, config.region, config.endpoint_url, self.link, **options)
         except Exception as error:
             raise aws.failure(error, f"making the {service} client") from error
 

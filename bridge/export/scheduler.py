@@ -17,10 +17,11 @@ import threading
 import time
 from typing import NamedTuple
 
-from bridge.export.bandwidth import Bandwidth
-from bridge.export.task import NEVER, Task
+from bridge.export.task import LAST, NEVER, Task
 from bridge.plugin.api import Progress, Retry
+from bridge.plugin.link import Link
 
+LOOK = 0.1  # seconds; how often a thread looks whether a busy link is free
 LONGEST_WAIT = 3600.0  # seconds; a plugin may ask for more than a thread can wait (`threading.TIMEOUT_MAX`)
 
 _Due = tuple[int, float, int, Task]  # priority, last step, number of the entry
@@ -35,21 +36,24 @@ class _Entry(NamedTuple):
 
 
 class Scheduler:
-    """Runs the tasks of one worker; sends no batch before the bandwidth is free.
+    """Runs the tasks of one worker.
+
+    Exports of one priority share the link. While it is busy up to its ceiling, no export begins that is less
+    urgent than one that runs.
 
     A task has one valid entry in one of the heaps, or none while it runs or has nothing to do. Entries that
     are no longer valid are skipped when they come up.
     """
 
-    def __init__(self, threads: int, bandwidth: Bandwidth) -> None:
-        self._threads, self._bandwidth = threads, bandwidth
+    def __init__(self, threads: int, link: Link) -> None:
+        self._threads, self._link = threads, link
         self._changed = threading.Condition()
         self._streams: dict[str, dict[Task, None]] = {}  # also deleted tasks, until they are closed
         self._valid: dict[Task, _Entry] = {}
         self._numbers = itertools.count()
         self._waiting: list[tuple[float, int, Task]] = []  # monotonic time
         self._due: list[_Due] = []
-        self._due_deleted: list[_Due] = []  # these need no bandwidth
+        self._due_deleted: list[_Due] = []  # these send nothing
         self._running: dict[int, Task] = {}  # by thread
         self._hung: set[int] = set()
         self._stopping = False
@@ -98,7 +102,6 @@ class Scheduler:
 
     def stop(self) -> None:
         """Start no more steps."""
-        self._bandwidth.stop()
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -117,6 +120,11 @@ class Scheduler:
             task.close()
 
     # --- for exporters, in pool threads
+
+    def working(self) -> None:
+        """Restart the time after which the step that runs in this thread counts as hung."""
+        if (task := self._running.get(threading.get_ident())) is not None:
+            task.working()
 
     def progress(self, kind: str) -> list[Progress]:
         """Snapshots of all exports of a kind; raises Retry while the position of one is unknown."""
@@ -185,7 +193,7 @@ class Scheduler:
         return known is not None and known.number == number
 
     def _rank(self, task: Task) -> int:
-        """Its priority; 0 for a deleted one, which needs no bandwidth."""
+        """Its priority; 0 for a deleted one, which sends nothing."""
         return 0 if task.deleted else task.priority
 
     def _collect_due(self, now: float) -> None:
@@ -225,16 +233,20 @@ class Scheduler:
             now = time.monotonic()
             alone = any(task.alone for task in self._running.values())
             self._collect_due(now)
-            free_at = self._bandwidth.free_at
-            heaps = [self._due_deleted, self._due] if free_at <= now else [self._due_deleted]
+            least = LAST
+            if self._link.free_at > now:
+                running = (task for thread, task in self._running.items() if thread not in self._hung)
+                least = min((task.priority for task in running), default=LAST)
+            heaps = (self._due_deleted, self._due)
             found = [entry for heap in heaps if (entry := self._first(heap, without_alone=alone))]
+            found = [entry for entry in found if self._rank(entry[3]) <= least]
             if found:
                 task = min(found)[3]
                 del self._valid[task]
                 self._changed.notify()  # another thread waits for the next one: this step may take long
                 return task
             until = [self._waiting[0][0]] if self._waiting else []
-            if self._due and free_at > now:
-                until.append(free_at)
+            if self._due and least < LAST:
+                until.append(now + LOOK)
             self._changed.wait(min(min(until) - now, LONGEST_WAIT) if until else None)
         return None

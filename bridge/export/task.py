@@ -68,7 +68,7 @@ class Task:
         self._exporter: Exporter | None = None
         self._updated = False  # the exporter still has an older configuration
         self._pending: Sequence[Record] | None = None  # of a deleted stream
-        self._charged = 0.0  # seconds at the bandwidth ceiling
+        self._paid_at = 0.0  # when the link will have sent what the exporter sent by itself
         self._failing = False  # the hooks got the event `export_failing`
         self._idle_at = NEVER
         self._backoff = Backoff(host.tuning.first_backoff, host.tuning.max_backoff)
@@ -118,9 +118,9 @@ class Task:
         if self.config.disabled or cursor.stopped:
             return self._backoff.until if self.position.dirty else NEVER
         if cursor.planned:
-            return self._backoff.until
+            return max(self._backoff.until, self._paid_at)
         batch_at = self._planner.due(cursor.position) if self.source.next > cursor.position else NEVER
-        return max(self._backoff.until, min(batch_at, self._idle_at))
+        return max(self._backoff.until, self._paid_at, min(batch_at, self._idle_at))
 
     def hold(self, seconds: float, reason: str, *, alone: bool) -> None:
         """Make no attempt for `seconds`: this export was in flight when a worker died."""
@@ -150,9 +150,8 @@ class Task:
         self.deadline = time.monotonic() + self.timeout
 
     def throttle(self, size: int) -> None:
-        """Wait until the bandwidth ceiling allows more, and charge `size` bytes."""
-        self._host.bandwidth.wait(self.working)
-        self._charged = self._host.bandwidth.charge(size)
+        """Wait until the bandwidth ceiling allows `size` bytes, and charge them."""
+        self._host.link.take(size)
 
     # --- in a pool thread
 
@@ -235,7 +234,6 @@ class Task:
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
         size = size_of(batch)
-        self._charged = self._host.bandwidth.charge(size)
         self.position.cursor.last_time = time.time_ns() // 1_000_000
         large = too_large(batch.records, exporter.limits.record_bytes)
         if large and not exporter.limits.contiguous:
@@ -246,19 +244,22 @@ class Task:
             if not batch.records:
                 return  # the next step sends the rest of the planned batch
             size = size_of(batch)
-        began = time.monotonic()
+        began, link, is_unsent = time.monotonic(), self._host.link, False
+        before = link.pieces
         with self._host.in_plugin(self.key, f"exporting {batch.first} to {batch.last}"):
             try:
                 outcome = exporter.export(batch)
             except Retry as error:
-                if error.unsent:
-                    self._host.bandwidth.give_back(self._charged)
-                elif error.cut:
+                is_unsent = error.unsent
+                if error.cut and not is_unsent:
                     self._batches.was_cut(size, time.monotonic() - began)
                 raise
             except _CUT:
                 self._batches.was_cut(size, time.monotonic() - began)
                 raise
+            finally:
+                if link.pieces == before and not is_unsent:  # it has connections of its own
+                    self._paid_at = link.charge(size)
         if not isinstance(outcome, Outcome):
             raise Retry(f"the plugin returned {type(outcome).__name__} instead of an Outcome")
         if outcome.cut:
@@ -349,6 +350,7 @@ class WorkerContext(Context):
 
     def __init__(self, host: Host, task: Task) -> None:
         super().__init__(host.gateway, task.source.name, task.source.epoch)
+        self.link = host.link
         self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
         self._host, self._task = host, task
 

@@ -34,7 +34,6 @@ from bridge import process
 from bridge.durable import make_directory
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
-from bridge.export.bandwidth import Bandwidth
 from bridge.export.host import Host, memory_used
 from bridge.export.planning import Source
 from bridge.export.scheduler import Scheduler
@@ -43,6 +42,7 @@ from bridge.model import ExportStatus
 from bridge.plugin import aws, discovery, metadata
 from bridge.plugin.api import ExportConfig, Record, Retry
 from bridge.plugin.hooks import Event
+from bridge.plugin.link import Link
 
 STOPPED, ORPHANED, HUNG, MEMORY = 0, 3, 4, 5
 LOCK_TIMEOUT = 30.0
@@ -119,9 +119,9 @@ class Worker:
         self._hello = hello
         self._crashes = {(crash.stream, crash.identifier): crash for crash in hello.crashes}
         self._max_memory = hello.tuning.max_memory or max(_memory() // 4, 256 * 1024 * 1024)
-        bandwidth = Bandwidth(hello.export.max_bandwidth)
-        self._scheduler = Scheduler(hello.export.threads, bandwidth)
-        self._host = Host(hello, self._registry, self, self._max_memory, bandwidth, self._scheduler.progress)
+        link = Link(hello.export.max_bandwidth, lambda: self._scheduler.working())
+        self._scheduler = Scheduler(hello.export.threads, link)
+        self._host = Host(hello, self._registry, self, self._max_memory, link, self._scheduler.progress)
         threading.Thread(target=self._run_hooks, name="events", daemon=True).start()
         self._scheduler.start()
         status = self._loop()

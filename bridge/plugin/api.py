@@ -37,6 +37,7 @@ from msgspec import Meta, Struct
 
 from bridge.model import MAX_INT64, MAX_MILLIS, Name
 from bridge.plugin.allow import Allow
+from bridge.plugin.link import UNLIMITED, Link
 from bridge.plugin.reduction import Reduction, encoded
 from bridge.settingtypes import Endpoint, Millis
 from bridge.topics import is_topic_filter
@@ -114,7 +115,7 @@ ACCEPTED = Outcome()
 class Retry(Exception):  # noqa: N818 - named for what it asks for
     """Raise it to have the whole batch retried, after `after` seconds at the earliest.
 
-    `unsent`: nothing was sent, for example without a connection; the attempt does not count against the
+    `unsent`: nothing was sent, for example without a connection; the batch does not count against the
     bandwidth ceiling. `cut`: the link is the cause, as there was no connection, or it ended without an
     answer. The retry comes sooner, and in smaller batches if attempts take long compared with the time for
     which the link stays up.
@@ -228,7 +229,12 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class Context:
-    """What an exporter may call. This base works without a worker, for tests."""
+    """What an exporter may call. This base works without a worker, for tests.
+
+    `link` is what all connections of exporters share; see `bridge.plugin.link`.
+    """
+
+    link: Link = UNLIMITED
 
     def __init__(self, gateway: str = "gateway", stream: str = "stream", epoch: int = 0) -> None:
         self.gateway = gateway
@@ -244,13 +250,28 @@ class Context:
         """
         from bridge.plugin.aws import AwsSettings, client
 
-        return client(AwsSettings(), service, config.region, config.endpoint_url, **options)
+        return client(AwsSettings(), service, config.region, config.endpoint_url, self.link, **options)
+
+    def session(self, **options: Any) -> Any:
+        """Return an HTTP session: botocore's URLLib3Session with `options`, paced like the clients."""
+        from botocore.httpsession import URLLib3Session
+
+        from bridge.plugin.httplink import put_over
+
+        made = URLLib3Session(**options)
+        put_over(self.link, made)
+        return made
 
     def working(self) -> None:
         """Report progress of a long export, so that it does not count as hung. Call it from any thread."""
 
     def throttle(self, size: int) -> None:
-        """Wait until `size` bytes beyond the batch's own may be sent under the bandwidth ceiling."""
+        """Wait until `size` bytes more may be sent under the bandwidth ceiling, and count them.
+
+        Only for what an exporter sends over connections of its own: what goes over those of `client` and
+        `session` is counted there. A batch for which nothing goes over those counts with the size of its
+        payloads and topics.
+        """
 
     def append(self, stream: str, payload: bytes) -> None:
         """Append a message to another stream of the gateway, such as a status stream; raises Retry."""

@@ -28,6 +28,7 @@ from msgspec import Struct
 
 from bridge.plugin import metadata
 from bridge.plugin.api import Context, Retry
+from bridge.plugin.link import UNLIMITED, Link
 
 log = logging.getLogger(__name__)
 
@@ -133,17 +134,22 @@ def client(
     service: str,
     region: str | None = None,
     endpoint_url: str | None = None,
+    link: Link = UNLIMITED,
     **config: Any,
 ) -> Any:
     """Return the shared client for a service; `region` and `endpoint_url` win over the settings.
 
+    Its connections go over `link`.
+
     A given endpoint is used as it is, without a bucket or a prefix before its host name. `config` are
     keywords of botocore.config.Config. Retries are off by default: the scheduler retries, and shows it.
     """
-    key = msgspec.json.encode([settings, service, region, endpoint_url, config], enc_hook=str)
+    key = msgspec.json.encode([settings, service, region, endpoint_url, id(link), config], enc_hook=str)
     with _lock:
         if key not in _clients:
             from botocore.config import Config
+
+            from bridge.plugin.httplink import put_over
 
             defaults: dict[str, Any] = {
                 "connect_timeout": CONNECT_TIMEOUT,
@@ -171,6 +177,7 @@ def client(
                 _sessions.clear()  # a session caches ~/.aws/config, also that it has no region
                 raise
             made.meta.events.register("before-send", _stream_body)
+            put_over(link, made._endpoint.http_session)
             _clients[key] = made
         return _clients[key]
 

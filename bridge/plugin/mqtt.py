@@ -14,9 +14,10 @@ A PUBACK answers a QoS 1 message (3.4). A QoS 0 message has no answer. Behind a 
 sends an UNSUBSCRIBE for a filter that was never subscribed to. The broker handles packets in order and must
 answer (MQTT-3.10.4-5), so its UNSUBACK shows that it has received them.
 
-A dead link is noticed in two ways. Data that the TCP of the other machine does not acknowledge for the
-keep-alive ends the connection (TCP_USER_TIMEOUT). So does a broker that answers nothing for `timeout` while
-no data goes out. A large message on a slow link is neither. While nothing is pending, paho sends PINGREQ
+A dead link is noticed in two ways. Data that the TCP of the other machine does not acknowledge for
+`link.PATIENCE` or the keep-alive, whichever is shorter, ends the connection (TCP_USER_TIMEOUT). So does a
+broker that answers nothing for `timeout` while no data goes out. A large message on a slow link is neither,
+nor one that waits for its turn under the bandwidth ceiling. While nothing is pending, paho sends PINGREQ
 (3.1.2.10), if `idle` is called several times per keep-alive.
 """
 
@@ -34,6 +35,7 @@ from typing import Any
 from msgspec import Struct
 
 from bridge.plugin.api import Retry
+from bridge.plugin.link import UNLIMITED, Link, Meter, prepare
 
 LARGEST = 268_435_455  # bytes of a packet behind its first two to five (2.1.4)
 LONGEST = 65_535  # bytes of a string (1.5.4)
@@ -82,12 +84,19 @@ class Connection:
     `max_packet` in bytes, `max_qos`, `takes_retained`.
     """
 
-    def __init__(self, target: Target, monotonic: Callable[[], float], working: Callable[[], None]) -> None:
-        """Connect; `working` is called whenever something moves. Raises Retry."""
+    def __init__(
+        self,
+        target: Target,
+        monotonic: Callable[[], float],
+        working: Callable[[], None],
+        link: Link = UNLIMITED,
+    ) -> None:
+        """Connect over `link`; `working` is called whenever something moves. Raises Retry."""
         import paho.mqtt.client as paho
         from paho.mqtt.enums import CallbackAPIVersion
 
-        self._target, self._monotonic, self._working = target, monotonic, working
+        self._target, self._monotonic, self._working, self._link = target, monotonic, working, link
+        self._meter: Meter | None = None
         self.answers: dict[int, int] = {}
         self.refused: dict[int, int] = {}
         self._flying: dict[int, int] = {}  # numbers by packet id: not answered, or at QoS 0 not written yet
@@ -99,7 +108,7 @@ class Connection:
         self._moved_at = monotonic()
         self._turned_at = monotonic()
         self._queued = 0  # bytes with the kernel at the last look
-        self._client = paho.Client(
+        self._client = _paced(paho.Client)(
             CallbackAPIVersion.VERSION2,
             target.client_id,
             clean_session=None if target.v5 else True,
@@ -107,6 +116,7 @@ class Connection:
             reconnect_on_failure=False,
         )
         client = self._client
+        client.may_send = self._may_send
         client.max_inflight_messages_set(0)  # the window is the exporter's
         client.connect_timeout = target.timeout
         if target.username is not None:
@@ -153,10 +163,10 @@ class Connection:
         self.takes_retained: bool = bool(getattr(properties, "RetainAvailable", 1))
 
     def _prepare(self, sock: Any) -> None:
-        patience = self._target.keep_alive * 1000
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
+        prepare(sock, min(self._target.keep_alive, self._link.patience))
         self._sock = sock
+        self._meter = Meter(self._link, sock)
         self._poll = select.poll()  # not select(): the descriptor may be above 1,023
         self._poll.register(sock, select.POLLIN)
 
@@ -179,8 +189,9 @@ class Connection:
 
     @property
     def stale(self) -> bool:
-        """Whether it was left alone for so long that the broker has ended it (MQTT-3.1.2-22)."""
-        return self._monotonic() - self._turned_at > self._target.keep_alive * 1.5
+        """Whether the broker has ended it, left alone for so long (MQTT-3.1.2-22), or it may be dead."""
+        is_late = self._monotonic() - self._turned_at > self._target.keep_alive * 1.5
+        return is_late or self._moved_at <= self._link.lost_at
 
     def publish(self, number: int, topic: str, payload: bytes, retain: bool, properties: bytes) -> None:
         """Queue a message; `properties` are encoded, with their length. It is written by the next `turn`, or
@@ -216,6 +227,10 @@ class Connection:
         client = self._client
         self._write()
         writing = client.want_write()
+        held = self._meter.wait() if self._meter is not None else 0.0
+        if writing and held:  # it is the link's turn, not the broker's
+            writing, wait = False, min(wait, held)
+            self._moved()
         # Some brokers send a PUBACK only when TCP has acknowledged the one before (Nagle), so that is done at
         # once. The kernel forgets this option now and then.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
@@ -265,6 +280,8 @@ class Connection:
             self._cork(1)
             self._client.loop_write()
             self._cork(0)
+            if self._meter is not None:
+                self._meter.settle()
         if self._client.socket() is None:
             raise self._ended()
 
@@ -289,6 +306,10 @@ class Connection:
                 f"; another client has the client id {self._target.client_id!r}: each export needs its own"
             )
         return Ended(f"{what}: {name}", code)
+
+    def _may_send(self, size: int) -> int:
+        """How many of `size` bytes the link takes now."""
+        return size if self._meter is None else self._meter.grant(size)
 
     # --- paho's callbacks, within `turn`
 
@@ -320,6 +341,21 @@ class Connection:
     def _moved(self) -> None:
         self._moved_at = self._monotonic()
         self._working()
+
+
+def _paced(client: Any) -> Any:
+    """paho's class, with an attribute `may_send` that says how many bytes its socket takes."""
+
+    class Paced(client):  # type: ignore[misc]
+        may_send: Callable[[int], int]
+
+        def _sock_send(self, buf: Any) -> int:
+            size = self.may_send(len(buf))
+            if not size:
+                raise BlockingIOError
+            return int(super()._sock_send(buf[:size]))
+
+    return Paced
 
 
 class _Packed:

@@ -1,0 +1,108 @@
+"""HTTP over the link: connections of botocore that are paced and notice that they are dead (see `link`).
+
+botocore has no setting for the class of its connections. Its HTTP session has a table of pools by scheme, and
+`put_over` replaces those.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from botocore.awsrequest import (
+    AWSHTTPConnection,
+    AWSHTTPConnectionPool,
+    AWSHTTPSConnection,
+    AWSHTTPSConnectionPool,
+)
+
+from bridge.plugin.link import Link, Meter, prepare, probe
+
+
+def put_over(link: Link, session: Any) -> None:
+    """Have a botocore URLLib3Session that has no connection yet make its connections over the link."""
+    session._pool_classes_by_scheme.update(
+        http=_pool(AWSHTTPConnectionPool, AWSHTTPConnection, link),
+        https=_pool(AWSHTTPSConnectionPool, AWSHTTPSConnection, link),
+    )
+
+
+def _pool(pool: Any, connection: Any, link: Link) -> Any:
+    made = type(connection.__name__, (_OverLink, connection), {"over": link})
+    return type(pool.__name__, (pool,), {"ConnectionCls": made})
+
+
+class _OverLink:
+    """What a connection class of urllib3 gets in addition. It stands before that class."""
+
+    over: Link
+    sock: Any
+    auto_open: int
+    _meter: Meter | None = None
+    _used_at = 0.0
+
+    def connect(self) -> None:
+        """Connect, with TLS."""
+        super().connect()  # type: ignore[misc]
+        self._used_at = time.monotonic()
+        self._meter = Meter(self.over, self.sock)
+        with suppress(AttributeError):  # TLS through a TLS proxy: not a socket
+            prepare(self.sock, self.over.patience)
+        self._probe(on=True)
+
+    def request(self, *args: Any, **options: Any) -> None:
+        """Send a request."""
+        if self.sock is not None:
+            self._probe(on=True)
+        super().request(*args, **options)  # type: ignore[misc]
+
+    def send(self, data: Any) -> None:
+        """Send bytes, or what a file has, at the pace of the link."""
+        if self.sock is None and self.auto_open:
+            self.connect()
+        if self._meter is None:  # a request to a proxy, within `connect`
+            super().send(data)  # type: ignore[misc]
+            return
+        blocks = iter(lambda: data.read(self.over.piece), b"") if hasattr(data, "read") else (data,)
+        with self._watching():
+            for block in blocks:
+                for piece in self._meter.pieces(block):
+                    super().send(piece)  # type: ignore[misc]
+
+    def getresponse(self, *args: Any, **options: Any) -> Any:
+        """The answer, as far as its head."""
+        with self._watching():
+            answer = super().getresponse(*args, **options)  # type: ignore[misc]
+        self._used_at = time.monotonic()
+        if self.sock is not None:
+            self._probe(on=False)
+        return answer
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection may be used for another request."""
+        if self._used_at <= max(self.over.lost_at, time.monotonic() - self.over.idle):
+            return False
+        return super().is_connected  # type: ignore[misc, no-any-return]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._meter = None
+        super().close()  # type: ignore[misc]
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Tell the link if the connection dies."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.ETIMEDOUT:
+                self.over.died()
+            raise
+
+    def _probe(self, *, on: bool) -> None:
+        with suppress(AttributeError, OSError):
+            probe(self.sock, on)

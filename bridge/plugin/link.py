@@ -1,0 +1,190 @@
+"""The link of the gateway: what all connections of exporters share.
+
+**Ceiling.** `[export] max_bandwidth` counts what exporters send: each byte that they hand to TCP, and each
+that TCP sends again. That is HTTP and MQTT with headers, TLS with its handshakes, failed attempts and
+retransmissions. It does not count answers, which come the other way, nor the headers of TCP and IP (52
+bytes a packet: 3.6 % of full ones).
+
+The ceiling holds within a request, in pieces of a twentieth of a second. Connections take turns. A link
+that was idle saves up a quarter of a second, so that a batch does not lose the time in which it waits for
+an answer. A connection that waits for its turn is not a dead one: no time-out runs meanwhile.
+
+A piece is charged before it is sent. Afterwards the kernel says what the connection has really sent
+(TCP_INFO, in Linux 4.19 and later), and the difference is charged too. Older kernels count without TLS and
+retransmissions.
+
+**Dead connections.** A NAT may forget a connection, or a modem may get another address: packets then vanish
+without a reset. TCP alone notices that after a quarter of an hour, and answers are awaited for a minute.
+Here a connection ends with ETIMEDOUT when the other end's TCP does not acknowledge data for `PATIENCE`
+(TCP_USER_TIMEOUT) or, while an answer is awaited, probes (SO_KEEPALIVE). An idle connection is not probed,
+since that costs bytes. One that was idle for `IDLE` is not used again. Neither is one that has shown no sign
+of life since another one died: what a NAT or a modem forgets, it forgets for all.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+PATIENCE = 15.0  # seconds without a sign of life of the other end's TCP
+IDLE = 60.0  # seconds; NATs of cellular networks forget connections after one to five minutes
+PIECE = 0.05  # seconds of the ceiling that are sent at once
+LEAST, MOST = 512, 16 * 1024  # bytes of a piece
+SAVED = 0.25  # seconds of the ceiling that an idle link saves up
+TLS_RECORD = 22  # bytes that TLS 1.3 adds to a piece (RFC 8446, section 5.2)
+# struct tcp_info of linux/tcp.h: where tcpi_notsent_bytes and tcpi_bytes_sent are
+_NOT_SENT, _SENT, _INFO = struct.Struct("I"), struct.Struct("Q"), 256
+_NOT_SENT_AT, _SENT_AT = 144, 200
+
+
+class Link:
+    """The ceiling, shared by all threads, and when connections are dead. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        ceiling: int | None = None,
+        working: Callable[[], None] = lambda: None,
+        *,
+        patience: float = PATIENCE,
+        idle: float = IDLE,
+    ) -> None:
+        """`ceiling` is in bits per second. `working` is called each second while a thread waits."""
+        self._ceiling, self._working = ceiling, working
+        self.patience, self.idle = patience, idle
+        self.lost_at = -math.inf  # connections without a sign of life since then are not used again
+        self._lock = threading.Lock()
+        self._mine = threading.local()
+        self._free_at = 0.0
+        self.piece = max(LEAST, min(int(ceiling / 8 * PIECE), MOST)) if ceiling else MOST
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a ceiling."""
+        return self._ceiling is not None
+
+    def died(self) -> None:
+        """A connection has shown no sign of life for `patience`."""
+        self.lost_at = time.monotonic() - self.patience
+
+    @property
+    def free_at(self) -> float:
+        """When what is charged so far will have been sent."""
+        return self._free_at
+
+    def reserve(self, size: int) -> float:
+        """Charge `size` bytes, and return when they may be sent. The caller waits until then."""
+        return self.charge(size) - size * 8 / self._ceiling if self._ceiling else 0.0
+
+    def charge(self, size: int) -> float:
+        """Charge `size` bytes that were sent already, and return when the link is free again.
+
+        Less than 0 gives some back.
+        """
+        if self._ceiling is None:
+            return 0.0
+        with self._lock:
+            at = max(self._free_at, time.monotonic() - SAVED)
+            self._free_at = at + size * 8 / self._ceiling
+            return self._free_at
+
+    def take(self, size: int) -> None:
+        """Wait until `size` bytes may be sent, and charge them."""
+        at = self.reserve(size)
+        while (wait := at - time.monotonic()) > 0:
+            time.sleep(min(wait, 1.0))
+            self._working()
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces connections have sent from this thread, while there is a ceiling."""
+        return getattr(self._mine, "pieces", 0)
+
+    def count(self) -> None:
+        """Count a piece that a connection sends from this thread."""
+        self._mine.pieces = self.pieces + 1
+
+
+UNLIMITED = Link()
+
+
+class Meter:
+    """Counts and paces what one connection sends; `sock` is connected, with TLS if it has that.
+
+    Use either `pieces`, which waits, or `grant`, `wait` and `settle`, for a socket that does not block.
+    """
+
+    def __init__(self, link: Link, sock: Any) -> None:
+        self._link, self._sock = link, sock
+        self._overhead = TLS_RECORD if hasattr(sock, "cipher") else 0
+        self._charged = 0  # bytes so far
+        self._granted = 0  # of these, what is not sent yet
+        self._at = 0.0  # when that may be sent
+
+    def pieces(self, data: Any) -> Iterator[Any]:
+        """Split bytes, and wait for the turn of each piece."""
+        if not self._link.limited:
+            yield data
+            return
+        view = memoryview(data)
+        for start in range(0, len(view), self._link.piece):
+            piece = view[start : start + self._link.piece]
+            size = len(piece) + self._overhead
+            self._charged += size
+            self._link.count()
+            self._link.take(size)
+            yield piece
+            self.settle()
+
+    def grant(self, size: int) -> int:
+        """How many of `size` bytes may be sent now; 0: none before `wait`."""
+        if not self._link.limited:
+            return size
+        self._link.count()
+        if not self._granted:  # a whole piece: several small messages go together
+            self._granted = self._link.piece
+            self._charged += self._granted
+            self._at = self._link.reserve(self._granted)
+        if self.wait() > 0:
+            return 0
+        granted = min(self._granted, size)
+        self._granted -= granted
+        return granted
+
+    def wait(self) -> float:
+        """The seconds until what is granted may be sent."""
+        return max(self._at - time.monotonic(), 0.0) if self._granted else 0.0
+
+    def settle(self) -> None:
+        """Charge what the kernel has sent beyond what was charged; call it after a write."""
+        if self._link.limited and (sent := _sent(self._sock)) is not None:
+            more = sent - (self._charged - self._granted)
+            self._link.charge(more)
+            self._charged += more
+
+
+def _sent(sock: Any) -> int | None:
+    """What a connection has sent so far and what is queued, in bytes; None if the kernel does not say."""
+    try:
+        found = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO)
+        queued, sent = _NOT_SENT.unpack_from(found, _NOT_SENT_AT)[0], _SENT.unpack_from(found, _SENT_AT)[0]
+    except (OSError, AttributeError, struct.error):  # TLS through a TLS proxy has no such method
+        return None
+    return int(queued + sent)
+
+
+def prepare(sock: Any, patience: float) -> None:
+    """Have a connection end when the other end's TCP shows no sign of life for `patience` seconds."""
+    between = max(int(patience / 3), 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(patience * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, between)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between)
+
+
+def probe(sock: Any, on: bool) -> None:
+    """Turn the probes of a prepared connection on or off."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, on)
