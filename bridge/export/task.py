@@ -41,6 +41,7 @@ from bridge.plugin.api import (
     Retry,
     Stopped,
 )
+from bridge.plugin.link import Link
 
 NEVER = math.inf
 LAST = 11  # the priority of exports without one
@@ -245,7 +246,6 @@ class Task:
                 return  # the next step sends the rest of the planned batch
             size = size_of(batch)
         began, link, is_unsent = time.monotonic(), self._host.link, False
-        before = link.pieces
         with self._host.in_plugin(self.key, f"exporting {batch.first} to {batch.last}"):
             try:
                 outcome = exporter.export(batch)
@@ -258,7 +258,7 @@ class Task:
                 self._batches.was_cut(size, time.monotonic() - began)
                 raise
             finally:
-                if link.pieces == before and not is_unsent:  # it has connections of its own
+                if not (self._context.over_link or is_unsent):
                     self._paid_at = link.charge(size)
         if not isinstance(outcome, Outcome):
             raise Retry(f"the plugin returned {type(outcome).__name__} instead of an Outcome")
@@ -350,11 +350,17 @@ class WorkerContext(Context):
 
     def __init__(self, host: Host, task: Task) -> None:
         super().__init__(host.gateway, task.source.name, task.source.epoch)
-        self.link = host.link
+        self.over_link = False  # else it has connections of its own
         self.log = logging.getLogger(f"bridge.plugin.{task.kind}")
         self._host, self._task = host, task
 
+    @property
+    def link(self) -> Link:
+        self.over_link = True
+        return self._host.link
+
     def client(self, service: str, config: AwsConfig | AwsBatchedConfig, **options: Any) -> Any:
+        self.over_link = True
         return self._host.client(service, config, **options)
 
     def working(self) -> None:

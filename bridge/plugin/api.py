@@ -229,14 +229,17 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class Context:
-    """What an exporter may call. This base works without a worker, for tests.
+    """What an exporter may call. This base works without a worker, for tests."""
 
-    `link` is what all connections of exporters share; see `bridge.plugin.link`.
-    """
-
-    link: Link = UNLIMITED
-
-    def __init__(self, gateway: str = "gateway", stream: str = "stream", epoch: int = 0) -> None:
+    def __init__(
+        self,
+        gateway: str = "gateway",
+        stream: str = "stream",
+        epoch: int = 0,
+        *,
+        link: Link = UNLIMITED,
+    ) -> None:
+        self._link = link
         self.gateway = gateway
         self.stream = stream
         self.epoch = epoch
@@ -251,6 +254,15 @@ class Context:
         from bridge.plugin.aws import AwsSettings, client
 
         return client(AwsSettings(), service, config.region, config.endpoint_url, self.link, **options)
+
+    @property
+    def link(self) -> Link:
+        """What all connections of exporters share, for those that are neither of `client` nor of `session`.
+
+        See `bridge.plugin.link`. An exporter that asks for none of these is charged with the payloads and
+        topics of a batch, after the batch.
+        """
+        return self._link
 
     def session(self, **options: Any) -> Any:
         """Return an HTTP session: botocore's URLLib3Session with `options`, paced like the clients."""
@@ -268,9 +280,7 @@ class Context:
     def throttle(self, size: int) -> None:
         """Wait until `size` bytes more may be sent under the bandwidth ceiling, and count them.
 
-        Only for what an exporter sends over connections of its own: what goes over those of `client` and
-        `session` is counted there. A batch for which nothing goes over those counts with the size of its
-        payloads and topics.
+        Only for what an exporter sends over connections of its own, beyond the batches that are charged.
         """
 
     def append(self, stream: str, payload: bytes) -> None:

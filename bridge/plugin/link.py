@@ -58,7 +58,6 @@ class Link:
         self.patience, self.idle = patience, idle
         self.lost_at = -math.inf  # connections without a sign of life since then are not used again
         self._lock = threading.Lock()
-        self._mine = threading.local()
         self._free_at = 0.0
         self.piece = max(LEAST, min(int(ceiling / 8 * PIECE), MOST)) if ceiling else MOST
 
@@ -99,15 +98,6 @@ class Link:
             time.sleep(min(wait, 1.0))
             self._working()
 
-    @property
-    def pieces(self) -> int:
-        """How many pieces connections have sent from this thread, while there is a ceiling."""
-        return getattr(self._mine, "pieces", 0)
-
-    def count(self) -> None:
-        """Count a piece that a connection sends from this thread."""
-        self._mine.pieces = self.pieces + 1
-
 
 UNLIMITED = Link()
 
@@ -135,7 +125,6 @@ class Meter:
             piece = view[start : start + self._link.piece]
             size = len(piece) + self._overhead
             self._charged += size
-            self._link.count()
             self._link.take(size)
             yield piece
             self.settle()
@@ -144,7 +133,6 @@ class Meter:
         """How many of `size` bytes may be sent now; 0: none before `wait`."""
         if not self._link.limited:
             return size
-        self._link.count()
         if not self._granted:  # a whole piece: several small messages go together
             self._granted = self._link.piece
             self._charged += self._granted
