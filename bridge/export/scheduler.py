@@ -234,7 +234,7 @@ class Scheduler:
             alone = any(task.alone for task in self._running.values())
             self._collect_due(now)
             least = LAST
-            if self._link.free_at > now:
+            if self._link.busy:
                 running = (task for thread, task in self._running.items() if thread not in self._hung)
                 least = min((task.priority for task in running), default=LAST)
             heaps = (self._due_deleted, self._due)

@@ -71,9 +71,9 @@ class Link:
         self.lost_at = time.monotonic() - self.patience
 
     @property
-    def free_at(self) -> float:
-        """When what is charged so far will have been sent."""
-        return self._free_at
+    def busy(self) -> bool:
+        """Whether the ceiling was reached a moment ago."""
+        return self._ceiling is not None and self._free_at > time.monotonic() - SAVED
 
     def reserve(self, size: int) -> float:
         """Charge `size` bytes, and return when they may be sent. The caller waits until then."""
