@@ -12,7 +12,7 @@ request has at most one record of a key, and later records wait for a failed rec
 rejected, and a request is split if it is.
 
 `compression` packs the messages of a batch into few records, in gzip: one for each key, or one without
-`partitionKey`, of up to 1 MiB before compression. Inside, messages in JSON (`record = "json"`, or a
+`partitionKey`, of up to 1 MB before compression. Inside, messages in JSON (`record = "json"`, or a
 template of JSON) are lines. Those in CBOR are a sequence of items (RFC 8742), and all others a sequence of
 CBOR byte strings. A record succeeds or fails as a whole.
 
@@ -49,7 +49,7 @@ from bridge.plugin.keys import KeyTemplate
 from bridge.plugin.records import JSON, RecordEncoder
 
 MAX_RECORD, MAX_BYTES = 10 * MIB - 1024, 10 * MIB - 500 * 1024  # without keys, of up to 1 KiB in UTF-8 each
-PACKED = MIB - 1024  # bytes of messages in a record: a stream takes 1 MiB, unless its maximum is raised
+PACKED = 1_000_000  # bytes of messages in a record: a stream takes 1 MiB, unless its maximum is raised
 SHARD_RECORDS, SHARD_BYTES = 1000, 1_000_000  # per second
 SHARDS_EVERY = 300.0  # seconds between two requests for the number of shards
 

@@ -21,6 +21,9 @@ from botocore.awsrequest import (
 
 from bridge.plugin.link import Link, Meter, prepare, probe
 
+# How TCP_USER_TIMEOUT ends a connection: the last two if a router has answered meanwhile.
+DEAD = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+
 
 def put_over(link: Link, session: Any) -> None:
     """Have a botocore URLLib3Session that has no connection yet make its connections over the link."""
@@ -90,7 +93,9 @@ class _OverLink:
 
     def close(self) -> None:
         """Close the connection."""
-        self._meter = None
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
         super().close()  # type: ignore[misc]
 
     @contextmanager
@@ -99,7 +104,7 @@ class _OverLink:
         try:
             yield
         except OSError as error:
-            if error.errno == errno.ETIMEDOUT:
+            if error.errno in DEAD:
                 self.over.died()
             raise
 

@@ -36,7 +36,6 @@ IDLE = 60.0  # seconds; NATs of cellular networks forget connections after one t
 PIECE = 0.05  # seconds of the ceiling that are sent at once
 LEAST, MOST = 512, 16 * 1024  # bytes of a piece
 SAVED = 0.25  # seconds of the ceiling that an idle link saves up
-TLS_RECORD = 22  # bytes that TLS 1.3 adds to a piece (RFC 8446, section 5.2)
 # struct tcp_info of linux/tcp.h: where tcpi_notsent_bytes and tcpi_bytes_sent are
 _NOT_SENT, _SENT, _INFO = struct.Struct("I"), struct.Struct("Q"), 256
 _NOT_SENT_AT, _SENT_AT = 144, 200
@@ -93,7 +92,10 @@ class Link:
 
     def take(self, size: int) -> None:
         """Wait until `size` bytes may be sent, and charge them."""
-        at = self.reserve(size)
+        self.wait(self.reserve(size))
+
+    def wait(self, at: float) -> None:
+        """Wait until a time that `reserve` has returned."""
         while (wait := at - time.monotonic()) > 0:
             time.sleep(min(wait, 1.0))
             self._working()
@@ -110,7 +112,6 @@ class Meter:
 
     def __init__(self, link: Link, sock: Any) -> None:
         self._link, self._sock = link, sock
-        self._overhead = TLS_RECORD if hasattr(sock, "cipher") else 0
         self._charged = 0  # bytes so far
         self._granted = 0  # of these, what is not sent yet
         self._at = 0.0  # when that may be sent
@@ -121,19 +122,19 @@ class Meter:
             yield data
             return
         view = memoryview(data)
-        for start in range(0, len(view), self._link.piece):
-            piece = view[start : start + self._link.piece]
-            size = len(piece) + self._overhead
-            self._charged += size
-            self._link.take(size)
-            yield piece
-            self.settle()
+        while view:
+            if size := self.grant(len(view)):
+                yield view[:size]
+                view = view[size:]
+                self.settle()
+            else:
+                self._link.wait(self._at)
 
     def grant(self, size: int) -> int:
         """How many of `size` bytes may be sent now; 0: none before `wait`."""
         if not self._link.limited:
             return size
-        if not self._granted:  # a whole piece: several small messages go together
+        if not self._granted:  # a whole piece, so that small requests get as many bytes as large ones
             self._granted = self._link.piece
             self._charged += self._granted
             self._at = self._link.reserve(self._granted)
@@ -146,6 +147,11 @@ class Meter:
     def wait(self) -> float:
         """The seconds until what is granted may be sent."""
         return max(self._at - time.monotonic(), 0.0) if self._granted else 0.0
+
+    def close(self) -> None:
+        """Give back what is granted and was not sent."""
+        self._link.charge(-self._granted)
+        self._charged, self._granted = self._charged - self._granted, 0
 
     def settle(self) -> None:
         """Charge what the kernel has sent beyond what was charged; call it after a write."""

@@ -62,6 +62,37 @@ class Lateness:
         self._thread.join()
 
 
+@pytest.mark.slow
+def test_exports_of_one_priority_share_the_ceiling(tmp_path: Path) -> None:
+    kinds = ["s3", "kinesis", "http", "mqtt"]
+
+    async def scenario(stack: ExitStack) -> tuple[float, list[float], float]:
+        async with running(tmp_path, max_bandwidth=CEILING) as gateway:
+            forwarders = []
+            for kind in kinds:
+                destinations = Destinations(stack, tmp_path)
+                gateway.create(kind, destinations.exports(kind))
+                forwarders.append(destinations.forwarder)
+            began = time.monotonic()
+            for kind in kinds:
+                await gateway.append(kind, *(payload(number) for number in range(4_000)))
+            await until(lambda: all(one.sent > 20_000 for one in forwarders))
+            lateness = Lateness()
+            before, now = [one.sent for one in forwarders], time.monotonic()
+            await until(lambda: time.monotonic() - now > WINDOW)
+            lateness.close()
+            took = time.monotonic() - now
+            shares = [(one.sent - b) * 8 / CEILING / took for one, b in zip(forwarders, before, strict=True)]
+            highest = sum(one.sent for one in forwarders) * 8 / CEILING / (time.monotonic() - began)
+            return highest, shares, lateness.seconds
+
+    with ExitStack() as stack:
+        highest, shares, late = asyncio.run(scenario(stack))
+    print(f"{sum(shares):.3f} of the ceiling: {[round(share, 2) for share in shares]}, {late:.1f} s late")
+    assert highest <= 1.1
+    assert late > WINDOW / 20 or (sum(shares) >= 0.9 and min(shares) >= 0.1)
+
+
 class Direct:
     """An exporter without a worker, over a link of its own."""
 
