@@ -150,10 +150,6 @@ class Task:
         """Restart the time after which the current step counts as hung."""
         self.deadline = time.monotonic() + self.timeout
 
-    def throttle(self, size: int) -> None:
-        """Wait until the bandwidth ceiling allows `size` bytes, and charge them."""
-        self._host.link.take(size)
-
     # --- in a pool thread
 
     def step(self) -> None:
@@ -367,7 +363,7 @@ class WorkerContext(Context):
         self._task.working()
 
     def throttle(self, size: int) -> None:
-        self._task.throttle(size)
+        self._host.link.take(size)
 
     def append(self, stream: str, payload: bytes) -> None:
         self._host.append(stream, payload)

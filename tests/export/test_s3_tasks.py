@@ -134,11 +134,11 @@ def test_a_file_rewritten_while_it_is_uploaded_arrives_as_it_is_at_the_end(
     path.write_bytes(b"a" * (11 * MIB))
 
     class Rewriting(Notes):
-        parts = 0
+        pieces = 0
 
-        def throttle(self, size: int) -> None:
-            self.parts += 1
-            if self.parts == 2:
+        def working(self) -> None:
+            self.pieces += 1
+            if self.pieces == 100:  # of the 320 of the first part
                 path.write_bytes(b"b" * (11 * MIB))
 
     context = Rewriting()
@@ -155,11 +155,13 @@ def test_the_parts_of_a_task_that_fails_in_the_middle_are_removed(tmp_path: Path
     path.write_bytes(bytes(11 * MIB))
 
     class Vanishing(Notes):
-        def throttle(self, size: int) -> None:
-            if not path.exists():
-                return
-            path.unlink()
-            raise Retry("the link is down")
+        pieces = 0
+
+        def working(self) -> None:
+            self.pieces += 1
+            if self.pieces == 100:  # of the 320 of the first part
+                path.unlink()
+                raise Retry("the link is down")
 
     context = Vanishing()
     exporter, batch = make(bucket, context), make_batch([task(bucket, path)])
