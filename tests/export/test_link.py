@@ -21,7 +21,7 @@ from bridge.plugin.api import convert_config
 from bridge.plugin.link import Link
 from bridge.plugin.testing import attempt, make_batch
 from tests.export.destinations import Destinations, entry, payload
-from tests.export.harness import running, until
+from tests.export.harness import drop_in, running, until
 
 CEILING = 400_000  # bits per second
 WINDOW = 6.0  # seconds: what an idle link has saved is a twentieth of it
@@ -197,6 +197,38 @@ def test_an_urgent_export_goes_beside_a_large_batch_and_a_less_urgent_one_behind
         lateness = Lateness()
         stack.callback(lateness.close)
         asyncio.run(scenario())
+
+
+OWN = """
+    from bridge import ACCEPTED, BatchedConfig, Exporter, hookimpl
+
+    class Own(Exporter):
+        kind = "own"
+        Config = BatchedConfig
+
+        def export(self, batch):
+            for _ in range(4):
+                self.context.throttle(25_000)
+            return ACCEPTED
+
+    @hookimpl
+    def register_exporters(register):
+        register(Own)
+"""
+
+
+def test_a_plugin_with_connections_of_its_own_waits_for_what_it_throttles(tmp_path: Path) -> None:
+    drop_in(tmp_path, "own", OWN)
+
+    async def scenario() -> float:
+        async with running(tmp_path, max_bandwidth=CEILING) as gateway:  # 50 kB/s
+            gateway.create("a", {"own": [{"identifier": "up"}]})
+            began = time.monotonic()
+            await gateway.append("a", b"x")
+            await gateway.exported("a", 0)
+            return time.monotonic() - began
+
+    assert asyncio.run(scenario()) > 1.2  # 100 kB, of which the last quarter may wait
 
 
 # --- connections that are forgotten
