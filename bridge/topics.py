@@ -48,6 +48,13 @@ def is_topic_filter(name: str) -> bool:
     )
 
 
+def filter_mistake(name: str) -> str | None:
+    """What is wrong with a topic filter, as a sentence; None if it is one."""
+    if is_topic_filter(name):
+        return None
+    return f"{name!r} is not a topic filter; `#` may only be the last level"
+
+
 def unshared(topic_filter: str) -> str:
     """The filter of a subscription without its `$share/<group>/`, if it has that (MQTT 5 section 4.8.2).
 

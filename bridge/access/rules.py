@@ -24,7 +24,7 @@ from typing import Literal
 from msgspec import Struct
 
 from bridge.errors import Unauthorized
-from bridge.topics import covers, is_topic_filter, matches
+from bridge.topics import covers, filter_mistake, matches
 
 StreamRight = Literal["publish", "read", "manage"]
 
@@ -54,10 +54,10 @@ class AccessRule(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         mistakes = [
-            f"`{key}`: {name!r} is not a topic filter; `#` may only be the last level"
+            f"`{key}`: {mistake}"
             for key in ("publish", "subscribe", "read", "manage")
             for name in getattr(self, key) or ()
-            if not is_topic_filter(name)
+            if (mistake := filter_mistake(name)) is not None
         ]
         if mistakes:
             raise ValueError("\n".join(mistakes))

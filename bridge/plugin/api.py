@@ -38,9 +38,9 @@ from msgspec import Meta, Struct
 from bridge.model import MAX_INT64, MAX_MILLIS, Name
 from bridge.plugin.allow import Allow
 from bridge.plugin.link import UNLIMITED, Link
-from bridge.plugin.reduction import Reduction, encoded
+from bridge.plugin.reduction import Reduction, check_effects, encoded
 from bridge.settingtypes import Endpoint, Millis
-from bridge.topics import is_topic_filter
+from bridge.topics import filter_mistake
 
 
 class Record(Struct, frozen=True, gc=False):
@@ -131,7 +131,7 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
 class Stopped(Exception):  # noqa: N818 - named for what happens to the export
     """Raise it when another attempt could do damage: the export stops, and keeps its position and data.
 
-    It resumes when its configuration changes. The reason is shown to operators and must say what to do.
+    It resumes when its configuration changes, or when an operator retries it. The reason is shown to operators and must say what to do.
     """
 
 
@@ -172,6 +172,7 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         encoded(self.reduce)  # raises ValueError if they are too large
+        check_effects(self.reduce)
 
 
 class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
@@ -385,8 +386,8 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     """
     config = msgspec.convert(raw, exporter.Config)
     for topic in config.topics:
-        if not is_topic_filter(topic):
-            raise ValueError(f"topics: {topic!r} is not a topic filter; `#` may only be the last level")
+        if (mistake := filter_mistake(topic)) is not None:
+            raise ValueError(f"topics: {mistake}")
     if config.topics and exporter.limits.contiguous:
         raise ValueError(
             f"topics: an export of the kind {exporter.kind} has all messages of its stream, without holes in "

@@ -8,7 +8,7 @@ member `speed` of the object `motor`, and the empty pointer is the whole payload
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import msgspec
@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, field
 
 from bridge.model import MAX_MILLIS
 from bridge.settingtypes import Millis
-from bridge.topics import is_topic_filter
+from bridge.topics import covers, filter_mistake
 
 MAX_RULES = 16 * 1024  # bytes of all rules of an export, as JSON
 IGNORE = "ignore"  # the band of a value whose changes do not count
@@ -49,8 +49,8 @@ class Reduction(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True
 
     def _mistakes(self) -> Iterator[str]:
         for topic in self.topics:
-            if not is_topic_filter(topic):
-                yield f"`topics`: {topic!r} is not a topic filter; `#` may only be the last level"
+            if (mistake := filter_mistake(topic)) is not None:
+                yield f"`topics`: {mistake}"
         named = {"deadband": self.deadband, "keep": self.keep, "drop": self.drop, "rename": self.rename}
         for key, pointers in named.items():
             for pointer in pointers:
@@ -74,8 +74,44 @@ class Reduction(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True
                 )
         if self.keep and self.drop:
             yield "`drop`: with `keep`, all other fields are left out already; remove one of them"
+        for pointer in self.rename:
+            if any(_is_within(pointer, dropped) for dropped in self.drop):
+                yield f"`rename`: {pointer!r} is not sent, since `drop` leaves it out; remove one of them"
+            elif self.keep and not any(
+                _is_within(pointer, kept) or _is_within(kept, pointer) for kept in self.keep
+            ):
+                yield f"`rename`: {pointer!r} is not sent, since `keep` does not name it; add it there"
         if self.longest_silence_millis is not None and self.sample == 1 and not self.deadband:
             yield "`longest_silence_millis` needs `sample` or `deadband`; without them, every message is sent"
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether all messages of its topics are sent as they are."""
+        return self.sample == 1 and not (self.deadband or self.keep or self.drop or self.rename)
+
+
+def _is_within(pointer: str, outer: str) -> bool:
+    """Whether a JSON pointer names a field or a part of it."""
+    return pointer == outer or pointer.startswith(f"{outer}/")
+
+
+def check_effects(rules: Sequence[Reduction]) -> None:
+    """Raise ValueError for a rule without effect.
+
+    A rule that changes nothing exempts its topics from the rules after it, so there must be one.
+    """
+    for number, rule in enumerate(rules):
+        before = [one for earlier in rules[:number] for one in earlier.topics]
+        if all(any(covers(one, topic) for one in before) for topic in rule.topics):
+            raise ValueError(
+                f"`reduce`: rule {number + 1} is never used, since rules before it have all of its topics; "
+                "put it before them, or remove it"
+            )
+    if rules and rules[-1].changes_nothing:
+        raise ValueError(
+            f"`reduce`: rule {len(rules)} changes nothing, and there is none after it; give it `sample`, "
+            "`deadband`, `keep`, `drop` or `rename`, or remove it"
+        )
 
 
 def parse_band(band: float | str) -> tuple[float, float] | None:

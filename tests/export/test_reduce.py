@@ -204,6 +204,10 @@ def test_the_topics_that_are_beyond_the_bound_are_sent_again() -> None:
         ({"deadband": {"/a": "2 percent"}}, "percentage"),
         ({"deadband": {"/a": -1}}, "number from 0"),
         ({"topics": ["a/#/b"]}, "topic filter"),
+        ({"keep": ["/a"], "rename": {"/b": "c"}}, "`keep` does not name it"),
+        ({"drop": ["/a"], "rename": {"/a/b": "c"}}, "`drop` leaves it out"),
+        ({"topics": ["a"]}, "changes nothing"),
+        ({}, "changes nothing"),
         ({"longestSilenceMillis": 1000}, "needs `sample` or `deadband`"),
         ({"sample": 0}, ">= 1"),
         ({"smaple": 2}, "unknown field"),
@@ -214,6 +218,13 @@ def test_a_rule_that_cannot_be_meant_is_refused_with_the_remedy(rule: dict[str, 
     with pytest.raises(InvalidDefinition) as error:
         config(rule)
     assert word in error.value.sentence("")
+
+
+def test_a_rule_behind_rules_for_all_of_its_topics_is_refused_and_an_exemption_before_others_is_not() -> None:
+    exempt, every = {"topics": ["alarms/#"]}, {"sample": 10}
+    config(exempt, every)
+    with pytest.raises(InvalidDefinition, match="rule 2 is never used"):
+        config(every, exempt | {"sample": 2})
 
 
 def test_a_consumer_has_no_rules() -> None:
