@@ -85,6 +85,13 @@ class ConsumerNotFound(StreamBridgeError):
     status_name = "ResourceNotFound"
 
 
+class ExportNotFound(StreamBridgeError):
+    """Raised when a stream has no export of the given name."""
+
+    status = 5
+    status_name = "ResourceNotFound"
+
+
 class ResponseTooLarge(StreamBridgeError):
     """Raised when a reply would be too large."""
 

@@ -12,6 +12,7 @@ configurations.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import Annotated, Any, Literal
 
@@ -94,7 +95,7 @@ class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
 
 
 class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
-    """How far one export of a stream is. Times are Unix time in ms.
+    """How far one export of a stream is. Times are Unix time in ms; 0 is never, or not known.
 
     Exported messages were accepted or rejected. Skipped ones were dropped from the stream before that.
     """
@@ -108,8 +109,12 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     # extensions
     rejected_messages_count: int = 0
     skipped_messages_count: int = 0
-    stopped: bool = False  # until its configuration changes; error_message says why
+    stopped: bool = False  # until its configuration changes or it is retried; error_message says why
     unacknowledged_messages_count: int = 0  # of a consumer: delivered, and not settled yet
+    paused: bool = False  # by hand, until it is resumed
+    failed_attempts: int = 0  # in a row, since the worker started
+    next_attempt_time: int = 0  # of an export that has failed
+    error_since: int = 0  # when error_message first was not None
 
 
 class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
@@ -128,6 +133,21 @@ class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
     oldest_ingest_time: int | None = None
     newest_ingest_time: int | None = None
     topic_count: int | None = None
+
+
+def identifiers(definition: MessageStreamDefinition) -> list[str]:
+    """The identifiers of all exports of a stream."""
+    return [str(raw.get("identifier")) for raws in definition.export_definition.values() for raw in raws]
+
+
+def with_pauses(statuses: Iterable[ExportStatus], paused: Collection[str]) -> list[ExportStatus]:
+    """The statuses of a stream's exports; `paused` are the identifiers of those that are paused."""
+    return [
+        msgspec.structs.replace(status, paused=True, next_attempt_time=0)
+        if status.export_config_identifier in paused
+        else status
+        for status in statuses
+    ]
 
 
 def known_keys(raw: dict[str, Any]) -> dict[str, Any]:

@@ -11,22 +11,22 @@ import time
 from contextlib import suppress
 from datetime import datetime
 
-_SIZES = {"B": 1}
+SIZES = {"B": 1}
 for _power, _letter in enumerate("KMGT", 1):
-    _SIZES["kB" if _letter == "K" else f"{_letter}B"] = 1000**_power
-    _SIZES[f"{_letter}iB"] = 1024**_power
-_DURATIONS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+    SIZES["kB" if _letter == "K" else f"{_letter}B"] = 1000**_power
+    SIZES[f"{_letter}iB"] = 1024**_power
+DURATIONS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)")
 
 
 def parse_size(text: str) -> int:
     """Parse "256MiB" as bytes; raises ValueError."""
-    return _parse(text, _SIZES, 'a size such as 512, "64KiB" or "1.5GB"')
+    return _parse(text, SIZES, 'a size such as 512, "64KiB" or "1.5GB"')
 
 
 def parse_duration(text: str) -> int:
     """Parse "1.5s" as milliseconds; raises ValueError."""
-    return _parse(text, _DURATIONS, 'a duration such as 1500, "1.5s", "10m" or "7d"')
+    return _parse(text, DURATIONS, 'a duration such as 1500, "1.5s", "10m" or "7d"')
 
 
 def parse_time(text: str) -> int:
@@ -45,7 +45,7 @@ def _parse(text: str, units: dict[str, int], wanted: str) -> int:
         raise ValueError(f"expected {wanted} (units: {', '.join(units)})")
     value = float(found[1]) * units[found[2]]
     if value != int(value):
-        raise ValueError(f"is not a whole number of {'bytes' if units is _SIZES else 'milliseconds'}")
+        raise ValueError(f"is not a whole number of {'bytes' if units is SIZES else 'milliseconds'}")
     return int(value)
 
 
@@ -62,6 +62,6 @@ def format_size(size: int) -> str:
 def format_duration(millis: int) -> str:
     """Format milliseconds with the largest unit that fits: 90000 as "1.5m"."""
     unit, length = next(
-        ((unit, length) for unit, length in reversed(_DURATIONS.items()) if abs(millis) >= length), ("ms", 1)
+        ((unit, length) for unit, length in reversed(DURATIONS.items()) if abs(millis) >= length), ("ms", 1)
     )
     return f"{millis / length:.4g}{unit}"

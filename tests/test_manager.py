@@ -93,7 +93,7 @@ def test_defaults_are_those_of_the_sdk(tmp_path: Path) -> None:
             "definition.streamSegmentSize: is larger than maxSize; make it at most that",
         ),
         ({"timeToLiveMillis": 59_999}, "definition.timeToLiveMillis"),
-        ({"persistence": "File"}, "definition.persistence"),
+        ({"persistence": "Disk"}, "definition.persistence"),
         ({"topics": ["a/#/b"]}, r"definition.topics\[0\]"),
         ({"topics": ["ok", "$SYS/#"]}, r"definition.topics\[1\]"),
         ({"topics": ["streambridge/x"]}, "not begin with '\\$' or 'streambridge/'"),

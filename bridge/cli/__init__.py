@@ -57,7 +57,7 @@ app = typer.Typer(
 app.add_typer(service.app)
 app.add_typer(integrity.app)
 app.add_typer(streams.app, name="streams")
-app.add_typer(exports.app)
+app.add_typer(exports.app, name="exports")
 app.add_typer(clients.app, name="clients")
 app.add_typer(demo.app)
 app.add_typer(ingest, name="ingest")

@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,11 +19,19 @@ import typer
 
 from bridge.cli import output
 from bridge.cli.operate import Target, operate, target_of
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, known_config
-from bridge.config.settings import RENAMED, explained, stream_definition
-from bridge.config.tomlstruct import keys_of
+from bridge.cli.options import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    DataDirOption,
+    JsonOption,
+    StreamArgument,
+    complete_export,
+    known_config,
+)
+from bridge.config.settings import RENAMED, explained, stream_definition, wire_name
+from bridge.config.tomlstruct import keys_of, snake
 from bridge.errors import InvalidDefinition, InvalidRequest, StreamBridgeError
-from bridge.model import MessageStreamDefinition
+from bridge.model import MessageStreamDefinition, identifiers
 from bridge.streams.segment import StreamMessage
 from bridge.units import parse_duration
 
@@ -37,7 +46,6 @@ Settings = Annotated[
         help="Settings as in [streams.NAME], such as max_size=1GiB or topics='[\"a/#\"]'.",
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="STREAM", help="The stream's name.")]
 Sure = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 app = typer.Typer()
 
@@ -54,12 +62,13 @@ def create(
     settings: Settings = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Create a stream."""
     table, target = _table(settings or []), target_of(config, data_dir)
     definition = stream_definition(name, table, target.plugin_dirs)
     _define(target, "createMessageStream", definition)
-    output.echo(f"created {name}")
+    _report("created", name, as_json=as_json)
 
 
 @app.command(
@@ -68,53 +77,125 @@ Examples:
   streambridge streams update pumps max_size=2GiB
   streambridge streams update pumps --reset time_to_live
   streambridge streams update pumps export.s3='[{identifier = "lake", bucket = "my-bucket"}]'
+  streambridge streams update pumps --export lake linger_millis=5s
 """
 )
 def update(
-    name: Name,
+    name: StreamArgument,
     settings: Settings = None,
     reset: Annotated[
         list[str] | None,
         typer.Option("--reset", metavar="KEY", help="Reset this setting to its default."),
     ] = None,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            "--export",
+            metavar="EXPORT",
+            help="Change settings of this export instead; its others stay.",
+            autocompletion=complete_export,
+        ),
+    ] = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Change settings of a stream; the others stay.
+    """Change settings of a stream or of one of its exports; the others stay.
 
-    A table (limits, export.KIND) is replaced as a whole.
+    A table (limits, export.KIND) is replaced as a whole. With --export, a key with a dot, as a.b=1, changes
+    only that entry of a table.
     """
     table, target = _table(settings or []), target_of(config, data_dir)
-    keys = keys_of(MessageStreamDefinition, RENAMED)
-    fields = {key: field.name for key, field in keys.items() if key != "name"}
-    unknown = [key for key in reset or [] if key not in fields]
-    if unknown:
-        raise typer.BadParameter(f"--reset {unknown[0]}: no such setting; valid are: {', '.join(fields)}")
     if not table and not reset:
         raise typer.BadParameter("give at least one setting, as KEY=VALUE or with --reset KEY")
     declared = _declared(config, data_dir, name)
     old, version = _definition(target, name)
+    if export is None:
+        definition = _updated(old, table, reset or [], target)
+    else:
+        whole = {setting.partition("=")[0] for setting in settings or []}
+        definition = _with_export(old, export, table, whole, reset or [], target)
+    _define(target, "updateMessageStream", definition, ifVersion=version)
+    _report("updated", name, as_json=as_json)
+    if declared:
+        output.note(f"note: {config} declares {name}; the next start or reload applies that definition again")
+
+
+def _updated(
+    old: MessageStreamDefinition, table: dict[str, Any], reset: list[str], target: Target
+) -> MessageStreamDefinition:
+    """A definition with some settings changed, and some reset to their defaults."""
+    name = old.name
+    keys = keys_of(MessageStreamDefinition, RENAMED)
+    fields = {key: field.name for key, field in keys.items() if key != "name"}
+    unknown = [key for key in reset if key not in fields]
+    if unknown:
+        raise typer.BadParameter(f"--reset {unknown[0]}: no such setting; valid are: {', '.join(fields)}")
     # A segment may be as large as the stream is after the update.
-    kept = {} if "max_size" in (reset or []) else {"max_size": old.max_size}
+    kept = {} if "max_size" in reset else {"max_size": old.max_size}
     given = stream_definition(name, kept | table, target.plugin_dirs)
     default = stream_definition(name, {"max_size": given.max_size}, [])
     changes: dict[str, Any] = {fields[key]: getattr(given, fields[key]) for key in table}
     if "export_definition" in changes:
         changes["export_definition"] = old.export_definition | changes["export_definition"]
-    changes |= {fields[key]: getattr(default, fields[key]) for key in reset or []}
-    definition = msgspec.structs.replace(old, **changes)
-    _define(target, "updateMessageStream", definition, ifVersion=version)
-    output.echo(f"updated {name}")
-    if declared:
-        output.note(f"note: {config} declares {name}; the next start or reload applies that definition again")
+    changes |= {fields[key]: getattr(default, fields[key]) for key in reset}
+    return msgspec.structs.replace(old, **changes)
+
+
+def _with_export(
+    old: MessageStreamDefinition,
+    export: str,
+    table: dict[str, Any],
+    whole: set[str],
+    reset: list[str],
+    target: Target,
+) -> MessageStreamDefinition:
+    """A definition with some settings of one export changed; values at keys in `whole` replace a table."""
+    known = identifiers(old)
+    if export not in known:
+        near = get_close_matches(export, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"its exports are: {', '.join(known) or 'none'}"
+        raise typer.BadParameter(f"--export {export}: {old.name} has no such export; {hint}")
+    definition = {kind: list(configs) for kind, configs in old.export_definition.items()}
+    kind, number = next(
+        (kind, number)
+        for kind, configs in definition.items()
+        for number, config in enumerate(configs)
+        if config.get("identifier") == export
+    )
+    read = stream_definition(old.name, {"export": {kind: [table]}}, target.plugin_dirs)
+    (given,) = read.export_definition[kind]
+    config = definition[kind][number]
+    unset = [key for key in reset if wire_name(key) not in config]
+    if unset:
+        set_ = ", ".join(snake(key) for key in config if key != "identifier")
+        raise typer.BadParameter(
+            f"--reset {unset[0]}: {export} does not set it; it sets: {set_ or 'nothing'}"
+        )
+    without = {wire_name(key) for key in reset}
+    kept = {key: value for key, value in config.items() if key not in without}
+    for key, value in given.items():
+        inside = isinstance(value, dict) and key not in {wire_name(one) for one in whole}
+        kept[key] = _merged(kept.get(key), value) if inside else value
+    definition[kind][number] = kept
+    return msgspec.structs.replace(old, export_definition=definition)
+
+
+def _merged(old: Any, new: dict[str, Any]) -> dict[str, Any]:
+    """A table with the entries of another one changed."""
+    merged = dict(old) if isinstance(old, dict) else {}
+    for key, value in new.items():
+        merged[key] = _merged(merged.get(key), value) if isinstance(value, dict) else value
+    return merged
 
 
 @app.command()
 def delete(
-    name: Name,
+    name: StreamArgument,
     sure: Sure = False,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Delete a stream with all its messages and the positions of its exports."""
     target = target_of(config, data_dir)
@@ -123,7 +204,7 @@ def delete(
     confirm(sure, f"Delete {name} with up to {output.count(number, 'message')}?")
     declared = _declared(config, data_dir, name)
     operate(target, "deleteMessageStream", name=name)
-    output.echo(f"deleted {name}")
+    _report("deleted", name, as_json=as_json)
     if declared:
         output.note(
             f"note: {config} declares {name}; the next start or reload creates it again. Until then, "
@@ -139,7 +220,7 @@ Examples:
 """
 )
 def append(
-    name: Name,
+    name: StreamArgument,
     payloads: Annotated[
         list[str] | None,
         typer.Argument(metavar="PAYLOAD", help="The messages; by default, the lines of standard input."),
@@ -171,7 +252,7 @@ Examples:
 """
 )
 def purge(
-    name: Name,
+    name: StreamArgument,
     upto: Annotated[
         int | None, typer.Option("--upto", min=0, metavar="NUMBER", help="Only messages below this number.")
     ] = None,
@@ -182,6 +263,7 @@ def purge(
     sure: Sure = False,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Drop messages of a stream, exported or not; numbering continues."""
     which = "all messages" if upto is None else f"the messages below {upto}"
@@ -189,10 +271,16 @@ def purge(
     confirm(sure, f"Drop {which} of {name}{on}?")
     given = {key: value for key, value in (("upto", upto), ("topic", topic)) if value is not None}
     reply = operate(target_of(config, data_dir), "purgeMessageStream", name=name, **given)
-    output.echo(f"messages dropped: {reply['purgedMessages']}")
+    if as_json:
+        output.json({"purgedMessages": reply["purgedMessages"]})
+    else:
+        output.echo(f"messages dropped: {reply['purgedMessages']}")
 
 
-Consumer = Annotated[str, typer.Argument(metavar="CONSUMER", help="The consumer's identifier.")]
+Consumer = Annotated[
+    str,
+    typer.Argument(metavar="CONSUMER", help="The consumer's identifier.", autocompletion=complete_export),
+]
 Numbers = list[int] | None
 
 
@@ -204,7 +292,7 @@ Examples:
 """
 )
 def fetch(
-    name: Name,
+    name: StreamArgument,
     consumer: Consumer,
     count: Annotated[
         int, typer.Option("--count", "-n", min=1, metavar="NUMBER", help="Fetch at most this many messages.")
@@ -253,7 +341,7 @@ Examples:
 """
 )
 def ack(
-    name: Name,
+    name: StreamArgument,
     consumer: Consumer,
     numbers: Annotated[Numbers, typer.Argument(metavar="NUMBER", help="Done: never deliver again.")] = None,
     nack: Annotated[
@@ -274,6 +362,7 @@ def ack(
     ] = "terminated on the command line",
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what became of the messages of a consumer, whichever client has them."""
     if not (numbers or nack or in_progress or terminate):
@@ -290,7 +379,9 @@ def ack(
         terminate=terminate or [],
         reason=reason,
     )
-    if reply["notPending"]:
+    if as_json:
+        output.json({"notPending": reply["notPending"]})
+    elif reply["notPending"]:
         output.note(f"{name}: not pending: {', '.join(map(str, reply['notPending']))}")
     else:
         output.echo("stored")
@@ -316,6 +407,14 @@ def _groups(messages: Iterable[bytes]) -> Iterator[list[bytes]]:
         size += len(message)
     if group:
         yield group
+
+
+def _report(done: str, name: str, *, as_json: bool) -> None:
+    """Print that a change is made."""
+    if as_json:
+        output.json({done: name})
+    else:
+        output.echo(f"{done} {name}")
 
 
 def confirm(sure: bool, question: str) -> None:

@@ -70,13 +70,21 @@ Examples:
   streambridge clients disconnect pump-7
 """
 )
-def disconnect(client: Client, config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None) -> None:
+def disconnect(
+    client: Client,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Close a client's connection.
 
     Its session stays, and its will is published. It may connect again.
     """
     connected = _ask(config, data_dir, "disconnectClient", client=client)["connected"]
-    output.note(f"{_shown(client)}: {'disconnected' if connected else 'was not connected'}")
+    if as_json:
+        output.json({"client": client, "connected": connected})
+    else:
+        output.note(f"{_shown(client)}: {'disconnected' if connected else 'was not connected'}")
 
 
 @app.command(
@@ -86,7 +94,11 @@ Examples:
 """
 )
 def forget(
-    client: Client, config: ConfigOption = DEFAULT_CONFIG, data_dir: DataDirOption = None, sure: Sure = False
+    client: Client,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    sure: Sure = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Delete a client's session, and close its connection.
 
@@ -94,7 +106,10 @@ def forget(
     """
     confirm(sure, f"Forget {_shown(client)} with its subscriptions and queued messages?")
     _ask(config, data_dir, "forgetClient", client=client)
-    output.note(f"{_shown(client)}: forgotten")
+    if as_json:
+        output.json({"forgotten": client})
+    else:
+        output.note(f"{_shown(client)}: forgotten")
 
 
 def _ask(config: Path, data_dir: Path | None, operation: str, **fields: Any) -> dict[str, Any]:

@@ -1,39 +1,80 @@
-"""`streambridge exports`: the progress of all exports.
+"""`streambridge exports`: the progress of all exports, and what operators do with them.
 
-It comes from the running service, or from the exports' cursors if the service is stopped.
+The progress comes from the running service, or from the exports' cursors if the service is stopped.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from bridge.cli import output
 from bridge.cli.lookup import describe_stream, find
-from bridge.cli.operate import statuses
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, data_directory
+from bridge.cli.operate import operate, statuses, target_of
+from bridge.cli.options import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    DataDirOption,
+    JsonOption,
+    StreamArgument,
+    complete_export,
+    complete_stream,
+    data_directory,
+)
 from bridge.streams.reader import list_streams
+from bridge.units import format_duration
 
-app = typer.Typer()
+
+class _ListsByDefault(TyperGroup):
+    """Without a subcommand it is `list`: `streambridge exports sensors` lists the exports of sensors."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and (
+            not args or args[0] not in {*self.commands, *ctx.help_option_names}
+        ):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    help="Show the progress of exports; pause, resume and retry them.",
+    cls=_ListsByDefault,
+    rich_markup_mode=None,
+)
+ExportArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="EXPORT",
+        help="The export's identifier; by default, all exports of the stream.",
+        autocompletion=complete_export,
+        show_default=False,
+    ),
+]
 
 
 @app.command(
+    "list",
     epilog="""\b
 Examples:
   streambridge exports
   streambridge exports sensors --json
-"""
+""",
 )
-def exports(
+def list_command(
     name: Annotated[
-        str | None, typer.Argument(metavar="STREAM", help="Only the exports of this stream.")
+        str | None,
+        typer.Argument(
+            metavar="STREAM", help="Only the exports of this stream.", autocompletion=complete_stream
+        ),
     ] = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the progress of each export, and its last error.
+    """Show the progress of each export, and its last error. This is the default.
 
     EXPORTED is the number of the last message that the destination has. PENDING counts the messages after it.
     """
@@ -62,11 +103,81 @@ def exports(
                 row["pendingMessages"],
                 row["rejectedMessages"],
                 output.timestamp(row["lastExportTime"]) if row["lastExportTime"] else "-",
-                "paused" if row["disabled"] else row["errorMessage"] or "ok",
+                export_state(row),
             ]
             for row in rows
         ],
     )
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge exports pause sensors lake
+  streambridge exports pause sensors
+"""
+)
+def pause(
+    name: StreamArgument,
+    export: ExportArgument = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Pause an export of a stream, or all, until it is resumed.
+
+    The batch in flight ends first. A paused export keeps its position. It stays paused over restarts and
+    reloads, and while messages wait for it, `retention = "exported"` keeps them.
+    """
+    _apply("pauseExports", "paused", name, export, config, data_dir, as_json=as_json)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge exports resume sensors lake
+"""
+)
+def resume(
+    name: StreamArgument,
+    export: ExportArgument = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Resume a paused export of a stream, or all."""
+    _apply("resumeExports", "resumed", name, export, config, data_dir, as_json=as_json)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge exports retry sensors lake
+"""
+)
+def retry(
+    name: StreamArgument,
+    export: ExportArgument = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let an export of a stream, or all, make its next attempt now.
+
+    Also one that has stopped. Without EXPORT, those that are paused, disabled or consumers are left out.
+    """
+    _apply("retryExports", "retried", name, export, config, data_dir, as_json=as_json)
+
+
+def _apply(operation: str, done: str, name: str, export: str | None, *where: Any, as_json: bool) -> None:
+    given = {} if export is None else {"export": export}
+    names = operate(target_of(*where), operation, name=name, **given)["exports"]
+    if as_json:
+        output.json({"exports": names})
+    elif names:
+        output.echo(f"{done} {', '.join(names)}")
+    else:
+        output.note(f"{name}: no export was {done}")
 
 
 def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
@@ -87,6 +198,7 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
                 "identifier": status.export_config_identifier,
                 "kind": kind,
                 "disabled": disabled,
+                "paused": status.paused,
                 "lastExportedSequenceNumber": status.last_exported_sequence_number,
                 "pendingMessages": storage["newestSequenceNumber"] - done,
                 "lastExportTime": status.last_export_time,
@@ -95,7 +207,35 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
                 "rejectedMessages": status.rejected_messages_count,
                 "skippedMessages": status.skipped_messages_count,
                 "errorMessage": status.error_message,
+                "errorSince": status.error_since,
+                "failedAttempts": status.failed_attempts,
+                "nextAttemptTime": status.next_attempt_time,
                 "stopped": status.stopped,
             }
         )
     return rows
+
+
+def export_state(row: dict[str, Any]) -> str:
+    """The state of an export, as `retrying in 12s, 4 attempts failed, for 3m: <error>`."""
+    now = time.time() * 1000
+    error = f": {row['errorMessage']}" if row["errorMessage"] else ""
+    if row["disabled"]:
+        return "disabled"
+    if row["paused"]:
+        return f"paused{error}"
+    if not error or row["stopped"]:
+        return row["errorMessage"] or "ok"
+    parts = ["failing"]
+    if row["nextAttemptTime"]:
+        parts = [f"retrying in {_span(row['nextAttemptTime'] - now)}"]
+    if row["failedAttempts"]:
+        parts.append(f"{output.count(row['failedAttempts'], 'attempt')} failed")
+    if row["errorSince"]:
+        parts.append(f"for {_span(now - row['errorSince'])}")
+    return ", ".join(parts) + error
+
+
+def _span(millis: float) -> str:
+    """A duration in whole seconds."""
+    return format_duration(1000 * max(0, round(millis / 1000)))

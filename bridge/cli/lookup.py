@@ -13,7 +13,7 @@ import msgspec
 from bridge.consumers import consumer
 from bridge.errors import CorruptData, StreamNotFound
 from bridge.export.cursor import stored_status
-from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.model import ExportStatus, MessageStreamDefinition, with_pauses
 from bridge.plugin.consumer import KIND
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
@@ -82,7 +82,9 @@ def describe_stream(
         "epoch": meta.epoch,
         "directory": str(directory),
         **_contents(directory),
-        "exportStatuses": [*_exports(data_dir, meta, definition)] if statuses is None else statuses,
+        "exportStatuses": (
+            with_pauses(_exports(data_dir, meta, definition), meta.paused) if statuses is None else statuses
+        ),
         "definition": wire,
     }
 

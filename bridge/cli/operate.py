@@ -25,7 +25,7 @@ from bridge.control.client import Control
 from bridge.errors import InvalidDefinition, StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream
 from bridge.export.settings import ExportSettings
-from bridge.model import ExportStatus, MessageStreamDefinition
+from bridge.model import ExportStatus
 from bridge.operations.catalog import Operations
 from bridge.operations.codec import answer
 from bridge.operations.manager import Exports, StreamManager, first_free
@@ -47,6 +47,11 @@ def target_of(config: Path, data_dir: Path | None) -> Target:
     if data_dir is None:
         return Target(directory, known_config(config, ("export", "plugin_dirs")).export.plugin_dirs)
     return Target(directory, ExportSettings().plugin_dirs)
+
+
+def plugins(config: Path, data_dir: Path | None) -> discovery.Registry:
+    """The plugins of the options --config and --data-dir; raises ConfigError."""
+    return discovery.load(target_of(config, data_dir).plugin_dirs)
 
 
 def operate(target: Target, operation: str, **fields: Any) -> dict[str, Any]:
@@ -99,7 +104,7 @@ class _Stopped(Exports):
     def __init__(self, data_dir: Path) -> None:
         self._data_dir = data_dir
 
-    def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
+    def define(self, name: str, *_: object) -> None:
         """The worker reads the definition when it starts."""
 
     def committed(self, name: str, oldest: int, next_sequence: int) -> None:

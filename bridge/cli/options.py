@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from bridge.config import tomlfile
 from bridge.config.settings import Config, load, understand
 from bridge.config.tomlfile import Keys
 from bridge.errors import ConfigError, StreamBridgeError
+from bridge.model import MessageStreamDefinition, identifiers
 from bridge.plugin.discovery import shipped
 from bridge.streams import formats
 from bridge.streams.layout import STREAMS
+from bridge.streams.reader import StreamMeta, list_streams
 from bridge.streams.store import LOCK, user_name
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
@@ -33,6 +37,34 @@ DataDirOption = Annotated[
         metavar="DIRECTORY",
         show_default="gateway.data_dir of the configuration",
     ),
+]
+
+
+def complete_stream(context: typer.Context, incomplete: str) -> list[str]:
+    """The names of streams with this prefix, for the shell; none without a data directory."""
+    return [meta.name for meta in _streams(context) if meta.name.startswith(incomplete)]
+
+
+def complete_export(context: typer.Context, incomplete: str) -> list[str]:
+    """The identifiers of exports with this prefix, of the stream that was given."""
+    found: list[str] = []
+    for meta in _streams(context):
+        if meta.name == context.params.get("name"):
+            with suppress(msgspec.MsgspecError):
+                found += identifiers(msgspec.json.decode(meta.definition, type=MessageStreamDefinition))
+    return [name for name in found if name.startswith(incomplete)]
+
+
+def _streams(context: typer.Context) -> list[StreamMeta]:
+    try:
+        given = context.params
+        return list_streams(data_directory(given.get("config") or DEFAULT_CONFIG, given.get("data_dir")))
+    except (StreamBridgeError, OSError):
+        return []
+
+
+StreamArgument = Annotated[
+    str, typer.Argument(metavar="STREAM", help="The stream's name.", autocompletion=complete_stream)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from bridge import topics
 from bridge.cli import changes, output
-from bridge.cli.exports import export_rows
+from bridge.cli.exports import export_rows, export_state
 from bridge.cli.lookup import (
     damaged,
     describe_stream,
@@ -25,10 +26,18 @@ from bridge.cli.lookup import (
     read_messages,
     unreadable_end,
 )
-from bridge.cli.operate import statuses
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption, data_directory
-from bridge.errors import StreamBridgeError, StreamNotFound
-from bridge.model import MAX_INT64
+from bridge.cli.operate import plugins, statuses
+from bridge.cli.options import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    DataDirOption,
+    JsonOption,
+    StreamArgument,
+    data_directory,
+)
+from bridge.config.render import stream_table
+from bridge.errors import StreamNotFound
+from bridge.model import MAX_INT64, MessageStreamDefinition
 from bridge.streams.reader import StreamReader, first_since, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time
@@ -43,19 +52,6 @@ app = typer.Typer(
 )
 
 
-def _complete_name(context: typer.Context, incomplete: str) -> list[str]:
-    """The names with this prefix, for the shell; none without a data directory."""
-    try:
-        given = context.params
-        directory = data_directory(given.get("config") or DEFAULT_CONFIG, given.get("data_dir"))
-        return [meta.name for meta in list_streams(directory) if meta.name.startswith(incomplete)]
-    except (StreamBridgeError, OSError):
-        return []
-
-
-NameArgument = Annotated[
-    str, typer.Argument(metavar="STREAM", help="The stream's name.", autocompletion=_complete_name)
-]
 TopicOption = Annotated[
     str | None,
     typer.Option("--topic", help="Only messages whose topic matches this filter.", metavar="FILTER"),
@@ -109,15 +105,29 @@ def _created(epoch: int) -> str:
 
 @app.command()
 def describe(
-    name: NameArgument,
+    name: StreamArgument,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
+    as_toml: Annotated[
+        bool, typer.Option("--toml", help="Print the definition as tables for the configuration.")
+    ] = False,
 ) -> None:
-    """Show a stream's definition and contents."""
+    """Show a stream's definition and contents.
+
+    The `definition` of --json may be sent in a request as it is.
+    """
     directory = data_directory(config, data_dir)
-    info = describe_stream(directory, find(directory, name), statuses(directory, name))
+    meta = find(directory, name)
+    if as_toml:
+        definition = msgspec.json.decode(meta.definition, type=MessageStreamDefinition)
+        for line in stream_table(definition, plugins(config, data_dir).exporters).splitlines():
+            output.echo(line)
+        return
+    info = describe_stream(directory, meta, statuses(directory, name))
     if as_json:
+        if exports := info["definition"]["exportDefinition"]:
+            info["definition"]["exportDefinition"] = plugins(config, data_dir).named(exports)
         output.json(info)
         return
     storage, definition = info["storageStatus"], info["definition"]
@@ -132,7 +142,7 @@ def describe(
         + f", {row['pendingMessages']} pending"
         + (f", {row['rejectedMessages']} rejected" if row["rejectedMessages"] else "")
         + (f", {row['skippedMessages']} skipped" if row["skippedMessages"] else "")
-        + (f"; {row['errorMessage']}" if row["errorMessage"] else "")
+        + (f"; {state}" if (state := export_state(row)) not in ("ok", "disabled") else "")
         + ("; disabled: does not hold data back" if row["disabled"] else "")
         for row in export_rows(info)
     ]
@@ -204,7 +214,7 @@ Examples:
 """
 )
 def read(
-    name: NameArgument,
+    name: StreamArgument,
     start: Annotated[
         int | None,
         typer.Option(
@@ -277,7 +287,7 @@ Examples:
 """
 )
 def tail(
-    name: NameArgument,
+    name: StreamArgument,
     count: Annotated[
         int,
         typer.Option("--count", "-n", min=0, metavar="NUMBER", help="Begin with this many old messages."),
@@ -312,8 +322,8 @@ def _parse_time(text: str) -> int:
 
 
 def _check_filter(topic: str | None) -> None:
-    if topic is not None and not topics.is_topic_filter(topic):
-        raise typer.BadParameter(f"--topic {topic!r} is not a topic filter; `#` may only be the last level")
+    if topic is not None and (mistake := topics.filter_mistake(topic)) is not None:
+        raise typer.BadParameter(f"--topic {mistake}")
 
 
 def _topic(message: StreamMessage) -> str:

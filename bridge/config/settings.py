@@ -15,6 +15,7 @@ file, line, key, value and what to do.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from msgspec import Struct
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
 from bridge.config.tomlstruct import Reader, dotted, fields_of, keys_of, snake, struct_in, unit_of
+from bridge.enums import numbered
 from bridge.errors import ConfigError, InvalidDefinition
 from bridge.export.settings import ExportSettings
 from bridge.greengrass.settings import GreengrassConfig
@@ -175,7 +177,10 @@ def explained(error: Exception, name: str) -> str:
     """The message for an error with a stream of the configuration or of the command line."""
     if not isinstance(error, InvalidDefinition):
         return str(error)
-    return f"{dotted(('streams', name, *keys_to(error)))}: {sentence(error)}"
+    text = sentence(error)
+    if error.path[:1] == ("exportDefinition",):  # the exporter names its options as on the wire
+        text = re.sub(r"`(\w+)`", lambda found: f"`{snake(found[1])}`", text)
+    return f"{dotted(('streams', name, *keys_to(error)))}: {text}"
 
 
 def _key(name: str) -> str:
@@ -245,7 +250,9 @@ def _exports(
     for kind, items in table.items():
         if isinstance(items, list) and all(isinstance(item, dict) for item in items):
             config = partial(_config, exporters, kind)
-            exports[kind] = [_export(reader, item, (*keys, kind, n), config) for n, item in enumerate(items)]
+            wire = [_export(reader, item, (*keys, kind, n), config) for n, item in enumerate(items)]
+            struct = config()
+            exports[kind] = [numbered(struct, one) for one in wire] if struct is not None else wire
         else:
             reader.problem((*keys, kind), f"must be a list of tables: [[{dotted((*keys, kind))}]]")
     return exports
@@ -263,10 +270,9 @@ def _export(
     wire = {}
     for key, raw in table.items():
         here = (*keys, key)
-        word, *words = key.split("_")
-        name = word + "".join(map(str.capitalize, words))
+        name = wire_name(key)
         value = raw
-        if isinstance(raw, dict) and not _is_map(_type(struct(), name)):
+        if isinstance(raw, dict) and not is_map(type_on_wire(struct(), name)):
             value = _export(reader, raw, here, partial(_inner, struct, name))
         elif isinstance(raw, list) and _inner(struct, name) is not None:
             inner = partial(_inner, struct, name)
@@ -276,27 +282,33 @@ def _export(
             ]
         elif isinstance(raw, str) and "${STREAMBRIDGE_" in raw:
             reader.problem(here, "a stream's definition is stored and shown; put the secret in a file")
-        elif isinstance(raw, str) and (unit := unit_of(_type(struct(), name))) is not None:
+        elif isinstance(raw, str) and (unit := unit_of(type_on_wire(struct(), name))) is not None:
             value = reader.value(unit, raw, here)
-        elif isinstance(raw, str) and raw and Means.SECRET_FILE in meanings(_type(struct(), name)):
+        elif isinstance(raw, str) and raw and Means.SECRET_FILE in meanings(type_on_wire(struct(), name)):
             value = str(reader.base / Path(raw).expanduser())
         if here not in reader.broken:
             wire[name] = value
     return wire
 
 
-def _is_map(kind: Any) -> bool:
+def wire_name(key: str) -> str:
+    """The key on the wire of an export's TOML key: `time_hint_millis` is `timeHintMillis`."""
+    word, *words = key.split("_")
+    return word + "".join(map(str.capitalize, words))
+
+
+def is_map(kind: Any) -> bool:
     """Whether a type is a map whose keys are values too, and not names of options."""
     return any(get_origin(part) is dict for part in (kind, *get_args(kind)))
 
 
 def _inner(struct: Callable[[], type[Struct] | None], name: str) -> type[Struct] | None:
     """The struct that a field of another one holds."""
-    found = struct_in(_type(struct(), name))
+    found = struct_in(type_on_wire(struct(), name))
     return None if found is None else found[0]
 
 
-def _type(struct: type[Struct] | None, name: str) -> Any:
+def type_on_wire(struct: type[Struct] | None, name: str) -> Any:
     """The type of a field by its name on the wire; None if there is none."""
     fields = () if struct is None else fields_of(struct)
     return next((field.type for field in fields if field.encode_name == name), None)

@@ -53,8 +53,8 @@ class Reader:
     """Builds structs from one document and collects its mistakes in `problems`.
 
     `broken` are the keys whose values are unknown because of a mistake. A mistake that was `reported` before
-    is not reported again. With `full_names` a key is the whole name of its field, and an enum is a number, as
-    in an export's options.
+    is not reported again. With `full_names` a key is the whole name of its field, and an enum may be a number
+    too, as in an export's options.
     """
 
     def __init__(
@@ -188,9 +188,11 @@ class Reader:
             return units.parse_size(raw) if unit is Bytes else units.parse_duration(raw)
         enum = next((member for member in _members(kind) if _is_enum(member)), None)
         if enum is not None and self._full_names:
+            if isinstance(raw, str) and raw in enum.__members__:
+                return enum[raw]
             if type(raw) is not int or raw not in list(enum):
                 raise ValueError(
-                    "must be " + " or ".join(f"{member.value} ({member.name})" for member in enum)
+                    "must be " + " or ".join(f'"{member.name}" ({member.value})' for member in enum)
                 )
             return enum(raw)
         if enum is not None:
@@ -248,6 +250,8 @@ def _plainly(what: str, kind: Any, raw: object) -> str:
     if bound:
         return f"must be {_BOUNDS[bound]} {limit}{_unit(kind, limit)}"
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted.split(" | ") if kind != "null")
+    if given == "float" and "int" in wanted.split(" | "):
+        given = ""  # the value is shown, and is a number
     return f"must be {kinds}" + (
         f", not {_KINDS.get(given, given).removesuffix(' in quotes')}" if given else ""
     )

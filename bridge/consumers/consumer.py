@@ -91,6 +91,7 @@ class Consumer:
         """Read the position from its file. `before`: what must have ended before the file is written."""
         self._host, self.stream, self.config, self._before = host, stream, config, before
         self.closed = False
+        self.paused = False  # by hand
         self.error: str | None = None
         self.path = path_of(host.data_dir, stream.name, config.identifier)
         self._label = f"consumer {config.identifier} of {stream.name}"
@@ -172,6 +173,8 @@ class Consumer:
             self._check()
             if self.config.disabled:
                 raise InvalidRequest(f"{self._label} is disabled by its definition")
+            if self.paused:
+                raise InvalidRequest(f"{self._label} is paused; resume it (resumeExports)")
             leases: list[Lease] = []
             found, too_large, more = self._take(most, room, holder, leases)
             if leases:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ class Consumers:
         self._streams: dict[str, dict[str, Consumer]] = {}
         self._closing: dict[Path, asyncio.Future[None]] = {}  # files that are written for the last time
 
-    def define(self, stream: Stream, raw: Iterable[Mapping[str, Any]]) -> None:
-        """A stream was opened, created or updated: these are its consumers, as in the definition."""
+    def define(self, stream: Stream, raw: Iterable[Mapping[str, Any]], paused: Collection[str] = ()) -> None:
+        """A stream was opened, created or updated: these are its consumers, as in the definition.
+
+        `paused` are the identifiers of exports that are paused by hand.
+        """
         known = self._streams.get(stream.name, {})
         wanted = {config.identifier: config for config in _understood(stream.name, raw)}
         for identifier in [one for one in known if one not in wanted]:
@@ -41,6 +44,7 @@ class Consumers:
             else:
                 before = self._closing.get(path_of(self._host.data_dir, stream.name, identifier))
                 known[identifier] = Consumer(self._host, stream, config, before)
+            known[identifier].paused = identifier in paused
         if known:
             self._streams[stream.name] = known
         else:

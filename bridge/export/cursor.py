@@ -34,6 +34,7 @@ import hashlib
 import os
 import shutil
 import struct
+import time
 from bisect import bisect_left
 from operator import itemgetter
 from pathlib import Path
@@ -66,7 +67,7 @@ class Cursor(Struct, kw_only=True):
     count. `transform` is the state of the transforms at `position`. `skipped` counts the numbers that the
     position has passed without exporting or rejecting a message. `stopped` is the `fingerprint` of the
     configuration with which the exporter raised `Stopped`; empty while the export may run. `limit` is that
-    of `sizing`, 0 for none.
+    of `sizing`, 0 for none. `error_since` is when the export began to report errors, Unix time in ms.
     """
 
     epoch: int
@@ -85,6 +86,15 @@ class Cursor(Struct, kw_only=True):
     reached: int = -1
     stopped: bytes = b""
     limit: int = 0
+    error_since: int = 0
+
+    def fail(self, error: str | None) -> None:
+        """Set the error, and note since when there is one; None clears both."""
+        if error is None:
+            self.error_since = 0
+        elif self.error is None or not self.error_since:
+            self.error_since = time.time_ns() // 1_000_000
+        self.error = error
 
     def plan(self, first: int, last: int) -> None:
         """Fix the boundaries of the next batch; once they are written, it may be sent."""
@@ -103,6 +113,7 @@ class Cursor(Struct, kw_only=True):
             rejected_messages_count=self.rejected,
             skipped_messages_count=self.skipped,
             stopped=bool(self.stopped),
+            error_since=self.error_since if self.error is not None else 0,
         )
 
 

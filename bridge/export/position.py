@@ -69,7 +69,7 @@ class Position:
             elif self._path.exists():
                 found = cursors.CursorFile.read(self._path)
         except CorruptData as error:
-            fresh.error = f"{error}; exporting again from {fresh.position}"
+            fresh.fail(f"{error}; exporting again from {fresh.position}")
             log.error("%s: %s", self.label, fresh.error)
         else:
             if found is not None and found.epoch == self.source.epoch:
@@ -88,8 +88,10 @@ class Position:
             fresh.position = first
         loaded = found or fresh
         if loaded.stopped and loaded.stopped != cursors.fingerprint(config):
-            loaded.stopped, loaded.error = b"", None
-        loaded.error = loaded.error if loaded.stopped else self.cursor.error or loaded.error
+            loaded.stopped = b""
+            loaded.fail(None)
+        if not loaded.stopped and self.cursor.error is not None:
+            loaded.fail(self.cursor.error)
         # Only a contiguous exporter reports gaps; for the others a count is enough.
         skipped = cursors.Skipped(self._path.with_suffix(".skipped")) if self._contiguous else None
         file = cursors.CursorFile(self._path)
@@ -109,7 +111,8 @@ class Position:
         stored = cursors.stored_status(
             self._host.data_dir, self.source.name, self.source.epoch, self._kind, self.key[1]
         )
-        return msgspec.structs.replace(stored, error_message=self.cursor.error)
+        since = stored.error_since or self.cursor.error_since
+        return msgspec.structs.replace(stored, error_message=self.cursor.error, error_since=since)
 
     def write(self, *, force: bool = False) -> None:
         """Write the cursor if it has changed; raises OSError."""
@@ -128,7 +131,8 @@ class Position:
         """Set the error in the status; None clears it."""
         error = error if error is None else shorten(error)
         if self.cursor.error != error:
-            self.cursor.error, self.dirty = error, True
+            self.cursor.fail(error)
+            self.dirty = True
             self.try_write()  # the command reads the files
             self._host.changed(self.source.name)
 

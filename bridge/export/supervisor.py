@@ -19,7 +19,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import closing
 from pathlib import Path
 
@@ -121,8 +121,15 @@ class ExportSupervisor:
         self._task = asyncio.create_task(self._supervise(), name="export supervisor")
         await self._ready.wait()
 
-    def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
-        """A stream was found, created or updated."""
+    def define(
+        self,
+        name: str,
+        directory: Path,
+        epoch: int,
+        definition: MessageStreamDefinition,
+        paused: Collection[str],
+    ) -> None:
+        """A stream was found, created or updated, or exports of it were paused or resumed."""
         stream = self._streams.get(name)
         if stream is None or (stream.define is not None and stream.define.epoch != epoch):
             stream = self._streams[name] = _Stream(self._revision + 1)
@@ -134,7 +141,7 @@ class ExportSupervisor:
             }
         exports = definition.export_definition
         self._revision += 1
-        stream.define = wire.Define(name, self._revision, directory, epoch, exports)
+        stream.define = wire.Define(name, self._revision, directory, epoch, exports, sorted(paused))
         configs = [config for configs in exports.values() for config in configs]
         before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]
         origins = {
@@ -161,6 +168,13 @@ class ExportSupervisor:
                     forget_others(self._data_dir, name, set(stream.identifiers))
         self._changed.add(name)
         self._schedule_update()
+
+    def retry(self, name: str, identifiers: Collection[str]) -> None:
+        """Let these exports make an attempt now. A worker that is starting makes one anyway."""
+        for identifier in identifiers:
+            if (suspicion := self._suspicions.get((name, identifier))) is not None:
+                suspicion.until = 0.0
+        self._send(wire.Try(name, sorted(identifiers)))
 
     def pending(self, name: str) -> dict[str, list[Record]]:
         """By export, the first pending records: an argument of `forget` after the deletion."""
@@ -445,7 +459,14 @@ class ExportSupervisor:
         stream = self._streams.get(key[0])
         if stream is not None and key[1] in stream.identifiers:
             before = stream.statuses.get(key[1]) or ExportStatus(export_config_identifier=key[1])
-            stream.statuses[key[1]] = msgspec.structs.replace(before, error_message=reason)
+            now = time.time_ns() // 1_000_000
+            stream.statuses[key[1]] = msgspec.structs.replace(
+                before,
+                error_message=reason,
+                failed_attempts=suspicion.count,
+                next_attempt_time=now + int(wait * 1000),
+                error_since=before.error_since or now,
+            )
 
 
 def _location(stack: str) -> str:

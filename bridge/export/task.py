@@ -5,6 +5,9 @@
     planned    sends the unsettled part of the batch                    idle, planned or backoff
     backoff    the step of the state before, after the wait
     stopped    nothing, until the configuration changes                 idle or planned
+    paused     nothing, until it is resumed; also if it is disabled     the state before
+
+`retry` ends a backoff or a stop at once.
 
 One pool thread at a time calls `step`, when it is `due`. The main thread calls everything else, which only
 sets what the next step does.
@@ -28,6 +31,7 @@ from bridge.export.batches import Batches, NoBatch, size_of
 from bridge.export.host import Host
 from bridge.export.planning import Planner, Source, too_large
 from bridge.export.position import Position, shorten, start_of
+from bridge.model import ExportStatus
 from bridge.plugin.api import (
     AwsBatchedConfig,
     AwsConfig,
@@ -67,7 +71,8 @@ class Task:
         self.key, self.label = self.position.key, self.position.label
         self._host, self._cls = host, exporter
         self._exporter: Exporter | None = None
-        self._updated = False  # the exporter still has an older configuration
+        self.paused = False  # by hand
+        self._updated = False  # the exporter still has an older configuration, or is to begin anew
         self._pending: Sequence[Record] | None = None  # of a deleted stream
         self._paid_at = 0.0  # when the link will have sent what the exporter sent by itself
         self._failing = False  # the hooks got the event `export_failing`
@@ -107,6 +112,24 @@ class Task:
         self.config = config
         self._updated = True
 
+    def retry(self) -> None:
+        """Make an attempt now, with a new exporter: at the end of a backoff, or after a stop."""
+        self._backoff.hold(0.0)
+        self._updated = True
+
+    @property
+    def _rests(self) -> bool:
+        """Whether it makes no attempts until somebody changes that."""
+        return self.config.disabled or self.paused or bool(self.position.cursor.stopped)
+
+    def status(self) -> ExportStatus:
+        """The status in descriptions of the stream."""
+        attempts, at = self._backoff.attempts, 0
+        if self.position.cursor.error is not None and not self._rests:
+            at = int((time.time() + max(0.0, self._backoff.until - time.monotonic())) * 1000)
+        status = self.position.status()
+        return msgspec.structs.replace(status, failed_attempts=attempts, next_attempt_time=at)
+
     def due(self) -> float:
         """The monotonic time of the next step; NEVER if there is nothing to do."""
         cursor = self.position.cursor
@@ -116,7 +139,7 @@ class Task:
             return self._backoff.until
         if self._updated:
             return 0.0
-        if self.config.disabled or cursor.stopped:
+        if self._rests:
             return self._backoff.until if self.position.dirty else NEVER
         if cursor.planned:
             return max(self._backoff.until, self._paid_at)
@@ -128,7 +151,7 @@ class Task:
         self._backoff.hold(seconds)
         self.alone = alone
         self._failing = True
-        self.position.cursor.error = shorten(reason)
+        self.position.cursor.fail(shorten(reason))
 
     def progress(self) -> Progress:
         """A snapshot for exporters that report on the gateway."""
@@ -164,7 +187,7 @@ class Task:
                 self._resume()
             if not self.position.is_loaded:
                 self._load()
-            if self.config.disabled or self.position.cursor.stopped:
+            if self._rests:
                 self.position.write()
                 return
             exporter = self._open()
@@ -305,9 +328,10 @@ class Task:
         self._host.changed(self.source.name)
 
     def _stop(self, reason: str) -> None:
-        """Make no attempt until the configuration changes; a restart is not a change."""
+        """Make no attempt until the configuration changes, or `retry`; a restart is not a change."""
         cursor = self.position.cursor
-        cursor.stopped, cursor.error = cursors.fingerprint(self.config), shorten(f"stopped: {reason}")
+        cursor.stopped = cursors.fingerprint(self.config)
+        cursor.fail(shorten(f"stopped: {reason}"))
         self._backoff.progressed()
         self._failing, self.position.dirty = True, True
         log.error("%s: %s", self.label, cursor.error)
@@ -318,7 +342,7 @@ class Task:
     def _resume(self) -> None:
         if self.position.cursor.stopped:
             self.position.cursor.stopped = b""
-            log.info("%s: resumes with another configuration", self.label)
+            log.info("%s: resumes after its stop", self.label)
             self.position.report(None)
 
     def _recovered(self) -> None:

@@ -57,13 +57,24 @@ class Hello(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 
 class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
-    """To the worker: a stream and its exports from now on; `revision` increases with each."""
+    """To the worker: a stream and its exports from now on; `revision` increases with each.
+
+    `paused` are the identifiers of those that are paused by hand.
+    """
 
     name: str
     revision: int
     directory: Path
     epoch: int
     exports: dict[str, list[dict[str, Any]]]
+    paused: list[str] = []
+
+
+class Try(WorkerMessage, frozen=True, array_like=True, tag=True):
+    """To the worker: exports that are to make an attempt now, whatever they wait for."""
+
+    name: str
+    identifiers: list[str]
 
 
 class Forget(WorkerMessage, frozen=True, array_like=True, tag=True):
@@ -172,7 +183,7 @@ class Culprit(WorkerMessage, frozen=True, array_like=True, tag=True):
     alone: bool = False
 
 
-_ToWorker = Hello | Define | Forget | Committed | Appended | Notice | Stop
+_ToWorker = Hello | Define | Try | Forget | Committed | Appended | Notice | Stop
 _FromWorker = Beat | Began | Ended | Statuses | Append | Log | Damaged | Culprit
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 

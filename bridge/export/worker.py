@@ -201,6 +201,8 @@ class Worker:
                     self._scheduler.wake(name)
             case wire.Define():
                 self._define(message)
+            case wire.Try(name, identifiers):
+                self._try(name, identifiers)
             case wire.Forget(name, pending):
                 self._forget(name, pending)
             case wire.Appended(number, error):
@@ -247,16 +249,27 @@ class Worker:
             if current is not None and not current.deleted and current.accepts(kind, config):
                 if current.config != config:
                     current.update(config)
+                current.paused = config.identifier in message.paused
                 continue
             replaced = current if current is not None and not current.deleted else None
             if current is not None:
                 self._remove(current, replaced=True)
-            self._add(source, kind, config, replaced)
+            self._add(source, kind, config, replaced, paused=config.identifier in message.paused)
         self._scheduler.wake(message.name)
         self.changed(message.name)
 
-    def _add(self, source: Source, kind: str, config: ExportConfig, replaced: Task | None) -> None:
+    def _try(self, name: str, identifiers: Sequence[str]) -> None:
+        for identifier in identifiers:
+            task = self._scheduler.get(name, identifier)
+            if task is not None and not task.deleted:
+                task.retry()
+        self._scheduler.wake(name)
+
+    def _add(
+        self, source: Source, kind: str, config: ExportConfig, replaced: Task | None, *, paused: bool
+    ) -> None:
         task = Task(self._host, source, kind, self._registry.exporters[kind], config)
+        task.paused = paused
         task.position.replaced = replaced.position if replaced is not None else None
         crash = self._crashes.pop(task.key, None)
         if crash is not None:
@@ -286,9 +299,7 @@ class Worker:
                 if task.position.is_loaded
             }
             statuses = [
-                task.position.status()
-                for task in tasks
-                if task.position.is_loaded or task.position.cursor.error
+                task.status() for task in tasks if task.position.is_loaded or task.position.cursor.error
             ]
             self.send(wire.Statuses(name, source.revision, statuses + self._broken.get(name, []), positions))
 

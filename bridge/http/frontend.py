@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import logging
 import time
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +18,9 @@ import msgspec
 
 from bridge.http import metrics
 from bridge.http.observer import SHARE, Observer
+from bridge.http.requests import MAX_REQUEST, Requests
 from bridge.net.addresses import host_and_port, is_loopback
-from bridge.net.httpserver import HttpRequest, HttpResponse, HttpServer
+from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer, Route
 from bridge.net.limits import ConnectionLimits
 
 if TYPE_CHECKING:
@@ -27,13 +29,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("bridge.http")
 PAGE = Path(__file__).parent
 JSON = "application/json"
+LOOKING, ACTING = ("GET", "HEAD"), ("POST",)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpFrontEnd:
-    """The status page, metrics and health checks."""
+    """The status page, metrics, health checks and requests."""
 
-    def __init__(self, config: HttpConfig, observer: Observer) -> None:
+    def __init__(self, config: HttpConfig, observer: Observer, requests: Requests) -> None:
         """Raises ValueError if `listen` is not an address."""
         listen = config.listen
         self._observer = observer
@@ -45,16 +48,21 @@ class HttpFrontEnd:
         self._server = HttpServer(
             "http.listen",
             listen,
-            {
-                "/": self._root,
-                "/status.json": self._status,
-                "/history.json": self._history,
-                "/metrics": self._scrape,
-                "/healthz": self._health,
-                "/readyz": self._readiness,
-            },
+            {path: partial(_only, LOOKING, route) for path, route in self._pages().items()}
+            | {path: partial(_only, ACTING, route) for path, route in requests.routes().items()},
             ConnectionLimits(config.connections, config.connections_per_address),
+            HttpLimits(methods=LOOKING + ACTING, body=MAX_REQUEST),
         )
+
+    def _pages(self) -> dict[str, Route]:
+        return {
+            "/": self._root,
+            "/status.json": self._status,
+            "/history.json": self._history,
+            "/metrics": self._scrape,
+            "/healthz": self._health,
+            "/readyz": self._readiness,
+        }
 
     async def start(self) -> list[str]:
         """Listen; returns the url. Raises ConfigError."""
@@ -126,6 +134,13 @@ class HttpFrontEnd:
         await self._observer.storage_error()
         found = self._observer.readiness()
         return _json(HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE, found)
+
+
+async def _only(methods: tuple[str, ...], route: Route, request: HttpRequest) -> HttpResponse:
+    """The response of a route that has only these methods."""
+    if request.method not in methods:
+        raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, methods)
+    return await route(request)
 
 
 def _json(status: HTTPStatus, value: object) -> HttpResponse:

@@ -93,9 +93,17 @@ export_last_attempt_timestamp_seconds gauge stream export kind
 export_failing gauge stream export kind
     1 while the export reports an error.
 export_stopped gauge stream export kind
-    1 while the export has stopped until its configuration changes; export_failing is 1 too.
+    1 while the export has stopped until its configuration changes or it is retried; export_failing is 1 too.
+export_failing_since_timestamp_seconds gauge stream export kind
+    Since when the export has reported errors; absent while it reports none.
+export_failed_attempts gauge stream export kind
+    Attempts in a row that have failed; 0 after a success.
+export_next_attempt_timestamp_seconds gauge stream export kind
+    When a failed export makes its next attempt; absent for all others.
+export_paused gauge stream export kind
+    1 while the export is paused by hand.
 export_disabled gauge stream export kind
-    1 if the export is paused by its definition.
+    1 if the export is disabled by its definition.
 export_worker_up gauge
     1 while the export worker process runs.
 export_worker_restarts_total counter
@@ -261,6 +269,12 @@ def _exports(state: ServiceState) -> Iterator[Value]:
         yield "export_last_attempt_timestamp_seconds", labels, export.last_export_time / 1000
         yield "export_failing", labels, export.error is not None
         yield "export_stopped", labels, export.stopped
+        if export.error_since is not None:
+            yield "export_failing_since_timestamp_seconds", labels, export.error_since / 1000
+        yield "export_failed_attempts", labels, export.failed_attempts
+        if export.next_attempt is not None:
+            yield "export_next_attempt_timestamp_seconds", labels, export.next_attempt / 1000
+        yield "export_paused", labels, export.paused
         yield "export_disabled", labels, export.disabled
 
 

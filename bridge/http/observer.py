@@ -351,6 +351,7 @@ class Observer:
                     identifier=status.export_config_identifier,
                     kind=kind,
                     disabled=disabled,
+                    paused=status.paused,
                     stopped=status.stopped,
                     lag=lag,
                     waiting_since=self._time_of(stream, status.export_config_identifier) if lag else None,
@@ -361,6 +362,9 @@ class Observer:
                     unacknowledged_messages=status.unacknowledged_messages_count,
                     last_export_time=status.last_export_time,
                     error=status.error_message or None,
+                    error_since=status.error_since or None,
+                    failed_attempts=status.failed_attempts,
+                    next_attempt=status.next_attempt_time or None,
                 )
             )
         return found

@@ -255,7 +255,7 @@ function show(now) {
   if (now.time < EARLIEST) notices.push(["The clock is wrong", `it shows ${moment.format(now.time)}; messages are stored with that time`]);
   if (now.clockSteps) notices.push(["The clock was set", `${now.clockStep > 0 ? "forward" : "back"} by ${span(Math.abs(now.clockStep))}; no message expires because of that`]);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
-  const active = now.exports.filter((e) => !e.disabled);
+  const active = now.exports.filter((e) => !e.disabled && !e.paused);
   const failing = active.filter((e) => e.error).length;
   const stuck = Object.keys(ready.failing).length + Object.keys(ready.refused).length;
   const stopped = active.filter((e) => e.stopped).length;
@@ -290,9 +290,10 @@ function show(now) {
   ]]));
   exports_.show(now.exports.map((e) => [JSON.stringify([e.stream, e.identifier]), [
     { text: e.identifier, sub: `${e.stream} to ${e.kind}` },
-    e.disabled ? { text: "", pill: "warn", state: "paused" }
+    e.disabled ? { text: "", pill: "warn", state: "disabled" }
+      : e.paused ? { text: "", pill: "warn", state: "paused", sub: e.error || "" }
       : e.stopped ? { text: "", pill: "bad", state: "stopped", sub: e.error }
-      : e.error ? { text: "", pill: "warn", state: "retrying", sub: e.error }
+      : e.error ? { text: "", pill: "warn", state: "retrying", sub: `${trouble(e, now.time)}: ${e.error}` }
       : !e.lag ? { text: "", pill: "good", state: "up to date" }
       : { text: "", pill: "good", state: e.kind === "consumer" ? "waiting for clients" : "exporting" },
     { text: whole.format(e.lag), sub: e.unacknowledgedMessages ? `${whole.format(e.unacknowledgedMessages)} fetched` : "" },
@@ -316,6 +317,14 @@ function show(now) {
   put($("clients-text"), now.clients.length < now.connections && now.clients.length
     ? `${now.clients.length} of ${whole.format(now.connections)} connections are listed.` : "");
   clients.show(now.clients.map((c) => [JSON.stringify([c.listener, c.id, c.address]), [c.id, c.user === null ? "anonymous" : c.user, c.address, c.protocol]]));
+}
+
+function trouble(e, time) {
+  const parts = [];
+  if (e.failedAttempts) parts.push(`${many(e.failedAttempts, "attempt")} failed`);
+  if (e.errorSince) parts.push(`since ${span(time - e.errorSince)}`);
+  if (e.nextAttempt) parts.push(e.nextAttempt > time ? `next in ${span(e.nextAttempt - time)}` : "next now");
+  return parts.join(", ") || "failing";
 }
 
 const past = { times: [], rate: [], lags: new Map() };

@@ -9,7 +9,7 @@ from bridge.settingtypes import Count
 
 
 class HttpConfig(Struct, frozen=True, kw_only=True):
-    """[http]: the status page, metrics and health checks."""
+    """[http]: the status page, metrics, health checks and requests."""
 
     listen: str = "127.0.0.1:9464"
     connections: Count = 64

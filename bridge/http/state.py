@@ -47,12 +47,17 @@ class StreamState(Struct, rename="camel", kw_only=True):
 
 
 class ExportState(Struct, rename="camel", kw_only=True):
-    """One export of a stream: `lag` messages are pending, the oldest of them since `waiting_since`."""
+    """One export of a stream: `lag` messages are pending, the oldest of them since `waiting_since`.
+
+    `paused` is by hand, `disabled` by the definition. While it fails, `failed_attempts` counts the attempts
+    in a row, `next_attempt` is the time of the next one, and `error_since` when the errors began.
+    """
 
     stream: str
     identifier: str
     kind: str
     disabled: bool
+    paused: bool
     stopped: bool
     lag: int
     waiting_since: int | None
@@ -63,6 +68,9 @@ class ExportState(Struct, rename="camel", kw_only=True):
     unacknowledged_messages: int
     last_export_time: int
     error: str | None
+    error_since: int | None
+    failed_attempts: int
+    next_attempt: int | None
 
 
 class Client(Struct, rename="camel", kw_only=True):

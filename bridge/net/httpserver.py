@@ -25,7 +25,7 @@ import ipaddress
 import logging
 import re
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -70,20 +70,24 @@ class HttpLimits:
 
 
 class HttpResponse(NamedTuple):
-    """What a route returns; `policy` replaces the Content-Security-Policy."""
+    """What a route returns; `policy` replaces the Content-Security-Policy, `allow` is for a 405."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
     policy: str | None = None
+    allow: tuple[str, ...] = ()
 
 
 class HttpError(Exception):
-    """Raised for a request that is rejected; the connection is closed after the response."""
+    """Raised for a request that is rejected; the connection is closed after the response.
 
-    def __init__(self, status: HTTPStatus) -> None:
+    `allow` are the methods of this path, if that is why.
+    """
+
+    def __init__(self, status: HTTPStatus, allow: tuple[str, ...] = ()) -> None:
         super().__init__(status.phrase)
-        self.status = status
+        self.status, self.allow = status, allow
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class HttpServer:
         self,
         option: str,
         listen: str,
-        routes: dict[str, Route],
+        routes: Mapping[str, Route],
         connections: ConnectionLimits,
         limits: HttpLimits | None = None,
     ) -> None:
@@ -245,7 +249,7 @@ class HttpConnection(Flow):
         try:
             response = await self._server.answer(self._check(size))
         except HttpError as error:
-            response, rejected = _plain(error.status), True
+            response, rejected = _plain(error.status)._replace(allow=error.allow), True
         self._task = None
         if self.transport.is_closing():
             return
@@ -286,7 +290,7 @@ class HttpConnection(Flow):
         self._head_only = method == "HEAD"
         self._server.check_host(fields.get("host"), event.http_version)
         if method not in self._limits.methods:
-            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED)
+            raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, self._limits.methods)
         self._length = int(fields.get("content-length", "0"))
         chunked = "transfer-encoding" in fields
         if (chunked or self._length) and method in ("GET", "HEAD"):
@@ -336,8 +340,8 @@ class HttpConnection(Flow):
             fields["Connection"] = "close"
         if response.policy is not None:
             fields["Content-Security-Policy"] = response.policy
-        if response.status is HTTPStatus.METHOD_NOT_ALLOWED:
-            fields["Allow"] = ", ".join(self._limits.methods)
+        if response.allow:
+            fields["Allow"] = ", ".join(response.allow)
         send = self._http.send
         reason = response.status.phrase.encode()
         head = send(h11.Response(status_code=response.status, headers=list(fields.items()), reason=reason))

@@ -11,6 +11,9 @@
     appendMessages          name, payloads, [messageIds]                publish           sequenceNumbers
     readMessages            streamName, [readMessagesOptions]           read              messages
     purgeMessageStream      name, [upto], [topic]                       manage            purgedMessages
+    pauseExports            name, [export]                              manage            exports: identifiers
+    resumeExports           name, [export]                              manage            exports: identifiers
+    retryExports            name, [export]                              manage            exports: identifiers
     fetchMessages           name, consumer, [maxMessageCount],          read              messages
                             [timeoutMillis]
     ackMessages             name, consumer, [ack], [nack],              read              notPending: numbers
@@ -148,6 +151,12 @@ class Purge(Named, kw_only=True, frozen=True):
     topic: str | None = None
 
 
+class OfExports(Named, kw_only=True, frozen=True):
+    """pauseExports, resumeExports, retryExports: one export of the stream, or all of them."""
+
+    export: str | None = None
+
+
 Numbers = Annotated[list[int], Meta(max_length=MOST)]
 
 
@@ -235,7 +244,13 @@ class Purged(Struct, rename="camel"):
     purged_messages: int
 
 
-Result = Done | Described | Listed | Appended | AppendedAll | Found | Fetched | Acked | Purged
+class Exports(Struct):
+    """The identifiers of the exports that the request was for."""
+
+    exports: list[str]
+
+
+Result = Done | Described | Listed | Appended | AppendedAll | Found | Fetched | Acked | Purged | Exports
 R = TypeVar("R", bound=Request)
 
 
@@ -456,6 +471,22 @@ async def _purge(call: Call, request: Purge) -> Purged:
     return Purged(await call.manager.purge(request.stream, upto=request.upto, topic=request.topic))
 
 
+def _names(done: Exports) -> str:
+    return ", ".join(done.exports) or "none"
+
+
+def _pause(call: Call, request: OfExports) -> Exports:
+    return Exports(call.manager.pause(request.stream, request.export, paused=True))
+
+
+def _resume(call: Call, request: OfExports) -> Exports:
+    return Exports(call.manager.pause(request.stream, request.export, paused=False))
+
+
+def _retry(call: Call, request: OfExports) -> Exports:
+    return Exports(call.manager.retry(request.stream, request.export))
+
+
 READ = "readMessages"
 OPERATIONS: dict[str, Operation] = {
     "createMessageStream": Operation(Define, ("manage",), _create, lambda _: "created"),
@@ -470,5 +501,12 @@ OPERATIONS: dict[str, Operation] = {
     "ackMessages": Operation(Ack, ("read",), _ack),
     "purgeMessageStream": Operation(
         Purge, ("manage",), _purge, lambda done: f"purged, messages dropped: {done.purged_messages}"
+    ),
+    "pauseExports": Operation(OfExports, ("manage",), _pause, lambda done: f"exports paused: {_names(done)}"),
+    "resumeExports": Operation(
+        OfExports, ("manage",), _resume, lambda done: f"exports resumed: {_names(done)}"
+    ),
+    "retryExports": Operation(
+        OfExports, ("manage",), _retry, lambda done: f"exports retried: {_names(done)}"
     ),
 }

@@ -15,17 +15,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from bridge import enums
 from bridge.consumers.consumer import Delivery, Host, Verdicts
 from bridge.consumers.consumers import Consumers
 from bridge.consumers.journal import highest_delivered
 from bridge.errors import (
+    ExportNotFound,
     InvalidDefinition,
     InvalidRequest,
     NoStream,
@@ -44,9 +47,11 @@ from bridge.model import (
     Persistence,
     StorageStatus,
     StrategyOnFull,
+    identifiers,
     known_keys,
     mistake,
     plain_definition,
+    with_pauses,
 )
 from bridge.operations.reading import MOST_BYTES, STEP, ReadMessagesOptions, Reads, Turn
 from bridge.operations.validate import mistakes
@@ -71,8 +76,19 @@ log = logging.getLogger(__name__)
 class Exports(Protocol):
     """The export side, as the manager uses it; the defaults are those of one that exports nothing."""
 
-    def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
-        """A stream was opened or created, or its definition has changed."""
+    def define(
+        self,
+        name: str,
+        directory: Path,
+        epoch: int,
+        definition: MessageStreamDefinition,
+        paused: Collection[str],
+    ) -> None:
+        """A stream was opened or created, or its definition or the exports that are paused have changed."""
+
+    def retry(self, name: str, identifiers: Collection[str]) -> None:
+        """Let these exports make an attempt now."""
+        return
 
     def pending(self, name: str) -> dict[str, list[Record]]:
         """By export, the first pending records; called before a stream is deleted."""
@@ -250,13 +266,13 @@ class StreamManager:
 
     def _define_exports(self, stream: Stream, definition: MessageStreamDefinition) -> None:
         """Tell the export side of its exports, and the consumers of theirs."""
-        exports = definition.export_definition
-        self.consumers.define(stream, exports.get(KIND, ()))
+        exports, paused = definition.export_definition, stream.meta.paused
+        self.consumers.define(stream, exports.get(KIND, ()), paused)
         if KIND in exports:
             stream.on_commit.append(lambda: self.consumers.wake(stream.name))
             others = {kind: configs for kind, configs in exports.items() if kind != KIND}
             definition = msgspec.structs.replace(definition, export_definition=others)
-        self._exports.define(stream.name, stream.directory, stream.epoch, definition)
+        self._exports.define(stream.name, stream.directory, stream.epoch, definition, paused)
 
     def _unbind(self, stream: Stream) -> None:
         for topic_filter in self._filters(self.definitions[stream.name]):
@@ -302,18 +318,25 @@ class StreamManager:
 
     # -- the operations --------------------------------------------------------------------------
     def check(self, raw: Mapping[str, Any] | MessageStreamDefinition) -> MessageStreamDefinition:
-        """Read and validate a definition from the wire; raises InvalidDefinition."""
+        """Read and validate a definition from the wire; raises InvalidDefinition.
+
+        Enums may be given by name; the definition that is returned, and stored, has their numbers.
+        """
         if isinstance(raw, MessageStreamDefinition):
             definition = raw
         else:
             try:
-                definition = msgspec.convert(raw, MessageStreamDefinition)
+                definition = msgspec.convert(
+                    enums.numbered(MessageStreamDefinition, raw), MessageStreamDefinition
+                )
             except msgspec.ValidationError as error:
-                raise InvalidDefinition(*mistake(error)) from None
+                path, what = mistake(error)
+                raise InvalidDefinition(path, what, enums.choices(MessageStreamDefinition, path)) from None
         for found in mistakes(definition):
             raise found
-        self.registry.check(definition.export_definition)
-        return definition
+        exports = definition.export_definition
+        self.registry.check(exports)
+        return msgspec.structs.replace(definition, export_definition=self.registry.numbered(exports))
 
     def version(self, name: str) -> str:
         """The version of a definition, for `update`; it differs after each change. Raises StreamNotFound."""
@@ -334,6 +357,8 @@ class StreamManager:
 
     def update(self, raw: Mapping[str, Any] | MessageStreamDefinition, if_version: str | None = None) -> None:
         """updateMessageStream: the whole definition is replaced, exports are matched by identifier.
+
+        An export that is paused stays paused, as long as there is one of its identifier.
 
         A `maxSize` below the stored size takes effect at once: the messages that the new definition allows to
         drop (exported segments, or the oldest) are dropped, no others. The stream is then full until there is
@@ -362,7 +387,8 @@ class StreamManager:
         self._check_starts(stream, old, definition)
         stream.exported_upto = None  # of the old exports; `_report` sets that of the new ones
         with _all_or_nothing("updated", stream.name, self.store.data_dir):
-            stream.configure(settings_of(definition), msgspec.json.encode(definition))
+            kept = tuple(one for one in stream.meta.paused if one in identifiers(definition))
+            stream.configure(settings_of(definition), msgspec.json.encode(definition), kept)
         # Without a notification in between: front ends would take the stream and its topics for deleted.
         self._unbind(stream)
         self._adopt(stream, definition)
@@ -452,7 +478,57 @@ class StreamManager:
 
     def export_statuses(self, name: str) -> list[ExportStatus]:
         """The status of each of a stream's exports and consumers, as `describe` returns it."""
-        return [*self._exports.statuses(name), *self.consumers.statuses(name).values()]
+        found = [*self._exports.statuses(name), *self.consumers.statuses(name).values()]
+        paused = self.stream(name).meta.paused
+        return with_pauses(found, paused) if paused else found
+
+    def pause(self, name: str, export: str | None, *, paused: bool) -> list[str]:
+        """pauseExports, resumeExports: one export of a stream, or all; returns which.
+
+        The batch in flight ends first. A paused export keeps its position, and holds data back as before
+        (`retention`). Raises StreamNotFound, ExportNotFound or StorageFailed.
+        """
+        stream, wanted = self.stream(name), self._exports_of(name, export)
+        known = set(stream.meta.paused)
+        fresh = known.union(wanted) if paused else known.difference(wanted)
+        if fresh != known:
+            with _all_or_nothing("changed", name, self.store.data_dir):
+                stream.pause(tuple(sorted(fresh)))
+            self._define_exports(stream, self.definitions[name])
+        return wanted
+
+    def retry(self, name: str, export: str | None) -> list[str]:
+        """retryExports: let one export of a stream, or all that may, make an attempt now; returns which.
+
+        Also one that has stopped. Raises StreamNotFound, ExportNotFound, or InvalidRequest for an export that
+        is paused, disabled or a consumer.
+        """
+        paused = self.stream(name).meta.paused
+        resting: dict[str, str] = {}
+        for kind, configs in self.definitions[name].export_definition.items():
+            for raw in configs:
+                if kind == KIND:
+                    resting[raw["identifier"]] = "is a consumer: its clients fetch when they want to"
+                elif raw.get("disabled"):
+                    resting[raw["identifier"]] = "is disabled by its definition"
+        resting |= dict.fromkeys(paused, "is paused; resume it")
+        wanted = self._exports_of(name, export)
+        if export in resting:
+            raise InvalidRequest(f"export {export!r} of stream {name!r} {resting[export]}")
+        wanted = [identifier for identifier in wanted if identifier not in resting]
+        self._exports.retry(name, wanted)
+        return wanted
+
+    def _exports_of(self, name: str, export: str | None) -> list[str]:
+        """The identifiers of all exports of a stream, or the one that is asked for."""
+        known = identifiers(self.definitions[name])
+        if export is None:
+            return known
+        if export not in known:
+            near = get_close_matches(export, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its exports are: {', '.join(known) or 'none'}"
+            raise ExportNotFound(f"stream {name!r} has no export {export[:255]!r}; {hint}")
+        return [export]
 
     async def append(
         self, name: str, payload: bytes, *, message_id: bytes = b"", headers: bytes = b""

@@ -26,12 +26,15 @@ import msgspec
 import pluggy
 from msgspec import Struct
 
+from bridge import enums
 from bridge.errors import InvalidDefinition, PluginError
 from bridge.model import mistake
 from bridge.plugin import hooks
 from bridge.plugin.api import ExportConfig, Exporter, convert_config
 from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
+
+ExportDefinition = dict[str, list[dict[str, Any]]]
 
 
 class Found(Struct, kw_only=True):
@@ -67,10 +70,11 @@ class Registry:
         if cls is None:
             raise InvalidDefinition(path, *self._unknown(kind))
         try:
-            config: ExportConfig = convert_config(cls, raw)
+            config: ExportConfig = convert_config(cls, enums.numbered(cls.Config, raw))
         except msgspec.ValidationError as error:
             inner, what = mistake(error)
-            raise InvalidDefinition((*path, *inner), what, _known_fields(what, cls)) from None
+            remedy = _known_fields(what, cls) or enums.choices(cls.Config, inner)
+            raise InvalidDefinition((*path, *inner), what, remedy) from None
         except ValueError as error:
             raise InvalidDefinition(path, str(error)) from None
         return config
@@ -80,6 +84,23 @@ class Registry:
         for kind, configs in definition.items():
             for number, raw in enumerate(configs):
                 self.config(kind, raw, ("exportDefinition", kind, number))
+
+    def numbered(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> ExportDefinition:
+        """The exports of a definition with their enums as numbers, as they are stored and sent."""
+        return self._each(enums.numbered, definition)
+
+    def named(self, definition: Mapping[str, Sequence[Mapping[str, Any]]]) -> ExportDefinition:
+        """The exports of a definition with their enums by name, for people."""
+        return self._each(enums.named, definition)
+
+    def _each(
+        self, change: Callable[..., dict[str, Any]], definition: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> ExportDefinition:
+        kinds = self.exporters
+        return {
+            kind: [change(kinds[kind].Config, raw) if kind in kinds else dict(raw) for raw in configs]
+            for kind, configs in definition.items()
+        }
 
     def _unknown(self, kind: str) -> tuple[str, str]:
         for plugin in self.found:

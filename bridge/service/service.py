@@ -39,6 +39,7 @@ from bridge.export.supervisor import ExportSupervisor
 from bridge.greengrass.frontend import GreengrassFrontEnd
 from bridge.http.frontend import HttpFrontEnd
 from bridge.http.observer import Observer
+from bridge.http.requests import Requests
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.server import clients
 from bridge.operations.catalog import Operations
@@ -120,8 +121,8 @@ class Service:
             most=_most_streams(),
         )
         log.info(
-            "opened %d streams in %.3f s",
-            len(store.streams),
+            "opened %s in %.3f s",
+            _count_streams(len(store.streams)),
             time.monotonic() - began,
             extra={"data_dir": str(gateway.data_dir)},
         )
@@ -157,7 +158,7 @@ class Service:
                 loop.add_signal_handler(number, self._on_stop_signal)
             addresses: list[str] = []
             if config.http.listen:  # opened first and closed last, to show a slow start or stop
-                page = HttpFrontEnd(config.http, observer)
+                page = HttpFrontEnd(config.http, observer, Requests(operations, access))
                 addresses += await page.start()
                 stack.push_async_callback(page.stop)
             await exports.start()
@@ -175,7 +176,7 @@ class Service:
             gc.freeze()  # objects of the start live as long as the process: no collection need visit them
             gc.set_threshold(YOUNG, 20, 20)
             observer.phase = "running"
-            streams = "1 stream" if len(store.streams) == 1 else f"{len(store.streams)} streams"
+            streams = _count_streams(len(store.streams))
             broker = {"broker": config.mqtt.external.url} if config.mqtt.mode == "external" else {}
             notify(f"READY=1\nSTATUS={', '.join([streams, *addresses, *broker.values()])}")
             log.info("ready", extra={"listen": ",".join(addresses), **broker, "streams": len(store.streams)})
@@ -306,6 +307,10 @@ class Service:
             if refused > self._refused.get(name, 0):
                 self._exports.event("stream_full", name, f"{refused} messages refused since the start")
             self._refused[name] = refused
+
+
+def _count_streams(number: int) -> str:
+    return "1 stream" if number == 1 else f"{number} streams"
 
 
 def _on_event(stream: str, what: str) -> None:

@@ -57,7 +57,7 @@ class Meta(msgspec.Struct, frozen=True):
 
     `salt` is a secret random number (see `segment`). `reserved`: numbers below it may have been used by
     a memory stream whose content is gone. `drops`: its `drops.log` was made with it, so a missing one is
-    damage.
+    damage. `paused` are the exports that were paused by hand: state beside the definition, and as opaque.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Meta(msgspec.Struct, frozen=True):
     generation: int = 0
     reserved: int = 0
     drops: bool = False
+    paused: tuple[str, ...] = ()
 
 
 def encode(meta: Meta) -> bytes:

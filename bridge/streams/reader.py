@@ -36,6 +36,7 @@ class StreamMeta(NamedTuple):
     directory: Path
     definition: bytes
     memory: bool
+    paused: tuple[str, ...] = ()
 
 
 def list_streams(data_dir: Path) -> list[StreamMeta]:
@@ -50,7 +51,14 @@ def list_streams(data_dir: Path) -> list[StreamMeta]:
             known, _ = meta.load(directory)
         if known is not None:
             found.append(
-                StreamMeta(known.name, known.epoch, directory, known.definition, known.settings.memory)
+                StreamMeta(
+                    known.name,
+                    known.epoch,
+                    directory,
+                    known.definition,
+                    known.settings.memory,
+                    known.paused,
+                )
             )
     return sorted(found)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -95,15 +96,23 @@ class Stream(Contents):
         """Whether a group is in flight, or files are being rewritten."""
         return self.queue.busy
 
-    def configure(self, settings: StorageSettings, definition: bytes) -> None:
-        """Change the settings; limits take effect at once.
+    def configure(self, settings: StorageSettings, definition: bytes, paused: tuple[str, ...] = ()) -> None:
+        """Change the settings; limits take effect at once. `paused` are the exports that are paused then.
 
         Raises OSError: then nothing has changed, or the error says that it has.
         """
-        fresh = msgspec.structs.replace(
-            self.meta, settings=settings, definition=definition, generation=self.meta.generation + 1
-        )
         window = self._loaded(settings.dedup_window) if settings.dedup_window is not None else self.window
+        self._change(settings=settings, definition=definition, paused=paused)
+        self.window = window
+        self._apply()
+
+    def pause(self, exports: tuple[str, ...]) -> None:
+        """Store which exports are paused; raises as `configure`."""
+        self._change(paused=exports)
+
+    def _change(self, **fields: Any) -> None:
+        """Replace fields of the stored definition; on a full disk, free space for it."""
+        fresh = msgspec.structs.replace(self.meta, generation=self.meta.generation + 1, **fields)
         while True:
             try:
                 metadata.save(self.files, self.home, fresh, self.meta)
@@ -111,8 +120,7 @@ class Stream(Contents):
             except OSError as error:
                 if error.errno not in FULL or not self._free_space(self, DISK_ROOM):
                     raise
-        self.meta, self.window = fresh, window
-        self._apply()
+        self.meta = fresh
 
     def _apply(self) -> None:
         if self.window is not None:

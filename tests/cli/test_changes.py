@@ -101,6 +101,45 @@ def test_a_stream_lives_its_whole_life_by_command(on: Command) -> None:
     assert on("streams", "list").split()[6] == "declared"
 
 
+def test_one_setting_of_one_export_is_changed_and_all_others_stay(on: Command) -> None:
+    exports = (
+        "export.http=[{identifier = 'a', uri = 'http://h/', headers = {x = '1', y = '2'}}]",
+        "export.kinesis=[{identifier = 'b', kinesis_stream_name = 'k', disabled = true}]",
+    )
+    on("streams", "create", "pumps", *exports)
+    on("streams", "update", "pumps", "--export", "a", "linger_millis=5s", "disabled=true")
+    on("streams", "update", "pumps", "--export", "a", "headers.x=three", "export_format=JSON_BATCHED")
+    http = {"identifier": "a", "uri": "http://h/", "headers": {"x": "three", "y": "2"}, "lingerMillis": 5000}
+    assert described(on, "pumps")["definition"]["exportDefinition"] == {
+        "http": [http | {"disabled": True, "exportFormat": "JSON_BATCHED"}],
+        "kinesis": [{"identifier": "b", "kinesisStreamName": "k", "disabled": True}],
+    }
+    told = on(
+        "streams", "update", "pumps", "--export", "a", "--reset", "linger_millis", "headers={}", "--json"
+    )
+    assert json.loads(told) == {"updated": "pumps"}
+    (stored,) = described(on, "pumps")["definition"]["exportDefinition"]["http"]
+    assert (stored["headers"], "lingerMillis" in stored) == ({}, False)
+    assert "did you mean a" in on("streams", "update", "pumps", "--export", "aa", "disabled=true", code=2)
+    assert "does not set it" in on("streams", "update", "pumps", "--export", "a", "--reset", "topics", code=2)
+    assert "linger_millis" in on("streams", "update", "pumps", "--export", "a", "linger=5s", code=1)
+
+
+def test_exports_are_paused_and_resumed_by_command_and_shown_so(on: Command) -> None:
+    consumers = "export.consumer=[{identifier = 'one'}, {identifier = 'two'}]"
+    on("streams", "create", "jobs", consumers)
+    assert on("exports", "pause", "jobs", "two") == "paused two\n"
+    states = {row["identifier"]: row["paused"] for row in json.loads(on("exports", "jobs", "--json"))}
+    assert states == {"one": False, "two": True}
+    assert [line.split()[-1] for line in on("exports", "list", "jobs").splitlines()[1:]] == ["ok", "paused"]
+    assert "two: nothing exported yet, 0 pending; paused" in on("streams", "describe", "jobs")
+    assert json.loads(on("exports", "resume", "jobs", "--json")) == {"exports": ["one", "two"]}
+    assert not any(row["paused"] for row in json.loads(on("exports", "jobs", "--json")))
+    assert "no export 'three'" in on("exports", "pause", "jobs", "three", code=66)
+    assert "is a consumer" in on("exports", "retry", "jobs", "one", code=1)
+    assert "no stream nothing" in on("exports", "pause", "nothing", code=66)
+
+
 @pytest.mark.parametrize("on", ["stopped"], indirect=True)
 def test_a_segment_size_is_measured_by_the_size_that_the_stream_has(on: Command) -> None:
     on("streams", "create", "pumps", "max_size=1GiB")
@@ -208,7 +247,7 @@ def test_exports_shows_the_progress_and_the_error_of_each_export(fill: Fill) -> 
     ]  # fmt: skip
     assert lake.split()[:6] == ["sensors", "lake", "s3", "3", "2", "1"]
     assert lake.endswith("no route to host")
-    assert live.split() == ["sensors", "live", "kinesis", "-", "6", "0", "-", "paused"]
+    assert live.split() == ["sensors", "live", "kinesis", "-", "6", "0", "-", "disabled"]
     assert streambridge("exports", "quiet", "--data-dir", data).stdout == "no exports\n"
     assert streambridge("exports", "nowhere", "--data-dir", data).returncode == 66
 

@@ -175,6 +175,11 @@ def test_a_mistake_in_a_fragment_names_the_fragment(path: Path) -> None:
     ]
 
 
+def test_a_fraction_where_a_whole_number_is_needed_is_called_that(path: Path) -> None:
+    (line,) = mistakes(path, "[export]\nthreads = 1.5\n")
+    assert line.endswith("export.threads = 1.5: must be a whole number")
+
+
 def test_relative_paths_are_relative_to_the_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         monkeypatch.chdir(elsewhere)

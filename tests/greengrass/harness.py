@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -37,7 +37,14 @@ class Exports:
     def __init__(self) -> None:
         self.known: dict[str, list[ExportStatus]] = {}
 
-    def define(self, name: str, directory: Path, epoch: int, definition: MessageStreamDefinition) -> None:
+    def define(
+        self,
+        name: str,
+        directory: Path,
+        epoch: int,
+        definition: MessageStreamDefinition,
+        paused: Collection[str],
+    ) -> None:
         self.known[name] = [
             ExportStatus(export_config_identifier=raw["identifier"])
             for configs in definition.export_definition.values()

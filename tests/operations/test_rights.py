@@ -36,6 +36,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "purgeMessageStream": {"name": "secret"},
     "fetchMessages": {"name": "secret", "consumer": "c"},
     "ackMessages": {"name": "secret", "consumer": "c", "ack": [0]},
+    "pauseExports": {"name": "secret"},
+    "resumeExports": {"name": "secret"},
+    "retryExports": {"name": "secret"},
 }
 ASK = AccessRule(publish=["streambridge/%c/+"])
 

@@ -1,0 +1,114 @@
+"""Operations by HTTP: for users with a password, with their rights, and not for pages of other sites."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cbor2
+import pytest
+
+from bridge.access.users import hash_password
+from tests.http.conftest import Service
+
+STREAMS = """
+[streams.sensors]
+[[streams.sensors.export.http]]
+identifier = "out"
+uri = "http://127.0.0.1:1/"
+"""
+RULES = """
+[[mqtt.acl]]
+user = "ann"
+manage = ["streams/#"]
+[[mqtt.acl]]
+user = "bob"
+subscribe = ["streams/#"]
+"""
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    users = tmp_path / "users"
+    users.write_text("".join(f"{name}:{hash_password(name.encode())}\n" for name in ("ann", "bob")))
+    users.chmod(0o600)
+    mqtt = f'listen = ["tcp://127.0.0.1:0"]\nusers_file = "{users}"'
+    service = Service(tmp_path, STREAMS + RULES, mqtt=mqtt)
+    yield service
+    service.stop()
+
+
+def login(user: str, password: str | None = None) -> dict[str, str]:
+    pair = f"{user}:{user if password is None else password}".encode()
+    return {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
+
+
+def post(service: Service, path: str, body: bytes = b"{}", **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    try:
+        connection.request("POST", path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def ask(service: Service, operation: str, user: str = "ann", **fields: Any) -> dict[str, Any]:
+    status, body = post(service, f"/requests/{operation}", json.dumps(fields).encode(), **JSON, **login(user))
+    assert status == 200
+    reply: dict[str, Any] = json.loads(body)
+    return reply
+
+
+def test_an_export_is_paused_and_resumed_and_the_page_and_the_metrics_show_it(service: Service) -> None:
+    paused = ask(service, "pauseExports", name="sensors", export="out", requestId="7")
+    assert paused == {"requestId": "7", "status": 0, "statusName": "Success", "exports": ["out"]}
+    (export,) = json.loads(service.request("/status.json")[2])["exports"]
+    assert (export["paused"], export["disabled"]) == (True, False)
+    assert {"errorSince", "failedAttempts", "nextAttempt"} <= export.keys()
+    metric = b'streambridge_export_paused{export="out",kind="http",stream="sensors"} 1.0'
+    assert metric in service.request("/metrics")[2]
+    assert service.logged(r"exports paused: out.*by=\"?user 'ann' over HTTP from 127.0.0.1")
+    body = cbor2.dumps({"name": "sensors"})
+    status, raw = post(
+        service, "/requests/resumeExports", body, **{"Content-Type": "application/cbor"}, **login("ann")
+    )
+    assert (status, cbor2.loads(raw)["exports"]) == (200, ["out"])
+
+
+def test_the_rights_are_those_of_the_user(service: Service) -> None:
+    assert ask(service, "describeMessageStream", "bob", name="sensors")["status"] == 0
+    refused = ask(service, "pauseExports", "bob", name="sensors")
+    assert (refused["statusName"], "user 'bob'" in refused["errorMessage"]) == ("Unauthorized", True)
+
+
+def test_nothing_is_carried_out_without_a_password_or_for_another_site(service: Service) -> None:
+    path = "/requests/pauseExports"
+    body = b'{"name": "sensors"}'
+    wrong: list[tuple[int, dict[str, str]]] = [
+        (401, JSON),
+        (401, JSON | login("ann", "wrong")),
+        (401, JSON | login("nobody")),
+        (401, JSON | {"Authorization": "Bearer x"}),
+        (400, JSON | {"Authorization": "Basic ???"}),
+        (415, login("ann")),
+        (415, login("ann") | {"Content-Type": "text/plain"}),
+        (415, login("ann") | {"Content-Type": "application/x-www-form-urlencoded"}),
+        (403, JSON | login("ann") | {"Origin": "http://elsewhere.example"}),
+        (403, JSON | login("ann") | {"Origin": "null"}),
+        (421, JSON | login("ann") | {"Host": "elsewhere.example"}),
+    ]
+    for status, headers in wrong:
+        assert post(service, path, body, **headers)[0] == status, headers
+    assert service.request(path)[0] == 405
+    assert post(service, "/status.json", body, **JSON, **login("ann"))[0] == 405
+    assert post(service, "/requests/nothing", body, **JSON, **login("ann"))[0] == 404
+    (export,) = json.loads(service.request("/status.json")[2])["exports"]
+    assert not export["paused"]
+    same = {"Origin": f"http://127.0.0.1:{service.port}"}
+    assert post(service, path, body, **JSON, **login("ann"), **same)[0] == 200
