@@ -194,6 +194,10 @@ class FilterTree(Generic[T]):
                     todo.append((child, end))
         return found
 
+    def has_first(self, level: str) -> bool:
+        """Whether any filter begins with this level, which is no wildcard."""
+        return level in self._root.children
+
     def __len__(self) -> int:
         """The number of nodes below the root."""
         count, todo = 0, [self._root]

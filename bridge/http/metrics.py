@@ -130,6 +130,12 @@ received_messages_without_stream_total counter front_end
     Messages on topics that no stream is bound to: delivered to subscribers, but not stored.
 delivered_messages_total counter front_end
     Messages sent to subscribers.
+delivered_bytes_total counter front_end
+    Bytes of messages sent to subscribers, as PUBLISH packets.
+received_bytes_total counter front_end
+    Bytes of all MQTT packets from clients.
+sent_bytes_total counter front_end
+    Bytes of all MQTT packets to clients.
 requests_total counter front_end
     Requests for operations on streams.
 dropped_messages_total counter front_end reason
@@ -158,6 +164,9 @@ _COUNTERS = {
     "received": "received_messages_total",
     "without_stream": "received_messages_without_stream_total",
     "delivered": "delivered_messages_total",
+    "delivered_bytes": "delivered_bytes_total",
+    "received_bytes": "received_bytes_total",
+    "sent_bytes": "sent_bytes_total",
     "requests": "requests_total",
 }
 _BY_REASON = {

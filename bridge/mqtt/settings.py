@@ -151,6 +151,9 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     `refused_stream` is the stream that keeps messages which their own stream can never store; the
     embedded broker acknowledges them once they are there.
 
+    Every `sys_interval`, the state of the broker is published below `$SYS/broker/` for those who subscribe to
+    it, with Mosquitto's topics; 0 turns that off.
+
     `client_ids` sets which client ids a user may have: "any"; "user", its own name only; "prefix", its name,
     also followed by `:` and more. With the last two, clients without a user name may have no id of a user,
     and a user takes back an id of his from another client. An empty client id, for which the server chooses
@@ -164,6 +167,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     allow_anonymous: bool | None = None
     users_file: Path | None = None
     client_ids: Literal["any", "user", "prefix"] = "any"
+    sys_interval: Annotated[Millis, Meta(ge=0)] = 10_000
     acl: list[AccessRule] = []
     tls: TlsSettings | None = None
     limits: Limits = Limits()

@@ -131,8 +131,8 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
 class Stopped(Exception):  # noqa: N818 - named for what happens to the export
     """Raise it when another attempt could do damage: the export stops, and keeps its position and data.
 
-    It resumes when its configuration changes, or when an operator retries it. The reason is shown to operators
-    and must say what to do.
+    It resumes when its configuration changes, or when an operator retries it. Operators see the reason, which
+    must say what to do.
     """
 
 

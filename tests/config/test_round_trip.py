@@ -120,7 +120,7 @@ def export(rng: random.Random, kind: str) -> dict[str, Any]:
     fields = [f for f in msgspec.structs.fields(REGISTRY.exporters[kind].Config) if not f.required]
     chosen = rng.sample(fields, rng.randint(1, len(fields)))
     for field in chosen + chosen:  # one may need another
-        for _ in range(10):
+        for _ in range(60):
             fresh = config | {field.encode_name: value(rng, field.type)}
             if accepted(kind, fresh):
                 config = fresh

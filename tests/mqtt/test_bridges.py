@@ -64,7 +64,7 @@ def test_a_mosquitto_bridge_connects_at_once_and_serves_both_directions(tmp_path
     run_async(main())
 
 
-@bridge_test
+@bridge_test(sys_interval=0)
 async def test_where_a_bridge_says_that_it_is_connected_nothing_is_published(bridge: Bridge) -> None:
     watcher = await bridge.connect("w")
     await watcher.subscribe((STATE, 1), ("$SYS/#", 1))

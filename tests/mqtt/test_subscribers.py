@@ -161,7 +161,7 @@ async def test_retained_messages_come_to_new_subscriptions_until_they_are_cleare
     assert bridge.stat("retained") == 1
 
 
-@bridge_test
+@bridge_test(sys_interval=0)
 async def test_dollar_topics_do_not_match_wildcards_at_the_first_level(bridge: Bridge) -> None:
     subscriber = await bridge.connect("s", will=("plain/w", b"w", 0))
     assert await subscriber.subscribe(("#", 0), ("+/x", 0), ("$SYS/#", 0), ("$share/g", 0)) == b"\0\0\0\x80"

@@ -100,6 +100,11 @@ class Outbox:
         """How many messages are waiting or under way."""
         return len(self._queue) + len(self._inflight) + len(self._released)
 
+    @property
+    def size(self) -> int:
+        """Roughly the bytes of the messages that wait."""
+        return self._bytes
+
     def restore(self, out: Outgoing, packet_id: int) -> None:
         """An earlier process gave a QoS 2 message this packet id, and may have sent it."""
         out.noted = out.sent = True
@@ -308,7 +313,8 @@ class Outbox:
             dup=out.sent,
             identifiers=out.identifiers,
         )
-        if sum(map(len, pieces)) > line.max_packet_out:
+        size = sum(map(len, pieces))
+        if size > line.max_packet_out:
             # The subscriber cannot take packets of this size (MQTT 5 section 3.1.2.11.4).
             self._counts["dropped_too_large"] += 1
             self._inflight.pop(packet_id, None)
@@ -318,3 +324,4 @@ class Outbox:
         for piece in pieces:
             line.send(piece)
         self._counts["delivered"] += 1
+        self._counts["delivered_bytes"] += size

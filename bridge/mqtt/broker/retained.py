@@ -35,6 +35,11 @@ class Retained:
         """How many there are."""
         return len(self._messages)
 
+    @property
+    def size(self) -> int:
+        """Roughly the bytes of all of them."""
+        return self._bytes
+
     def all(self) -> Iterable[Message]:
         """Every message."""
         return self._messages.values()

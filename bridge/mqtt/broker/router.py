@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bridge.mqtt.broker.message import Receiver, Subscription, receiver_of
 from bridge.mqtt.broker.outbox import Outgoing
@@ -36,6 +36,16 @@ RESERVED = ("$SYS/", SHARE, REQUEST_LEVEL + "/")
 ROUTES = 50_000  # topics remembered; a topic not in use costs its look-up again
 PRUNED = 50  # filters taken out of the tree between two looks at the clock
 LOOK_UPS = 1_000  # among the retained messages, some milliseconds in which nobody else has a turn
+
+
+class Live(Protocol):
+    """Messages that stand for retained ones, and are made when somebody asks: those below `$SYS`."""
+
+    def names(self, topic_filter: str) -> list[str]:
+        """The topics that a filter may match."""
+
+    def get(self, name: str) -> Message | None:
+        """The message of a topic."""
 
 
 class Route:
@@ -88,6 +98,7 @@ class Router:
         self.epoch = 0
         self._turns, self._runtime = turns, runtime
         self.retained = Retained(journal, limits, clock)
+        self.live: Live | None = None
         self._store, self._journal = store, journal
         self._tree: FilterTree[tuple[Session, Subscription]] = FilterTree()
         self.groups: dict[str, Group] = {}  # the shared subscriptions by their filters
@@ -290,9 +301,21 @@ class Router:
         found = (
             (subscription, name)
             for subscription in subscriptions
-            for name in self.retained.candidates(subscription.filter)
+            for name in self._candidates(subscription.filter)
         )
         self._send_some(session, line, found, done)
+
+    def _candidates(self, topic_filter: str) -> list[str]:
+        live = [] if self.live is None else self.live.names(topic_filter)
+        return (
+            [*self.retained.candidates(topic_filter), *live]
+            if live
+            else (self.retained.candidates(topic_filter))
+        )
+
+    def anyone_names(self, level: str) -> bool:
+        """Whether a subscription begins with this level: below `$`, no wildcard stands for it (4.7.2)."""
+        return self._tree.has_first(level)
 
     def _send_some(
         self,
@@ -313,6 +336,8 @@ class Router:
 
     def _send_retained(self, session: Session, subscription: Subscription, name: str) -> None:
         message = self.retained.get(name)
+        if message is None and self.live is not None:
+            message = self.live.get(name)
         if message is None:
             return
         qos = min(message.qos, subscription.qos)

@@ -119,7 +119,7 @@ class Sessions:
             self.end(session)
             return
         self._away[session.client_id] = session
-        session.timer = self._runtime.later(seconds, self.end, session)
+        session.timer = self._runtime.later(seconds, self._expired, session)
         if len(self._away) > self._limits.sessions:
             self._counts["ended_sessions"] += 1
             oldest = next(iter(self._away.values()))
@@ -146,6 +146,10 @@ class Sessions:
         del self._by_id[session.client_id]
         self._ended(session)
         session.outbox.clear()
+
+    def _expired(self, session: Session) -> None:
+        self._counts["expired_sessions"] += 1
+        self.end(session)
 
     def stop(self) -> None:
         """Cancel all timers; sessions stay as they are."""

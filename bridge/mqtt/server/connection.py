@@ -85,12 +85,14 @@ class Connection(Flow):
     __slots__ = (
         "_connect_size", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail", "address", "aliases",
         "bridge", "broker", "connections", "explains", "inbox", "keep_alive", "level", "limit", "listener",
-        "max_packet_out", "reason", "receipts", "receive_maximum", "requests", "state", "writable",
+        "max_packet_out", "reason", "receipts", "receive_maximum", "requests", "state", "traffic",
+        "writable",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, listener: Listener) -> None:
         super().__init__()
         self.connections, self.broker, self.listener = connections, connections.broker, listener
+        self.traffic = connections.traffic
         self.inbox = Inbox(self, self.broker.journal)
         self.state = State.NEW
         self.level = V311
@@ -177,6 +179,10 @@ class Connection(Flow):
     def send(self, data: bytes | bytearray) -> None:
         """Write to the client, unless the connection is closed or closing."""
         if self.state is not State.CLOSED and not self.transport.is_closing():
+            if type(data) is bytearray:
+                self.traffic.acknowledged_bytes += len(data)
+            else:
+                self.traffic.count_sent(len(data))
             self.transport.write(data)
 
     def answer(self, data: bytes) -> None:
@@ -395,16 +401,24 @@ class Connection(Flow):
                     if head & 0xD0 == EXPENSIVE and turns.over:
                         turns.wait(self)
                         break
+                    self.traffic.others += 1
+                    self.traffic.other_bytes += end - pos
+                    pos = end
                     self._handle(batch, head, d[body:end])
                     if self.state is State.CLOSED:
                         return size
                 else:
                     self.state = state = NEXT[state, CONNECT]
                     self.hold("connect")
+                    self.traffic.others += 1
+                    self.traffic.other_bytes += end - pos
+                    pos = end
+                    self.traffic.connects += 1
                     self._connect(d[body:end])
                 pos = end
         finally:
             broker.counts["received"] += published
+            self.traffic.received_bytes += pos
             self.inbox.put(batch)
             if published and shared.limits.messages_per_second:
                 self._throttle(published / shared.limits.messages_per_second)

@@ -18,6 +18,7 @@ from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.server import requests
 from bridge.mqtt.server.connection import Connection
 from bridge.mqtt.server.connections import Connections, Listener
+from bridge.mqtt.server.systopics import SysTopics
 from bridge.mqtt.server.tls import TlsServer, tls_context
 from bridge.mqtt.server.websocket import WebSocket
 from bridge.mqtt.settings import parse_address
@@ -55,6 +56,7 @@ class Server:
         )
         self.broker.publisher.refused_stream = config.refused_stream
         self.connections = Connections(config, self.broker, runtime, under_pressure=manager.under_pressure)
+        self._systopics = SysTopics(self.connections, runtime, config.sys_interval / 1000)
         self._sockets: list[Listening | TlsServer] = []
         self._tls: ssl.SSLContext | None = None
 
@@ -66,6 +68,7 @@ class Server:
             self._tls = tls_context(self.config.tls)
             self._access.load(self.config, authorities(self._tls))
         await self.broker.start()
+        self._systopics.start()
         self._manager.on_pressure.append(self.connections.press)
         try:
             return [await self._listen(parse_address(url)) for url in self.config.listen]
@@ -76,6 +79,7 @@ class Server:
     async def stop(self) -> None:
         """Stop accepting and reading, store and acknowledge what was read, close."""
         self.connections.stopping = self.broker.stopping = True
+        self._systopics.stop()
         for listening in self._sockets:
             listening.close()
         for conn in list(self.connections.open):
