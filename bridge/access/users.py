@@ -1,13 +1,15 @@
 """The users file: names and hashed passwords.
 
 The format is that of mosquitto_passwd: one `name:$7$iterations$salt$hash` per line (PBKDF2 with HMAC-SHA-512,
-salt and hash in base64); `hash_password` makes such a hash. It fails closed: a file that is missing, empty,
-malformed, or writable by its group or others is a ConfigError.
+salt and hash in base64); `hash_password` makes such a hash. Reading fails closed: a file that is missing,
+empty, malformed, or writable by its group or others is a ConfigError.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
@@ -71,16 +73,56 @@ def read_users(path: Path) -> dict[str, Password]:
             raise ConfigError(f"mqtt.users_file {path}, line {number}: {error}") from None
         users[name] = password
     if not users:
-        raise ConfigError(
-            f"mqtt.users_file {path}: no users in it; add one with `streambridge hash-password`"
-        )
+        raise ConfigError(f"mqtt.users_file {path}: no users in it; add one with `streambridge users add`")
     return users
+
+
+def change_users(path: Path, user: str, hashed: str | None, owner: tuple[int, int] | None = None) -> None:
+    """Set the password hash of a user, or remove the user; the other lines stay.
+
+    The file is replaced atomically and durably, and keeps its owner and mode. A new one has mode 0600, and
+    belongs to `owner` (user and group id). Raises ConfigError or OSError, and then the file is as it was.
+    """
+    path = path.resolve()
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)  # two changes at once would lose one
+        before: os.stat_result | None = None
+        lines: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            before = path.stat()
+            read_users(path)
+            lines = path.read_text("utf-8").splitlines()
+        fresh = [] if hashed is None else [f"{user}:{hashed}"]
+        at = next((n for n, line in enumerate(lines) if line.partition(":")[0] == user), len(lines))
+        lines[at : at + 1] = fresh
+        new = path.with_name(f".{path.name}.new")
+        new.unlink(missing_ok=True)  # of an interrupted change
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(fd, "w", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+                if before is not None:
+                    os.fchown(fd, before.st_uid, before.st_gid)
+                    os.fchmod(fd, stat.S_IMODE(before.st_mode))
+                elif owner is not None:
+                    os.fchown(fd, *owner)
+                file.flush()
+                os.fsync(fd)
+            read_users(new)
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _parse(line: str) -> tuple[str, Password]:
     found = _LINE.fullmatch(line)
     if found is None:
-        raise ValueError("not name:$7$iterations$salt$hash; make it with `streambridge hash-password`")
+        raise ValueError("not name:$7$iterations$salt$hash; add users with `streambridge users add`")
     iterations = int(found[2])
     if not 0 < iterations <= MAX_ITERATIONS:
         raise ValueError(f"{iterations} iterations; 1 to {MAX_ITERATIONS} are possible")

@@ -14,8 +14,9 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import clients, demo, exports, integrity, output, service, streams
+from bridge.cli import clients, demo, exports, integrity, manual, output, service, streams, support, users
 from bridge.cli.options import denied
+from bridge.cli.plain import WIDEST, use_plain_help
 from bridge.errors import (
     ConfigError,
     CorruptData,
@@ -52,15 +53,27 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
 )
 app.add_typer(service.app)
 app.add_typer(integrity.app)
 app.add_typer(streams.app, name="streams")
 app.add_typer(exports.app, name="exports")
 app.add_typer(clients.app, name="clients")
+app.add_typer(users.app, name="users")
+app.command(
+    epilog="""\b
+Examples:
+  streambridge support -c config/streambridge.toml
+  sudo streambridge support --output /tmp/support.tar.gz
+"""
+)(support.support)
+app.command("man", hidden=True)(manual.man)
 app.add_typer(demo.app)
 app.add_typer(ingest, name="ingest")
+
+
+use_plain_help(app)
 
 
 def _show_version(wanted: bool) -> None:

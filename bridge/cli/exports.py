@@ -9,7 +9,6 @@ import time
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from bridge.cli import output
 from bridge.cli.lookup import describe_stream, find
@@ -24,11 +23,12 @@ from bridge.cli.options import (
     complete_stream,
     data_directory,
 )
+from bridge.cli.plain import PlainGroup
 from bridge.streams.reader import list_streams
 from bridge.units import format_duration
 
 
-class _ListsByDefault(TyperGroup):
+class _ListsByDefault(PlainGroup):
     """Without a subcommand it is `list`: `streambridge exports sensors` lists the exports of sensors."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

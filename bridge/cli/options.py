@@ -46,10 +46,11 @@ def complete_stream(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_export(context: typer.Context, incomplete: str) -> list[str]:
-    """The identifiers of exports with this prefix, of the stream that was given."""
+    """The identifiers of exports with this prefix, of the stream that was given, or of all."""
     found: list[str] = []
+    stream = context.params.get("name")  # an unfinished option hides the arguments before it
     for meta in _streams(context):
-        if meta.name == context.params.get("name"):
+        if stream in (None, meta.name):
             with suppress(msgspec.MsgspecError):
                 found += identifiers(msgspec.json.decode(meta.definition, type=MessageStreamDefinition))
     return [name for name in found if name.startswith(incomplete)]

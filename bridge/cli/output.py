@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from base64 import b64encode
@@ -16,6 +17,8 @@ import typer
 
 from bridge.printable import printable, printable_json
 from bridge.streams.segment import StreamMessage
+
+SHORTEST = 20  # characters of a payload that are shown in any case
 
 
 class ExitCode(IntEnum):
@@ -118,7 +121,10 @@ def timestamp(millis: int) -> str:
 
 
 def message(message: StreamMessage, *, as_json: bool, deliveries: int | None = None) -> None:
-    """Print a message: number, time, topic and payload; `deliveries` of a consumer."""
+    """Print a message: number, time, topic and payload; `deliveries` of a consumer.
+
+    On a terminal a long payload is shortened, so that each message takes one line.
+    """
     try:
         text: str | None = message.payload.decode()
     except UnicodeDecodeError:
@@ -144,4 +150,10 @@ def message(message: StreamMessage, *, as_json: bool, deliveries: int | None = N
     payload = f"base64:{b64encode(message.payload).decode()}" if plain is None else plain
     again = f"  delivered {deliveries} times" if deliveries is not None and deliveries > 1 else ""
     shown = escaped(topic) or repr(topic)
-    echo(f"{message.sequence_number}  {timestamp(message.ingest_time)}  {shown}  {payload}{again}")
+    head = f"{message.sequence_number}  {timestamp(message.ingest_time)}  {shown}  "
+    if sys.stdout.isatty():
+        note = f"... ({len(message.payload)} bytes){again}"
+        room = shutil.get_terminal_size().columns - len(head)
+        if len(payload) + len(again) > room:
+            payload, again = payload[: max(room - len(note), SHORTEST)], note
+    echo(f"{head}{payload}{again}")

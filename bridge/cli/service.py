@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
-from getpass import getpass
-from typing import Annotated
 
 import typer
 
-from bridge.cli import output
+from bridge.cli import output, users
 from bridge.cli.install import install_service
 from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, load_config
 from bridge.config.settings import Config, load
@@ -110,30 +107,10 @@ def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) 
 app.command("install-service")(install_service)
 
 
-@app.command(
+app.command(
     "hash-password",
     epilog="""\b
 Examples:
   (umask 077; streambridge hash-password thermometer-1 >>users)
 """,
-)
-def hash_password(
-    user: Annotated[str, typer.Argument(metavar="USER", help="The name that the device logs in with.")],
-) -> None:
-    """Print a user's line for `mqtt.users_file`.
-
-    Asks for the password; without a terminal it is the first line of standard input.
-    """
-    if not user or ":" in user or not user.isprintable():
-        raise typer.BadParameter(f"{user!r} is not a valid user name: it must be printable and without `:`")
-    if sys.stdin.isatty():
-        password = getpass(f"Password of {user}: ")
-        if getpass("Repeat the password: ") != password:
-            raise typer.BadParameter("the two passwords differ")
-    else:
-        password = sys.stdin.readline().rstrip("\r\n")
-    if not password:
-        raise typer.BadParameter("the password is empty")
-    from bridge.access import users
-
-    output.echo(f"{user}:{users.hash_password(password.encode())}")
+)(users.hash_command)

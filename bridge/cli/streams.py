@@ -240,7 +240,8 @@ def read(
 ) -> None:
     """Print messages: number, time, topic and payload; with --json one object per line.
 
-    A payload that is not printable text is printed in base64.
+    A payload that is not printable text is printed in base64. On a terminal, long payloads are shortened; in
+    a pipe and with --json they are whole.
     """
     if start is not None and from_time is not None:
         raise typer.BadParameter("give either --start or --from-time, not both")
@@ -255,6 +256,9 @@ def read(
             start = oldest
         elif start < oldest:
             output.note(f"{name}: messages before {oldest} are no longer stored")
+        elif start >= end:
+            newest = f"the newest message is {end - 1}" if oldest < end else f"it is empty; {end} comes next"
+            output.note(f"{name}: there is no message from {start} on; {newest}")
         shown, more = 0, None
         for message in read_messages(reader, start, end):
             if topic is None or topics.matches(topic, _topic(message)):

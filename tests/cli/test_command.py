@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from bridge.access.users import read_users
+from bridge.access.users import hash_password, read_users
 from bridge.cli.options import DEFAULT_CONFIG
 from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 
@@ -28,6 +30,8 @@ def test_help_names_every_command_and_exit_code() -> None:
         "exports",
         "hash-password",
         "install-service",
+        "users",
+        "support",
         "Examples:",
         "78",
     ):
@@ -165,3 +169,52 @@ def test_a_wrong_directory_is_reported_with_the_options_of_that_command(command:
         done = streambridge(*arguments)
         assert done.returncode == 78
         assert f"{tmp_path}/file: this is not a directory" in done.stderr
+
+
+def test_help_is_as_wide_as_the_terminal_and_names_values_plainly() -> None:
+    wide, narrow = (
+        streambridge("streams", "update", "-h", env={"COLUMNS": columns}).stdout for columns in ("160", "60")
+    )
+    assert max(map(len, wide.splitlines())) > 100
+    assert max(len(line) for line in narrow.partition("Examples:")[0].splitlines()) <= 60
+    assert "Usage: streambridge streams update [OPTIONS] STREAM [KEY=VALUE]..." in wide
+    for words in ([], ["ingest"], ["bench"], ["streams", "read"]):
+        text = streambridge(*words, "-h").stdout
+        assert not re.search(r"<(str|int|float|list|path)|\{[A-Z]+\}", text), words
+
+
+def test_the_manual_page_has_every_command_and_no_faults() -> None:
+    page = streambridge("man").stdout
+    for name in ("exports pause", "streams update", "ingest prune", "users add", "support"):
+        assert f".SS streambridge {name}".replace("-", r"\-") in page
+    if (groff := shutil.which("groff")) is None:
+        pytest.skip("no groff")
+    done = subprocess.run(
+        [groff, "-man", "-Tutf8", "-ww"], input=page, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    assert "STREAMBRIDGE(1)" in done.stdout
+
+
+def test_names_of_streams_exports_and_users_complete_in_the_shell(fill: Fill, tmp_path: Path) -> None:
+    exports = {"consumer": [{"identifier": "workers"}, {"identifier": "others"}]}
+    data = fill([], name="sensors", export_definition=exports)
+    fill([], name="pumps")
+    users = tmp_path / "users"
+    users.write_text(f"ann:{hash_password(b'x')}\n")
+    users.chmod(0o600)
+    config = tmp_path / "x.toml"
+    config.write_text(f'[gateway]\ndata_dir = "{data}"\n[mqtt]\nusers_file = "{users}"\n')
+
+    def complete(*words: str) -> list[str]:
+        asked = {"_STREAMBRIDGE_COMPLETE": "complete_bash", "STREAMBRIDGE_CONFIG": str(config)}
+        asked |= {"COMP_WORDS": " ".join(["streambridge", *words]), "COMP_CWORD": str(len(words))}
+        return streambridge(env=asked).stdout.split()
+
+    assert complete("streams", "describe", "") == ["pumps", "sensors"]
+    assert complete("exports", "pause", "se") == ["sensors"]
+    assert complete("exports", "pause", "sensors", "") == ["workers", "others"]
+    assert complete("streams", "update", "sensors", "--export", "w") == ["workers"]
+    assert complete("streams", "fetch", "sensors", "o") == ["others"]
+    assert complete("users", "passwd", "") == ["ann"]
+    assert complete("exports", "pa") == ["pause"]

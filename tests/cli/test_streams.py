@@ -15,6 +15,7 @@ from bridge.export.cursor import Cursor, CursorFile, stream_directory
 from bridge.model import Limits, Persistence
 from bridge.streams.reader import list_streams
 from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
+from tests.cli.terminal import Terminal
 
 READINGS = [(f"sensors/{'ab'[n % 2]}/temperature", b'{"value":%d}' % n) for n in range(6)]
 
@@ -256,3 +257,23 @@ def test_a_reader_that_goes_away_ends_a_query_quietly(fill: Fill) -> None:
 def test_a_memory_stream_is_read_where_its_messages_are(fill: Fill) -> None:
     data = fill(READINGS, name="fast", persistence=Persistence.Memory)
     assert len(lines("streams", "read", "fast", "--data-dir", data)) == 6
+
+
+def test_a_start_beyond_the_newest_message_is_said(fill: Fill) -> None:
+    data = fill([("sensors/a", b"x")] * 3)
+    done = streambridge("streams", "read", "sensors", "--start", "3", "--data-dir", data)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == "sensors: there is no message from 3 on; the newest message is 2\n"
+    fill([], name="quiet")
+    done = streambridge("streams", "read", "quiet", "--start", "9", "--data-dir", data)
+    assert done.stderr == "quiet: there is no message from 9 on; it is empty; 0 comes next\n"
+
+
+def test_on_a_terminal_a_message_takes_one_line_and_in_a_pipe_it_is_whole(fill: Fill) -> None:
+    data = fill([("sensors/a", b"x" * 5000), ("sensors/a", b"short")])
+    with Terminal([*COMMAND, "streams", "read", "sensors", "--data-dir", data], columns=90) as terminal:
+        assert terminal.end() == 0
+    long, short = terminal.seen.splitlines()
+    assert (len(long), long.endswith("xxx... (5000 bytes)")) == (90, True)
+    assert short.endswith("  sensors/a  short")
+    assert "x" * 5000 in streambridge("streams", "read", "sensors", "--data-dir", data).stdout

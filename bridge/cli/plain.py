@@ -1,0 +1,77 @@
+"""Help in plain words: `STREAM` and `NUMBER`, without braces and the names of Python's types.
+
+The text is as wide as the terminal. The commands are declared with typer; this is the one place that changes
+what it prints.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import DefaultPlaceholder
+
+WIDEST = 1000  # columns
+_TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "path": "FILE", "Path": "FILE"}
+
+
+def _usage(pieces: list[str]) -> list[str]:
+    return [re.sub(r"^\{(.*)\}(\.\.\.)?$", r"\1\2", piece) for piece in pieces]
+
+
+def _format_options(params: list[Any], ctx: Any, formatter: Any) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for param in params:
+        record = param.get_help_record(ctx)
+        if record is None:
+            continue
+        name, text = record
+        if param.param_type_name == "argument":
+            plain = param.metavar or name.partition(" ")[0].strip("{}[]")
+            sections["Arguments"].append((plain, re.sub(r" *\[required\]$", "", text)))
+        else:
+            sections["Options"].append((re.sub(r"<([^>]+)>", _plain, name), text))
+    for title, records in sections.items():
+        if records:
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def _plain(found: re.Match[str]) -> str:
+    """`<list[str]>`, `<int range>` or `<a|b>` as TEXT, NUMBER and a|b."""
+    name = re.sub(r"^list\[(.*)\]$", r"\1", found[1]).removesuffix(" range")
+    return _TYPES.get(name, name)
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help has plain names for values."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return _usage(super().collect_usage_pieces(ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _format_options(self.get_params(ctx), ctx, formatter)
+
+
+class PlainGroup(TyperGroup):
+    """A group of commands whose help has plain names for values."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return _usage(super().collect_usage_pieces(ctx))
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _format_options(self.get_params(ctx), ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+def use_plain_help(app: typer.Typer) -> None:
+    """Let all commands of an application have plain help, unless they have a class of their own."""
+    if isinstance(app.info.cls, DefaultPlaceholder):
+        app.info.cls = PlainGroup
+    for command in app.registered_commands:
+        command.cls = command.cls if command.cls not in (None, TyperCommand) else PlainCommand
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            use_plain_help(group.typer_instance)

@@ -1,0 +1,169 @@
+"""Removes secrets from a configuration and from texts, for a bundle that is given away.
+
+What is kept of a configuration is what is known to be harmless: numbers, sizes, durations, names of streams
+and topics, choices, hosts, and paths that lead to a file or directory. Every other text is removed, because a
+token may stand where nobody expects it: in a URL, a header, a template or a user name.
+
+Texts, such as log lines, lose what was removed from the configuration, the content of the files that hold
+secrets, the values of environment variables, and what looks like a password, token, key or URL parameter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from bridge.config.tomlstruct import snake
+
+REMOVED = "<removed>"
+SHORTEST = 6  # characters of a text that is looked for elsewhere: shorter ones are words, too
+MOST = 1024 * 1024  # bytes of a file that holds a secret
+
+# Texts of these keys are names and choices. `user` is that of a rule.
+_HARMLESS = {
+    "id", "data_dir", "memory_dir", "plugin_dirs", "mode", "protocol", "level", "format", "client_ids",
+    "strategy_on_full", "persistence", "retention", "discard", "share_group", "identifier", "topics", "topic",
+    "dead_letter_stream", "status_stream_name", "refused_stream", "stream", "publish", "subscribe", "read",
+    "manage", "user", "region", "bucket", "prefix", "kinesis_stream_name", "delivery_stream_name",
+    "compression", "export_format", "status_level", "value_type", "time_unit", "start_time", "name",
+}  # fmt: skip
+_SECRET = re.compile(r"passw|secret|token|credential|api_?key|auth|cookie|signature", re.IGNORECASE)
+_FREE = {"tags", "headers", "rename"}  # tables whose values people choose
+_CHOICES = {"payload", "json", "cbor", "ndjson", "parquet", "none", "gzip"}
+_QUANTITY = re.compile(r"\d+(\.\d+)? ?[A-Za-z]{1,3}")
+_ADDRESS = re.compile(r"[\w.:\[\]-]*:\d+")
+_TEXTS = (
+    (re.compile(r"-----BEGIN [^-]+-----.*?(-----END [^-]+-----|\Z)", re.DOTALL), REMOVED),
+    (re.compile(r"(\w+://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
+    (re.compile(r"(\w+://[^\s'\"/?]+)[/?][^\s'\"]*"), rf"\1/{REMOVED}"),
+    (re.compile(r"([?&][\w.-]+=)[^&\s'\"]+"), rf"\1{REMOVED}"),
+    (re.compile(r"\b(Bearer|Basic|Digest|AWS4-HMAC-SHA256)\s+\S+", re.IGNORECASE), rf"\1 {REMOVED}"),
+    (re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]*"), REMOVED),
+    (re.compile(r"\b(AKIA|ASIA)[A-Z0-9]{12,}"), REMOVED),
+    (re.compile(r"\$7\$\d+\$[A-Za-z0-9+/=]+\$[A-Za-z0-9+/=]+"), REMOVED),
+    (
+        re.compile(
+            r"([\w.-]*(?:passw\w*|secret\w*|token|credential\w*|api[_-]?key|authorization|cookie)[\w.-]*"
+            r"[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;]+)",
+            re.IGNORECASE,
+        ),
+        rf"\1{REMOVED}",
+    ),
+)  # fmt: skip
+
+
+class Scrubber:
+    """What is known to be secret on this machine."""
+
+    def __init__(self, base: Path) -> None:
+        """`base` is the directory of the configuration, to which its paths are relative."""
+        self._base = base
+        self._secrets: set[str] = set()
+        for name, value in os.environ.items():
+            if name.startswith("STREAMBRIDGE_") or _SECRET.search(name):
+                self.learn(value)
+
+    def learn(self, text: str) -> None:
+        """Remove this text wherever it stands."""
+        for line in text.splitlines():
+            if len(line.strip()) >= SHORTEST:
+                self._secrets.add(line.strip())
+
+    def learn_file(self, path: Path) -> None:
+        """Remove the lines of a file wherever they stand, and what follows a name with `:` or `=`."""
+        try:
+            with path.open("rb") as file:
+                text = file.read(MOST).decode(errors="replace")
+        except OSError:
+            return
+        self.learn(text)
+        for line in text.splitlines():
+            self.learn(line.rpartition(":")[2])
+            self.learn(line.partition("=")[2].strip("\"'"))
+
+    def text(self, text: str) -> str:
+        """A text without secrets."""
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, REMOVED)
+        for pattern, replacement in _TEXTS:
+            text = pattern.sub(replacement, text)
+        return text
+
+    def tree(self, value: Any) -> Any:
+        """A document whose texts have no secrets; its keys stay."""
+        if isinstance(value, Mapping):
+            return {key: self.tree(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.tree(inner) for inner in value]
+        return self.text(value) if isinstance(value, str) else value
+
+    def settings(self, value: Any, key: str = "", above: str = "") -> Any:
+        """A part of a configuration or a definition without secrets; `above` is the key of the table."""
+        name = snake(key)
+        if isinstance(value, Mapping):
+            return {one: self.settings(inner, str(one), name) for one, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.settings(inner, key, above) for inner in value]
+        if isinstance(value, bool) or value is None:
+            return value
+        if _SECRET.search(name) or above in _FREE:
+            return self._path(value) if name.endswith("_file") else self._removed(str(value))
+        if not isinstance(value, str):
+            return value
+        if name in _HARMLESS or value in _CHOICES or _QUANTITY.fullmatch(value) or not value:
+            return value
+        if "://" in value:
+            return self._url(value)
+        if _ADDRESS.fullmatch(value):
+            return value
+        return self._path(value)
+
+    def _url(self, value: str) -> str:
+        """Scheme, host and port of a URL."""
+        self.learn(value)
+        try:
+            parts = urlsplit(value)
+            port = f":{parts.port}" if parts.port is not None else ""
+        except ValueError:
+            return REMOVED
+        for part in (parts.username, parts.password, parts.query, parts.fragment, *parts.path.split("/")):
+            self.learn(part or "")
+        rest = f"/{REMOVED}" if parts.path.strip("/") or parts.query or parts.fragment else ""
+        return f"{parts.scheme}://{parts.hostname or ''}{port}{rest}"
+
+    def _path(self, value: object) -> str:
+        """A path that is there; any other text is removed."""
+        text = str(value)
+        try:
+            if "/" in text or "." in text:
+                path = self._base / Path(text).expanduser()
+                if path.exists():
+                    return text
+        except (OSError, ValueError, RuntimeError):
+            pass
+        return self._removed(text)
+
+    def _removed(self, text: str) -> str:
+        self.learn(text)
+        return REMOVED
+
+
+def secret_files(document: Mapping[str, Any], base: Path) -> Iterable[Path]:
+    """The files that a configuration names below keys that end in `_file` or `key`."""
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from secret_files(value, base)
+        elif isinstance(value, list):
+            for one in value:
+                if isinstance(one, Mapping):
+                    yield from secret_files(one, base)
+        elif isinstance(value, str) and (snake(key).endswith("_file") or key == "key"):
+            try:
+                if (path := base / Path(value).expanduser()).is_file():
+                    yield path
+            except (OSError, ValueError, RuntimeError):
+                continue
