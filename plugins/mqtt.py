@@ -6,10 +6,16 @@ the Receive Maximum of the broker is lower. When the connection breaks, the mess
 sent again, in order and before any other. So a message may arrive twice around a break or a kill, and at no
 other time.
 
+A broker of MQTT 3.1.1 ends the connection because of a message that it does not want, such as one that is too
+large. The export then sends one message at a time. The message with which the broker ends `DROPS` connections
+in a row is rejected.
+
 In MQTT 5 each message has the user property `message-id`: `<gateway>/<stream>/<epoch>/<number>`. A
 streambridge at the other end stores a message once, however often it arrives within its deduplication
-window. What the publisher gave is passed on: user properties, content type, payload format, response topic,
-correlation data and expiry. Its own `message-id` is not, since such an id belongs to the user who sends it.
+window. The user property `bridged-by` is the id of the gateway, behind those of the gateways that the message
+has passed before: an upstream of a gateway leaves out what has passed it. What the publisher gave is passed
+on: user properties, content type, payload format, response topic, correlation data and expiry. Its own
+`message-id` is not, since such an id belongs to the user who sends it.
 
 The topic is a template. A message that lacks one of its values, or would have a wildcard, is rejected.
 `record` says what the payload contains; see `bridge.plugin.records`.
@@ -26,9 +32,7 @@ import re
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
@@ -50,12 +54,22 @@ from bridge import (
     hookimpl,
 )
 from bridge.model import KIB, MAX_MILLIS
+from bridge.net.brokers import (
+    AWS_HOST,
+    BRIDGED_BY,
+    host_and_port,
+    is_secure,
+    read_password,
+    tls_context,
+    url_mistake,
+)
 from bridge.plugin.keys import NoValue, Template
 from bridge.plugin.mqtt import (
     LONGEST,
     Connection,
     Ended,
     Target,
+    named,
     pack_properties,
     packet_size,
 )
@@ -77,9 +91,11 @@ RETRIED = {
     QUOTA: "quota exceeded",
 }
 WAIT = 1.0  # seconds, when a quota is exceeded
+# Connections in a row that the broker drops at the same message, without a reason. After two of them each
+# message is sent alone, and at the last one the message is rejected.
+SUSPECT, DROPS = 2, 10
 
 # https://docs.aws.amazon.com/general/latest/gr/iot-core.html, "message broker and protocol limits"
-AWS_HOST = re.compile(r"\.iot\.[a-z0-9-]+\.amazonaws\.com(\.cn)?$")
 AWS_PAYLOAD = 128 * KIB
 AWS_TOPIC, AWS_SLASHES = 256, 7
 AWS_BASIC_INGEST = re.compile(r"\$aws/rules/[^/]+/")  # does not count for the limits of a topic
@@ -118,7 +134,7 @@ class MqttConfig(BatchedConfig, kw_only=True, frozen=True):
     @property
     def aws(self) -> bool:
         """Whether the limits of AWS IoT Core apply."""
-        found = AWS_HOST.search(urlsplit(self.url).hostname or "") is not None
+        found = AWS_HOST.search(host_and_port(self.url)[0]) is not None
         return found if self.aws_iot_core is None else self.aws_iot_core
 
 
@@ -166,6 +182,7 @@ class MqttExporter(Exporter):
         self._pace = _Pace(AWS_MESSAGES, AWS_BYTES, AWS_BURST) if self._aws else None
         self._connection: Connection | None = None
         self._singly = False  # the broker ended the connection because of a message: which one?
+        self._suspect, self._drops = -1, 0  # the number of the first unanswered message, and drops in a row
 
     @classmethod
     def check(cls, config: MqttConfig) -> None:
@@ -175,7 +192,7 @@ class MqttExporter(Exporter):
     @classmethod
     def lacks(cls, config: MqttConfig) -> str | None:
         try:
-            _password(config)
+            read_password(config.password_file, named)
             _tls(config)
         except ValueError as error:
             return str(error)
@@ -198,19 +215,32 @@ class MqttExporter(Exporter):
         ended: Ended | None = None
         try:
             self._publish(batch, connection, rejected)
-            self._singly = False
+            self._singly, self._drops = False, 0
         except Ended as error:
             ended, self._connection = error, None
-            if error.code in REJECTED:
-                if self._singly and len(connection.unanswered) == 1:
-                    rejected[connection.unanswered[0]] = f"the broker rejects it: {REJECTED[error.code]}"
-                    self._singly = False
-                else:
-                    self._singly = True
+            if why := self._blame(batch, connection.unanswered, error):
+                rejected[connection.unanswered[0]] = why
+                self._singly, self._drops = False, 0
         except BaseException:
             self.close()  # its state is unknown
             raise
         return _outcome(batch, connection, rejected, ended)
+
+    def _blame(self, batch: Batch, unanswered: list[int], ended: Ended) -> str:
+        """Why the first unanswered message is rejected: it has ended the connection. Empty if it is not."""
+        alone = self._singly and len(unanswered) == 1
+        if ended.code in REJECTED:
+            self._singly = True
+            return f"the broker rejects it: {REJECTED[ended.code]}" if alone else ""
+        if not ended.dropped or not unanswered:
+            return ""
+        number = batch.records[unanswered[0]].sequence_number
+        self._drops = self._drops + 1 if number == self._suspect else 1
+        self._suspect = number
+        self._singly = self._singly or self._drops >= SUSPECT
+        if alone and self._drops >= DROPS:
+            return f"the broker ended {self._drops} connections in a row at this message, without a reason"
+        return ""
 
     def idle(self) -> float | None:
         if self._connection is None:
@@ -256,15 +286,16 @@ class MqttExporter(Exporter):
         return None
 
     def _target(self) -> Target:
-        config, parts = self.config, urlsplit(self.config.url)
+        config = self.config
+        host, port = host_and_port(config.url)
         try:
-            password, tls = _password(config), _tls(config)
+            password, tls = read_password(config.password_file, named), _tls(config)
         except ValueError as error:
             raise Retry(str(error), unsent=True) from error
         return Target(
             url=config.url,
-            host=parts.hostname or "",
-            port=_port(config),
+            host=host,
+            port=port,
             v5=self._v5,
             qos=config.qos,
             client_id=config.client_id or self._client_id(),
@@ -351,6 +382,8 @@ class MqttExporter(Exporter):
         for name, template in self._user.items():
             with suppress(NoValue):
                 user.append((name, template.render(batch, record)))
+        if (mark := (BRIDGED_BY, batch.gateway)) not in user:
+            user.append(mark)
         if self.config.message_id:
             user.append(("message-id", _message_id(batch, record, repeated)))
         expires = headers.expires
@@ -414,62 +447,25 @@ def _message_id(batch: Batch, record: Record, repeated: int) -> str:
     return name if len(name.encode()) <= 255 else hashlib.sha256(name.encode()).hexdigest()
 
 
-def _port(config: MqttConfig) -> int:
-    parts = urlsplit(config.url)
-    return parts.port or (8883 if parts.scheme == "mqtts" else 1883)
-
-
-def _password(config: MqttConfig) -> str | None:
-    """Raises ValueError."""
-    if config.password_file is None:
-        return None
-    try:
-        return Path(config.password_file).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"password_file {config.password_file}: {error.strerror}") from error
-    except UnicodeDecodeError:  # it quotes what it could not decode
-        raise ValueError(f"password_file {config.password_file}: it is not UTF-8") from None
-
-
 def _tls(config: MqttConfig) -> ssl.SSLContext | None:
     """Raises ValueError."""
-    if urlsplit(config.url).scheme != "mqtts":
-        return None
-    doing = f"ca_file {config.ca_file}"
-    try:
-        context = ssl.create_default_context(cafile=config.ca_file)
-        if config.cert_file is not None:
-            doing = f"cert_file {config.cert_file} with key_file {config.key_file or 'in it'}"
-            context.load_cert_chain(config.cert_file, config.key_file, password="")  # never asks for one
-    except OSError as error:
-        raise ValueError(f"{doing}: {error.strerror or error}") from error
-    alpn = config.alpn
-    if alpn is None and config.aws and _port(config) == 443:
-        # https://docs.aws.amazon.com/iot/latest/developerguide/protocols.html; `mqtt` is for authorizers.
-        alpn = "x-amzn-mqtt-ca" if config.cert_file is not None else "mqtt"
-    if alpn is not None:
-        context.set_alpn_protocols([alpn])
-    return context
+    return tls_context(
+        config.url,
+        named,
+        ca=config.ca_file,
+        cert=config.cert_file,
+        key=config.key_file,
+        alpn=config.alpn,
+        aws=config.aws,
+    )
 
 
 def _mistakes(config: MqttConfig) -> list[tuple[str, str]]:
     """The keys with a mistake, and what it is."""
     found = []
-    try:
-        parts = urlsplit(config.url)
-        good = (
-            parts.hostname
-            and parts.port != 0
-            and not (parts.username or parts.path.strip("/") or parts.query)
-        )
-    except ValueError:
-        good = False
-    if not good:
-        # Without the URL: it may have a password in it.
-        found.append(
-            ("url", "it is not like mqtt://host:1883 or mqtts://host:8883, without a user or a path")
-        )
-    elif parts.scheme == "mqtt":
+    if mistake := url_mistake(config.url):
+        found.append(("url", mistake))
+    elif not is_secure(config.url):
         given = {
             "caFile": config.ca_file,
             "certFile": config.cert_file,

@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,6 +47,7 @@ from bridge.plugin.api import (
     Stopped,
 )
 from bridge.plugin.link import Link
+from bridge.settingtypes import Means, meanings
 
 NEVER = math.inf
 LAST = 11  # the priority of exports without one
@@ -78,6 +80,7 @@ class Task:
         self._failing = False  # the hooks got the event `export_failing`
         self._idle_at = NEVER
         self._backoff = Backoff(host.tuning.first_backoff, host.tuning.max_backoff)
+        self._backoff.files = _secret_files(config)
         self._planner = Planner(source, host.transform(self.key, kind))
         self._batches = Batches(host, self.position, self._planner, exporter)
         self._context = WorkerContext(host, self)
@@ -110,6 +113,7 @@ class Task:
     def update(self, config: ExportConfig) -> None:
         """Apply an updated configuration: pause and priority at once, the rest with the next step."""
         self.config = config
+        self._backoff.files = _secret_files(config)
         self._updated = True
 
     def retry(self) -> None:
@@ -136,15 +140,15 @@ class Task:
         if self.deleted:
             return 0.0
         if not self.position.is_loaded:
-            return self._backoff.until
+            return self._backoff.due
         if self._updated:
             return 0.0
         if self._rests:
-            return self._backoff.until if self.position.dirty else NEVER
+            return self._backoff.due if self.position.dirty else NEVER
         if cursor.planned:
-            return max(self._backoff.until, self._paid_at)
+            return max(self._backoff.due, self._paid_at)
         batch_at = self._planner.due(cursor.position) if self.source.next > cursor.position else NEVER
-        return max(self._backoff.until, self._paid_at, min(batch_at, self._idle_at))
+        return max(self._backoff.due, self._paid_at, min(batch_at, self._idle_at))
 
     def hold(self, seconds: float, reason: str, *, alone: bool) -> None:
         """Make no attempt for `seconds`: this export was in flight when a worker died."""
@@ -185,6 +189,8 @@ class Task:
                     self._release()
                     return
                 self._resume()
+            elif not self._backoff.attempt():
+                return
             if not self.position.is_loaded:
                 self._load()
             if self._rests:
@@ -363,6 +369,17 @@ class Task:
         self.position.close()
         self._planner.close()
         self.closed = True
+
+
+def _secret_files(config: ExportConfig) -> list[str]:
+    """The files with passwords, keys and certificates that a configuration names."""
+    return [path for name in _secret_fields(type(config)) if (path := getattr(config, name))]
+
+
+@cache  # msgspec evaluates the annotations in each call, which takes 2 ms
+def _secret_fields(cls: type[ExportConfig]) -> list[str]:
+    fields = msgspec.structs.fields(cls)
+    return [field.name for field in fields if Means.SECRET_FILE in meanings(field.type)]
 
 
 class WorkerContext(Context):

@@ -34,6 +34,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from bridge.net.brokers import cause_of, hint_for
 from bridge.plugin.api import Retry
 from bridge.plugin.link import UNLIMITED, Link, Meter, prepare
 
@@ -42,22 +43,23 @@ LONGEST = 65_535  # bytes of a string (1.5.4)
 PROOF = "streambridge/proof"  # the filter of the UNSUBSCRIBE
 TOGETHER = 25  # messages in one write
 POLL = 0.2  # seconds; how often the time-outs are looked at
-HINTS = {  # reason codes of CONNACK (5 section 3.2.2.2), and what to look at
-    0x81: 'set protocol = "3.1.1"',
-    0x82: 'set protocol = "3.1.1"',
-    0x84: 'set protocol = "3.1.1"',
-    0x85: "set client_id to one that it takes",
-    0x86: "see username and password_file",
-    0x87: "see username, password_file, cert_file and client_id, and its rules",
-}
+
+
+def named(key: str) -> str:
+    """What a setting that `bridge.net.brokers` speaks of is called in the options of an exporter."""
+    return f"{key}_file" if key in ("ca", "cert", "key") else key
 
 
 class Ended(Exception):  # noqa: N818 - named for what happened
-    """The connection is over. `code` is the reason code of the broker's DISCONNECT, None without one."""
+    """The connection is over. `code` is the reason code of the broker's DISCONNECT, None without one.
 
-    def __init__(self, reason: str, code: int | None = None) -> None:
+    `dropped`: without one, the other end has closed it, within the keep-alive of the last sign of life. A
+    link that carries nothing any more looks otherwise.
+    """
+
+    def __init__(self, reason: str, code: int | None = None, *, dropped: bool = False) -> None:
         super().__init__(reason)
-        self.code = code
+        self.code, self.dropped = code, dropped
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -151,12 +153,15 @@ class Connection:
         except (OSError, ValueError) as error:
             self.close()
             cut = not isinstance(error, ssl.SSLError | ValueError)
-            raise Retry(f"no connection to {target.url}: {_cause(error)}", unsent=True, cut=cut) from error
+            raise Retry(
+                f"no connection to {target.url}: {cause_of(error, named)}", unsent=True, cut=cut
+            ) from error
         code, name, properties = self._connack
         if code:
             self.close()
-            hint = f"; {HINTS[code]}" if code in HINTS else ""
-            raise Retry(f"{target.url} refuses the connection: {name}{hint}", unsent=True)
+            hint = hint_for(code, named)
+            why = f"{name}; {hint}" if hint else name
+            raise Retry(f"{target.url} refuses the connection: {why}", unsent=True)
         self.receive_maximum: int = getattr(properties, "ReceiveMaximum", LONGEST)
         self.max_packet: int = getattr(properties, "MaximumPacketSize", LARGEST)
         self.max_qos: int = getattr(properties, "MaximumQoS", 2)
@@ -300,7 +305,8 @@ class Connection:
         name, code = self._end or ("", None)
         what = f"{self._target.url} ended the connection"
         if code is None:
-            return Ended(f"the connection to {self._target.url} broke")
+            alive = self._monotonic() - self._moved_at < self._target.keep_alive
+            return Ended(f"the connection to {self._target.url} broke", dropped=alive)
         if code == 0x8E:
             name += (
                 f"; another client has the client id {self._target.client_id!r}: each export needs its own"
@@ -416,21 +422,3 @@ def _length(number: int) -> bytes:
         found.append(digit | (0x80 if number else 0))
         if not number:
             return bytes(found)
-
-
-def _cause(error: BaseException) -> str:
-    """Why there is no connection, and what to look at."""
-    match error:
-        case ssl.SSLCertVerificationError():
-            return f"its certificate is not trusted ({error.verify_message}); see ca_file and url"
-        case ssl.SSLError():
-            return f"TLS failed ({error.reason or error}); see url, cert_file and alpn"
-        case socket.gaierror():
-            return f"its name cannot be resolved ({error.strerror}); see url and the DNS"
-        case ConnectionRefusedError():
-            return "connection refused: nothing listens there; see url and the broker"
-        case TimeoutError():
-            return "it does not answer; see url and the network"
-        case OSError():
-            return f"{error.strerror or error}; see url and the network"
-    return str(error)

@@ -22,6 +22,7 @@ from benchmarks.testbed.certificates import Authority
 from benchmarks.testbed.forwarder import Forwarder
 from benchmarks.testbed.uplink import Answering, Published
 from bridge import Batch, Context, Exporter, Record, Retry
+from bridge.export.wire import Tuning
 from bridge.mqtt.wire import properties as p
 from bridge.plugin import discovery
 from bridge.plugin.api import convert_config
@@ -128,6 +129,7 @@ def test_messages_have_an_id_and_keep_the_properties_of_their_publisher(broker: 
         ("a", "1"),
         ("site", "gw"),
         ("line", "1"),
+        ("bridged-by", "gw"),
         ("message-id", "gw/plant/17/5"),
     ]
     assert message.properties[p.CONTENT_TYPE] == b"text/plain"
@@ -136,11 +138,21 @@ def test_messages_have_an_id_and_keep_the_properties_of_their_publisher(broker: 
     assert message.properties[p.CORRELATION_DATA] == b"t"
 
 
+def test_a_message_names_each_gateway_that_it_has_passed_once(broker: Answering) -> None:
+    exporter = mqtt(broker.url, messageId=False)
+    passed = [[("bridged-by", "south")], [("bridged-by", "gw"), ("bridged-by", "south")]]
+    records = [record(number, user=user) for number, user in enumerate(passed)]
+    assert deliver(exporter, batch_of(*records)) == {}
+    exporter.close()
+    names = [[name for _, name in text(message.properties)] for message in broker.published]
+    assert names == [["south", "gw"], ["gw", "south"]]
+
+
 def test_an_id_of_the_publisher_is_not_passed_on_without_ours_either(broker: Answering) -> None:
     exporter = mqtt(broker.url, messageId=False)
     assert deliver(exporter, batch_of(record(user=[("message-id", "1")]))) == {}
     exporter.close()
-    assert text(broker.published[0].properties) == []
+    assert text(broker.published[0].properties) == [("bridged-by", "gw")]
 
 
 def test_two_messages_that_a_filter_made_of_one_have_different_ids(broker: Answering) -> None:
@@ -329,6 +341,36 @@ def test_the_message_for_which_a_broker_ends_the_connection_is_found_and_rejecte
     assert rejected.keys() == {3}
     assert [int(payload) for payload in broker.payloads][-2:] == [4, 5]
     assert set(broker.payloads) == {b"%d" % n for n in range(6)}
+
+
+@pytest.mark.parametrize("config", [{"protocol": "3.1.1"}, {"qos": 0}, {}], ids=["3.1.1", "QoS 0", "5"])
+def test_a_message_at_which_the_broker_drops_each_connection_is_rejected_in_the_end(
+    broker: Answering, config: dict[str, Any]
+) -> None:
+    broker.hang_up = lambda message: -1 if message.payload == b"3" else None
+    exporter = mqtt(broker.url, **config)
+    rejected = deliver(exporter, make_batch([b"%d" % n for n in range(6)]), attempts=20)
+    exporter.close()
+    assert rejected.keys() == {3}
+    assert "10 connections in a row" in rejected[3]
+    assert [int(payload) for payload in broker.payloads][-3:] == [3, 4, 5]
+
+
+def test_connections_that_break_at_other_messages_reject_nothing(broker: Answering) -> None:
+    """A link that breaks again and again, and lets a message pass now and then."""
+    exporter = mqtt(broker.url, protocol="3.1.1", maxInFlight=1)
+    batch = make_batch([b"%d" % n for n in range(30)])
+    broker.hang_up = lambda message: -1 if message.connection % 5 or len(broker.published) % 7 == 0 else None
+    assert deliver(exporter, batch, attempts=400) == {}
+    exporter.close()
+
+
+def test_a_link_that_goes_silent_at_a_message_does_not_reject_it(broker: Answering) -> None:
+    broker.code = lambda message: None if message.payload == b"1" and message.connection < 15 else 0
+    exporter = mqtt(broker.url, protocol="3.1.1", timeoutMillis=100)
+    assert deliver(exporter, make_batch([b"0", b"1", b"2"]), attempts=20) == {}
+    exporter.close()
+    assert len(broker.connects) == 15
 
 
 def test_a_client_id_that_two_exports_share_is_named(broker: Answering) -> None:
@@ -673,3 +715,23 @@ def test_a_stream_goes_out_through_the_worker_and_a_kill_of_it_repeats_one_batch
     assert first == list(range(len(first)))
     assert second == list(range(second[0], 600))
     assert 250 <= second[0] <= 300
+
+
+def test_a_corrected_password_file_ends_the_wait(broker: Answering, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("wrong")
+    broker.connack = (0x86, {})
+    config = {"identifier": "up", "url": broker.url, "username": "u", "passwordFile": str(secret)}
+    patient = Tuning(beat=0.1, silence=20.0, first_backoff=3000.0, max_backoff=3000.0, drain=1.0)
+
+    async def scenario() -> None:
+        async with running(tmp_path, tuning=patient) as gateway:
+            gateway.create("a", {"mqtt": [config]})
+            await gateway.append("a", b"1")
+            await until(lambda: broker.connects)
+            broker.connack = (0, {})
+            secret.write_text("right")
+            await gateway.exported("a", 0, within=120)
+
+    asyncio.run(scenario())
+    assert [connect["texts"][2] for connect in broker.connects] == ["wrong", "right"]
