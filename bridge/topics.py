@@ -97,6 +97,21 @@ def covers(outer: str, inner: str) -> bool:
     return False
 
 
+def overlap(one: str, other: str) -> bool:
+    """Return whether there is a topic that both filters match."""
+    first, second = one.split("/"), other.split("/")
+    for wild, literal in ((first, second), (second, first)):
+        if literal[0][:1] == "$" and wild[0] in ("+", "#"):
+            return False
+    for left, right in zip(first, second, strict=False):
+        if "#" in (left, right):
+            return True
+        if left != right and "+" not in (left, right):
+            return False
+    rest = first[len(second) :] or second[len(first) :]
+    return not rest or rest == ["#"]  # "a/#" matches "a" as well (4.7.1.2)
+
+
 class _Node(Generic[T]):
     """A node, and the levels on the edge from its parent; `#` always has a node of its own."""
 

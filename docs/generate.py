@@ -95,17 +95,18 @@ def configuration() -> str:
             name = re.match(r"\[([\w.]+)\]", text)[1]  # type: ignore[index]
             found.append(f"## {name}\n\n```toml\n{(before + body).strip()}\n```")
         before = comment
-    reloaded = "\n".join(f"* `{key}`" for key in sorted({*settings.RELOADED, "streams"}))
+    reloaded = "\n".join(f"* `{key}`" for key in sorted({*settings.RELOADED, "streams", "upstream"}))
     return "\n\n".join(
         [
             "# Configuration",
             "This is `config/streambridge.toml`, section by section.",
             _markdown(intro),
             "SIGHUP makes a running service read the file again. A mistake in it is logged and changes "
-            "nothing. After a mistake in the users file or a certificate, the old users, rules and "
-            "certificates stay in force. The same applies to a change of `mqtt.listen`, and to adding or "
-            "removing `mqtt.tls` or its `client_ca`: these need a restart. The following settings are "
-            "applied at once. Any other change is logged as pending until a restart:",
+            "nothing. After a mistake in the users file, in a certificate or in a file of an upstream, the "
+            "old users, rules, certificates and upstreams stay in force. The same applies to a change of "
+            "`mqtt.listen`, and to adding or removing `mqtt.tls` or its `client_ca`: these need a restart. "
+            "The following settings are applied at once. Any other change is logged as pending until a "
+            "restart:",
             reloaded,
             *found,
         ]

@@ -35,7 +35,7 @@ from bridge.export.settings import ExportSettings
 from bridge.greengrass.settings import GreengrassConfig
 from bridge.http.settings import HttpConfig
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
-from bridge.mqtt.settings import MqttConfig
+from bridge.mqtt.settings import MqttConfig, UpstreamSettings
 from bridge.operations.validate import segment_size
 from bridge.plugin import discovery
 from bridge.plugin.api import Exporter
@@ -46,7 +46,8 @@ Exporters = Callable[[], Mapping[str, type[Exporter]]]  # by kind; called when t
 
 # The keys of a stream that differ from the SDK's field names.
 RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
-# The settings that are applied on reload (SIGHUP), besides [streams]; the others need a restart.
+# The settings that are applied on reload (SIGHUP), besides [streams] and [[upstream]]; the others need a
+# restart.
 RELOADED = {
     "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.client_ids",
     "mqtt.refused_stream", "log.level",
@@ -102,6 +103,7 @@ class Config(Struct, frozen=True, kw_only=True):
     export: ExportSettings = msgspec.field(default_factory=ExportSettings)
     aws: AwsSettings = msgspec.field(default_factory=AwsSettings)
     log: Log = Log()
+    upstream: list[UpstreamSettings] = []
     streams: dict[str, MessageStreamDefinition] = {}
 
 
@@ -126,12 +128,14 @@ def understand(document: Document, exporters: Exporters | None = None) -> tuple[
     for key, section in document.data.items():
         if key == "streams":
             values[key] = _streams(reader, section, exporters)
+        elif key == "upstream":
+            values[key] = _upstreams(reader, section)
         elif key in _SECTIONS:
             read = reader.struct(_SECTIONS[key], section, (key,))
             if read is not None:
                 values[key] = read
         else:
-            reader.unknown((key,), [*_SECTIONS, "streams"])
+            reader.unknown((key,), [*_SECTIONS, "streams", "upstream"])
     return Config(path=document.path, **values), reader
 
 
@@ -158,7 +162,7 @@ def _exporters(document: Document) -> Mapping[str, type[Exporter]]:
 _SECTIONS = {
     field.name: field.type
     for field in msgspec.structs.fields(Config)
-    if field.name not in ("path", "streams")
+    if field.name not in ("path", "streams", "upstream")
 }
 
 
@@ -203,6 +207,20 @@ def needs_restart(started: Config, new: Config) -> list[str]:
         if (key := f"{section}.{field}") not in RELOADED
         and getattr(getattr(started, section), field) != getattr(getattr(new, section), field)
     ]
+
+
+def _upstreams(reader: Reader, section: object) -> list[UpstreamSettings]:
+    if not isinstance(section, list):
+        reader.problem(("upstream",), "must be a list of tables: [[upstream]]")
+        return []
+    found: dict[str, UpstreamSettings] = {}
+    for number, table in enumerate(section):
+        one = reader.struct(UpstreamSettings, table, ("upstream", number))
+        if one is not None and one.name in found:
+            reader.problem(("upstream", number, "name"), "another [[upstream]] has this name; choose another")
+        elif one is not None:
+            found[one.name] = one
+    return list(found.values())
 
 
 def _streams(reader: Reader, section: object, exporters: Exporters) -> dict[str, MessageStreamDefinition]:

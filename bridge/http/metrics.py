@@ -113,7 +113,7 @@ export_worker_resident_memory_bytes gauge
 connections gauge front_end
     Open connections of clients.
 external_broker_connected gauge front_end
-    1 while the external broker is connected, 0 while it is not; absent without such a broker.
+    1 while the external broker or an upstream (`upstream:<name>`) is connected, 0 while it is not.
 sessions gauge front_end
     Sessions of connected and disconnected clients.
 retained_messages gauge front_end
@@ -121,7 +121,7 @@ retained_messages gauge front_end
 shared_subscriptions gauge front_end
     Shared subscriptions (`$share/...`) that have members.
 waiting_messages gauge front_end
-    Messages from an external broker that are not stored yet.
+    Messages from an external broker or an upstream that are not stored yet.
 accepted_connections_total counter front_end
     Connections that were accepted.
 received_messages_total counter front_end

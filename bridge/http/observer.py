@@ -37,6 +37,7 @@ from bridge.http.state import (
     Readiness,
     ServiceState,
     StreamState,
+    UpstreamState,
     limits_of,
     readiness,
 )
@@ -87,6 +88,17 @@ class DeviceFrontEnd(Protocol):
         """Why it receives no messages at all; None if it does."""
 
 
+@runtime_checkable
+class BridgingFrontEnd(Protocol):
+    """A front end that gets messages of other brokers, as the observer uses it."""
+
+    def upstreams(self) -> Sequence[tuple[str, str, bool, int, int, str | None]]:
+        """Each one's name, URL, whether it is connected, waiting and received messages, what is wrong."""
+
+    def upstream_stats(self) -> dict[str, dict[str, int]]:
+        """The counters of each, as those of a front end."""
+
+
 class Point(NamedTuple):
     """One step of the history: the time (Unix ms), the pending messages of each export, and sums."""
 
@@ -114,6 +126,7 @@ class Observer:
         self._gateway, self._data_dir, self._manager, self._exports = gateway, data_dir, manager, exports
         self._front_ends = front_ends
         self._devices = {name: one for name, one in front_ends.items() if isinstance(one, DeviceFrontEnd)}
+        self._bridging = [one for one in front_ends.values() if isinstance(one, BridgingFrontEnd)]
         self.phase = "starting"
         self.points: deque[Point] = deque(maxlen=KEPT)
         self._numbers: deque[tuple[int, dict[str, int]]] = deque(maxlen=3)  # when, each stream's next number
@@ -266,6 +279,8 @@ class Observer:
         now = _now()
         before = self._earlier(now)
         counts = {name: front_end.stats() for name, front_end in self._front_ends.items()}
+        for front_end in self._bridging:
+            counts |= front_end.upstream_stats()
         clock = self._manager.store.clock
         return ServiceState(
             gateway=self._gateway,
@@ -278,6 +293,13 @@ class Observer:
             clients=self._clients(),
             connections=sum(counts[name].get("connections", 0) for name in self._devices),
             counts=counts,
+            upstreams=[
+                UpstreamState(
+                    name=name, url=url, connected=connected, waiting=waiting, received=received, error=error
+                )
+                for front_end in self._bridging
+                for name, url, connected, waiting, received, error in front_end.upstreams()
+            ],
             worker_running=self._exports.pid is not None,
             worker_restarts=self._exports.restarts,
             worker_memory=self._exports.memory,

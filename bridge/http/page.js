@@ -208,6 +208,7 @@ class Chart {
 const streams = new Rows("streams", [["Stream"], ["State"], ["Rate", "n"], ["Messages", "n"], ["Size", "wide"], ["Oldest", "n"], ["Limits", "wide"]]);
 const exports_ = new Rows("exports", [["Export"], ["State"], ["Pending", "n"], ["Lag", "n"], ["Exported", "n"], ["Last attempt", "n"]]);
 const drops = new Rows("drops", [["Where"], ["What"], ["Count", "n"]]);
+const upstreams = new Rows("upstreams", [["Broker"], ["State"], ["Received", "n"], ["Waiting", "n"]]);
 const clients = new Rows("clients", [["Client id"], ["User"], ["Address"], ["Protocol"]]);
 const backlog = new Chart("backlog", "messages", "No messages are pending");
 const speed = new Chart("rate", "per second", "No messages yet");
@@ -300,6 +301,14 @@ function show(now) {
     { text: e.lag === 0 ? "0 s" : e.waitingSince === null ? "–" : span(now.time - e.waitingSince) },
     { text: whole.format(e.exportedMessages), sub: size(e.exportedBytes) },
     { text: e.lastExportTime ? `${span(now.time - e.lastExportTime)} ago` : "never" },
+  ]]));
+  $("upstreams").hidden = !now.upstreams.length;
+  upstreams.show(now.upstreams.map((u) => [u.name, [
+    { text: u.name, sub: u.url },
+    u.error ? { text: "", pill: "warn", state: u.connected ? "held" : "not connected", sub: u.error }
+      : { text: "", pill: "good", state: "connected" },
+    whole.format(u.received),
+    whole.format(u.waiting),
   ]]));
   const lines = [];
   for (const s of now.streams) {

@@ -83,6 +83,17 @@ class Client(Struct, rename="camel", kw_only=True):
     listener: str
 
 
+class UpstreamState(Struct, rename="camel", kw_only=True):
+    """Another broker whose messages come here. `waiting` messages are not stored yet; `error`: why not."""
+
+    name: str
+    url: str
+    connected: bool
+    waiting: int
+    received: int
+    error: str | None
+
+
 class Readiness(Struct, rename="camel", kw_only=True):
     """Whether messages for all streams are received and can be stored, and what prevents it.
 
@@ -136,6 +147,7 @@ class ServiceState(Struct, rename="camel", kw_only=True):
     clients: list[Client]
     connections: int
     counts: dict[str, dict[str, int]]
+    upstreams: list[UpstreamState]
     worker_running: bool
     worker_restarts: int
     worker_memory: int

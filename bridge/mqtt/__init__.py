@@ -4,7 +4,8 @@ wire       packets and properties: bytes to values and back. Pure
 broker     sessions, subscriptions, retained messages, wills, outgoing queues, journal: the state of MQTT
 server     listeners, TLS, WebSocket, one Connection per client
 upstream   other brokers: messages from them
-settings   the section [mqtt] of the configuration
+settings   the sections [mqtt] and [[upstream]] of the configuration
+mappings   topics of another broker, and where their messages go here
 frontend   what the service starts and stops, in either mode
 """
 

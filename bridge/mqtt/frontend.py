@@ -1,18 +1,29 @@
-"""`MqttFrontEnd`: what the service starts and stops, in either mode."""
+"""`MqttFrontEnd`: what the service starts and stops, in either mode.
+
+The mode "embedded" has a server, and an upstream for each [[upstream]]. The mode "external" has one upstream
+and no server.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from bridge.errors import ConfigError
 from bridge.mqtt.server import clients
 from bridge.mqtt.server.server import Server
-from bridge.mqtt.upstream.external import ExternalBroker
+from bridge.mqtt.upstream.intake import IntoBroker, IntoStreams
+from bridge.mqtt.upstream.requests import Requests
+from bridge.mqtt.upstream.upstream import Upstream
 from bridge.runtime import LoopRuntime
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from bridge.access.logins import Access
-    from bridge.mqtt.settings import MqttConfig
+    from bridge.mqtt.settings import MqttConfig, UpstreamSettings
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
 
@@ -21,7 +32,7 @@ THREADS = 2  # the journal is synced, and a snapshot of it written
 
 
 class MqttFrontEnd:
-    """The embedded broker, or the subscriber at an external one."""
+    """The embedded broker with its upstreams, or the upstream of mode "external"."""
 
     def __init__(
         self,
@@ -29,45 +40,157 @@ class MqttFrontEnd:
         operations: Operations,
         access: Access,
         runtime: Runtime | None = None,
+        *,
+        upstreams: Sequence[UpstreamSettings] = (),
+        gateway: str = "",
     ) -> None:
-        """`runtime` is the running event loop's, unless another one is given; `stop` closes it."""
+        """`runtime` is the running event loop's, unless another one is given; `stop` closes it.
+
+        `gateway` is this gateway's id, by which a message that has been here is known.
+        """
         self._config, self._operations, self._access = config, operations, access
+        self._gateway, self._settings = gateway, upstreams
         self._runtime = runtime or LoopRuntime(THREADS, "mqtt")
         self._server: Server | None = None
-        self._external: ExternalBroker | None = None
+        self._external: Upstream | None = None
+        self._upstreams: dict[str, Upstream] = {}
+        self._started: set[Upstream] = set()
+        self._change: asyncio.Task[None] | None = None  # of the upstreams, after a reload
 
     async def start(self) -> list[str]:
-        """Listen, or begin to connect; returns the listeners' urls, port 0 resolved.
+        """Listen, and begin to connect; returns the listeners' urls, port 0 resolved.
 
         Raises ConfigError or OSError.
         """
         if self._config.mode == "external":
-            self._external = ExternalBroker(
-                self._config.external, self._operations, self._access, self._config.max_packet, self._runtime
-            )
+            if self._settings:
+                raise ConfigError('[[upstream]] needs mode = "embedded": its messages go to that broker')
+            self._external = self._make_external()
             await self._external.start()
             return []
         self._server = Server(self._config, self._operations, self._access, self._runtime)
-        return await self._server.start()
+        urls = await self._server.start()
+        try:
+            for one in self._settings:
+                self._upstreams[one.name] = self._make(one)
+        except ConfigError:
+            await self.stop()
+            raise
+        for upstream in self._upstreams.values():
+            await self._begin(upstream)
+        return urls
 
     async def stop(self) -> None:
         """Stop reading, commit and acknowledge what was read, close."""
-        for part in (self._server, self._external):
+        if self._change is not None:
+            await asyncio.wait([self._change])
+        for upstream in list(self._started):
+            await self._end(upstream)
+        for part in (self._external, self._server):
             if part is not None:
                 await part.stop()
         self._runtime.close()
 
-    def reload(self, config: MqttConfig) -> None:
-        """Apply users, rules and certificates, all or nothing. Raises ConfigError."""
-        if self._server is not None:
-            self._server.reload(config)
-        else:
+    def reload(self, config: MqttConfig, upstreams: Sequence[UpstreamSettings] = ()) -> None:
+        """Apply users, rules, certificates and upstreams, all or nothing. Raises ConfigError."""
+        if self._server is None:
             self._access.load(config)
+            return
+        changed = [
+            one
+            for one in upstreams
+            if one.name not in self._upstreams or self._upstreams[one.name].settings != one
+        ]
+        fresh = {one.name: self._make(one) for one in changed}
+        self._server.reload(config)
+        kept = {one.name for one in upstreams} - fresh.keys()
+        old = [upstream for name, upstream in self._upstreams.items() if name not in kept]
+        self._upstreams = {one.name: fresh.get(one.name) or self._upstreams[one.name] for one in upstreams}
+        for upstream in self._upstreams.values():
+            upstream.changed()
+        if fresh or old:
+            self._change = asyncio.create_task(self._exchange(self._change, old, list(fresh.values())))
+
+    async def _exchange(
+        self, before: asyncio.Task[None] | None, old: Collection[Upstream], fresh: Collection[Upstream]
+    ) -> None:
+        """End upstreams, then begin others: two with one client id would end each other's connections."""
+        if before is not None:
+            await asyncio.wait([before])
+        for upstream in old:
+            if upstream in self._started:
+                await self._end(upstream)
+        for upstream in fresh:
+            if upstream in self._upstreams.values():  # else another reload has replaced it
+                await self._begin(upstream)
+
+    async def _begin(self, upstream: Upstream) -> None:
+        self._started.add(upstream)
+        await upstream.start()
+
+    async def _end(self, upstream: Upstream) -> None:
+        self._started.discard(upstream)
+        await upstream.stop()
+
+    def _make(self, settings: UpstreamSettings) -> Upstream:
+        """Raises ConfigError."""
+        assert self._server is not None
+        name, user = settings.name, settings.user
+        client_id = settings.client_id or f"{self._gateway}-{name}"
+        identify = None if user is None else partial(self._access.identify, f"upstream:{name}", user)
+        former = self._upstreams[name].filters if name in self._upstreams else ()
+        try:
+            intake = IntoBroker(self._server.broker, name, settings.mapping, self._gateway, identify)
+        except ValueError as error:
+            raise ConfigError(f"upstream {name!r}: with the gateway id {self._gateway!r}: {error}") from error
+        return Upstream(
+            settings,
+            intake,
+            self._operations.manager,
+            self._runtime,
+            named=lambda key: f"{key} of upstream {name!r}",
+            client_id=client_id,
+            gateway=self._gateway,
+            former=former,
+        )
+
+    def _make_external(self) -> Upstream:
+        settings, manager = self._config.external, self._operations.manager
+        requests = Requests(settings, self._operations, self._access, self._config.max_packet)
+        return Upstream(
+            settings,
+            IntoStreams(manager, settings, requests),
+            manager,
+            self._runtime,
+            named=lambda key: f"mqtt.external.{key}",
+            client_id=settings.client_id or "streambridge",
+            gateway=self._gateway,
+            requests=requests,
+        )
 
     def stats(self) -> dict[str, int]:
         """Counters since the start (drops and refusals by reason), connections and sessions now."""
         part = self._server.connections if self._server is not None else self._external
         return part.stats() if part is not None else {}
+
+    def upstream_stats(self) -> dict[str, dict[str, int]]:
+        """The same of each [[upstream]], by `upstream:<name>`."""
+        return {f"upstream:{name}": one.stats() for name, one in self._upstreams.items()}
+
+    def upstreams(self) -> list[tuple[str, str, bool, int, int, str | None]]:
+        """Each one's name, URL, whether it is connected, waiting and received messages, what is wrong."""
+        stats = [(name, one, one.stats()) for name, one in self._upstreams.items()]
+        return [
+            (
+                name,
+                one.settings.url,
+                one.unreachable is None,
+                now["waiting"],
+                now.get("received", 0),
+                one.trouble,
+            )
+            for name, one, now in stats
+        ]
 
     @property
     def refused(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The section [mqtt] of the configuration, as structs that check themselves.
+"""The sections [mqtt] and [[upstream]] of the configuration, as structs that check themselves.
 
 Sizes are bytes and durations milliseconds. A mistake is a ValueError whose text names the key in
 backticks, so that the configuration can report it with its line.
@@ -15,9 +15,13 @@ from msgspec import Meta, Struct
 
 from bridge.access.rules import AccessRule
 from bridge.model import KIB, MIB
+from bridge.mqtt.mappings import Mapping
 from bridge.net.addresses import is_loopback
+from bridge.net.brokers import is_secure, url_mistake
 from bridge.settingtypes import Bytes, Count, Millis
+from bridge.topics import overlap
 
+NEVER = 0xFFFFFFFF  # seconds of a session without an end
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
 
 
@@ -105,8 +109,42 @@ class Limits(Struct, frozen=True, kw_only=True):
     retained_bytes: Annotated[Bytes, Meta(ge=1024)] = 16 * MIB
 
 
-class ExternalSettings(Struct, frozen=True, kw_only=True):
-    """[mqtt.external]: the broker that mode "external" subscribes at.
+class BrokerSettings(Struct, frozen=True, kw_only=True):
+    """How another broker is reached. The client id names our session there, which outlives connections.
+
+    Files are read again for each connection.
+    """
+
+    url: str = "mqtt://127.0.0.1:1883"
+    client_id: str | None = None
+    username: str | None = None
+    password_file: Path | None = None
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+    alpn: str | None = None
+    protocol: Literal["3.1.1", "5"] = "5"
+    keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 30
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if mistake := url_mistake(self.url):
+            mistakes.append(f"`url`: {mistake}")
+        if self.client_id == "":
+            mistakes.append("`client_id` is empty; a persistent session needs a name")
+        if (self.cert is None) != (self.key is None):
+            mistakes.append("`cert` and `key` belong together")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+
+    @property
+    def session_seconds(self) -> int:
+        """How long that broker keeps the session without a connection, in MQTT 5 (section 3.1.2.11.2)."""
+        return NEVER
+
+
+class ExternalSettings(BrokerSettings, frozen=True, kw_only=True):
+    """[mqtt.external]: the upstream of mode "external", whose mappings are the topics of the streams.
 
     `client_id` names the persistent session at that broker: it must stay the same for messages to wait
     there while the bridge is down. With `share_group` several bridges share the load (`$share/...`).
@@ -117,31 +155,58 @@ class ExternalSettings(Struct, frozen=True, kw_only=True):
     Without such rules they may append, read and describe, but not create, update, purge or delete.
     """
 
-    url: str = "mqtt://127.0.0.1:1883"
-    client_id: str = "streambridge"
-    username: str | None = None
-    password_file: Path | None = None
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
+    client_id: str | None = "streambridge"
     protocol: Literal["3.1.1", "5"] = "3.1.1"
     share_group: str | None = None
-    keep_alive: Annotated[int, Meta(ge=1, le=65_535)] = 30
     operations: bool = False
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        mistakes = []
-        if parts.scheme not in ("mqtt", "mqtts") or not parts.hostname:
-            mistakes.append(f"`url`: {self.url!r} is not like mqtt://host:1883 or mqtts://host:8883")
-        if not self.client_id:
-            mistakes.append("`client_id` is empty; a persistent session needs a name")
+        BrokerSettings.__post_init__(self)
         if self.share_group is not None and (not self.share_group or set(self.share_group) & set("/+#")):
-            mistakes.append("`share_group` must be a name without `/`, `+` and `#`")
-        if (self.cert is None) != (self.key is None):
-            mistakes.append("`cert` and `key` belong together")
+            raise ValueError("`share_group` must be a name without `/`, `+` and `#`")
+
+
+class UpstreamSettings(BrokerSettings, frozen=True, kw_only=True):
+    """[[upstream]]: a broker whose messages are published here as those of a client.
+
+    `client_id` left out is `<gateway>-<name>`. `session_expiry` is how long that broker keeps what it has for
+    us while there is no connection; left out, without limit, as in 3.1.1 always. `user` is the user of
+    [[mqtt.acl]] whose `publish` rules the messages are held to; left out, they may go wherever the mappings
+    lead.
+    """
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    url: str
+    user: str | None = None
+    session_expiry: Annotated[Millis, Meta(ge=1000)] | None = None
+    mapping: list[Mapping]
+
+    def __post_init__(self) -> None:
+        BrokerSettings.__post_init__(self)
+        mistakes = [
+            f"`{key}` needs TLS: write url as mqtts://host"
+            for key in ("ca", "cert", "key", "alpn")
+            if getattr(self, key) is not None and not is_secure(self.url)
+        ]
+        if self.password_file is not None and self.username is None:
+            mistakes.append("`password_file` needs `username`")
+        if self.session_expiry is not None and self.protocol != "5":
+            mistakes.append('`session_expiry` needs protocol = "5"')
+        if not self.mapping:
+            mistakes.append("`mapping` is empty; add [[upstream.mapping]] with a filter")
         if mistakes:
             raise ValueError("\n".join(mistakes))
+        for number, one in enumerate(self.mapping):
+            for other in self.mapping[:number]:
+                if overlap(one.filter, other.filter):
+                    raise ValueError(
+                        f"`mapping`: {other.filter!r} and {one.filter!r} overlap, so a message would come "
+                        "twice; write filters that have no topic in common"
+                    )
+
+    @property
+    def session_seconds(self) -> int:
+        return NEVER if self.session_expiry is None else min(self.session_expiry // 1000, NEVER)
 
 
 class MqttConfig(Struct, frozen=True, kw_only=True):

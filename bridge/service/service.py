@@ -142,7 +142,9 @@ class Service:
             operations = Operations(manager, config.export.allow)
             access = Access(config.mqtt)
             stack.callback(access.close)
-            self._front_end = front_end = MqttFrontEnd(config.mqtt, operations, access)
+            self._front_end = front_end = MqttFrontEnd(
+                config.mqtt, operations, access, upstreams=config.upstream, gateway=gateway.id
+            )
             self._greengrass = greengrass = GreengrassFrontEnd(config.greengrass, operations, access)
             control = ControlFrontEnd(
                 operations, gateway.data_dir, dict.fromkeys(clients.OPERATIONS, front_end.command)
@@ -261,12 +263,14 @@ class Service:
         for key in failed:
             log.warning("changed, but needs a restart: %s", key, extra=logs.ANSWER)
         try:
-            self._front_end.reload(config.mqtt)
+            self._front_end.reload(config.mqtt, config.upstream)
             self._greengrass.reload()
         except (ConfigError, OSError) as error:
-            text = "reload of [mqtt] failed, the old users, rules and certificates stay: %s"
+            text = "reload of [mqtt] failed, the old users, rules, certificates and upstreams stay: %s"
             log.error(text, error, extra=logs.ANSWER)
             failed.append("users, rules and certificates of [mqtt]")
+            if config.upstream:
+                failed.append("upstream")
         logs.set_level(config.log.level)
         failed += [f"streams.{name}" for name in self._reconcile(config)]
         if failed:

@@ -13,7 +13,7 @@ import os
 import shutil
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.server.server import Server
-from bridge.mqtt.settings import Limits, MqttConfig
+from bridge.mqtt.settings import Limits, MqttConfig, UpstreamSettings
 from bridge.mqtt.wire import properties as p
 from bridge.operations.catalog import Operations
 from bridge.operations.manager import StreamManager
@@ -140,8 +140,10 @@ class Bridge:
         system: Shifted | None = None,
         hurry: float = 1,
         registry: discovery.Registry | None = None,
+        upstreams: Sequence[UpstreamSettings] = (),
     ) -> None:
         """Every wait of the MQTT front end is `hurry` times shorter. `registry`: plugins that are loaded."""
+        self.upstreams, self.gateway = upstreams, "plant-7"
         self.root, self.config, self.allow, self.system = root, config, allow, system or Shifted()
         self.hurry, self.registry = hurry, registry
         self.store: StreamStore
@@ -158,7 +160,10 @@ class Bridge:
         )
         self.manager = StreamManager(self.store, self.registry or discovery.load([]), NoExports())
         self.operations = Operations(self.manager, self.allow)
-        self.front = MqttFrontEnd(self.config, self.operations, Access(self.config), Hurried(self.hurry))
+        access, runtime = Access(self.config), Hurried(self.hurry)
+        self.front = MqttFrontEnd(
+            self.config, self.operations, access, runtime, upstreams=self.upstreams, gateway=self.gateway
+        )
         self.urls = await self.front.start()
 
     async def stop(self) -> None:
@@ -247,11 +252,13 @@ async def until(condition: Callable[[], Any], timeout: float = DEADLINE, what: s
 
 
 @asynccontextmanager
-async def running(root: Path, hurry: float = 1, **settings: Any) -> AsyncIterator[Bridge]:
+async def running(
+    root: Path, hurry: float = 1, upstreams: Sequence[UpstreamSettings] = (), **settings: Any
+) -> AsyncIterator[Bridge]:
     """A bridge with one stream "s", bound to "in/#"; see `Bridge` for `hurry`."""
     limits = {key: settings.pop(key) for key in list(settings) if key in Limits.__struct_fields__}
     config = MqttConfig(**{"listen": ["tcp://127.0.0.1:0"], "limits": Limits(**limits), **settings})
-    bridge = Bridge(root, config, hurry=hurry)
+    bridge = Bridge(root, config, hurry=hurry, upstreams=upstreams)
     await bridge.start()
     try:
         bridge.stream("s", "in/#")

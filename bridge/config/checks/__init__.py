@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bridge.config import tomlfile
-from bridge.config.checks import files, network, streams
+from bridge.config.checks import files, network, streams, upstreams
 from bridge.config.checks.context import CheckContext, Finding
 from bridge.config.settings import Config, understand
 
@@ -33,6 +33,8 @@ CHECKS = (
     streams.streams,
     streams.stopped,
     streams.refused_messages,
+    upstreams.upstreams,
+    upstreams.loops,
     files.secrets,
     files.certificates,
     files.rules,

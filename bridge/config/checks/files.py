@@ -134,8 +134,9 @@ def rules(context: CheckContext) -> Iterator[Finding]:
         users = {} if mqtt.users_file is None else read_users(mqtt.users_file)
     except ConfigError:
         return  # reported by `secrets`
+    known = {"*", "", context.config.greengrass.user, *(one.user for one in context.config.upstream)}
     for number, rule in enumerate(mqtt.acl):
-        if rule.user not in ("*", "", context.config.greengrass.user, *users):
+        if rule.user not in known | users.keys():
             near = difflib.get_close_matches(rule.user, users, n=1)
             where = "there is no users_file" if mqtt.users_file is None else f"it is not in {mqtt.users_file}"
             hint = f"did you mean {near[0]!r}?" if near else "add the user, or remove the rule"
@@ -179,6 +180,11 @@ def _named(context: CheckContext, places: list[Keys]) -> Iterator[tuple[Keys, Pa
             value = getattr(value, str(key), None)
         if isinstance(value, Path):
             yield keys, value
+    for number, one in enumerate(context.config.upstream):
+        for keys in places:
+            path = getattr(one, str(keys[-1]), None) if keys[:2] == ("mqtt", "external") else None
+            if path is not None:  # an upstream names the same files
+                yield ("upstream", number, keys[-1]), path
 
 
 def validity(path: Path) -> tuple[datetime, datetime]:

@@ -108,6 +108,8 @@ def _urls(context: CheckContext) -> Iterator[tuple[Keys, str]]:
     config = context.config
     if config.mqtt.mode == "external" and context.knows("mqtt", "external"):
         yield ("mqtt", "external", "url"), config.mqtt.external.url
+    for number, one in enumerate(config.upstream):
+        yield ("upstream", number, "url"), one.url
     if config.aws.endpoint_url and context.knows("aws", "endpoint_url"):
         yield ("aws", "endpoint_url"), config.aws.endpoint_url
     for stream in config.streams.values():

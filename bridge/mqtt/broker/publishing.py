@@ -15,7 +15,6 @@ streams, to no subscriber, and not retained.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.reports import Reports
     from bridge.mqtt.broker.router import Route, Router
     from bridge.mqtt.broker.sessions import Session
-    from bridge.mqtt.broker.store import Store, Stream
+    from bridge.mqtt.broker.store import Committer, Store, Stream
     from bridge.mqtt.broker.turns import Turns
 
     # Answers a PUBLISH on a request topic: the session, the topic, the packet. Raises Unauthorized.
@@ -125,7 +124,9 @@ class Publisher:
         line, session = batch.inbox.line, batch.inbox.session
         assert session is not None
         try:
-            places = self._keep_refused(session, packet, error)
+            again = packet.qos == 2 and packet.head & 8
+            have = session.partial.get(packet.number, frozenset()) if again else frozenset()
+            places = self._keep_refused(session.client_id, session.identity.label, packet, error, have)
         except StreamError as other:
             error, places = other, None  # that stream is full, for example: the client will send it again
         if places is not None:
@@ -146,28 +147,44 @@ class Publisher:
 
     def publish_will(self, session: Session, will: Publish) -> None:
         """Publish the will of a client that went without DISCONNECT (section 3.1.2.5)."""
-        route = self._router.route(will.topic)
-        if route.ignored:
+        if self._router.route(will.topic).ignored:
             return
         try:
-            if will.head & 1:
-                self._router.retained.check(route.name, will.payload)
-            kept = _headers(session, will._replace(head=will.head & 1), route)
+            self.bring(session.client_id, session.identity.label, will)
+        except (StreamError, RetainedFull) as error:
+            self._counts["dropped_wills"] += 1
+            self._reports.will_not_stored(session, error)
+        else:
+            self._counts["wills"] += 1
+
+    def bring(self, client: str, label: str, packet: Publish) -> list[Committer]:
+        """Publish a message that no connection has brought: a will, or one of another broker.
+
+        `client` is the publisher's client id, `label` its name in the log. Returns what must be committed
+        before the message counts as stored. Raises StreamError or RetainedFull, and then it is nowhere.
+        """
+        route = self._router.route(packet.topic)
+        head = packet.head & 9  # its packet id is not the client's here: there is no QoS 2 to complete
+        touched: list[Committer] = list(route.streams)
+        try:
+            if packet.head & 1:
+                self._router.retained.check(route.name, packet.payload)
+            kept = _headers(client, packet._replace(head=head), route)
             if len(route.streams) > 1:
                 for stream in route.streams:
-                    stream.ensure_admits(will.topic, will.payload, kept)
+                    stream.ensure_admits(packet.topic, packet.payload, kept)
             for stream in route.streams:
-                stream.append(will.topic, will.payload, kept)
+                stream.append(packet.topic, packet.payload, kept)
         except (StreamError, RetainedFull) as error:
-            places = None
-            with contextlib.suppress(StreamError):
-                places = self._keep_refused(session, will, error)
+            places = self._keep_refused(client, label, packet._replace(head=head), error)
             if places is None:
-                self._counts["dropped_wills"] += 1
-                self._reports.will_not_stored(session, error)
-            return
-        self._router.publish(route, self._message(will), None)
-        self._counts["wills"] += 1
+                raise
+            return list(places)
+        began = self._turns.begin()
+        if self._router.publish(route, self._message(packet), None):
+            touched.append(self._journal)
+        self._turns.spend(began)
+        return touched
 
     def _append(
         self, session: Session, packet: Publish, route: Route
@@ -177,7 +194,7 @@ class Publisher:
         Returns its number in each, and those that have it already by its message id. Raises StreamError, or
         InvalidRequest for the id.
         """
-        kept, name, known = _headers(session, packet, route), b"", _NONE
+        kept, name, known = _headers(session.client_id, packet, route), b"", _NONE
         fresh = streams = _lacking(session, packet, route) if packet.qos == 2 else route.streams
         if packet.properties and (name := receipts.message_id(packet, session.identity)):
             known = frozenset(stream for stream in streams if stream.find(name) is not None)
@@ -228,21 +245,27 @@ class Publisher:
                 self._journal.search_from_here(stream)
 
     def _keep_refused(
-        self, session: Session, packet: Publish, error: StreamBridgeError
+        self,
+        client: str,
+        label: str,
+        packet: Publish,
+        error: StreamBridgeError,
+        have: AbstractSet[str] = frozenset(),
     ) -> dict[Stream, int] | None:
         """Store a message in `refused_stream` and return where; None if there is none, or it need not.
 
-        Raises the StreamError of that stream, but MessageTooLarge: then it is as if there were none.
+        `have` are the streams that have it since an earlier attempt. Raises the StreamError of that stream,
+        but MessageTooLarge: then it is as if there were none.
         """
         name = self.refused_stream
         if name is None or name not in self._store.definitions or not isinstance(error, PERMANENT):
             return None
+        if name in have:
+            return {}
         number = packet.number if packet.qos == 2 else 0
-        if packet.head & 8 and name in session.partial.get(number, ()):
-            return {}  # it is there since an earlier attempt
         kind = reason_of(error)[0]
         why = f"{kind}: {error}"[:LONGEST_REASON]
-        kept = headers_of(packet.head, packet.properties or {}, session.client_id, number, why)
+        kept = headers_of(packet.head, packet.properties or {}, client, number, why)
         stream = self._store.stream(name)
         try:
             stream.ensure_admits(packet.topic, packet.payload, kept)
@@ -253,7 +276,7 @@ class Publisher:
         place = stream.append(packet.topic, packet.payload, kept)
         self._counts[f"kept_{kind}"] += 1
         text = "%s: a message is kept in stream %r, its own can never store it: %s (counted in the metrics)"
-        self._reports.log(f"kept_{kind}", logging.WARNING, text, session.identity.label, name, error)
+        self._reports.log(f"kept_{kind}", logging.WARNING, text, label, name, error)
         return {stream: place}
 
 
@@ -268,7 +291,7 @@ def _lacking(session: Session, packet: Publish, route: Route) -> tuple[Stream, .
     return tuple(stream for stream in route.streams if stream.name not in have)
 
 
-def _headers(session: Session, packet: Publish, route: Route) -> bytes:
+def _headers(client: str, packet: Publish, route: Route) -> bytes:
     with_client = route.with_client or packet.qos == 2
     if not packet.properties and not with_client:
         flags = packet.head & 9
@@ -278,5 +301,4 @@ def _headers(session: Session, packet: Publish, route: Route) -> bytes:
             return headers.RETAIN
         if flags == 8:
             return headers.DUP
-    client = session.client_id if with_client else ""
-    return headers_of(packet.head, packet.properties or {}, client, packet.number)
+    return headers_of(packet.head, packet.properties or {}, client if with_client else "", packet.number)

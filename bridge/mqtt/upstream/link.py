@@ -1,4 +1,4 @@
-"""Mode "external": why there is no connection to the other broker, for the log and for `/readyz`.
+"""Why there is no connection to another broker, for the log, the status page and `/readyz`.
 
 paho connects again without end, and logs nothing. A cause is logged when it is new, and then once in `REPEAT`
 seconds, however often it recurs.
@@ -7,8 +7,6 @@ seconds, however often it recurs.
 from __future__ import annotations
 
 import logging
-import socket
-import ssl
 import time
 
 log = logging.getLogger(__name__)
@@ -35,21 +33,3 @@ class Link:
     def recovered(self) -> None:
         """There is a connection."""
         self.why = self._logged = None
-
-
-def cause_of(error: BaseException | None) -> str:
-    """Why a connection could not be made, and what to look at."""
-    match error:
-        case ssl.SSLCertVerificationError():
-            return f"its certificate is not trusted ({error.verify_message}); see mqtt.external.ca and url"
-        case ssl.SSLError():
-            return f"TLS failed ({error.reason or error}); does the port of mqtt.external.url speak TLS?"
-        case socket.gaierror():
-            return f"its name cannot be resolved ({error.strerror}); see mqtt.external.url and the DNS"
-        case ConnectionRefusedError():
-            return "connection refused: nothing listens there; see mqtt.external.url and the broker"
-        case TimeoutError():
-            return "it does not answer; see mqtt.external.url and the network"
-        case OSError():
-            return f"{error.strerror or error}; see mqtt.external.url and the network"
-    return repr(error)

@@ -1,9 +1,9 @@
-"""Mode "external": what we are subscribed to at the other broker, and what it refuses us.
+"""What an upstream is subscribed to at the other broker, and what that refuses.
 
-When streams change, new filters are subscribed before old ones are unsubscribed: in between a message may
-come twice; the other way round it could be missed. A subscription counts once the broker has granted it. A
-refused one is logged, is in `refused`, and is requested again every minute. One that was not answered is
-requested again on the next connection.
+When the wishes of the intake change, new filters are subscribed before old ones are unsubscribed: in between
+a message may come twice; the other way round it could be missed. A subscription counts once the broker has
+granted it. A refused one is logged, is in `refused`, and is requested again every minute. One that was not
+answered is requested again on the next connection.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ from typing import TYPE_CHECKING
 
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from bridge.topics import REQUEST_LEVEL, covers
+from bridge.topics import SHARE
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     import paho.mqtt.client as paho
 
-    from bridge.model import MessageStreamDefinition
-    from bridge.mqtt.settings import ExternalSettings
-    from bridge.operations.manager import StreamManager
+    from bridge.mqtt.settings import BrokerSettings
+    from bridge.mqtt.upstream.intake import Intake, Wish
     from bridge.runtime import Runtime, Timer
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN = 60.0  # seconds until a refused subscription is requested again
-REQUESTS = f"{REQUEST_LEVEL}/+/+"
 
 
 class Subscriptions:
@@ -37,16 +35,20 @@ class Subscriptions:
 
     def __init__(
         self,
-        settings: ExternalSettings,
-        manager: StreamManager,
+        settings: BrokerSettings,
+        client_id: str,
+        intake: Intake,
         client: paho.Client,
         counts: Counter[str],
         runtime: Runtime,
+        former: Collection[str] = (),
     ) -> None:
-        self._settings, self._manager, self._client, self._counts = settings, manager, client, counts
-        self._runtime = runtime
+        """`former` are filters that our session there still has, from an earlier definition."""
+        self._settings, self._client_id, self._intake = settings, client_id, intake
+        self._client, self._counts, self._runtime = client, counts, runtime
         self._connected = False
-        self._wanted: set[str] = set()
+        self._inherited = set(former)
+        self._wanted: Mapping[str, Wish] = {}
         self._made: set[str] = set()  # granted, or under way
         self._asked: dict[int, str] = {}  # under way: by packet id, on this connection
         self._refused: dict[str, str] = {}  # filters, and the broker's reason
@@ -71,56 +73,45 @@ class Subscriptions:
             self._again = None
 
     def update(self) -> None:
-        """Subscribe to what streams are bound to now, and soon to nothing else.
-
-        A filter that another one covers is left out: brokers may deliver one message for each.
-        """
+        """Subscribe to what is wished for now, and soon to nothing else."""
         if not self._connected:
             return
-        wanted = {REQUESTS} if self._settings.operations else set()
-        for name, definition in self._manager.definitions.items():
-            wanted |= _filters(name, definition)
-        wanted = {one for one in wanted if not any(one != other and covers(other, one) for other in wanted)}
-        self._wanted = {one if one == REQUESTS else self._shared(one) for one in wanted}
+        self._wanted = self._intake.wishes()
         self._refused = {one: why for one, why in self._refused.items() if one in self._wanted}
-        for new in sorted(self._wanted - self._made):
-            packet_id = self._subscribe(new)
+        for new in sorted(self._wanted.keys() - self._made):
+            packet_id = self._subscribe(new, self._wanted[new])
             if packet_id is not None:  # else the connection has just ended
                 self._asked[packet_id] = new
                 self._made.add(new)
         self._runtime.soon(self._unsubscribe)
 
-    def _subscribe(self, topic_filter: str) -> int | None:
+    def _subscribe(self, topic_filter: str, wish: Wish) -> int | None:
         if self._settings.protocol != "5":
-            return self._client.subscribe(topic_filter, 1)[1]
+            return self._client.subscribe(topic_filter, wish.qos)[1]
         # Retained messages only with a new subscription, not at every reconnect.
         handling = (
             SubscribeOptions.RETAIN_DO_NOT_SEND
-            if self._settings.share_group
+            if topic_filter.startswith(SHARE)
             else SubscribeOptions.RETAIN_SEND_IF_NEW_SUB
         )
-        options = SubscribeOptions(qos=1, retainHandling=handling)
+        options = SubscribeOptions(
+            qos=wish.qos, retainAsPublished=wish.retain_as_published, retainHandling=handling
+        )
         return self._client.subscribe(topic_filter, options=options)[1]
 
     def _unsubscribe(self) -> None:
-        """End the subscriptions that no stream has any more.
+        """End the subscriptions that are not wished for any more.
 
         Not at once: a reload changes one stream after the other, and the next may have the topic now.
         """
         if self._connected:  # else after the next connect
-            for old in self._made - self._wanted:
+            for old in (self._made | self._inherited) - self._wanted.keys():
                 self._client.unsubscribe(old)
-            self._made &= self._wanted
+            self._made &= self._wanted.keys()
+            self._inherited.clear()
 
-    def leave(self, name: str) -> None:
-        """End the subscription of a former stream, which an earlier run has left in our session."""
-        self._end(self._shared(f"streams/{name}/#"))
-
-    def leave_requests(self) -> None:
-        """End the subscription for requests, which an earlier run has left in our session."""
-        self._end(REQUESTS)
-
-    def _end(self, former: str) -> None:
+    def leave(self, former: str) -> None:
+        """End a subscription that an earlier run has left in our session."""
         if former not in self._former:
             self._former.add(former)
             self._client.unsubscribe(former)
@@ -137,7 +128,7 @@ class Subscriptions:
             self._refused[topic_filter] = failed
             self._counts["refused_subscriptions"] += 1
             if known is None:
-                log.error("%s; what is published there is not stored", self._refusal([topic_filter]))
+                log.error("%s; what is published there does not come here", self.refusal([topic_filter]))
             if self._again is None and self._connected:
                 self._again = self._runtime.later(ASK_AGAIN, self._ask_again)
         elif known is not None:
@@ -148,27 +139,14 @@ class Subscriptions:
         self.update()
 
     @property
-    def refused(self) -> dict[str, str]:
-        """The streams whose messages do not all reach us, and why."""
-        found: dict[str, str] = {}
-        for name, definition in self._manager.definitions.items() if self._refused else ():
-            own = {self._shared(one) for one in _filters(name, definition)}
-            lacking = [one for one in self._refused if any(covers(one, mine) for mine in own)]
-            if lacking:
-                found[name] = self._refusal(lacking)
-        return found
+    def refused(self) -> Collection[str]:
+        """The filters that the broker refuses."""
+        return self._refused
 
-    def _refusal(self, filters: Iterable[str]) -> str:
+    def refusal(self, filters: Iterable[str]) -> str:
+        """Which of our subscriptions the broker refuses, why, and what to do."""
         settings = self._settings
         names = ", ".join(map(repr, sorted(filters)))
         reasons = ", ".join(sorted({self._refused[one] for one in filters}))
-        who = f"user {settings.username!r}" if settings.username else f"client id {settings.client_id!r}"
+        who = f"user {settings.username!r}" if settings.username else f"client id {self._client_id!r}"
         return f"{settings.url} refuses our subscription to {names} ({reasons}); allow that to {who} there"
-
-    def _shared(self, topic_filter: str) -> str:
-        group = self._settings.share_group
-        return f"$share/{group}/{topic_filter}" if group else topic_filter
-
-
-def _filters(name: str, definition: MessageStreamDefinition) -> set[str]:
-    return {*definition.topics, f"streams/{name}/#"}

@@ -1,0 +1,222 @@
+"""Where the messages of another broker go.
+
+    IntoBroker    [[upstream]]: published in the embedded broker on the topic that a mapping gives, for its
+                  streams, its subscribers and their queues, as the message of a client
+    IntoStreams   mode "external": appended to the streams that are bound to the topic, which is not changed
+
+Both say what to subscribe to, and take one message at a time: to all places that it belongs to, or to none.
+They return what must be committed before the message may be acknowledged. An error means: not now, and
+nothing behind it. What can never be stored, such as a message that is too large, is dropped: that is counted
+and logged, and the message is acknowledged, since it would hold up all that follow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from bridge.errors import MessageTooLarge, NoStream, Unauthorized
+from bridge.mqtt.broker.inbox import reason_of
+from bridge.mqtt.broker.message import headers_of
+from bridge.mqtt.broker.publishing import PERMANENT
+from bridge.mqtt.mappings import topic_template
+from bridge.mqtt.wire import properties as p
+from bridge.net.brokers import BRIDGED_BY
+from bridge.topics import REQUEST_LEVEL, covers, matches
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from bridge.access.rules import Identity
+    from bridge.mqtt.broker.broker import Broker
+    from bridge.mqtt.broker.store import Committer, Stream
+    from bridge.mqtt.mappings import Mapping as TopicMapping
+    from bridge.mqtt.settings import ExternalSettings
+    from bridge.mqtt.upstream.requests import Requests
+    from bridge.mqtt.wire.packets import Publish
+    from bridge.operations.manager import StreamManager
+
+ROUTES = 50_000  # topics remembered
+REQUESTS = f"{REQUEST_LEVEL}/+/+"
+
+
+class Wish(NamedTuple):
+    """A subscription: its QoS, and whether a message keeps its RETAIN flag (MQTT 5 section 3.8.3.1)."""
+
+    qos: int
+    retain_as_published: bool = False
+
+
+class Source(Protocol):
+    """The upstream that messages come from."""
+
+    counts: Counter[str]
+
+    def dropped(self, kind: str, why: str) -> None:
+        """Count and log a message that can never be stored; `kind` is the ending of its counter."""
+
+    def leave(self, topic_filter: str) -> None:
+        """End a subscription that an earlier run has left in our session."""
+
+
+class Intake(Protocol):
+    """Where the messages of one broker go."""
+
+    def attach(self, source: Source) -> None:
+        """Take the messages of this upstream."""
+
+    def wishes(self) -> Mapping[str, Wish]:
+        """What to subscribe to now."""
+
+    def take(self, packet: Publish) -> Collection[Committer]:
+        """Store a message. Raises StreamBridgeError if that is impossible for now."""
+
+    def changed(self) -> None:
+        """Streams or rules have changed."""
+
+    def lacking(self, refused: Iterable[str]) -> dict[str, list[str]]:
+        """The streams whose messages do not all come, with those of the refused subscriptions they need."""
+
+
+class IntoBroker:
+    """The embedded broker, as the client `upstream:<name>`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        name: str,
+        mappings: Iterable[TopicMapping],
+        gateway: str,
+        identify: Callable[[], Identity] | None,
+    ) -> None:
+        """`identify` gives the rights that the messages are held to; None: they may go anywhere.
+
+        Raises ValueError for a gateway id that makes no topic.
+        """
+        self._broker, self._client, self._label = broker, f"upstream:{name}", f"upstream {name!r}"
+        self._mark = (BRIDGED_BY.encode(), gateway.encode())
+        self._identify = identify
+        self._mappings = [
+            (one.filter, one.qos, topic_template(one.topic))
+            for one in (each.of(gateway) for each in mappings)
+        ]
+        self._topics: dict[bytes, str] = {}  # here, by the topic there
+        self.changed()
+
+    def attach(self, source: Source) -> None:
+        self._source = source
+
+    def wishes(self) -> Mapping[str, Wish]:
+        return {topic_filter: Wish(qos, True) for topic_filter, qos, _ in self._mappings}
+
+    def changed(self) -> None:
+        self._identity = self._identify() if self._identify is not None else None
+
+    def lacking(self, refused: Iterable[str]) -> dict[str, list[str]]:
+        return {}
+
+    def take(self, packet: Publish) -> Collection[Committer]:
+        topic = self._topics.get(packet.topic)
+        if topic is None:
+            if len(self._topics) >= ROUTES:
+                self._topics.clear()
+            topic = self._topics[packet.topic] = self._topic(packet.topic.decode())
+        if not topic:
+            self._source.dropped("unmapped", f"no mapping makes a topic here of {packet.topic[:200]!r}")
+            return ()
+        if self._identity is not None and not self._identity.may_publish(topic):
+            raise Unauthorized(f"{self._label} may not publish on {topic!r}; see [[mqtt.acl]]")
+        properties = dict(packet.properties or {})
+        properties[p.USER_PROPERTY] = [*properties.get(p.USER_PROPERTY, ()), self._mark]
+        here = packet._replace(topic=topic.encode(), properties=properties)
+        try:
+            touched = self._broker.publisher.bring(self._client, self._label, here)
+        except PERMANENT as error:
+            self._source.dropped(reason_of(error)[0], str(error))
+            return ()
+        if not touched:
+            self._source.counts["without_stream"] += 1
+        return touched
+
+    def _topic(self, there: str) -> str:
+        """The topic here; empty if there is none."""
+        for topic_filter, _, render in self._mappings:
+            if matches(topic_filter, there):
+                topic = render(there)
+                if topic is None or self._broker.router.route(topic.encode()).ignored:
+                    return ""
+                return topic
+        return ""  # its subscription is an old one
+
+
+class IntoStreams:
+    """The streams, by their own topics; and the requests for operations, if they are allowed."""
+
+    def __init__(self, manager: StreamManager, settings: ExternalSettings, requests: Requests) -> None:
+        self._manager, self._settings, self._requests = manager, settings, requests
+        self._routes: dict[bytes, tuple[Stream, ...]] = {}
+
+    def attach(self, source: Source) -> None:
+        self._source = source
+
+    def wishes(self) -> Mapping[str, Wish]:
+        """A filter that another one covers is left out: brokers may deliver one message for each."""
+        wanted = {REQUESTS} if self._settings.operations else set()
+        for name, topics in self._topics().items():
+            wanted |= {*topics, f"streams/{name}/#"}
+        wanted = {one for one in wanted if not any(one != other and covers(other, one) for other in wanted)}
+        return {one if one == REQUESTS else self._shared(one): Wish(1) for one in wanted}
+
+    def changed(self) -> None:
+        self._routes.clear()
+
+    def lacking(self, refused: Iterable[str]) -> dict[str, list[str]]:
+        refused, found = list(refused), {}
+        for name, topics in self._topics().items() if refused else ():
+            own = {self._shared(one) for one in (*topics, f"streams/{name}/#")}
+            if lacking := [one for one in refused if any(covers(one, mine) for mine in own)]:
+                found[name] = lacking
+        return found
+
+    def take(self, packet: Publish) -> Collection[Committer]:
+        if packet.topic.startswith(f"{REQUEST_LEVEL}/".encode()):
+            if self._settings.operations:
+                self._requests.take(packet)
+            else:
+                self._source.counts["refused_requests"] += 1
+                self._source.leave(REQUESTS)
+            return ()
+        streams = self._routes.get(packet.topic)
+        if streams is None:
+            if len(self._routes) >= ROUTES:
+                self._routes.clear()
+            streams = self._routes[packet.topic] = self._manager.bound(packet.topic.decode())
+        if not streams:
+            self._source.counts["dropped_unbound"] += 1  # there still is a subscription of a former stream
+        kept = _headers(packet)
+        takers: list[Stream] = []
+        for stream in streams:
+            try:
+                stream.ensure_admits(packet.topic, packet.payload, kept)
+            except MessageTooLarge as error:
+                self._source.dropped("too_large", str(error))
+            except NoStream as error:
+                self._source.dropped("unbound", str(error))
+                self._source.leave(self._shared(f"streams/{stream.name}/#"))
+            else:
+                takers.append(stream)
+        for stream in takers:
+            stream.append(packet.topic, packet.payload, kept)
+        return takers
+
+    def _topics(self) -> dict[str, list[str]]:
+        return {name: definition.topics for name, definition in self._manager.definitions.items()}
+
+    def _shared(self, topic_filter: str) -> str:
+        group = self._settings.share_group
+        return f"$share/{group}/{topic_filter}" if group else topic_filter
+
+
+def _headers(packet: Publish) -> bytes:
+    flags = packet.head & 9
+    return headers_of(flags, packet.properties or {}, "", 0) if flags or packet.properties else b""

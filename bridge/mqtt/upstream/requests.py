@@ -1,0 +1,127 @@
+"""Requests at an external broker: operations on streams for its clients.
+
+The requests of all devices share one connection with their messages, and do not block them. The requests
+under way, each up to the broker's PUBACK for its reply, are bounded; a request beyond the bound is refused at
+once. The caller is the client in the topic of the request: that broker's rules vouch for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+import paho.mqtt.client as paho
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties as PahoProperties
+
+from bridge.mqtt.wire import properties as p
+from bridge.operations.codec import answer, refusal
+from bridge.topics import REQUEST_LEVEL
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from bridge.access.logins import Access
+    from bridge.access.rules import Identity
+    from bridge.mqtt.settings import ExternalSettings
+    from bridge.mqtt.wire.packets import Publish
+    from bridge.operations.catalog import Operations
+
+log = logging.getLogger(__name__)
+
+REQUEST_ROOM = 8 * 1024 * 1024  # bytes of requests under way, each with this many for the work on it:
+REQUEST_COST = 32 * 1024
+
+
+class Requests:
+    """The requests of one broker's clients. Use from the event loop's thread."""
+
+    def __init__(
+        self, settings: ExternalSettings, operations: Operations, access: Access, max_packet: int
+    ) -> None:
+        self._settings, self._operations, self._access = settings, operations, access
+        self._max_packet = max_packet
+        self._client: paho.Client
+        self._counts: Counter[str]
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._asked_bytes = 0  # of the requests under way
+        self._replies: dict[int, asyncio.Future[None]] = {}  # by packet id: what the broker is to take
+
+    def attach(self, client: paho.Client, counts: Counter[str]) -> None:
+        """Reply through this client."""
+        self._client, self._counts = client, counts
+        client.on_publish = self._on_publish
+
+    async def stop(self) -> None:
+        """End those under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def take(self, packet: Publish) -> None:
+        """Carry out a request, and reply to it."""
+        topic, body, asked = packet.topic.decode(), packet.payload, packet.properties or {}
+        level, _, operation = topic.removeprefix(f"{REQUEST_LEVEL}/").partition("/")
+        default = f"{topic}/reply"
+        reply_to = asked.get(p.RESPONSE_TOPIC, b"").decode() or default
+        self._counts["requests"] += 1
+        if reply_to != topic and not reply_to.startswith(f"{topic}/"):
+            # We publish with our own rights, which are not the client's to use.
+            self._counts["refused_requests"] += 1
+            why = f"a reply goes below {topic}, not to the Response Topic {reply_to[:200]!r}"
+            log.warning("refused a request: %s", why)
+            self._publish(default, refusal(body, why), asked, 0)
+            return
+        cost = REQUEST_COST + len(body)
+        if self._asked_bytes and self._asked_bytes + cost > REQUEST_ROOM:
+            self._counts["refused_requests"] += 1
+            why = f"{operation}: too many requests are under way ({len(self._tasks)}); try again"
+            log.warning("refused a request, to be answered on %s: %s", reply_to, why)
+            self._publish(reply_to, refusal(body, why), asked, 0)  # at QoS 0 nothing is kept of it
+            return
+        self._asked_bytes += cost
+        caller = self._access.identify(level, None, label=f"client {level!r} at {self._settings.url}")
+        task = self._loop.create_task(self._reply(operation, body, reply_to, asked, caller))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._asked_bytes -= cost
+
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+
+    async def _reply(
+        self, operation: str, body: bytes, reply_to: str, asked: p.Properties, caller: Identity
+    ) -> None:
+        reply = await answer(self._operations, operation, body, self._max_packet, caller)
+        packet_id = self._publish(reply_to, reply, asked, 1)
+        if packet_id is not None:
+            taken = self._replies[packet_id] = self._loop.create_future()
+            await taken
+
+    def _publish(self, reply_to: str, reply: bytes, asked: p.Properties, qos: int) -> int | None:
+        """Send a reply; returns its packet id, or None if it cannot be sent."""
+        properties = None
+        if self._settings.protocol == "5":
+            properties = PahoProperties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
+            if p.CORRELATION_DATA in asked:
+                properties.CorrelationData = asked[p.CORRELATION_DATA]
+        try:
+            sent = self._client.publish(reply_to, reply, qos, properties=properties)
+        except ValueError as error:
+            log.warning("cannot reply on %.200r: %s", reply_to, error)
+        else:
+            if sent.rc != paho.MQTT_ERR_QUEUE_SIZE:  # its packet id is in use
+                return sent.mid
+        self._counts["dropped_replies"] += 1
+        return None
+
+    def _on_publish(self, _client: Any, _data: Any, packet_id: int, _reason: Any, _properties: Any) -> None:
+        self._loop.call_soon_threadsafe(self._replied, packet_id)  # this is paho's thread
+
+    def _replied(self, packet_id: int) -> None:
+        taken = self._replies.pop(packet_id, None)
+        if taken is not None and not taken.done():
+            taken.set_result(None)
