@@ -63,8 +63,7 @@ class MqttFrontEnd:
         Raises ConfigError or OSError.
         """
         if self._config.mode == "external":
-            if self._settings:
-                raise ConfigError('[[upstream]] needs mode = "embedded": its messages go to that broker')
+            _refuse(self._settings)
             self._external = self._make_external()
             await self._external.start()
             return []
@@ -94,6 +93,7 @@ class MqttFrontEnd:
     def reload(self, config: MqttConfig, upstreams: Sequence[UpstreamSettings] = ()) -> None:
         """Apply users, rules, certificates and upstreams, all or nothing. Raises ConfigError."""
         if self._server is None:
+            _refuse(upstreams)
             self._access.load(config)
             return
         changed = [
@@ -221,3 +221,9 @@ class MqttFrontEnd:
             )
             for conn, session in islice(known, most)
         ]
+
+
+def _refuse(upstreams: Sequence[UpstreamSettings]) -> None:
+    """Mode "external" has no broker for them. Raises ConfigError."""
+    if upstreams:
+        raise ConfigError('[[upstream]] needs mqtt.mode = "embedded": its messages go to that broker')

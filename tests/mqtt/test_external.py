@@ -392,3 +392,21 @@ def test_nothing_is_lost_when_the_bridge_is_killed_again_and_again(tmp_path: Pat
         run_async(main())
     assert len(acknowledged) >= 600
     assert set(acknowledged) <= {int(payload) for payload in found}
+
+
+def test_what_has_passed_this_gateway_is_not_stored_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        settings = external(broker.port, protocol="5")
+        async with asyncio.timeout(60), running(tmp_path, **settings) as bridge:
+            await connected(bridge)
+            device = await asyncio.to_thread(Device, broker.port, v5=True)
+            for gateway in ("plant-7", "plant-8"):
+                properties = Properties(PacketTypes.PUBLISH)
+                properties.UserProperty = ("bridged-by", gateway)
+                await asyncio.to_thread(device.publish, "in/a", gateway.encode(), properties=properties)
+            assert await stored(bridge, 1) == [b"plant-8"]
+            assert bridge.stat("looped") == 1
+            device.close()
+
+    with Mosquitto(tmp_path / "broker") as broker:
+        run_async(main())

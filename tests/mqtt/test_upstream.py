@@ -24,7 +24,7 @@ from bridge.mqtt.wire import properties as p
 from tests.export.process import Running
 from tests.fakes.brokers import BrokerOfBytes
 
-from .harness import Bridge, Published, decoded, run_async, running, until
+from .harness import Bridge, Published, decoded, run_async, running, subscribe, until
 from .test_external import Device, stored
 
 HUB = """
@@ -357,5 +357,25 @@ def test_external_mode_has_no_upstreams(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="embedded"):
             await bridge.start()
         await bridge.store.close()
+
+    run_async(main())
+
+
+def test_what_is_retained_there_is_retained_here(tmp_path: Path, port: int) -> None:
+    async def main() -> None:
+        with device(port) as there:
+            await publish(there, "plant-7/cmd/before", b"1", retain=True)
+            async with asyncio.timeout(60), running(tmp_path, upstreams=[upstream(port)]) as bridge:
+                await ready(bridge)
+                await publish(there, "plant-7/cmd/after", b"2", retain=True)
+                await publish(there, "plant-7/cmd/passing", b"3")
+                await until(lambda: stats(bridge).get("received", 0) >= 3)
+                late = await bridge.connect("late")
+                late.send(subscribe(1, ("in/#", 1)))
+                await late.receive()
+                found = {(message := await late.message()).topic: message.payload for _ in range(2)}
+                assert found == {"in/before": b"1", "in/after": b"2"}
+                assert await late.silent()
+                late.abort()
 
     run_async(main())

@@ -18,7 +18,14 @@ LEVEL = "\1"  # stands for text without a slash
 
 def upstreams(context: CheckContext) -> Iterator[Finding]:
     """Check the mode, the client ids, and that no upstream is this broker itself."""
-    config, seen = context.config, dict[tuple[str, int, str], str]()
+    config = context.config
+    seen = {
+        (*_place_of(url), name): f"export {export.config.identifier!r} of stream {export.stream.name!r}"
+        for export in context.exports
+        if export.kind == "mqtt" and export.config is not None
+        if (url := getattr(export.config, "url", ""))
+        if (name := getattr(export.config, "client_id", None))
+    }
     if config.upstream and config.mqtt.mode == "external":
         yield context.error(
             ("upstream",), 'it needs mqtt.mode = "embedded": its messages are published in that broker'
@@ -30,10 +37,10 @@ def upstreams(context: CheckContext) -> Iterator[Finding]:
         if other := seen.get((*place, client_id)):
             yield context.error(
                 (*keys, "client_id"),
-                f"upstream {other!r} has the client id {client_id!r} at the same broker: they would end each "
+                f"{other} has the client id {client_id!r} at the same broker: they would end each "
                 "other's connections; choose another",
             )
-        seen[(*place, client_id)] = one.name
+        seen[(*place, client_id)] = f"upstream {one.name!r}"
         if config.mqtt.mode == "embedded" and place in _own_places(context):
             yield context.error((*keys, "url"), "this is a listener of this broker; name another broker")
         for mapping_number, mapping in enumerate(one.mapping):
