@@ -42,12 +42,11 @@ class Backoff:
     def attempt(self) -> bool:
         """Whether to make an attempt now; the files are read with it."""
         now = time.monotonic()
-        if not self.files:
-            return now >= self.until
+        if now < self.until and now < self._look_at:
+            return False
         seen = [_stamp(path) for path in self.files]
-        if now < self.until and (seen == self._seen or self._look_at == math.inf):
-            if self._look_at != math.inf:
-                self._look_at = now + LOOK
+        if now < self.until and seen == self._seen:
+            self._look_at = now + LOOK
             return False
         self._seen, self._look_at = seen, math.inf
         return True
