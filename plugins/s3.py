@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import threading
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -57,7 +56,8 @@ from bridge import (
 from bridge.deflate import gzip
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, report_key
-from bridge.plugin.aws import Body, error_code, failure
+from bridge.plugin.aws import failure
+from bridge.plugin.objects import ObjectWriter
 from bridge.plugin.records import lines
 from bridge.plugin.reports import gateway_report
 
@@ -65,10 +65,6 @@ AGAIN = 0.2  # seconds
 BUSY_REPORT = 60.0  # seconds between gateway reports, at least, while a backlog goes out
 CHUNK = 1000  # rows
 DIGEST = "rows-sha256"  # the key in an object's metadata
-ABSENT = frozenset({"404", "NoSuchKey", "NotFound"})
-EXISTS = frozenset({"412", "PreconditionFailed"})
-NOT_SUPPORTED = frozenset({"501", "NotImplemented"})
-_ETAG = re.compile(r"[0-9A-Za-z-]{1,100}")
 Hint = Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)]
 
 
@@ -107,13 +103,22 @@ class S3Exporter(Exporter):
         self._client = context.client("s3", config, request_checksum_calculation=checksums)
         self._prefix = config.prefix.strip("/")
         self._encode, self._extension, self._type = _FORMATS[config.format]()
-        self._options: dict[str, Any] = {} if plain else {"ChecksumAlgorithm": config.checksum_algorithm}
+        options: dict[str, Any] = {} if plain else {"ChecksumAlgorithm": config.checksum_algorithm}
         if config.storage_class:
-            self._options["StorageClass"] = config.storage_class
+            options["StorageClass"] = config.storage_class
         if config.server_side_encryption:
-            self._options["ServerSideEncryption"] = config.server_side_encryption
+            options["ServerSideEncryption"] = config.server_side_encryption
         if config.kms_key_id:
-            self._options["SSEKMSKeyId"] = config.kms_key_id
+            options["SSEKMSKeyId"] = config.kms_key_id
+        self._objects = ObjectWriter(
+            self._client,
+            config.bucket,
+            context,
+            digest_key=DIGEST,
+            conditional=config.conditional_put,
+            replace_etag=config.replace_etag,
+            options=options,
+        )
         self._destination = (config.bucket, self._prefix)
         self._written = _written.setdefault(self._client, {})
         # When the last upload or drop was settled: an older report does not have it. `inf`: not settled yet;
@@ -139,18 +144,8 @@ class S3Exporter(Exporter):
         return Batching(size=config.size_hint_bytes, millis=config.time_hint_millis)
 
     def export(self, batch: Batch) -> Outcome:
-        key = self._key(batch)
         body, digest = self._encode(batch)
-        once = {"IfNoneMatch": "*"} if self.config.conditional_put else {}
-        try:
-            self._put(key, body, self._type, Metadata={DIGEST: digest}, **once)
-        except Exception as error:
-            if not once or error_code(error) not in EXISTS:
-                doing = f"uploading {self._url(key)}"
-                if error_code(error) in NOT_SUPPORTED:
-                    doing += " (a store without conditional requests needs conditional_put = false)"
-                raise failure(error, doing) from error
-            self._compare(key, body, digest)
+        self._objects.put_once(self._key(batch), body, self._type, digest)
         self._settled_at = math.inf
         self._report_while_busy()
         return ACCEPTED
@@ -163,57 +158,11 @@ class S3Exporter(Exporter):
     def _under(self, key: str) -> str:
         return f"{self._prefix}/{key}" if self._prefix else key
 
-    def _url(self, key: str) -> str:
-        return f"s3://{self.config.bucket}/{key}"
-
-    def _compare(self, key: str, body: bytes, digest: str) -> None:
-        """Compare the existing object of this name with these rows; raises Retry, or Stopped."""
-        doing = f"comparing with {self._url(key)}, which exists already"
-        try:
-            found = self._client.head_object(Bucket=self.config.bucket, Key=key)
-        except Exception as error:
-            if error_code(error) == "403":
-                doing += " (without s3:GetObject the gateway cannot compare its messages)"
-            raise failure(error, doing) from error
-        there = found.get("Metadata", {}).get(DIGEST)
-        if there == digest:
-            return  # an earlier attempt arrived, but its answer did not
-        etag = str(found.get("ETag", "")).strip('"')
-        if self.config.replace_etag and etag == self.config.replace_etag.strip('"'):
-            try:
-                self._put(key, body, self._type, Metadata={DIGEST: digest}, IfMatch=etag)
-            except Exception as error:
-                raise failure(error, f"replacing {self._url(key)}") from error
-            self.context.log.warning("%s had other messages (ETag %s) and was replaced", self._url(key), etag)
-            return
-        raise Stopped(
-            f"there are already {'other messages' if there else 'messages without a digest'} with these "
-            f"numbers, and nothing was overwritten: another gateway has the id {self.context.gateway!r}, or "
-            f"this data directory is a copy (see `Recover from a disaster`): {self._url(key)}"
-            f"{f', ETag {etag}' if _ETAG.fullmatch(etag) else ''}"
-        )
-
     def landed(self, batch: Batch) -> bool | None:
-        key = self._key(batch)
-        where, doing = {"Bucket": self.config.bucket, "Key": key}, f"looking for {self._url(key)}"
-        try:
-            found = self._client.head_object(**where)
-        except Exception as error:
-            code = error_code(error)
-            if code == "403":  # HEAD has no body with the reason
-                try:
-                    self._client.get_object(**where, Range="bytes=0-0")["Body"].close()
-                except Exception as denied:
-                    # Without the right to list the bucket, a missing object is AccessDenied.
-                    code = "404" if error_code(denied) == "AccessDenied" else error_code(denied)
-                    error = denied
-            if code in ABSENT:
-                return False
-            raise failure(error, doing) from error
-        if found.get("Metadata", {}).get(DIGEST) == _digest(batch):
+        found = self._objects.landed(self._key(batch), _digest(batch))
+        if found:
             self._settled_at = math.inf
-            return True
-        return None if self.config.conditional_put else False  # the next attempt compares it
+        return found
 
     def dropped(self, first: int, last: int, reason: str) -> None:
         self._settled_at = math.inf
@@ -272,9 +221,9 @@ class S3Exporter(Exporter):
         document = gateway_report(self.context.gateway, int(self.context.now() * 1000), here)
         key = self._under(report_key(self.context.gateway))
         try:
-            self._put(key, document, "application/json")
+            self._objects.put(key, document, "application/json")
         except Exception as error:
-            raise failure(error, f"uploading {self._url(key)}") from error
+            raise failure(error, f"uploading {self._objects.url(key)}") from error
         self._written[self._destination] = now
 
     def _same_destination(self, other: ExportConfig) -> bool:
@@ -283,17 +232,6 @@ class S3Exporter(Exporter):
             isinstance(other, S3Config)
             and (other.endpoint_url, other.bucket) == (mine.endpoint_url, mine.bucket)
             and other.prefix.strip("/") == self._prefix
-        )
-
-    def _put(self, key: str, body: bytes, content_type: str, **more: Any) -> None:
-        """Put an object; raises what boto3 raises."""
-        self._client.put_object(
-            Bucket=self.config.bucket,
-            Key=key,
-            Body=Body(body, self.context),
-            ContentType=content_type,
-            **self._options,
-            **more,
         )
 
 
