@@ -156,7 +156,8 @@ def _page() -> HttpResponse:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return HttpResponse(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(), policy)
+    fields = {"Content-Security-Policy": policy}
+    return HttpResponse(HTTPStatus.OK, "text/html; charset=utf-8", page.encode(), fields)
 
 
 def _digest(text: str) -> str:

@@ -71,11 +71,17 @@ class Flow(asyncio.Protocol):
     def finish(self, within: float) -> None:
         """Send what is written and FIN; close when the peer is silent for `QUIET`, or after `within` seconds.
 
-        A peer that has not read everything by then is reset.
+        A peer that has not read everything by then is reset. TLS cannot close one half only: there the
+        connection is closed once everything is sent.
         """
         if self._over or self.transport.is_closing():
             return
         self._over = asyncio.get_running_loop().time() + within
+        if not self.transport.can_write_eof():
+            self._timer.cancel()
+            self.transport.close()
+            self._timer = asyncio.get_running_loop().call_later(within, self.transport.abort)
+            return
         with contextlib.suppress(OSError):  # the peer may just have disconnected
             self.transport.write_eof()
         if self._holds:
@@ -84,6 +90,8 @@ class Flow(asyncio.Protocol):
 
     def discard(self) -> None:
         """FIN was sent, or data arrived after it: restart the timer of `QUIET`."""
+        if self.transport.is_closing():
+            return
         self._timer.cancel()
         left = self._over - asyncio.get_running_loop().time()
         if left > 0:

@@ -1,7 +1,8 @@
 """An HTTP/1.1 server for front ends. h11 parses and writes the protocol; the checks before it are ours.
 
-An `HttpServer` is one listener: its routes and its `HttpLimits`. A route gets an `HttpRequest` and returns an
-`HttpResponse`. The body is read only when the route asks for it: a caller can be rejected by the head alone.
+An `HttpServer` is one listener: its routes, its `HttpLimits`, and TLS if it has a context. A route gets an
+`HttpRequest` and returns an `HttpResponse`. The body is read only when the route asks for it: a caller can be
+rejected by the head alone.
 
     HEAD --complete--> ANSWER --the route has returned--> HEAD of the next request, or FIN
                        |    ^
@@ -9,13 +10,15 @@ An `HttpServer` is one listener: its routes and its `HttpLimits`. A route gets a
                         BODY
 
 Rejected before a route is called: heads that are too large or too slow, methods that the listener does not
-allow, GET and HEAD with a body, chunked bodies, ambiguous lengths (RFC 9112 section 6.3), and a Host that is
-neither an IP address, nor localhost, nor this machine's name. A web page can point its own name at our
-address (DNS rebinding), but its requests then carry that name; they cannot carry an address or our name.
+allow, GET and HEAD with a body, chunked bodies, ambiguous lengths (RFC 9112 section 6.3), and, unless the
+listener allows `any_host`, a Host that is neither an IP address, nor localhost, nor this machine's name. A
+web page can point its own name at our address (DNS rebinding), but its requests then carry that name; they
+cannot carry an address or our name.
 
 The headers of every response forbid browsers to embed it, to guess its type, to cache it, and to load
-anything from elsewhere. `ConnectionLimits` bound the open connections; idle ones are closed. While a request
-is being answered nothing more is read: a client has one request in memory and little of the next.
+anything from elsewhere. `ConnectionLimits` bound the open connections, also those in a TLS handshake; idle
+ones are closed. While a request is being answered nothing more is read: a client has one request in memory
+and little of the next. Unfinished bodies of all clients together are bounded by `HttpLimits.bodies`.
 """
 
 from __future__ import annotations
@@ -25,18 +28,22 @@ import ipaddress
 import logging
 import re
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import h11
 
 from bridge.net.addresses import host_and_port
 from bridge.net.flow import Flow
+from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
 from bridge.net.listening import Listening, listen
+from bridge.net.tls import Acceptor
 
 LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
 
@@ -64,19 +71,20 @@ class HttpLimits:
     methods: tuple[str, ...] = ("GET", "HEAD")
     head: int = 8 * 1024  # request line and fields
     body: int = 0
-    head_timeout: float = 10.0  # for the complete first head
+    bodies: int = 64 * 1024 * 1024  # of all connections together, while they are incomplete
+    any_host: bool = False  # for listeners whose requests are signed: no web page can send those
+    head_timeout: float = 10.0  # for the TLS handshake and the complete first head
     body_timeout: float = 30.0  # for a complete body
     idle_timeout: float = 30.0  # from a response to the end of the next head
 
 
 class HttpResponse(NamedTuple):
-    """What a route returns; `policy` replaces the Content-Security-Policy, `allow` is for a 405."""
+    """What a route returns; `fields` are further ones, or replace those of every response."""
 
     status: HTTPStatus
     content_type: str
     body: bytes
-    policy: str | None = None
-    allow: tuple[str, ...] = ()
+    fields: Mapping[str, str] = MappingProxyType({})
 
 
 class HttpError(Exception):
@@ -108,8 +116,13 @@ class HttpRequest:
 Route = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
+def plain(status: HTTPStatus) -> HttpResponse:
+    """The response to a rejected request: the status as text."""
+    return HttpResponse(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
+
+
 class HttpServer:
-    """One listener with its `routes` by path."""
+    """One listener with its `routes` by path. `tls` is the context of the handshakes from now on."""
 
     def __init__(
         self,
@@ -118,31 +131,77 @@ class HttpServer:
         routes: Mapping[str, Route],
         connections: ConnectionLimits,
         limits: HttpLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+        rejection: Callable[[HTTPStatus], HttpResponse] = plain,
     ) -> None:
-        """`option` is the configuration's name for `listen`. Raises ValueError if that is no address."""
+        """`option` is the configuration's name for `listen`. Raises ValueError if that is no address.
+
+        `rejection` makes the responses to requests that are rejected here.
+        """
         self._option = option
         self._host, self._port = host_and_port(listen)
         self._routes = routes
         self._names = _names(self._host)
         self._listening: Listening | None = None
         self.limits, self.counted = limits or HttpLimits(), connections
+        self.tls, self.rejection = tls, rejection
         self.connections: set[HttpConnection] = set()
+        self.guests: Guests[HttpConnection] = Guests(self.limits.bodies, HttpConnection.dismiss)
+        self.stopping = False
+        self._acceptor: Acceptor | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     async def start(self) -> str:
         """Listen; returns the URL with the actual port. Raises ConfigError."""
         self._listening = await listen(self._option, self._host, self._port)
-        await self._listening.accept(lambda: HttpConnection(self))
-        return f"http://{self._listening.place}/"
+        if self.tls is None:
+            await self._listening.accept(lambda: HttpConnection(self))
+        else:
+            self._acceptor = Acceptor(self._listening, self._option, self._accepted)
+        return f"{'http' if self.tls is None else 'https'}://{self._listening.place}/"
 
-    async def stop(self) -> None:
-        """Close the listener and all connections."""
-        if self._listening is not None:
+    async def stop(self, within: float = 0.0) -> None:
+        """Close the listener and all connections; requests have `within` seconds to be answered."""
+        self.stopping = True
+        if self._acceptor is not None:
+            self._acceptor.close()
+        elif self._listening is not None:
             self._listening.close()
+        for handshake in self._handshakes:
+            handshake.cancel()
+        await asyncio.gather(*self._handshakes, return_exceptions=True)
+        busy = [connection.task for connection in self.connections if connection.task is not None]
+        if busy and within:
+            await asyncio.wait(busy, timeout=within)
         tasks = [task for connection in list(self.connections) if (task := connection.stop()) is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _accepted(self, sock: socket.socket, address: str) -> None:
+        """A client of the listener with TLS; it counts from now on."""
+        connection = HttpConnection(self, address)
+        if self.counted.enter(address, sock.fileno()):
+            self.counted.leave(address)
+            sock.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._shake_hands(sock, connection))
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, sock: socket.socket, connection: HttpConnection) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, sock, ssl=self.tls, ssl_handshake_timeout=self.limits.head_timeout
+            )
+        except OSError as error:  # also ssl.SSLError, and the time-out
+            log.info("%s: TLS handshake failed: %s", connection.address, error)
+        finally:
+            if not connection.made:
+                self.counted.leave(connection.address)
+
     def check_host(self, host: str | None, version: bytes) -> None:
         """Raises HttpError for a name that is not this machine's."""
+        if self.limits.any_host:
+            return
         if host is None and version == b"1.0":  # no browser sends this
             return
         host = host or ""
@@ -159,14 +218,14 @@ class HttpServer:
         """The response of the request's route. Raises HttpError."""
         route = self._routes.get(request.path)
         if route is None:
-            return _plain(HTTPStatus.NOT_FOUND)
+            return self.rejection(HTTPStatus.NOT_FOUND)
         try:
             return await route(request)
         except HttpError:
             raise
         except Exception:
             log.exception("a request for %s failed", request.path)
-            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
+            return self.rejection(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 class HttpConnection(Flow):
@@ -175,8 +234,10 @@ class HttpConnection(Flow):
     h11 gets a head when it is complete and has passed our checks, and a body when it is complete.
     """
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, server: HttpServer, address: str = "") -> None:
+        """`address` is that of a client with TLS, which counts already."""
         super().__init__()
+        self.address, self.made = address, False
         self._server, self._limits = server, server.limits
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
@@ -185,16 +246,19 @@ class HttpConnection(Flow):
         self._head_only = False  # for HEAD: the response has no body
         self._awaited: asyncio.Future[None] | None = None  # the body
         self._half_closed = False  # the client has closed its half
-        self._task: asyncio.Task[None] | None = None  # answers the current request
+        self.task: asyncio.Task[None] | None = None  # answers the current request
 
     # -- called by the transport ------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self.address = str((transport.get_extra_info("peername") or ("local",))[0])
+        self.transport, self.made = cast("asyncio.Transport", transport), True
         self._timer = self._loop.call_later(self._limits.head_timeout, self.finish, LINGER)
         self._server.connections.add(self)
-        if self._server.counted.enter(self.address, keep_alive(transport)):
+        descriptor = keep_alive(transport)
+        if self.address:
+            return
+        self.address = str((transport.get_extra_info("peername") or ("local",))[0])
+        if self._server.counted.enter(self.address, descriptor):
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -202,32 +266,40 @@ class HttpConnection(Flow):
             self.discard()
             return
         self._unread += data
+        if self._awaited is not None:
+            self._server.guests.keep(self, self.address, len(self._unread))
         if not self._holds:
             self.proceed()
+
+    def dismiss(self) -> None:
+        """Unfinished bodies take too much memory, and this one is among the largest of its network."""
+        log.warning("%s: closed, the unfinished bodies of all clients take too much memory", self.address)
+        self.transport.abort()
 
     def eof_received(self) -> bool:
         """The client has closed its half and may still read: its current request is answered."""
         self._half_closed = True
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_exception(HttpError(HTTPStatus.BAD_REQUEST))
-        if self._task is None:
+        if self.task is None:
             self.finish(LINGER)
-        return self._task is not None
+        return self.task is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         self._server.connections.discard(self)
         self._server.counted.leave(self.address)
-        if self._task is not None:
-            self._task.cancel()
+        self._server.guests.leave(self, self.address)
+        if self.task is not None:
+            self.task.cancel()
 
     def stop(self) -> asyncio.Task[None] | None:
         """Close; returns the task to wait for."""
         self._timer.cancel()
         self.transport.close()
-        if self._task is not None:
-            self._task.cancel()
-        return self._task
+        if self.task is not None:
+            self.task.cancel()
+        return self.task
 
     # -- requests ------------------------------------------------------------
 
@@ -241,7 +313,7 @@ class HttpConnection(Flow):
         if end >= 4 or len(self._unread) >= self._limits.head:
             self._timer.cancel()
             self.hold("answer")
-            self._task = self._loop.create_task(self._serve(end if end >= 4 else 0))
+            self.task = self._loop.create_task(self._serve(end if end >= 4 else 0))
 
     async def _serve(self, size: int) -> None:
         """Answer the request whose head has so many bytes; 0: it is too large."""
@@ -249,11 +321,13 @@ class HttpConnection(Flow):
         try:
             response = await self._server.answer(self._check(size))
         except HttpError as error:
-            response, rejected = _plain(error.status)._replace(allow=error.allow), True
-        self._task = None
+            response, rejected = self._server.rejection(error.status), True
+            if error.allow:
+                response = response._replace(fields={**response.fields, "Allow": ", ".join(error.allow)})
+        self.task = None
         if self.transport.is_closing():
             return
-        ends = rejected or self._length > 0 or self._half_closed
+        ends = rejected or self._length > 0 or self._half_closed or self._server.stopping
         self.transport.writelines(self._encode(response, ends))
         if ends or self._http.our_state is not h11.DONE:
             self._unread.clear()
@@ -321,6 +395,7 @@ class HttpConnection(Flow):
         finally:
             self.hold("answer")
             self._awaited = None
+            self._server.guests.leave(self, self.address)
         body = bytes(self._unread[: self._length])
         del self._unread[: self._length]
         self._length = 0
@@ -338,19 +413,12 @@ class HttpConnection(Flow):
         }
         if ends:
             fields["Connection"] = "close"
-        if response.policy is not None:
-            fields["Content-Security-Policy"] = response.policy
-        if response.allow:
-            fields["Allow"] = ", ".join(response.allow)
+        fields |= response.fields
         send = self._http.send
         reason = response.status.phrase.encode()
         head = send(h11.Response(status_code=response.status, headers=list(fields.items()), reason=reason))
         body = b"" if self._head_only else send(h11.Data(data=response.body))
         return [head, body, send(h11.EndOfMessage())]
-
-
-def _plain(status: HTTPStatus) -> HttpResponse:
-    return HttpResponse(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
 
 
 def _names(host: str) -> set[str]:

@@ -1,8 +1,7 @@
-"""The tls and wss listeners: their certificate, and sockets that count from their accept on.
+"""The tls and wss listeners: handshakes in turns, and within the limits of connections and memory.
 
-A TLS server of asyncio reports a connection when its handshake is over. Until then `limits` would not
-hold, and clients that open sockets and send nothing could use up all descriptors. So these sockets are
-accepted here: `Connections` is asked for room, and only then TLS begins.
+Sockets count from their accept on (see `bridge.net.tls`): `Connections` is asked for room, and only then TLS
+begins.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
-from bridge.errors import ConfigError
 from bridge.net.addresses import network_of
+from bridge.net.tls import Acceptor, server_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,12 +24,8 @@ if TYPE_CHECKING:
     from bridge.mqtt.settings import TlsSettings
     from bridge.net.listening import Listening
 
-log = logging.getLogger(__name__)
-
-BURST = 100  # sockets accepted in one turn of the event loop
 HANDSHAKE_BYTES = 28 * 1024  # that TLS needs during a handshake, counted against `guest_bytes`
 TURN = 0.1  # seconds until another handshake has its turn
-RETRY_INTERVAL = 1.0  # seconds until the next accept when there are no descriptors or no memory
 
 
 class TlsServer:
@@ -45,44 +40,21 @@ class TlsServer:
     ) -> None:
         """`factory` makes a connection, and the protocol that gets what TLS has decrypted."""
         self.context = context  # of the handshakes that begin from now on
-        self._connections, self._factory, self._listening = connections, factory, listening
+        self._connections, self._factory = connections, factory
         self._loop = asyncio.get_running_loop()
-        for sock in listening.sockets:
-            self._watch(sock)
+        self._acceptor = Acceptor(listening, "[mqtt.limits] connections", self._accepted)
 
     def close(self) -> None:
         """Accept no more sockets."""
-        for listening in self._listening.sockets:
-            self._loop.remove_reader(listening)
-        self._listening.close()
+        self._acceptor.close()
 
-    def _watch(self, listening: socket.socket) -> None:
-        if listening in self._listening.sockets:
-            self._loop.add_reader(listening, self._accept, listening)
-
-    def _accept(self, listening: socket.socket) -> None:
-        for _ in range(BURST):
-            try:
-                sock, peer = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                # The socket stays readable: without a pause this would be tried without end.
-                log.error(
-                    "no TLS client is accepted for %g s: %s; see LimitNOFILE and [mqtt.limits] connections",
-                    RETRY_INTERVAL,
-                    error,
-                )
-                self._loop.remove_reader(listening)
-                self._loop.call_later(RETRY_INTERVAL, self._watch, listening)
-                return
-            sock.setblocking(False)
-            conn, protocol = self._factory()
-            if self._connections.expect(conn, str(peer[0]), sock.fileno()):
-                task = self._connections.spawn(self._shake_hands(sock, conn, protocol))
-                self._connections.logging_in[conn] = task
-            else:
-                sock.close()
+    def _accepted(self, sock: socket.socket, address: str) -> None:
+        conn, protocol = self._factory()
+        if self._connections.expect(conn, address, sock.fileno()):
+            task = self._connections.spawn(self._shake_hands(sock, conn, protocol))
+            self._connections.logging_in[conn] = task
+        else:
+            sock.close()
 
     async def _shake_hands(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
         connections = self._connections
@@ -152,15 +124,4 @@ def _reason(error: ssl.SSLError) -> str:
 
 def tls_context(tls: TlsSettings) -> ssl.SSLContext:
     """A server context from certificate files, or a ConfigError."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(tls.cert, tls.key)
-        if tls.client_ca is not None:
-            context.load_verify_locations(tls.client_ca)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"mqtt.tls: cert {tls.cert}, key {tls.key}, client_ca {tls.client_ca}: {error}"
-        ) from error
-    return context
+    return server_context("mqtt.tls", tls.cert, tls.key, tls.client_ca)
