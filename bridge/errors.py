@@ -30,6 +30,18 @@ class InvalidRequest(StreamBridgeError):
     status_name = "InvalidRequest"
 
 
+class StreamInUse(InvalidRequest):
+    """Raised when a stream to be created exists already, or one to be changed is being deleted."""
+
+
+class LimitReached(InvalidRequest):
+    """Raised when something would be one too many, such as a tag."""
+
+
+class KeyUnavailable(InvalidRequest):
+    """Raised for an encryption key that this gateway cannot use."""
+
+
 class InvalidDefinition(InvalidRequest):
     """Raised for a mistake in a stream's definition; replies have these fields too.
 

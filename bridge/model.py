@@ -2,8 +2,8 @@
 
 Names on the wire are the SDK's (camelCase), with its defaults and ranges (package `stream-manager` 1.1.2,
 module `stream_manager.data`). Enumerations are sent as numbers. The SDK does not know the extensions
-(`topics`, `limits`, `retention`, `deduplicationWindowMillis`, `description`, `tags`), which are never sent to
-it.
+(`topics`, `limits`, `retention`, `deduplicationWindowMillis`, `description`, `tags`, `delivery`), which are
+never sent to it.
 
 The keys of `exportDefinition` are the kinds of the loaded exporter plugins; each kind checks its own list of
 configurations.
@@ -36,6 +36,11 @@ TagName = Annotated[str, Meta(max_length=64, pattern=r"^[a-z][a-z0-9_]*\Z")]
 TagValue = Annotated[str, Meta(max_length=255)]
 
 
+# The Firehose API's: AWS allows \p{L}, \p{Z}, \p{N} and these characters, and reserves `aws:`.
+LabelName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^(?!aws:)[\w .:/=+\-@%]+\Z")]
+LabelValue = Annotated[str, Meta(max_length=256, pattern=r"^[\w .:/=+\-@%]*\Z")]
+
+
 class StrategyOnFull(IntEnum):
     """What an append to a full stream does."""
 
@@ -64,6 +69,22 @@ class Limits(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, f
     discard: Literal["old", "new"] = "old"
 
 
+class Delivery(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """What the Firehose API stores of a delivery stream besides its export.
+
+    `tags`, `role_arn` and `error_output_prefix` are returned as given. `created` and `updated`, when the
+    destination was last changed, are Unix times in ms. A stream that is `deleting` takes no more records
+    from that API, and is deleted once its exports have passed all that it holds.
+    """
+
+    tags: Annotated[dict[LabelName, LabelValue], Meta(max_length=50)] = {}
+    role_arn: Annotated[str, Meta(max_length=512)] = ""
+    error_output_prefix: Annotated[str, Meta(max_length=1024)] = ""
+    created: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] | None = None
+    updated: Annotated[int, Meta(ge=0, le=MAX_MILLIS)] | None = None
+    deleting: bool = False
+
+
 class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What a stream is: storage, limits, exports, and (our extensions) topics and message limits.
 
@@ -84,6 +105,7 @@ class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True,
     deduplication_window_millis: Annotated[Millis, Meta(ge=1, le=MAX_MILLIS)] | None = None
     description: Annotated[str, Meta(max_length=1000)] = ""
     tags: Annotated[dict[TagName, TagValue], Meta(max_length=16)] = {}
+    delivery: Delivery | None = None
 
 
 class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):

@@ -32,6 +32,7 @@ from bridge.config.tomlstruct import Reader, dotted, fields_of, keys_of, snake, 
 from bridge.enums import numbered
 from bridge.errors import ConfigError, InvalidDefinition
 from bridge.export.settings import ExportSettings
+from bridge.firehose.settings import FirehoseConfig
 from bridge.greengrass.settings import GreengrassConfig
 from bridge.http.settings import HttpConfig
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
@@ -99,6 +100,7 @@ class Config(Struct, frozen=True, kw_only=True):
     gateway: Gateway = msgspec.field(default_factory=Gateway)
     mqtt: MqttConfig = msgspec.field(default_factory=MqttConfig)
     greengrass: GreengrassConfig = GreengrassConfig()
+    firehose: FirehoseConfig = FirehoseConfig()
     http: HttpConfig = HttpConfig()
     export: ExportSettings = msgspec.field(default_factory=ExportSettings)
     aws: AwsSettings = msgspec.field(default_factory=AwsSettings)
@@ -246,6 +248,7 @@ def _stream(
     fixed = {
         "name": name,
         "export_definition": _exports(reader, table.pop("export", {}), (*keys, "export"), exporters),
+        "delivery": None,  # only the Firehose API changes it
     }
     # Two defaults that a client's request does not have: a full stream rejects new data, and a small stream
     # gets small segments.

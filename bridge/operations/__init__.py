@@ -7,6 +7,7 @@
     validate   the rules of a definition that its types cannot express
     allow      what exports in a client's definition may reach
     codec      requests and replies as JSON and CBOR
+    deliveries, destinations    the operations of the Firehose API, on the same streams
 
 A front end turns bytes into `Operations.call` and the result into bytes. Rights are checked and changes are
 logged in there, and nowhere else.

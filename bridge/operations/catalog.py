@@ -39,17 +39,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from bridge.consumers.consumer import Delivery, Verdicts
 from bridge.errors import InvalidRequest, StreamNotFound, Unauthorized, UnknownOperation
-from bridge.model import MAX_INT32, MAX_MILLIS, MessageStreamDefinition, MessageStreamInfo
+from bridge.model import (
+    DEFAULT_MAX_SIZE,
+    MAX_INT32,
+    MAX_MILLIS,
+    MessageStreamDefinition,
+    MessageStreamInfo,
+)
 from bridge.operations.allow import check_allowed
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
 from bridge.plugin.allow import Allow
@@ -276,19 +282,31 @@ class Operation(NamedTuple):
 
     request: type[Request]
     rights: tuple[StreamRight, ...]
-    carry_out: Callable[[Call, Any], Result | Awaitable[Result]]
+    carry_out: Callable[[Call, Any], Struct | Awaitable[Struct]]
     audit: Callable[[Any], str] | None = None
     waits: bool = False
+
+
+class NewDeliveries(NamedTuple):
+    """How streams are stored that the Firehose API creates; `max_size` in bytes."""
+
+    max_size: int = DEFAULT_MAX_SIZE
+    flush_on_write: bool = False
 
 
 class Operations:
     """Carries out operations for the front ends. Use from the event loop's thread."""
 
     def __init__(
-        self, manager: StreamManager, allow: Allow | None = None, most_bytes: int = MOST_BYTES
+        self,
+        manager: StreamManager,
+        allow: Allow | None = None,
+        most_bytes: int = MOST_BYTES,
+        new_deliveries: NewDeliveries = NewDeliveries(),  # noqa: B008 - immutable
     ) -> None:
         """`allow` is what a client's definition may reach; `most_bytes` of messages are in one read."""
         self.manager, self.allow, self._most_bytes = manager, allow or Allow(), most_bytes
+        self.new_deliveries = new_deliveries
 
     async def call(
         self,
@@ -303,20 +321,26 @@ class Operations:
 
         A read returns at most `room` bytes of messages, and enters `turn()` to read them once they are there.
         """
-        operation = self._authorized(name, request, caller)
         room = self._most_bytes if room is None else room
-        result = operation.carry_out(Call(self, caller, room, turn), request)
-        if isawaitable(result):
-            result = await result
-        self._log(operation, request, result, caller)
-        return result
+        call = Call(self, caller, room, turn)
+        return cast("Result", await self.carry_out(_operation(name), call, request))
 
     def call_now(self, name: str, request: Request, caller: Identity) -> Result:
         """The same for an operation that does not wait: all except appends, reads and purges."""
-        operation = self._authorized(name, request, caller)
+        operation = _operation(name)
+        _authorize(operation, request, caller)
         result = operation.carry_out(Call(self, caller), request)
         assert not isawaitable(result)
-        self._log(operation, request, result, caller)
+        _log(operation, request, result, caller)
+        return cast("Result", result)
+
+    async def carry_out(self, operation: Operation, call: Call, request: Request) -> Struct:
+        """Carry out an operation of any table; raises StreamBridgeError or OSError."""
+        _authorize(operation, request, call.caller)
+        result = operation.carry_out(call, request)
+        if isawaitable(result):
+            result = await result
+        _log(operation, request, result, call.caller)
         return result
 
     def submit(self, name: str, payload: bytes, caller: Identity) -> tuple[Stream, int]:
@@ -330,27 +354,36 @@ class Operations:
             return b""
         return headers.encode(headers.Headers(client=caller.client_id))
 
-    def _authorized(self, name: str, request: Request, caller: Identity) -> Operation:
-        operation = OPERATIONS.get(name)
-        if operation is None:
-            raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
-        if operation.rights:
-            caller.require(request.stream, *operation.rights)
-        return operation
 
-    def _log(self, operation: Operation, request: Request, result: Result, caller: Identity) -> None:
-        if operation.audit is not None:
-            extra = {"stream": request.stream, "by": caller.label}
-            log.info("stream %s", operation.audit(result), extra=extra)
+def _operation(name: str) -> Operation:
+    operation = OPERATIONS.get(name)
+    if operation is None:
+        raise UnknownOperation(f"there is no operation {name!r}; known: {', '.join(OPERATIONS)}")
+    return operation
+
+
+def _authorize(operation: Operation, request: Request, caller: Identity) -> None:
+    if operation.rights:
+        caller.require(request.stream, *operation.rights)
+
+
+def _log(operation: Operation, request: Request, result: Struct, caller: Identity) -> None:
+    if operation.audit is not None:
+        extra = {"stream": request.stream, "by": caller.label}
+        log.info("stream %s", operation.audit(result), extra=extra)
 
 
 # -- operations ------------------------------------------------------------
 
 
-def _definition(call: Call, request: Define, old: MessageStreamDefinition | None) -> MessageStreamDefinition:
-    """The definition of a request; raises Unauthorized if the caller may not define it."""
+def checked(
+    call: Call,
+    raw: Mapping[str, Any] | MessageStreamDefinition,
+    old: MessageStreamDefinition | None,
+) -> MessageStreamDefinition:
+    """A definition that is valid and that the caller may define; raises InvalidDefinition or Unauthorized."""
     caller, manager = call.caller, call.manager
-    definition = manager.check(request.definition or {})
+    definition = manager.check(raw)
     for topic_filter in definition.topics:
         if not caller.may_read_all(topic_filter):
             raise Unauthorized(
@@ -366,13 +399,13 @@ def _definition(call: Call, request: Define, old: MessageStreamDefinition | None
 
 
 def _create(call: Call, request: Define) -> Done:
-    call.manager.create(_definition(call, request, None))
+    call.manager.create(checked(call, request.definition or {}, None))
     return Done()
 
 
 def _update(call: Call, request: Update) -> Done:
     old = call.manager.definitions.get(request.stream)
-    call.manager.update(_definition(call, request, old), request.if_version)
+    call.manager.update(checked(call, request.definition or {}, old), request.if_version)
     return Done()
 
 

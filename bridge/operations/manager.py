@@ -34,6 +34,7 @@ from bridge.errors import (
     NoStream,
     StorageFailed,
     StreamError,
+    StreamInUse,
     StreamNotFound,
     UpdateFailed,
     UpdateNotAllowed,
@@ -313,6 +314,7 @@ class StreamManager:
                 if not stream.closed:
                     self.consumers.refresh(stream.name)
                     self._report(stream)
+                    self._delete_if_exported(stream)
         self.store.committer.reclaim_exported()
         self._reads.tidy()
 
@@ -347,7 +349,7 @@ class StreamManager:
         """createMessageStream. Raises InvalidRequest, also if the name exists, or StorageFailed."""
         definition = self.check(raw)
         if definition.name in self.store.streams:
-            raise InvalidRequest(f"a stream named {definition.name!r} exists already")
+            raise StreamInUse(f"a stream named {definition.name!r} exists already")
         self._check_opened(definition.name)
         encoded = msgspec.json.encode(definition)
         with _all_or_nothing("created", definition.name, self.store.data_dir):
@@ -423,6 +425,27 @@ class StreamManager:
         self._rebound()
         self._exports.forget(name, pending)
         self.consumers.forget(name)
+
+    def _delete_if_exported(self, stream: Stream) -> None:
+        """Delete a stream that is `deleting` once its exports and consumers have passed all of it."""
+        delivery = self.definitions[stream.name].delivery
+        if delivery is None or not delivery.deleting or not self.is_exported(stream):
+            return
+        try:
+            self.delete(stream.name)
+        except StorageFailed as error:
+            log.error("%s", error, extra={"stream": stream.name})  # tried again at the next refresh
+        else:
+            log.info("stream deleted, all of it was exported", extra={"stream": stream.name})
+
+    def is_exported(self, stream: Stream) -> bool:
+        """Whether a stream is empty, or all its exports and consumers have passed all of it."""
+        if stream.pending_bytes:
+            return False
+        passed = stream.exported_upto
+        return stream.oldest >= stream.next_sequence or (
+            passed is not None and passed >= stream.next_sequence
+        )
 
     def names(self) -> list[str]:
         """listStreams: the names, sorted."""

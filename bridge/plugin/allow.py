@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 # The export kinds of AWS IoT Greengrass Stream Manager's SDK (class ExportDefinition).
 SDK_KINDS = ("http", "iotAnalytics", "kinesis", "IotSitewise", "s3TaskExecutor")
-KINDS = (*SDK_KINDS, "consumer")  # that clients may define by default
+KINDS = (*SDK_KINDS, "consumer", "s3Delivery")  # that clients may define by default
 _PORTS = {"http": 80, "https": 443, "mqtt": 1883, "mqtts": 8883}
 _URL = re.compile(
     r"(?:http|mqtt)s?://[A-Za-z0-9.\-_\[\]:]+(/[!-\[\]-~]*)?"

@@ -27,6 +27,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 
 from bridge import logs, process
@@ -36,13 +37,14 @@ from bridge.config.settings import Config
 from bridge.control.server import ControlFrontEnd
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.export.supervisor import ExportSupervisor
+from bridge.firehose.frontend import FirehoseFrontEnd
 from bridge.greengrass.frontend import GreengrassFrontEnd
 from bridge.http.frontend import HttpFrontEnd
 from bridge.http.observer import Observer
 from bridge.http.requests import Requests
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.server import clients
-from bridge.operations.catalog import Operations
+from bridge.operations.catalog import NewDeliveries, Operations
 from bridge.operations.manager import StreamManager, first_free
 from bridge.plugin import discovery
 from bridge.streams.store import StreamStore
@@ -139,13 +141,15 @@ class Service:
             self._manager = manager = StreamManager(store, registry, exports)
             stack.callback(manager.close)
             self._reconcile(config)
-            operations = Operations(manager, config.export.allow)
+            firehose_streams = NewDeliveries(config.firehose.max_size, config.firehose.flush_on_write)
+            operations = Operations(manager, config.export.allow, new_deliveries=firehose_streams)
             access = Access(config.mqtt)
             stack.callback(access.close)
             self._front_end = front_end = MqttFrontEnd(
                 config.mqtt, operations, access, upstreams=config.upstream, gateway=gateway.id
             )
             self._greengrass = greengrass = GreengrassFrontEnd(config.greengrass, operations, access)
+            self._firehose = firehose = FirehoseFrontEnd(config.firehose, operations, access)
             control = ControlFrontEnd(
                 operations, gateway.data_dir, dict.fromkeys(clients.OPERATIONS, front_end.command)
             )
@@ -154,7 +158,7 @@ class Service:
                 gateway.data_dir,
                 manager,
                 exports,
-                {"mqtt": front_end, "greengrass": greengrass},
+                {"mqtt": front_end, "greengrass": greengrass, "firehose": firehose},
             )
             for number in (signal.SIGTERM, signal.SIGINT):  # before the first listener
                 loop.add_signal_handler(number, self._on_stop_signal)
@@ -167,6 +171,8 @@ class Service:
             stack.push_async_callback(exports.stop, STOP_EXPORTS)
             addresses += await greengrass.start()
             stack.push_async_callback(greengrass.stop)
+            addresses += await firehose.start()
+            stack.push_async_callback(firehose.stop)
             addresses += await control.start()
             stack.push_async_callback(control.stop)
             addresses += await front_end.start()
@@ -230,7 +236,10 @@ class Service:
                 if name not in self._manager.store.streams:
                     self._manager.create(definition)
                     log.info("stream created", extra={"stream": name})
-                elif self._manager.definitions[name] != definition:
+                    continue
+                stored = self._manager.definitions[name]
+                definition = msgspec.structs.replace(definition, delivery=stored.delivery)
+                if stored != definition:
                     self._manager.update(definition)
                     log.info("stream updated", extra={"stream": name})
             except (StreamBridgeError, OSError) as error:
@@ -271,6 +280,12 @@ class Service:
             failed.append("users, rules and certificates of [mqtt]")
             if config.upstream:
                 failed.append("upstream")
+        try:
+            self._firehose.reload()
+        except ConfigError as error:
+            text = "reload of [firehose] failed, the old keys and certificate stay: %s"
+            log.error(text, error, extra=logs.ANSWER)
+            failed.append("keys and certificate of [firehose]")
         logs.set_level(config.log.level)
         failed += [f"streams.{name}" for name in self._reconcile(config)]
         if failed:

@@ -67,7 +67,7 @@ def test_every_key_that_the_code_knows_is_in_the_file() -> None:
         MessageStreamDefinition,
         {"stream_segment_size": sensors.pop("segment_size"), **sensors},
         "streams.",
-        {"name", "topics", "export_definition"},
+        {"name", "topics", "export_definition", "delivery"},
     )
     assert missing == []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.sdks import installed
 from tests.greengrass.harness import Server
 
 HERE = Path(__file__).parent
-INSTALLED = HERE.parents[1] / ".sdks"
 PYTHON_SDKS = ("stream-manager-1.1.2", "greengrasssdk-1.6.1", "greengrasssdk-1.5.0")
 NODE_SDK = "aws-greengrass-core-sdk-1.7.0"
 # The same snippet runs with each of the Python SDKs; they differ in the package's name only.
@@ -41,34 +40,13 @@ from stream_manager.exceptions import *
 """
 
 
-def _install(name: str, requirements: Path, command: Callable[[Path], list[str]]) -> Path:
-    """The directory with an SDK, installed once per content of its requirements."""
-    content = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:12]
-    target = INSTALLED / f"{name}-{content}"
-    if not target.is_dir():
-        unfinished = INSTALLED / f"{name}-{os.getpid()}"
-        unfinished.mkdir(parents=True, exist_ok=True)
-        try:
-            done = subprocess.run(
-                command(unfinished), capture_output=True, text=True, timeout=240, cwd=unfinished
-            )
-            why = done.stderr if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            why = str(error)
-        if why:
-            shutil.rmtree(unfinished)
-            pytest.skip(f"{name} cannot be installed: {why[-500:]}")
-        unfinished.rename(target)
-    return target
-
-
 class Sdk:
     """Runs code with a Python SDK in a process of its own."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         requirements = HERE / "sdks" / f"{name}.txt"
-        self.directory = _install(
+        self.directory = installed(
             name,
             requirements,
             lambda target: [
@@ -128,7 +106,7 @@ def node() -> Callable[..., str]:
         shutil.copy(manifest, target / "package.json")
         return ["npm", "install", "--silent", "--no-audit", "--no-fund"]
 
-    directory = _install(NODE_SDK, manifest, command)
+    directory = installed(NODE_SDK, manifest, command)
     quiet = "{error: () => {}, info: () => {}, debug: () => {}, warn: (...a) => console.log('warned', ...a)}"
 
     def run(code: str, server: Server, **env: str) -> str:

@@ -24,6 +24,7 @@ CHECKS = (
     network.listeners,
     network.unused,
     network.exposure,
+    network.unencrypted,
     network.destinations,
     network.client_ids,
     files.directories,

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from bridge.access.accesskeys import read_access_keys
 from bridge.access.users import read_users
 from bridge.config.checks.context import CheckContext, Finding, existing, read_only, unreadable
 from bridge.config.tomlfile import Keys
@@ -26,6 +27,8 @@ SECRETS: list[Keys] = [
     ("mqtt", "external", "password_file"),
     ("mqtt", "external", "key"),
     ("greengrass", "token_file"),
+    ("firehose", "access_keys_file"),
+    ("firehose", "tls", "key"),
     ("aws", "credentials", "iot", "key"),
 ]
 CERTIFICATES: list[Keys] = [
@@ -33,6 +36,7 @@ CERTIFICATES: list[Keys] = [
     ("mqtt", "tls", "client_ca"),
     ("mqtt", "external", "ca"),
     ("mqtt", "external", "cert"),
+    ("firehose", "tls", "cert"),
     ("aws", "credentials", "iot", "cert"),
     ("aws", "credentials", "iot", "ca"),
 ]
@@ -121,6 +125,12 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
             read_users(users)
         except ConfigError as error:
             yield context.error(("mqtt", "users_file"), str(error))
+    signing = context.config.firehose.access_keys_file
+    if signing is not None and not unreadable(signing):
+        try:
+            read_access_keys("firehose.access_keys_file", signing)
+        except ConfigError as error:
+            yield context.error(("firehose", "access_keys_file"), str(error))
 
 
 def rules(context: CheckContext) -> Iterator[Finding]:
@@ -132,9 +142,11 @@ def rules(context: CheckContext) -> Iterator[Finding]:
         return
     try:
         users = {} if mqtt.users_file is None else read_users(mqtt.users_file)
+        signing = _users_of_keys(context)
     except ConfigError:
         return  # reported by `secrets`
-    known = {"*", "", context.config.greengrass.user, *(one.user for one in context.config.upstream)}
+    known = {"*", "", context.config.greengrass.user, *signing}
+    known |= {one.user for one in context.config.upstream if one.user is not None}
     for number, rule in enumerate(mqtt.acl):
         if rule.user not in known | users.keys():
             near = difflib.get_close_matches(rule.user, users, n=1)
@@ -143,6 +155,14 @@ def rules(context: CheckContext) -> Iterator[Finding]:
             yield context.warning(
                 ("mqtt", "acl", number, "user"), f"nobody can log in as {rule.user!r}: {where}; {hint}"
             )
+
+
+def _users_of_keys(context: CheckContext) -> set[str]:
+    """The users of the Firehose API's keys; raises ConfigError."""
+    path = context.config.firehose.access_keys_file
+    if path is None:
+        return set()
+    return {key.user for key in read_access_keys("firehose.access_keys_file", path).values()}
 
 
 def certificates(context: CheckContext) -> Iterator[Finding]:

@@ -79,6 +79,19 @@ def exposure(context: CheckContext) -> Iterator[Finding]:
             )
 
 
+def unencrypted(context: CheckContext) -> Iterator[Finding]:
+    """Report a Firehose listener without TLS that other machines can reach."""
+    firehose = context.config.firehose
+    if not firehose.listen or not context.knows("firehose", "listen") or firehose.tls is not None:
+        return
+    if not is_loopback(host_and_port(firehose.listen)[0]):
+        yield context.warning(
+            ("firehose", "listen"),
+            f"records on their way to {firehose.listen} can be read by others, and sent again for 5 minutes; "
+            "add [firehose.tls]",
+        )
+
+
 def destinations(context: CheckContext) -> Iterator[Finding]:
     """Report destinations whose port speaks TLS although the URL does not say so, or the other way round."""
     seen: dict[tuple[str, int, bool], str] = {}
@@ -182,7 +195,7 @@ def _wanted(context: CheckContext) -> Iterator[Wanted]:
             except ValueError:
                 continue
             yield ("mqtt", "listen"), address.host, address.port
-    for section in ("greengrass", "http"):
+    for section in ("greengrass", "firehose", "http"):
         listen = getattr(config, section).listen
         if listen and context.knows(section, "listen"):
             yield (section, "listen"), *host_and_port(listen)

@@ -1,0 +1,182 @@
+"""`FirehoseFrontEnd`: the Firehose API on HTTP.
+
+A request is a POST to `/`. Its signature, then its operation and its body are checked; the body is read only
+after the head was. The caller is the user of its key, with the rights of that user. The answer comes once the
+operation is carried out, for records: once they are stored.
+
+While too much is pending for the disk, requests wait. Connections stay open; one has one request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bridge.access.accesskeys import AccessKey, read_access_keys
+from bridge.errors import StreamBridgeError
+from bridge.firehose import replies, signature
+from bridge.firehose.replies import ApiError
+from bridge.firehose.signature import SignatureError
+from bridge.net.addresses import host_and_port, is_loopback
+from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer
+from bridge.net.limits import ConnectionLimits
+from bridge.net.tls import server_context
+from bridge.operations.catalog import Call
+from bridge.operations.deliveries import DELIVERIES, MAX_BYTES
+
+if TYPE_CHECKING:
+    import ssl
+
+    from bridge.access.logins import Access
+    from bridge.access.rules import Identity
+    from bridge.firehose.settings import FirehoseConfig
+    from bridge.operations.catalog import Operations, Request
+
+log = logging.getLogger(__name__)
+
+# A body has 4 MiB in base64 and the JSON around 500 records, with room for spaces and escapes such as `\/`.
+LIMITS = HttpLimits(
+    methods=("POST",),
+    head=16 * 1024,
+    body=MAX_BYTES * 3 // 2 + 64 * 1024,
+    any_host=True,
+    body_timeout=60.0,
+    idle_timeout=60.0,
+)
+STOP = 5.0  # seconds that requests have at a stop
+REMEMBERED = 1000  # identities
+
+
+class FirehoseFrontEnd:
+    """The listener, its keys, and its callers."""
+
+    def __init__(
+        self,
+        config: FirehoseConfig,
+        operations: Operations,
+        access: Access,
+        limits: HttpLimits = LIMITS,
+    ) -> None:
+        """Raises ConfigError if the keys or the certificate are wrong."""
+        self._config, self._operations, self._access = config, operations, access
+        self._keys = self._read_keys()
+        self._identities: dict[tuple[str, str], Identity] = {}
+        self.counts: Counter[str] = Counter()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._server: HttpServer | None = None
+        if config.listen:
+            self._server = HttpServer(
+                "firehose.listen",
+                config.listen,
+                {"/": self._post},
+                ConnectionLimits(config.connections, config.connections_per_address),
+                limits,
+                self._context(),
+                replies.rejection,
+            )
+
+    async def start(self) -> list[str]:
+        """Listen; returns the url, port 0 resolved. Raises ConfigError."""
+        if self._server is None:
+            return []
+        self._operations.manager.on_pressure.append(self._pressure)
+        url = await self._server.start()
+        if self._config.tls is None and not is_loopback(host_and_port(self._config.listen)[0]):
+            log.warning("records on their way to %s can be read by others; set [firehose.tls]", url)
+        return [url]
+
+    async def stop(self) -> None:
+        """Stop accepting requests, answer those that were received, and close the connections."""
+        if self._server is not None:
+            await self._server.stop(STOP)
+            with contextlib.suppress(ValueError):
+                self._operations.manager.on_pressure.remove(self._pressure)
+
+    def reload(self) -> None:
+        """Read keys and certificate again; raises ConfigError, and then nothing has changed."""
+        keys, context = self._read_keys(), self._context()
+        self._keys = keys
+        self._identities.clear()
+        if self._server is not None:
+            self._server.tls = context
+
+    def stats(self) -> dict[str, int]:
+        """The number of connections, and counters since the start."""
+        return {"connections": len(self._server.connections) if self._server else 0, **self.counts}
+
+    def _read_keys(self) -> dict[str, AccessKey]:
+        path = self._config.access_keys_file
+        if not self._config.listen or path is None:
+            return {}
+        return read_access_keys("firehose.access_keys_file", path)
+
+    def _context(self) -> ssl.SSLContext | None:
+        tls = self._config.tls
+        return (
+            None
+            if tls is None or not self._config.listen
+            else server_context("firehose.tls", tls.cert, tls.key)
+        )
+
+    def _pressure(self, high: bool) -> None:
+        if high:
+            self._room.clear()
+        else:
+            self._room.set()
+
+    # -- requests ------------------------------------------------------------
+
+    async def _post(self, request: HttpRequest) -> HttpResponse:
+        self.counts["requests"] += 1
+        try:
+            return await self._answer(request)
+        except SignatureError as error:
+            self.counts["refused"] += 1
+            log.warning("request refused: %s", error, extra={"client": request.address, "code": error.code})
+            return replies.refusal(ApiError(error.code, str(error)))
+        except StreamBridgeError as error:
+            self.counts["failed"] += 1
+            return replies.refusal(replies.failed(error))
+        except ApiError as error:
+            self.counts["failed"] += 1
+            return replies.refusal(error)
+
+    async def _answer(self, request: HttpRequest) -> HttpResponse:
+        if request.query:
+            raise HttpError(HTTPStatus.NOT_FOUND)
+        claim = signature.claim(request.headers, self._keys, time.time())
+        name = replies.operation_of(request.headers.get("x-amz-target", ""))
+        operation = DELIVERIES.get(name)
+        if operation is None:
+            raise ApiError("UnknownOperationException", "x-amz-target names no operation of Firehose")
+        body = await request.body()
+        claim.check(body)
+        caller = self._identify(claim.key, request.address)
+        try:
+            asked: Request = msgspec.json.decode(body, type=operation.request)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise replies.wrong_request(error) from None
+        del body
+        if self._operations.manager.under_pressure:
+            self._room.clear()
+            await self._room.wait()
+        result = await self._operations.carry_out(operation, Call(self._operations, caller), asked)
+        return replies.success(result)
+
+    def _identify(self, key: AccessKey, address: str) -> Identity:
+        found = self._identities.get((key.id, address))
+        if found is None:
+            if len(self._identities) >= REMEMBERED:
+                self._identities.clear()
+            label = f"{address} (key {key.id}, user {key.user!r})"
+            found = self._access.identify("", key.user, local=is_loopback(address), label=label)
+            self._identities[key.id, address] = found
+        return found

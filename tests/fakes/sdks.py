@@ -1,0 +1,39 @@
+"""Clients that nobody here has written, each installed from its registry into a directory of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+INSTALLED = Path(__file__).parents[2] / ".sdks"
+
+
+def installed(name: str, requirements: Path, command: Callable[[Path], list[str]]) -> Path:
+    """The directory with a client, installed by a command once per content of its requirements.
+
+    Skips the test if that is impossible, for example without a network.
+    """
+    content = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()[:12]
+    target = INSTALLED / f"{name}-{content}"
+    if not target.is_dir():
+        unfinished = INSTALLED / f"{name}-{os.getpid()}"
+        unfinished.mkdir(parents=True, exist_ok=True)
+        try:
+            done = subprocess.run(
+                command(unfinished), capture_output=True, text=True, timeout=240, cwd=unfinished
+            )
+            why = done.stderr if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+        if why:
+            shutil.rmtree(unfinished)
+            pytest.skip(f"{name} cannot be installed: {why[-500:]}")
+        unfinished.rename(target)
+    return target
