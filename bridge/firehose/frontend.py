@@ -81,6 +81,7 @@ class FirehoseFrontEnd:
                 limits,
                 self._context(),
                 replies.rejection,
+                fields={},
             )
 
     async def start(self) -> list[str]:

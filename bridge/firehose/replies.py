@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from http import HTTPStatus
+from itertools import count
 from uuid import uuid4
 
 import msgspec
@@ -104,4 +105,8 @@ _REJECTED = {
 
 
 def _response(status: HTTPStatus, body: bytes, fields: dict[str, str] | None = None) -> HttpResponse:
-    return HttpResponse(status, CONTENT_TYPE, body, {"x-amzn-RequestId": str(uuid4()), **(fields or {})})
+    identifier = f"{_PROCESS}{next(_numbers):012x}"
+    return HttpResponse(status, CONTENT_TYPE, body, {"x-amzn-RequestId": identifier, **(fields or {})})
+
+
+_PROCESS, _numbers = str(uuid4())[:24], count()  # request ids that are never the same

@@ -15,10 +15,12 @@ listener allows `any_host`, a Host that is neither an IP address, nor localhost,
 web page can point its own name at our address (DNS rebinding), but its requests then carry that name; they
 cannot carry an address or our name.
 
-The headers of every response forbid browsers to embed it, to guess its type, to cache it, and to load
-anything from elsewhere. `ConnectionLimits` bound the open connections, also those in a TLS handshake; idle
-ones are closed. While a request is being answered nothing more is read: a client has one request in memory
-and little of the next. Unfinished bodies of all clients together are bounded by `HttpLimits.bodies`.
+Unless a listener says otherwise, the headers of every response forbid browsers to embed it, to guess its
+type, to cache it, and to load anything from elsewhere.
+
+`ConnectionLimits` bound the open connections, also those in a TLS handshake; idle ones are closed. While a
+request is being answered nothing more is read: a client has one request in memory and little of the next.
+Unfinished bodies of all clients together are bounded by `HttpLimits.bodies`.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
 log = logging.getLogger("bridge.http")
 
 _NOTHING = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_HEADERS = {
+BROWSER = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": _NOTHING,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -133,10 +135,11 @@ class HttpServer:
         limits: HttpLimits | None = None,
         tls: ssl.SSLContext | None = None,
         rejection: Callable[[HTTPStatus], HttpResponse] = plain,
+        fields: Mapping[str, str] = MappingProxyType(BROWSER),
     ) -> None:
         """`option` is the configuration's name for `listen`. Raises ValueError if that is no address.
 
-        `rejection` makes the responses to requests that are rejected here.
+        `rejection` makes the responses to requests that are rejected here; `fields` are in every response.
         """
         self._option = option
         self._host, self._port = host_and_port(listen)
@@ -144,7 +147,7 @@ class HttpServer:
         self._names = _names(self._host)
         self._listening: Listening | None = None
         self.limits, self.counted = limits or HttpLimits(), connections
-        self.tls, self.rejection = tls, rejection
+        self.tls, self.rejection, self.fields = tls, rejection, dict(fields)
         self.connections: set[HttpConnection] = set()
         self.guests: Guests[HttpConnection] = Guests(self.limits.bodies, HttpConnection.dismiss)
         self.stopping = False
@@ -385,6 +388,20 @@ class HttpConnection(Flow):
         if self._http.they_are_waiting_for_100_continue and not self.transport.is_closing():
             go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self.transport.write(self._http.send(go_on))
+        if len(self._unread) < self._length:
+            await self._receive_body()
+        body = bytes(self._unread[: self._length])
+        del self._unread[: self._length]
+        self._length = 0
+        self._http.receive_data(body)
+        while not isinstance(self._http.next_event(), h11.EndOfMessage):
+            pass
+        return body
+
+    async def _receive_body(self) -> None:
+        """Wait until the body is complete; raises HttpError."""
+        if self._half_closed:
+            raise HttpError(HTTPStatus.BAD_REQUEST)
         self._awaited = self._loop.create_future()
         self.release("answer")
         try:
@@ -396,17 +413,10 @@ class HttpConnection(Flow):
             self.hold("answer")
             self._awaited = None
             self._server.guests.leave(self, self.address)
-        body = bytes(self._unread[: self._length])
-        del self._unread[: self._length]
-        self._length = 0
-        self._http.receive_data(body)
-        while not isinstance(self._http.next_event(), h11.EndOfMessage):
-            pass
-        return body
 
     def _encode(self, response: HttpResponse, ends: bool) -> list[bytes]:
         """The bytes of a response; `ends`: the connection is closed after it."""
-        fields = _HEADERS | {
+        fields = self._server.fields | {
             "Date": formatdate(usegmt=True),
             "Content-Type": response.content_type,
             "Content-Length": str(len(response.body)),

@@ -482,7 +482,7 @@ async def _put(call: Call, request: Put) -> PutDone:
 
 
 async def _put_batch(call: Call, request: PutBatch) -> PutBatchDone:
-    if sum(len(record.data) for record in request.records) > MAX_BYTES:
+    if sum([len(record.data) for record in request.records]) > MAX_BYTES:
         raise InvalidRequest(f"Records size exceeds 4 MB limit: {MAX_BYTES} bytes are possible")
     stream, results = await _append(call, request.stream, request.records)
     epoch = f"{stream.epoch}-"
@@ -492,7 +492,8 @@ async def _put_batch(call: Call, request: PutBatch) -> PutBatchDone:
         else PutEntry(error_code="ServiceUnavailableException", error_message=str(result))
         for result in results
     ]
-    return PutBatchDone(sum(1 for entry in entries if entry.error_code), entries)
+    failed = [entry for entry in entries if entry.error_code]
+    return PutBatchDone(len(failed), entries)
 
 
 async def _append(
@@ -505,9 +506,10 @@ async def _append(
     stream = call.manager.stream(name)
     topic = f"{STREAM_TOPICS}{name}".encode()
     results: list[int | StreamError] = []
+    append = stream.append
     for record in records:
         try:
-            results.append(stream.append(topic, record.data))
+            results.append(append(topic, record.data))
         except StreamError as error:
             results.append(error)
     if any(type(result) is int for result in results):
