@@ -431,8 +431,8 @@ def metric_list() -> str:
             "[Monitor](../howto/monitoring.md) has a scrape configuration, alerts and a dashboard.",
             "Counters start at zero when the service starts, unless their text says otherwise. A `reason` "
             "appears with the first message that it counts. `front_end` is the interface that clients use, "
-            "`mqtt` or `greengrass`. The usual `process_*` metrics are available too: CPU, memory, start "
-            "time, descriptors.",
+            "`mqtt`, `greengrass` or `firehose`. The usual `process_*` metrics are available too: CPU, "
+            "memory, start time, descriptors.",
             "| metric | type | labels | meaning |\n|---|---|---|---|\n" + "\n".join(rows),
         ]
     )

@@ -140,14 +140,14 @@ class FirehoseFrontEnd:
         try:
             return await self._answer(request)
         except SignatureError as error:
-            self.counts["refused"] += 1
+            self.counts["refused_signature"] += 1
             log.warning("request refused: %s", error, extra={"client": request.address, "code": error.code})
             return replies.refusal(ApiError(error.code, str(error)))
         except StreamBridgeError as error:
-            self.counts["failed"] += 1
+            self.counts["failed_requests"] += 1
             return replies.refusal(replies.failed(error))
         except ApiError as error:
-            self.counts["failed"] += 1
+            self.counts["failed_requests"] += 1
             return replies.refusal(error)
 
     async def _answer(self, request: HttpRequest) -> HttpResponse:

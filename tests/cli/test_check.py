@@ -639,6 +639,23 @@ def test_open_streams_on_the_network_are_a_warning_with_both_remedies(path: Path
     assert check(path, text.replace('0.0.0.0:0"', '0.0.0.0:0"\ntoken_file = "token"')) == []
 
 
+def test_the_firehose_listener_is_checked_with_its_keys(path: Path) -> None:
+    firehose = '[firehose]\nlisten = "0.0.0.0:0"\n'
+    (line,) = check(path, QUIET + firehose)
+    assert "`access_keys_file` is missing" in line
+    keys = path.parent / "keys"
+    keys.write_text("AKIDPLANT 0123456789abcdef line-7\n")
+    keys.chmod(0o600)
+    rule = '[[mqtt.acl]]\nuser = "line-7"\npublish = ["streams/plant"]\n'
+    text = QUIET + firehose + 'access_keys_file = "keys"\n' + rule
+    (line,) = check(path, text)
+    assert line.startswith(
+        "warning: x.toml:13: firehose.listen: records on their way to 0.0.0.0:0 can be read"
+    )
+    keys.write_text("AKIDPLANT short\n")
+    assert any("keys, line 1: a secret has 16 to 256 characters" in line for line in check(path, text))
+
+
 @contextmanager
 def server(directory: Path, answer: bytes, *, secure: bool) -> Iterator[int]:
     """A server that answers the first bytes of each connection and closes it; gives its port."""

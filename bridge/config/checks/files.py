@@ -183,13 +183,14 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
             yield context.error(keys, f"{path} is only valid from {span}; renew it, or set the clock")
         elif ends - now < EXPIRES_SOON:
             yield context.warning(keys, f"{path} expires on {ends:%Y-%m-%d}; renew it and reload")
-    tls = context.config.mqtt.tls
-    if tls is not None and not unreadable(tls.cert) and not unreadable(tls.key):
+    for section, tls in (("mqtt", context.config.mqtt.tls), ("firehose", context.config.firehose.tls)):
+        if tls is None or unreadable(tls.cert) or unreadable(tls.key):
+            continue
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key)
         except ssl.SSLError as error:
             reason = (error.reason or "not a key").lower().replace("_", " ")
-            yield context.error(("mqtt", "tls", "key"), f"{tls.key} does not match {tls.cert}: {reason}")
+            yield context.error((section, "tls", "key"), f"{tls.key} does not match {tls.cert}: {reason}")
 
 
 def _named(context: CheckContext, places: list[Keys]) -> Iterator[tuple[Keys, Path]]:
