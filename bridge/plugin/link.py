@@ -5,9 +5,10 @@ that TCP sends again. That is HTTP and MQTT with headers, TLS with its handshake
 retransmissions. It does not count answers, which come the other way, nor the headers of TCP and IP (52
 bytes a packet: 3.6 % of full ones).
 
-The ceiling holds within a request, in pieces of a twentieth of a second. Connections take turns. A link
-that was idle saves up a quarter of a second, so that a batch does not lose the time in which it waits for
-an answer. A connection that waits for its turn is not a dead one: no time-out runs meanwhile.
+The ceiling holds within a request, in pieces of a twentieth of a second. Connections take turns. While a
+batch is made and an answer is awaited, nothing is sent: a link makes up for half a second of that at most,
+at 1.05 times the ceiling, and for a tenth of a second at once, since threads wake up late. A connection
+that waits for its turn is not a dead one: no time-out runs meanwhile.
 
 A piece is charged before it is sent. Afterwards the kernel says what the connection has really sent
 (TCP_INFO, in Linux 4.19 and later), and the difference is charged too. Older kernels count without TLS and
@@ -35,7 +36,9 @@ PATIENCE = 15.0  # seconds without a sign of life of the other end's TCP
 IDLE = 60.0  # seconds; NATs of cellular networks forget connections after one to five minutes
 PIECE = 0.05  # seconds of the ceiling that are sent at once
 LEAST, MOST = 512, 16 * 1024  # bytes of a piece
-SAVED = 0.25  # seconds of the ceiling that an idle link saves up
+SAVED, PEAK = 0.5, 1.05  # seconds of the ceiling that an idle link makes up for, and how fast
+LATE = 0.1  # seconds of these at once
+RECENT = 0.25  # seconds
 # struct tcp_info of linux/tcp.h: where tcpi_notsent_bytes and tcpi_bytes_sent are
 _NOT_SENT, _SENT, _INFO = struct.Struct("I"), struct.Struct("Q"), 256
 _NOT_SENT_AT, _SENT_AT = 144, 200
@@ -57,7 +60,8 @@ class Link:
         self.patience, self.idle = patience, idle
         self.lost_at = -math.inf  # connections without a sign of life since then are not used again
         self._lock = threading.Lock()
-        self._free_at = 0.0
+        self._free_at = self._peak_at = 0.0  # when what is charged is sent: at the ceiling, at the peak
+        self._waited_at = -math.inf  # when a connection last had to
         self.piece = max(LEAST, min(int(ceiling / 8 * PIECE), MOST)) if ceiling else MOST
 
     @property
@@ -71,24 +75,29 @@ class Link:
 
     @property
     def busy(self) -> bool:
-        """Whether the ceiling was reached a moment ago."""
-        return self._ceiling is not None and self._free_at > time.monotonic() - SAVED
+        """Whether a connection had to wait for its turn a moment ago."""
+        return self._waited_at > time.monotonic() - RECENT
 
     def reserve(self, size: int) -> float:
         """Charge `size` bytes, and return when they may be sent. The caller waits until then."""
-        return self.charge(size) - size * 8 / self._ceiling if self._ceiling else 0.0
+        if self._ceiling is None:
+            return 0.0
+        seconds = size * 8 / self._ceiling
+        with self._lock:
+            now = time.monotonic()
+            at, peak_at = max(self._free_at, now - SAVED), max(self._peak_at, now - LATE)
+            self._free_at, self._peak_at = at + seconds, peak_at + seconds / PEAK
+            if max(at, peak_at) > now:
+                self._waited_at = now
+        return max(at, peak_at)
 
     def charge(self, size: int) -> float:
         """Charge `size` bytes that were sent already, and return when the link is free again.
 
         Less than 0 gives some back.
         """
-        if self._ceiling is None:
-            return 0.0
-        with self._lock:
-            at = max(self._free_at, time.monotonic() - SAVED)
-            self._free_at = at + size * 8 / self._ceiling
-            return self._free_at
+        self.reserve(size)
+        return self._free_at
 
     def take(self, size: int) -> None:
         """Wait until `size` bytes may be sent, and charge them."""
