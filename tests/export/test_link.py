@@ -171,6 +171,7 @@ def test_no_time_out_runs_while_a_request_waits_for_its_turn(destinations: Desti
     assert took > 0.9 * 150_000 * 8 / CEILING  # in one burst it would take no time
 
 
+@pytest.mark.slow
 def test_an_urgent_export_goes_beside_a_large_batch_and_a_less_urgent_one_behind_it(
     tmp_path: Path, web: Web
 ) -> None:
