@@ -87,11 +87,13 @@ def installed(tmp_path: Path) -> Iterator[Path]:
     config = tmp_path / "streambridge.toml"
     config.write_text(CONFIG.format(**SECRETS))
     service = Service(config)
-    service.wait_for("ready")
-    done = streambridge("streams", "append", "sensors", SECRETS["payload"], "-c", config)
-    assert done.returncode == 0, done.stderr
-    yield config
-    assert service.stop() == 0
+    try:
+        service.wait_for("ready")
+        done = streambridge("streams", "append", "sensors", SECRETS["payload"], "-c", config)
+        assert done.returncode == 0, done.stderr
+        yield config
+    finally:
+        assert service.stop() == 0
 
 
 def bundle(config: Path, target: Path, **env: str) -> dict[str, str]:
