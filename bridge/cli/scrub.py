@@ -74,7 +74,7 @@ class Scrubber:
                 self._secrets.add(line.strip())
 
     def learn_file(self, path: Path) -> None:
-        """Remove the lines of a file wherever they stand, and what follows a name with `:` or `=`."""
+        """Remove the lines and the words of a file wherever they stand, and what follows `:` or `=`."""
         try:
             with path.open("rb") as file:
                 text = file.read(MOST).decode(errors="replace")
@@ -82,6 +82,9 @@ class Scrubber:
             return
         self.learn(text)
         for line in text.splitlines():
+            if line.startswith("#"):
+                continue
+            self.learn("\n".join(line.split()))
             self.learn(line.rpartition(":")[2])
             self.learn(line.partition("=")[2].strip("\"'"))
 

@@ -24,6 +24,7 @@ from bridge.plugin.api import Exporter
 from bridge.settingtypes import Bytes
 from bridge.units import DURATIONS, SIZES, parse_duration, parse_size
 
+NOT_SETTINGS = ("name", "export_definition", "delivery")  # the last is the Firehose API's alone
 Exporters = Mapping[str, type[Exporter]]
 
 
@@ -41,7 +42,10 @@ def stream_table(definition: MessageStreamDefinition, exporters: Exporters) -> s
 
 
 def stream_settings(definition: MessageStreamDefinition) -> Iterator[tuple[str, str]]:
-    """The settings of a stream that differ from their defaults, without its exports: keys and TOML values."""
+    """The settings of a stream that differ from their defaults, without its exports: keys and TOML values.
+
+    What only the Firehose API may change is no setting.
+    """
     default = MessageStreamDefinition(
         name=definition.name,
         strategy_on_full=type(definition.strategy_on_full)(0),
@@ -52,7 +56,7 @@ def stream_settings(definition: MessageStreamDefinition) -> Iterator[tuple[str, 
     for key, field in keys_of(MessageStreamDefinition, RENAMED).items():
         value = getattr(definition, field.name)
         known = usual if field.name == "max_size" else getattr(default, field.name)
-        if field.name not in ("name", "export_definition") and value != known:
+        if field.name not in NOT_SETTINGS and value != known:
             yield key, _value(field.type, value)
 
 

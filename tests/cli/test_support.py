@@ -36,6 +36,7 @@ SECRETS = {
     "private key": "cHJpdmF0ZSBrZXkgbGluZSBvbmU23",
     "client": "request-client-secret-24",
     "environment file": "environment-of-the-unit-25",
+    "firehose": "secret-of-a-firehose-key-26",
 }
 CONFIG = """
 # the old password was {comment}
@@ -53,6 +54,8 @@ listen = ""
 token_file = "greengrass-token"
 [http]
 listen = ""
+[firehose]
+access_keys_file = "firehose-keys"
 [streams.sensors]
 topics = ["sensors/#"]
 description = "{description}"
@@ -80,6 +83,7 @@ def installed(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "bearer").write_text(SECRETS["bearer"] + "\n")
     (tmp_path / "greengrass-token").write_text(SECRETS["greengrass"] + "\n")
     (tmp_path / "environment").write_text(f"STREAMBRIDGE_PASS='{SECRETS['environment file']}'\n")
+    (tmp_path / "firehose-keys").write_text(f"AKID {SECRETS['firehose']} ann\n")
     users = tmp_path / "users"
     users.write_text(f"ann:{hash_password(b'x')}\n")
     for secret in tmp_path.iterdir():
@@ -123,7 +127,7 @@ def test_no_secret_is_in_the_archive_and_what_helps_is(installed: Path, tmp_path
         f"GET https://h.example/a?client_secret={SECRETS['client']} failed",
         f"the header was {SECRETS['header']}, the user {SECRETS['broker user']}",
         f"env {SECRETS['environment']} bearer {SECRETS['bearer']} token {SECRETS['greengrass']}",
-        f"it was {SECRETS['environment file']}",
+        f"it was {SECRETS['environment file']} or {SECRETS['firehose']}",
         key,
         "export web of sensors: no route to host",
     )
