@@ -75,6 +75,7 @@ FOR_PLUGINS = (
     "bridge.plugin.uploads",
     "bridge.model",
     "bridge.objectkeys",
+    "bridge.filtered",
     "bridge.topics",
     "bridge.plugin.testing",
 )

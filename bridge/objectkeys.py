@@ -1,7 +1,7 @@
 """The names of exported objects: the contract between gateways and the ingest job.
 
-One data object holds exactly the contiguous messages first..last of one stream, and is never rewritten with
-other content:
+One data object holds exactly the messages first..last of one stream, but for those that it declares as left
+out (`bridge.filtered`), and is never rewritten with other content:
 
     <prefix>/gateway=<id>/stream=<escaped name>/epoch=<ms>/date=YYYY-MM-DD/hour=HH/<first>-<last>.<ext>
 
@@ -9,8 +9,8 @@ other content:
   its name is another one, and its numbers start at 0 again. If the clock was not synchronised then, it is a
   random time in the 35 years that follow. So use it to tell streams apart, not as a time.
 * `first` and `last` are sequence numbers, zero-padded to 20 digits, so that keys sort by number.
-* `date` and `hour` are those of the first message's ingest time in UTC: a retry of the same batch has the
-  same key.
+* `date` and `hour` are those of the ingest time in UTC of its first message, `first` or the next one that was
+  not left out: a retry of the same batch has the same key.
 * `ext` is `ndjson.gz` or `parquet`.
 
 The object's user metadata has `rows-sha256`, the SHA-256 of its rows as uncompressed `ndjson`, in hex.
@@ -73,7 +73,7 @@ def data_key(
 ) -> str:
     """The key, relative to the prefix, of the object that holds first..last.
 
-    `ingest_ms` is the ingest time of message `first`, Unix time in ms.
+    `ingest_ms` is the ingest time of its first message, Unix time in ms.
     """
     return f"{hour_prefix(gateway, stream, epoch, ingest_ms)}{first:020d}-{last:020d}.{extension}"
 

@@ -27,7 +27,7 @@ import typer  # noqa: E402
 
 import bridge  # noqa: E402
 import bridge.streams  # noqa: E402
-from bridge import objectkeys  # noqa: E402
+from bridge import filtered, objectkeys  # noqa: E402
 from bridge.cli import app  # noqa: E402
 from bridge.config import settings  # noqa: E402
 from bridge.consumers import journal as consumer_journal  # noqa: E402
@@ -351,6 +351,7 @@ def file_format() -> str:
         ("Sessions and retained messages", journal),
         ("Their file", journalfile),
         ("Exported objects", objectkeys),
+        ("What filters leave out of an object", filtered),
     ):
         parts += [f"## {title}", f"`{module.__name__}`", _doc(module)]
     reasons = [f"| {reason.value} | {reason.name.lower()} |" for reason in drops.DropReason]

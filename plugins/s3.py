@@ -1,12 +1,14 @@
 """Exporter `s3`: batches of messages as objects, for the ingest job and any other reader of S3.
 
-An object holds exactly the messages first..last; `bridge.objectkeys` makes its name. The same batch has
-the same name. An object is written only if there is none of its name (`If-None-Match: *`). `rows-sha256` in
-its metadata is the digest of its rows: SHA-256 of them as uncompressed `ndjson`. If there is an object with
-the same digest, an earlier attempt has arrived. If there is any other, another gateway has the same id or
-runs on a copy of the data directory: the export stops, and overwrites nothing. `replaceEtag` names an object
-that may be replaced nevertheless. With `conditionalPut` false, for stores without conditional requests,
-objects are overwritten. Formats:
+An object covers the numbers first..last; `bridge.objectkeys` makes its name. It has all of their messages
+but those that `topics` or `reduce` leaves out, and declares these (`bridge.filtered`). Where numbers were
+dropped from the stream, the next message begins a new object. The same batch has the same name. An object
+is written only if there is none of its name (`If-None-Match: *`). `rows-sha256` in its metadata is the
+digest of its rows: SHA-256 of them as uncompressed `ndjson`. If there is an object with the same digest, an
+earlier attempt has arrived. If there is any other, another gateway has the same id or runs on a copy of the
+data directory: the export stops, and overwrites nothing. `replaceEtag` names an object that may be replaced
+nevertheless. With `conditionalPut` false, for stores without conditional requests, objects are overwritten.
+Formats:
 
 * `ndjson`: gzip of one JSON object per line with the keys gateway, stream, epoch (string),
   sequence_number, ingest_time (RFC 3339, UTC, milliseconds, `Z`), topic, payload (base64).
@@ -23,6 +25,7 @@ next report omits it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 import threading
@@ -54,6 +57,7 @@ from bridge import (
     hookimpl,
 )
 from bridge.deflate import gzip
+from bridge.filtered import PARQUET_KEY, declaration, with_extra
 from bridge.model import MAX_INT64, MAX_MILLIS, MIB
 from bridge.objectkeys import data_key, report_key
 from bridge.plugin.aws import failure
@@ -91,7 +95,7 @@ class S3Exporter(Exporter):
 
     kind: ClassVar[str] = "s3"
     Config: ClassVar[type[ExportConfig]] = S3Config
-    limits: ClassVar[BatchLimits] = BatchLimits(contiguous=True)
+    limits: ClassVar[BatchLimits] = BatchLimits(contiguous=True, declares_filtered=True)
 
     config: S3Config
 
@@ -261,10 +265,17 @@ def _digest(batch: Batch) -> str:
     return digest.hexdigest()
 
 
+def _declaration(batch: Batch) -> bytes:
+    return declaration(batch.first, batch.last, [record.sequence_number for record in batch.records])
+
+
 def _ndjson() -> tuple[Encode, str, str]:
     def encode(batch: Batch) -> tuple[bytes, str]:
         content = lines(batch, batch.records)
-        return gzip(content), hashlib.sha256(content).hexdigest()
+        packed, declared = gzip(content), _declaration(batch)
+        if declared:
+            packed = with_extra(packed, declared)
+        return packed, hashlib.sha256(content).hexdigest()
 
     return encode, "ndjson.gz", "application/x-ndjson"
 
@@ -298,7 +309,10 @@ def _parquet() -> tuple[Encode, str, str]:
         ]
         sink = pa.BufferOutputStream()
         # readers see a flipped bit by the checksums: without them most give wrong values
-        pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd", write_page_checksum=True)
+        with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
+            writer.write_table(pa.table(columns, schema=schema))
+            if declared := _declaration(batch):
+                writer.add_key_value_metadata({PARQUET_KEY: base64.b64encode(declared)})
         content: bytes = sink.getvalue().to_pybytes()
         return content, _digest(batch)
 

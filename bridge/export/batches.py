@@ -134,13 +134,15 @@ class Batches:
         self._skip(plan.skipped, exporter)
         cursor.skipped += plan.position - cursor.position
         cursor.position, records, self._position.dirty = plan.position, plan.records, True
-        self._planner.state.rules = encoded(config.reduce)
+        self._planner.state.rules = self._filters(config)
         self._remember()
         if not records:
+            # These numbers are settled: after a power cut no other message may have one of them.
+            cursor.reached = max(cursor.reached, cursor.position - 1)
             return NoBatch.DROPPED
-        cursor.plan(records[0].sequence_number, records[-1].sequence_number)
+        cursor.plan(plan.position, plan.last)
         self._may_have_arrived = False
-        whole = len(records) == records[-1].sequence_number - cursor.position + 1
+        whole = self._cls.limits.contiguous or len(records) == plan.last - plan.position + 1
         self._pending = None if whole else {record.sequence_number for record in records}
         self._handled = 0
         return records
@@ -222,12 +224,19 @@ class Batches:
         state.advance(cursor.position)
         cursor.transform = state.stored()
 
+    def _filters(self, config: ExportConfig) -> bytes:
+        """What decides which messages are in a batch: the rules, and the topics if it is one object."""
+        return encoded(config.reduce, config.topics if self._cls.limits.declares_filtered else ())
+
     def _as_planned(self, config: ExportConfig) -> ExportConfig:
-        """The configuration with the rules of the planned batch: a retry makes the same records."""
-        rules = self._planner.state.rules
-        if rules == encoded(config.reduce):
+        """The configuration with the filters of the planned batch: a retry makes the same records."""
+        stored = self._planner.state.rules
+        if stored == self._filters(config):
             return config
-        return msgspec.structs.replace(config, reduce=decoded(rules))
+        rules, topics = decoded(stored)
+        if self._cls.limits.declares_filtered:
+            return msgspec.structs.replace(config, reduce=rules, topics=topics)
+        return msgspec.structs.replace(config, reduce=rules)
 
     def _dead_letter(self, record: Record, reason: str, stream: str | None) -> None:
         text = f"message {record.sequence_number} was rejected: {reason}"

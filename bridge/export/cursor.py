@@ -61,9 +61,9 @@ _SEAL = struct.Struct(">II")  # of an area
 class Cursor(Struct, kw_only=True):
     """One export's position and counters. `position` is the next number to export.
 
-    `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the
-    configured start sequence number from which the export began. `reached` is the highest number that
-    may have been sent, -1 if none; it never decreases, and a start beyond the newest message does not
+    `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the configured
+    start sequence number from which the export began. `reached` is the highest number that may have been
+    sent or was passed, -1 if none; it never decreases, and a start beyond the newest message does not
     count. `transform` is the state of the transforms at `position`. `skipped` counts the numbers that the
     position has passed without exporting or rejecting a message. `stopped` is the `fingerprint` of the
     configuration with which the exporter raised `Stopped`; empty while the export may run. `limit` is that

@@ -7,6 +7,11 @@ not kept: memory stays bounded by one batch per thread, however many exports wai
 With `topics`, only messages that match one of the filters are counted and planned. Each topic is matched once
 (as long as there are few). If none of the pending messages matches, the position passes them at once.
 
+An exporter that declares what filters leave out (`declares_filtered`) gets batches of all numbers that were
+looked at, whether they match or not; these end only where numbers are missing in the stream. When such a
+batch is due and has no record, the position passes its numbers, and the exporter reports them as a
+`filtered` range; a run of them is one range.
+
 Missing numbers were dropped by the stream's limits (its drop log has the reasons) or left out by a
 plugin's `transform_records`. They are skipped and reported, never waited for.
 """
@@ -21,6 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.filtered import MAX_SPAN
 from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
 from bridge.plugin.transform import TransformState
 from bridge.streams.drops import DropLog, DropReason
@@ -50,9 +56,13 @@ class Source:
 
 
 class Plan(NamedTuple):
-    """The next batch, the position at which it begins, and what is skipped before and within it."""
+    """The next batch: the position at which it begins, its last number, and what is skipped before and in it.
+
+    Without records, the position is where the next batch may begin.
+    """
 
     position: int
+    last: int
     records: list[Record]
     skipped: list[tuple[int, int, str]]
 
@@ -134,13 +144,15 @@ class Planner:
         if position >= end or not self._is_due(position, end):
             return None
         self._count_from = -1
+        if self._limits.declares_filtered:
+            return self._plan_declared(position, end, config)
         seen: Sequence[int] = ()
         if self._matching is None:
             found = self._read(position, end, self._records, self._bytes)
         else:
             seen, found = self._scan(position, end)
         if not found and not seen:
-            return Plan(end, [], self.missing(position, end - 1, []))
+            return Plan(end, end - 1, [], self.missing(position, end - 1, []))
         if self._limits.contiguous:
             found = _consecutive(found)
         records = self._records_of(found, config)
@@ -149,24 +161,57 @@ class Planner:
         if not seen:
             first, last = found[0].sequence_number, found[-1].sequence_number
             if len(records) == len(found) == last - first + 1:
-                return Plan(first, records, self.missing(position, first - 1, []))
+                return Plan(first, last, records, self.missing(position, first - 1, []))
             seen = [record.sequence_number for record in found]
         reach = records[-1].sequence_number if records else seen[-1]
         skipped = self._not_exported(position, reach, seen, found, records)
-        return Plan(records[0].sequence_number if records else reach + 1, records, skipped)
+        return Plan(records[0].sequence_number if records else reach + 1, reach, records, skipped)
 
-    def _scan(self, position: int, end: int) -> tuple[list[int], list[Record]]:
+    def _plan_declared(self, position: int, end: int, config: ExportConfig) -> Plan:
+        """The next batch of an exporter that declares what filters leave out."""
+        if self._matching is None:
+            found = self._read(position, end, self._records, self._bytes)
+            seen = [record.sequence_number for record in found]
+        else:
+            seen, found = self._scan(position, end, MAX_SPAN)
+        if not seen:
+            return Plan(end, end - 1, [], self.missing(position, end - 1, []))
+        first, last = seen[0], seen[-1]
+        if last - first != len(seen) - 1:  # numbers were dropped
+            last = first + next(n for n, number in enumerate(seen) if number != first + n) - 1
+        skipped = self.missing(position, first - 1, [])
+        if found and found[-1].sequence_number > last:
+            found = [record for record in found if record.sequence_number <= last]
+        records = self._declared(first, last, found, config)
+        if not records:
+            return Plan(last + 1, last, [], [*skipped, (first, last, "filtered")])
+        return Plan(first, last, records, skipped)
+
+    def _declared(self, first: int, last: int, found: list[Record], config: ExportConfig) -> list[Record]:
+        """What plugins leave of the records: none twice, and each in its place."""
+        left = self._records_of(found, config)
+        if left and len(left) == left[-1].sequence_number - left[0].sequence_number + 1 == last - first + 1:
+            return left
+        records, number = [], first - 1
+        for record in left:
+            if number < record.sequence_number <= last:
+                records.append(record)
+                number = record.sequence_number
+        return records
+
+    def _scan(self, position: int, end: int, most: int = MAX_RECORDS) -> tuple[list[int], list[Record]]:
         """Read until a batch is full; return the numbers that were read, and the records of the topics.
 
-        One call reads so much that other exports have their turn.
+        One call reads so much that other exports have their turn: about `most` messages.
         """
         seen: list[int] = []
         kept: list[Record] = []
         size, count = 0, self._records
-        while position < end and len(seen) < MAX_RECORDS and size < _SCAN_BYTES:
+        while position < end and len(seen) < most and size < max(_SCAN_BYTES, self._bytes):
             if not (read := self._read(position, end, count, MAX_BYTES)):
                 break
-            count = min(2 * count, MAX_RECORDS)  # where few messages match, more are read at a time
+            # Where few messages match, more are read at a time.
+            count = min(2 * count, MAX_RECORDS, max(most - len(seen) - len(read), 1))
             seen += [record.sequence_number for record in read]
             size += sum(len(record.payload) for record in read)
             kept += self.matching(read)
@@ -188,22 +233,28 @@ class Planner:
 
         Raises CorruptData for damage in it that is not quarantined yet.
         """
+        matching = self._matching
+        if self._limits.declares_filtered:  # the topics of the planned batch
+            matching = _Matching(config.topics) if config.topics else None
         # Other topics may have any number of bytes between those of the batch.
-        size = 2**62 if self._matching is None else MAX_BYTES
+        size = 2**62 if matching is None else MAX_BYTES
         seen: list[int] = []
         found: list[Record] = []
         # A read that has found something ends silently before damage; a read that begins there raises.
         position = first
         while position <= last and (read := self._read(position, last + 1, last - position + 1, size)):
             seen += [record.sequence_number for record in read]
-            found += self.matching(read)
+            found += read if matching is None else [record for record in read if matching[record.topic]]
             position = seen[-1] + 1
+        if self._limits.declares_filtered:
+            records = self._declared(first, last, found, config)
+            return Plan(first, last, records, []) if records and len(seen) == last - first + 1 else None
         records = self._records_of(found, config)
         if len(records) == last - first + 1:
-            return Plan(first, records, [])
+            return Plan(first, last, records, [])
         if self._limits.contiguous:
             return None
-        return Plan(first, records, self._not_exported(first, last, seen, found, records))
+        return Plan(first, last, records, self._not_exported(first, last, seen, found, records))
 
     def _not_exported(
         self, first: int, last: int, seen: Sequence[int], found: list[Record], records: list[Record]
@@ -298,6 +349,8 @@ class Planner:
             if self._count >= self._records or self._size >= self._bytes:
                 return True
         self._count_at = now + COUNT_EVERY
+        if self._limits.declares_filtered:
+            return self._counted_to - position >= MAX_SPAN
         return not self._count
 
     def _records_of(self, found: list[Record], config: ExportConfig) -> list[Record]:

@@ -57,21 +57,36 @@ def deeper(text: bytes, levels: int) -> bool:
     return bool(brackets.strip())
 
 
-def check_parquet(data: bytes, rows: int, budget: int) -> int:
+class Footer:
+    """The footer of a Parquet file; raises BadObject if there is none, or it is too large."""
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) < len(MAGIC) + END or data[:4] != MAGIC or data[-4:] != MAGIC:
+            raise BadObject("truncated, or not Parquet: the magic bytes are missing")
+        length = int.from_bytes(data[-END:-4], "little")
+        self.data, self.start = data, len(data) - END - length
+        if length > MAX_FOOTER or self.start < len(MAGIC):
+            raise BadObject(f"its footer of {length} bytes is larger than {MAX_FOOTER}, or than the object")
+        self.fields: Struct = _Reader(data, len(data) - END).struct(self.start)[0]
+
+    def metadata(self, key: bytes) -> bytes | None:
+        """Return a value of the key-value metadata; None if it is not there."""
+        pairs = _list(self.fields, 5) if 5 in self.fields else []
+        found = [bytes(_field(pair, 2, memoryview)) for pair in pairs if pair.get(1) == key]
+        if len(found) > 1:
+            raise BadObject(f"its metadata has {key.decode()} twice")
+        return found[0] if found else None
+
+
+def check_parquet(footer: Footer, rows: int, budget: int) -> int:
     """Return how many rows can be decoded together within `budget` bytes, whatever the pages hold.
 
     Raises BadObject unless the file has exactly `rows` rows, and its pages unpack to at most `budget` bytes.
     """
-    if len(data) < len(MAGIC) + END or data[:4] != MAGIC or data[-4:] != MAGIC:
-        raise BadObject("truncated, or not Parquet: the magic bytes are missing")
-    length = int.from_bytes(data[-END:-4], "little")
-    start = len(data) - END - length
-    if length > MAX_FOOTER or start < len(MAGIC):
-        raise BadObject(f"its footer of {length} bytes is larger than {MAX_FOOTER}, or than the object")
-    footer = _Reader(data, len(data) - END).struct(start)[0]
-    groups = _list(footer, 4)
-    columns = _check_schema(_list(footer, 2))
-    counted = [_int(footer, 3), sum(_int(group, 3) for group in groups)]
+    data, start = footer.data, footer.start
+    groups = _list(footer.fields, 4)
+    columns = _check_schema(_list(footer.fields, 2))
+    counted = [_int(footer.fields, 3), sum(_int(group, 3) for group in groups)]
     if any(found != rows for found in counted) or any(_int(group, 3) < 0 for group in groups):
         found = " or ".join(map(str, dict.fromkeys(counted)))
         raise BadObject(f"{found} rows, but the key promises {rows}")
@@ -173,6 +188,7 @@ class _Reader:
 
     def __init__(self, data: bytes, end: int) -> None:
         self._data, self._end = data, end
+        self._view = memoryview(data)
 
     def struct(self, pos: int, depth: int = 0) -> tuple[Struct, int]:
         """Return the struct at `pos` and its end. Repeated fields are refused: Arrow would use the last."""
@@ -204,7 +220,8 @@ class _Reader:
                 return self._byte(pos)
             case 8:
                 length, pos = self._varint(pos)
-                return None, self._skip(pos, length)  # names and statistics are not needed
+                end = self._skip(pos, length)
+                return self._view[pos:end], end  # most are not needed: names and statistics
             case 12:
                 return self.struct(pos, depth + 1)
             case 9 | 10:

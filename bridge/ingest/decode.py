@@ -1,9 +1,10 @@
 """Decode one object into a checked Arrow table; no Spark, no S3.
 
-An object key is a promise: rows of this gateway, stream and epoch, numbered exactly first..last. An object
-that breaks it (truncated, foreign, empty, wrong count) raises `BadObject`, and none of its rows is used.
-When the process lacks something (memory, a module, a codec that its Arrow was built without), the object is
-not at fault, and `Unreadable` is raised.
+An object key is a promise: rows of this gateway, stream and epoch, numbered exactly first..last, but for
+those that the object declares as left out (`bridge.filtered`). An object that breaks it (truncated,
+foreign, empty, wrong count) raises `BadObject`, and none of its rows is used. When the process lacks
+something (memory, a module, a codec that its Arrow was built without, a later version of declarations), the
+object is not at fault, and `Unreadable` is raised.
 
 Every object is hostile input: a few hundred bytes can expand without limit, and a crashed process would stop
 the run for all objects. So rows are counted first, and memory and nesting depth are bounded before a library
@@ -19,6 +20,7 @@ is not, as on a cluster without compiled packages, and for objects with addition
 
 from __future__ import annotations
 
+import base64
 import binascii
 import json
 import re
@@ -32,7 +34,8 @@ import pyarrow.json
 import pyarrow.parquet as pq
 
 from bridge.deflate import GZIP, decompressobj
-from bridge.ingest.bounds import check_parquet, deeper
+from bridge.filtered import PARQUET_KEY, LaterVersionError, LeftOut, from_extra, left_out
+from bridge.ingest.bounds import Footer, check_parquet, deeper
 from bridge.ingest.columns import BASE, MAX_EXTRAS, MESSAGES, PARTITIONS, TIME
 from bridge.ingest.errors import BadObject, Unreadable, line
 from bridge.ingest.planner import MAX_ROWS
@@ -86,24 +89,51 @@ def decode(data: bytes, key: ObjectKey, extras: Extras, budget: int = MAX_UNPACK
     promised = key.last - key.first + 1
     if promised > MAX_ROWS:
         raise BadObject(f"the key promises {promised} rows, an object may have {MAX_ROWS}")
+    absent: LeftOut | None = None
     try:
-        read = _parquet if key.format == "parquet" else _ndjson
-        table = read(data, key, extras, budget)
+        footer = Footer(data) if key.format == "parquet" else None
+        absent = _left_out(data, footer, key)
+        rows = promised - (absent.number if absent else 0)
+        if footer is not None:
+            table = _parquet(data, footer, rows, extras, budget)
+        else:
+            table = _ndjson(data, key, rows, extras, budget)
         new = _new_columns(table.schema, extras)
         columns = {name: _cast(table, name, BASE.field(name).type) for name in BASE.names}
-        _check(columns, key)
+        _check(columns, key, absent)
         if new:
             raise NewColumns(new)
         more = [name for name in table.column_names if name not in columns]
         columns |= {name: _cast(table, name, extras[name]) for name in more}
         return pa.table(columns)
-    except (BadObject, NewColumns, Unreadable):
+    except (NewColumns, Unreadable):
         raise
+    except BadObject as error:
+        if absent is None:
+            raise
+        raise BadObject(
+            f"{error}; it declares {absent.number} of its {promised} numbers as left out"
+        ) from None
     except (MemoryError, ImportError) as error:
         raise Unreadable(f"{type(error).__name__}: {line(error)}") from error
     # Arrow, zlib and msgspec raise their own exceptions, and a damaged file can raise any of them
     except Exception as error:
         raise BadObject(f"{type(error).__name__}: {line(error)}") from error
+
+
+def _left_out(data: bytes, footer: Footer | None, key: ObjectKey) -> LeftOut | None:
+    """Return which numbers the object declares as left out; None if it lacks none."""
+    try:
+        if footer is None:
+            declared = from_extra(data)
+        else:
+            text = footer.metadata(PARQUET_KEY)
+            declared = None if text is None else base64.b64decode(text, validate=True)
+        return None if declared is None else left_out(declared, key.first, key.last)
+    except LaterVersionError as error:
+        raise Unreadable(str(error)) from None
+    except ValueError as error:
+        raise BadObject(line(error)) from None
 
 
 def _new_columns(found: pa.Schema, extras: Extras) -> dict[str, pa.DataType]:
@@ -136,16 +166,20 @@ def _is_simple(kind: pa.DataType) -> bool:
     )
 
 
-def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey) -> None:
+def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey, absent: LeftOut | None) -> None:
     numbers = columns["sequence_number"]
-    promised = key.last - key.first + 1
+    promised = key.last - key.first + 1 - (absent.number if absent else 0)
     if len(numbers) != promised:
         raise BadObject(f"{len(numbers)} rows, but the key promises {promised}")
     for name, column in columns.items():
         if column.null_count:
             raise BadObject(f"null in column {name}")
-    steps = pc.all(pc.equal(pc.subtract(numbers[1:], numbers[:-1]), 1)).as_py() if promised > 1 else True
-    if numbers[0].as_py() != key.first or not steps:
+    if absent is not None:
+        is_right = numbers.combine_chunks().equals(_present(key, absent))
+    else:
+        steps = promised == 1 or pc.all(pc.equal(pc.subtract(numbers[1:], numbers[:-1]), 1)).as_py()
+        is_right = numbers[0].as_py() == key.first and steps
+    if not is_right:
         raise BadObject(f"sequence numbers are not {key.first}..{key.last} in order")
     ends = pc.min_max(columns["ingest_time"].cast(pa.int64())).as_py()
     if ends["min"] < YEARS[0] or ends["max"] >= YEARS[1]:
@@ -154,6 +188,14 @@ def _check(columns: dict[str, pa.ChunkedArray], key: ObjectKey) -> None:
         values = pc.unique(columns[name]).to_pylist()
         if values != [expected]:
             raise BadObject(f"{name} is {values[0]!r} in the rows and {expected!r} in the key")
+
+
+def _present(key: ObjectKey, absent: LeftOut) -> pa.Array:
+    """Return the numbers that the object has."""
+    bits = pa.Array.from_buffers(
+        pa.bool_(), key.last - key.first + 1, [None, pa.py_buffer(absent.bitmap)]
+    )  # Arrow counts bits from the lowest, as declarations do
+    return pc.add(pc.indices_nonzero(pc.invert(bits)).cast(pa.int64()), key.first)
 
 
 def _cast(table: pa.Table, name: str, wanted: pa.DataType) -> pa.ChunkedArray:
@@ -185,9 +227,8 @@ def _plain(field: pa.Field, extras: Extras) -> pa.DataType:
     raise BadObject(f"column {name} cannot be added to the table: it holds {found}")
 
 
-def _parquet(data: bytes, key: ObjectKey, extras: Extras, budget: int) -> pa.Table:
-    rows = key.last - key.first + 1
-    at_once = check_parquet(data, rows, budget)
+def _parquet(data: bytes, footer: Footer, rows: int, extras: Extras, budget: int) -> pa.Table:
+    at_once = check_parquet(footer, rows, budget)
     file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
     _new_columns(file.schema_arrow, extras)  # before anything is decoded
     # the footer has no checksum, and one flipped bit in it makes 1970 of any time
@@ -245,8 +286,7 @@ def _gunzip(data: bytes, rows: int, budget: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _ndjson(data: bytes, key: ObjectKey, extras: Extras, budget: int) -> pa.Table:
-    promised = key.last - key.first + 1
+def _ndjson(data: bytes, key: ObjectKey, promised: int, extras: Extras, budget: int) -> pa.Table:
     lines = _gunzip(data, promised, budget)
     if msgspec is not None:
         try:

@@ -84,7 +84,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Tally:
-    """The totals of a stream's object keys."""
+    """The totals of a stream's object keys; numbers that objects lack count as rows here."""
 
     rows: int = 0
     numbers: Ranges = field(default_factory=Ranges)

@@ -53,6 +53,7 @@ import pyspark
 from bridge.ingest.columns import BASE, IDENTITY, has_variant, is_variant
 from bridge.ingest.errors import BadOption, CommitConflict, IngestError
 from bridge.ingest.files import DataFile, Target, labelled, sweep, sweep_on_error
+from bridge.ingest.numbers import within
 from bridge.ingest.planner import StreamId, grouped
 from bridge.ingest.refine_worker import (
     REJECTS,
@@ -75,7 +76,8 @@ from bridge.ingest.tasks import SparkTasks
 from bridge.ingest.topicpattern import TopicPattern
 from bridge.ingest.typed import NAMED, WIDER, Rules, converter
 from bridge.ingest.worker import Function, collected, numbered
-from bridge.ranges import Ranges
+from bridge.objectkeys import MAX_SEQUENCE
+from bridge.ranges import Pair, Ranges, size
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -128,12 +130,14 @@ class Output:
 
 
 Outputs = dict[str, Output]
+LeftOut = dict[StreamId, dict[int, int]]  # how many numbers, by chunk
+Absent = Sequence[tuple[StreamId, int, list[Pair]]]  # numbers without a row, with their chunk
 
 
 def behind(messages: Sink, make: Callable[[str, pa.Schema], Sink], streams: Collection[str] = ()) -> bool:
     """Return whether there are messages to refine, or a replay to finish. `make` is that of `Refinement`."""
     states = [load_state(make(kind, columns)) for kind, columns in (("typed", KEYED), ("rejects", REJECTS))]
-    wanted = _wanted(messages, streams)
+    wanted = _wanted(load_state(messages), streams)
     return bool(states[0].notes.get(REPLAY)) or any(any(_fresh(wanted, one).values()) for one in states)
 
 
@@ -162,7 +166,8 @@ class Refinement:
         Raises BadOption for the schema and the topic, IngestError if numbers are in no data file or rows were
         deleted, and CommitConflict if another run commits at the same time.
         """
-        wanted = _wanted(self.messages, self.streams)
+        promised = load_state(self.messages)
+        wanted = _wanted(promised, self.streams)
         files = self.messages.files()
         if not wanted or not files:
             return self.done
@@ -192,8 +197,10 @@ class Refinement:
                     strict=bool(notes.get("strict")),
                     form=notes.get("form", self.form),
                 )
-                self._all(same, {behind: outputs[behind]}, alone, files)
-        self._all(rules, outputs, _without(fresh["typed"], _without(fresh["typed"], fresh["rejects"])), files)
+                left = _left_out(outputs[ahead].state, outputs[behind].state)
+                self._all(same, {behind: outputs[behind]}, alone, left, files)
+        both = _without(fresh["typed"], _without(fresh["typed"], fresh["rejects"]))
+        self._all(rules, outputs, both, _left_out(promised, outputs["typed"].state), files)
         if self.replay:
             self._replay(rules, outputs, wanted)
         for output in outputs.values():
@@ -248,8 +255,16 @@ class Refinement:
         packed = pa.schema(fields).serialize().to_pybytes()
         return Rules(ddl, tuple(types.names), packed, layout, strict, form, ddl == WHOLE)
 
-    def _all(self, rules: Rules, outputs: Outputs, fresh: Fresh, files: Sequence[LiveFile]) -> None:
-        """Run rounds until no number is fresh: first over files added since the last run, then over all."""
+    def _all(
+        self, rules: Rules, outputs: Outputs, fresh: Fresh, left: LeftOut, files: Sequence[LiveFile]
+    ) -> None:
+        """Run rounds until no number is fresh: first over files added since the last run, then over all.
+
+        `left` is how many of the fresh numbers are in no file: the objects have declared them as left out.
+        """
+        if absent := _absent(fresh, left):
+            for output in outputs.values():
+                _commit(output, {}, [], {}, absent)
         done = min(int(output.state.notes.get("added", "-1")) for output in outputs.values())
         newest = max(file.added for file in files)
         new = [file for file in files if file.added > done]
@@ -258,7 +273,7 @@ class Refinement:
                 if not any(fresh.values()):
                     return
                 last = group[-1] is candidates[-1]
-                self._round(rules, outputs, fresh, group, newest if last else done)
+                self._round(rules, outputs, fresh, left, group, newest if last else done)
         if any(fresh.values()):
             stream, ranges = next((stream, ranges) for stream, ranges in fresh.items() if ranges)
             raise IngestError(
@@ -268,7 +283,13 @@ class Refinement:
             )
 
     def _round(
-        self, rules: Rules, outputs: Outputs, fresh: Fresh, files: Sequence[LiveFile], added: int
+        self,
+        rules: Rules,
+        outputs: Outputs,
+        fresh: Fresh,
+        left: LeftOut,
+        files: Sequence[LiveFile],
+        added: int,
     ) -> None:
         source = self._input(_parts(self.messages, files), self.messages, fresh)
         rows, written = self._work(rules, outputs, source, f"round {self.done.rounds + 1}")
@@ -276,11 +297,14 @@ class Refinement:
         for note in rows["note"]:
             for gateway, stream, epoch, pairs in note["seen"]:
                 seen.setdefault(StreamId(gateway, stream, int(epoch)), Ranges()).update(pairs)
+        for name, ranges in seen.items():
+            fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
+        absent = _absent(fresh, left)
         # a table that is brought up to date by older rules keeps its own
         notes = {"added": str(added), **(_notes(rules) if len(outputs) > 1 else {})}
         for kind in list(written):
             try:
-                _commit(outputs[kind], seen, written[kind], notes)
+                _commit(outputs[kind], seen, written[kind], notes, absent)
             except CommitConflict:
                 for rest, unused in written.items():
                     discard(outputs[rest].sink, unused)
@@ -295,8 +319,6 @@ class Refinement:
                 for reasons in rows["reasons"]:
                     self.done.reasons.update(reasons)
         self.done.rounds += 1
-        for name, ranges in seen.items():
-            fresh[name] = Ranges(hole for pair in fresh[name] for hole in ranges.missing(*pair))
 
     def _work(
         self, rules: Rules, outputs: Outputs, source: Input, what: str
@@ -469,11 +491,11 @@ def _same_types(ddl: str, typed: Sink) -> None:
             )
 
 
-def _wanted(messages: Sink, streams: Collection[str]) -> Fresh:
-    """Return the numbers that the table of messages has, of these streams (none: all)."""
+def _wanted(messages: TableState, streams: Collection[str]) -> Fresh:
+    """Return the numbers that the table of messages covers, of these streams (none: all)."""
     return {
         name: state.covered
-        for name, state in load_state(messages).streams.items()
+        for name, state in messages.streams.items()
         if state.covered and (not streams or name.stream in streams)
     }
 
@@ -489,12 +511,40 @@ def _without(wanted: Fresh, known: Fresh) -> Fresh:
     }
 
 
-def _commit(output: Output, seen: Fresh, files: Sequence[DataFile], notes: dict[str, str]) -> None:
+def _left_out(promised: TableState, known: TableState) -> LeftOut:
+    """Return how many left-out numbers one state has more than the other, by stream and chunk."""
+    found: LeftOut = {}
+    for name, stream in promised.streams.items():
+        before = known.streams[name].filtered if name in known.streams else {}
+        counts = {chunk: count - before.get(chunk, 0) for chunk, count in stream.filtered.items()}
+        found[name] = {chunk: count for chunk, count in counts.items() if count > 0}
+    return found
+
+
+def _absent(fresh: Fresh, left: LeftOut) -> Absent:
+    """Take the left-out numbers out of `fresh` and `left`, where nothing else is fresh in their chunk."""
+    found = []
+    for name, counts in left.items():
+        for chunk, count in list(counts.items()) if name in fresh else ():
+            whole = within(chunk, 0, MAX_SEQUENCE)
+            if size(fresh[name].common(*whole)) == count:
+                found.append((name, chunk, fresh[name].take(*whole)))
+                del counts[chunk]
+    return found
+
+
+def _commit(
+    output: Output, seen: Fresh, files: Sequence[DataFile], notes: dict[str, str], absent: Absent = ()
+) -> None:
     """Commit on top of the state that was planned from; raises CommitConflict if the table has another."""
     sink, state = output.sink, output.state
     states = StateStore(sink.state())
     for name, ranges in seen.items():
         state.of(name).covered.update(ranges)
+    for name, chunk, pairs in absent:
+        stream = state.of(name)
+        stream.covered.update(pairs)
+        stream.filtered[chunk] = stream.filtered.get(chunk, 0) + size(pairs)
     state.notes |= notes
     version = states.save(state, state.version)
     sink.commit(state.version, version, files)

@@ -133,13 +133,16 @@ def age(seconds: float | None) -> str:
 def _details(report: Report) -> Iterator[str]:
     holes = [(stream, hole) for stream in report.streams for hole in stream.holes]
     for stream, hole in holes[:HOLES]:
-        span = f", between {hole.after or 'the start'} and {hole.before or 'now'}"
+        is_whole = hole.number is None
+        span = f", between {hole.after or 'the start'} and {hole.before or 'now'}" if is_whole else ""
         why = f" ({hole.reason})" if hole.reason else ""
         numbers = (
             f"{hole.first}..{hole.last} ({hole.count:,})"
             if hole.last > hole.first
             else f"number {hole.first}"
         )
+        if not is_whole:
+            numbers = f"{hole.count:,} of {hole.first}..{hole.last}"
         where = f"{stream.gateway} {stream.stream} {numbers}"
         yield f"{hole.kind}{why}: {where}{span}"
     if len(holes) > HOLES:

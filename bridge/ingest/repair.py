@@ -11,6 +11,11 @@ and no run takes them. After either, the state has numbers that only the table h
 or that the table has more than once, are `surplus`: no repair removes them, and the table differs from its
 state until they are gone or accepted.
 
+Of numbers that objects have declared as left out, the state knows only how many there are in each chunk of
+2^20. Where the table lacks as many numbers of a chunk, these are the ones. Where it does not, nobody knows
+which were left out and which are lost, so all that are absent there count as lost: after `repair` the next
+run reads the objects again and learns it; after `accept` all of them count as deleted on purpose.
+
 The new state counts by one commit without files, like that of a round: before it, nothing has happened. If
 another run commits first, nothing is done (CommitConflict). If another engine does, its commit is newer than
 the version that was examined, so the next run looks at it.
@@ -32,6 +37,7 @@ import pyarrow.compute as pc
 
 from bridge.ingest.columns import IDENTITY
 from bridge.ingest.errors import CommitConflict
+from bridge.ingest.numbers import within
 from bridge.ingest.planner import StreamId
 from bridge.ingest.sinks.base import Content, Held, Sink
 from bridge.ingest.state import Piece, StateStore, TableState
@@ -63,13 +69,17 @@ class Stock:
 
 @dataclass(slots=True)
 class StreamChange:
-    """What differs in one stream: numbers that are lost, and numbers that only the table has."""
+    """What differs in one stream: numbers that are lost, and numbers that only the table has.
+
+    `filtered` are the chunks whose left-out numbers are still known.
+    """
 
     gateway: str
     stream: str
     epoch: int
     lost: list[Pair]
     found: list[Pair]
+    filtered: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -122,7 +132,10 @@ def _settle(sink: Sink, *, dry_run: bool, accept: bool) -> Repaired:
     for change in changes:
         name = StreamId(change.gateway, change.stream, change.epoch)
         stream = state.of(name)
-        stream.covered = stock.streams[name]
+        for pair in change.lost:
+            stream.covered.take(*pair)
+        stream.covered.update(change.found)
+        stream.filtered = {chunk: stream.filtered[chunk] for chunk in change.filtered}
         stream.times = stock.times[name] | stream.times
         for pair in stream.covered:
             stream.removed.take(*pair)
@@ -217,11 +230,27 @@ def _messages(rows: pa.Table) -> Iterator[tuple[StreamId, Piece]]:
 def _changes(state: TableState, stock: Stock) -> list[StreamChange]:
     """Return the streams whose numbers in the table are not those of the state."""
     covered: Mapping[StreamId, Ranges] = state.covered()
+    filtered = {name: stream.filtered for name, stream in state.streams.items()}
     changes = []
     for name in sorted(covered.keys() | stock.streams.keys()):
         before, now = covered.get(name, Ranges()), stock.streams[name]
         lost = [hole for pair in before for hole in now.missing(*pair)]
         found = [hole for pair in now for hole in before.missing(*pair)]
-        if lost or found:
-            changes.append(StreamChange(*name, lost, found))
+        known: list[int] = []
+        if counts := filtered.get(name):
+            lost, known = _lost(lost, counts)
+        if lost or found or len(known) < len(counts or ()):
+            changes.append(StreamChange(*name, lost, found, known))
     return changes
+
+
+def _lost(absent: list[Pair], filtered: Mapping[int, int]) -> tuple[list[Pair], list[int]]:
+    """Return which of the absent numbers are lost, and the chunks in which as many are absent as left out."""
+    rest = Ranges(absent)
+    known = []
+    for chunk, count in filtered.items():
+        whole = within(chunk, 0, MAX_SEQUENCE)
+        if size(rest.common(*whole)) == count:
+            rest.take(*whole)
+            known.append(chunk)
+    return list(rest), known

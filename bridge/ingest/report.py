@@ -5,8 +5,9 @@ the same for a thousand messages and for a billion. A number that is not in the 
 precedence:
 
 * trimmed      deleted from the table on purpose, which an operator has accepted
+* trimmed      left out by a filter of the export, as an object in the table's state declares (`filtered`)
 * waiting      in an object that no run has taken yet
-* trimmed      dropped by the gateway, on purpose (overwritten, expired, purged)
+* trimmed      dropped by the gateway, on purpose (overwritten, expired, purged, filtered)
 * quarantined  in an object that was refused
 * unreadable   in an object that this run could not read; the next run tries it again
 * waiting      not uploaded by the gateway yet
@@ -15,6 +16,9 @@ precedence:
 A gateway merges old drops into ranges with a count (`joined:<count>`). If such a range has at most that many
 numbers that are not in the table and not explained otherwise, the gateway dropped them: they are trimmed. If
 it has more, some were lost. Nobody knows which, so all of them count as missing.
+
+Numbers that objects declare as left out are one range of a stream, with their count: they lie between others
+that are in the table, and the state only counts them.
 
 A stream starts at 0 if its gateway has reported it, otherwise at the first number in the table or in an
 object. It ends at the highest known number. Without a gateway report a lost tail would go unnoticed, and a
@@ -37,6 +41,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.gateway_reports import GatewayReports, ReportedStream
 from bridge.ingest.listing import DAY, Listing, look_around
+from bridge.ingest.numbers import within
 from bridge.ingest.planner import Inventory, StreamId, Tally
 from bridge.ingest.state import Quarantined, StreamState, TableState, load_state
 from bridge.ingest.store import StorageLocation
@@ -55,11 +60,15 @@ Part = tuple[int, int, str, str]  # of a gap: first and last number, kind, reaso
 GONE = "its stream is gone"
 UPLOADED = "uploaded, not taken yet"
 ACCEPTED = "accepted"
+FILTERED = "filtered"
 
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Numbers that are not in the table, and the ingest times (ms) of the nearest rows before and after."""
+    """Numbers that are not in the table, and the ingest times (ms) of the nearest rows before and after.
+
+    `number` is how many of first..last these are; None: all.
+    """
 
     first: int
     last: int
@@ -67,10 +76,11 @@ class Hole:
     reason: str = ""
     after_ms: int | None = None
     before_ms: int | None = None
+    number: int | None = None
 
     @property
     def count(self) -> int:
-        return self.last - self.first + 1
+        return self.last - self.first + 1 if self.number is None else self.number
 
     @property
     def after(self) -> str | None:
@@ -302,7 +312,7 @@ def _stream(
     report.reported_ms = reported.updated if reported else None
     report.late_objects, report.late_rows = state.late_objects, state.late_rows
     if covered:
-        report.first, report.last, report.rows = covered.first, covered.last, covered.count()
+        report.first, report.last, report.rows = covered.first, covered.last, state.rows
         report.newest_ms = state.times.get(covered.last)
         report.lag_seconds = (
             round((now - report.newest_ms) / 1000, 3) if report.newest_ms is not None else None
@@ -314,10 +324,18 @@ def _stream(
         return report
     gaps = covered.missing(min(starts), max(ends))
     causes = _causes(reported, state.removed, tally.numbers, refused, held, gone=gone)
-    report.holes = list(_holes(gaps, _explain(gaps, causes), state.times))
+    report.holes = [*_holes(gaps, _explain(gaps, causes), state.times), *_left_out(state)]
     for kind in KINDS:
         setattr(report, kind, sum(hole.count for hole in report.holes if hole.kind == kind))
     return report
+
+
+def _left_out(state: StreamState) -> Iterator[Hole]:
+    """Yield the numbers that objects have declared as left out, as one range."""
+    if state.filtered:
+        first, _ = within(min(state.filtered), state.covered.first, state.covered.last)
+        _, last = within(max(state.filtered), state.covered.first, state.covered.last)
+        yield Hole(first, last, "trimmed", FILTERED, number=sum(state.filtered.values()))
 
 
 def _causes(

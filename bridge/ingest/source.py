@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from bridge.ingest.errors import BadObject, BadOption, IngestError, NotInstalled, Vanished
-from bridge.ingest.messages import decoded, pieces, wanted_columns
+from bridge.ingest.messages import BATCH_ROWS, decoded, wanted_columns
 from bridge.ingest.planner import Inventory, Item, grouped
 from bridge.ingest.store import StorageLocation, shared
 from bridge.ingest.worker import MAX_OBJECT
@@ -113,13 +113,14 @@ class ObjectReader(DataSourceReader):
                 if not fresh:
                     continue
                 try:
-                    table = decoded(store.get(key, MAX_OBJECT), name, key, wanted)
+                    rows = decoded(store.get(key, MAX_OBJECT), name, key, wanted)
                 except (BadObject, Vanished) as error:
                     if self.skip:
                         continue
                     raise IngestError(f"{key}: {error}; option badObjects = skip skips it") from error
                 given.update(fresh)
-                yield from pieces(table, name.first, fresh)
+                for part in rows.parts(fresh):
+                    yield from part.to_batches(max_chunksize=BATCH_ROWS)
 
 
 def _overlapping(items: Sequence[Item]) -> Iterator[list[Item]]:

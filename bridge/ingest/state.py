@@ -3,7 +3,8 @@
     <state>/<version, 20 digits>.json
     {"format": 1, "version": v, "previous": v0, "streams": [{"gateway", "stream", "epoch",
      "covered": [[first, last, ms of first, ms of last], ...], "late": [objects, rows], "head": {...},
-     "removed": [[first, last], ...], "absent": [[first, last], ...], "open": true, "duplicates": rows}],
+     "removed": [[first, last], ...], "absent": [[first, last], ...], "open": true, "duplicates": rows,
+     "filtered": [[chunk, count], ...]}],
      "quarantine": [[key, etag, size, reason], ...], "notes": {...},
      "table": {"checked": version of the table, "differs": reason, "others": rows},
      "listed": {"source": URL, "full": ms, "gateways": {id: [ETag, ms of its report, version]},
@@ -12,6 +13,10 @@
 `removed` and `table` are of `bridge.ingest.verdict`, `absent`, `open`, `duplicates` and `listed` of
 `bridge.ingest.listing`; those of a stream are left out if they are empty. A document with `removed` has
 format 2: earlier versions of the job would take these numbers again.
+
+`covered` includes numbers that objects declare as left out (`bridge.filtered`): they are settled, and have no
+row. `filtered` counts them, by chunks of 2^20 numbers (`bridge.ingest.numbers`); which they are, only the
+objects say. A document with `filtered` has format 3: earlier versions would expect these rows in the table.
 
 A document is written under a new name before the commit, and the table's commit carries its version. So the
 commit decides which document is current, and one that was never committed is never read. A document takes
@@ -26,7 +31,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,23 +45,31 @@ from bridge.ranges import Pair, Ranges
 if TYPE_CHECKING:
     from bridge.ingest.sinks.base import Sink
 
-FORMAT, REMOVED_FORMAT = 1, 2
+FORMAT, REMOVED_FORMAT, FILTERED_FORMAT = 1, 2, 3
 KEEP_MS = 7 * 24 * 3600 * 1000  # documents are kept for a rollback of up to a week
 RANDOM_BITS = 20  # two drivers get different versions in the same ms
 
 
 class Piece(NamedTuple):
-    """Numbers taken from one object, and the ingest times (ms) of the first and the last."""
+    """Numbers taken from one object, and the ingest times (ms) of their first and last row.
+
+    If none has a row, that of the row before them. `filtered` is how many have none, by chunk.
+    """
 
     first: int
     last: int
     first_ms: int
     last_ms: int
+    filtered: Sequence[Sequence[int]] = ()
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first + 1 - sum(count for _, count in self.filtered)
 
 
 @dataclass(slots=True)
 class StreamState:
-    """The numbers of one stream that are in the table, and its last report by the gateway."""
+    """The numbers of one stream that are in the table or left out, and its last report by the gateway."""
 
     covered: Ranges = field(default_factory=Ranges)
     times: dict[int, int] = field(default_factory=dict)  # of the first and last number of each interval
@@ -67,6 +80,12 @@ class StreamState:
     absent: Ranges = field(default_factory=Ranges)  # promised by its gateway, and in no object
     open: bool = False  # it has objects that could not be read
     duplicates: int = 0  # rows that objects have more than once, when the stream was last listed whole
+    filtered: dict[int, int] = field(default_factory=dict)  # how many of `covered` are left out, by chunk
+
+    @property
+    def rows(self) -> int:
+        """How many of its rows the table has."""
+        return self.covered.count() - sum(self.filtered.values())
 
     def take(self, pieces: Iterable[Piece], *, known_last: int) -> None:
         """Add the numbers of one object; `known_last` is the stream's highest number before this round."""
@@ -75,7 +94,9 @@ class StreamState:
             self.covered.add(piece.first, piece.last)
             self.times[piece.first] = piece.first_ms
             self.times[piece.last] = piece.last_ms
-            late += piece.last - piece.first + 1 if piece.last < known_last else 0
+            for chunk, count in piece.filtered:
+                self.filtered[chunk] = self.filtered.get(chunk, 0) + count
+            late += piece.rows if piece.last < known_last else 0
         self.late_objects += 1 if late else 0
         self.late_rows += late
 
@@ -143,7 +164,7 @@ class TableState:
 
     def rows(self) -> int:
         """Return how many rows the table has if nothing else has changed it."""
-        return self.others + sum(stream.covered.count() for stream in self.streams.values())
+        return self.others + sum(stream.rows for stream in self.streams.values())
 
     def of(self, stream: StreamId) -> StreamState:
         return self.streams.setdefault(stream, StreamState())
@@ -167,7 +188,7 @@ class StateStore:
             raise self._damaged(version, error) from error
 
     def _parsed(self, version: int, raw: dict[str, Any]) -> TableState:
-        if raw.get("format") not in (FORMAT, REMOVED_FORMAT):
+        if raw.get("format") not in (FORMAT, REMOVED_FORMAT, FILTERED_FORMAT):
             raise StateMissing(
                 f"{self.location.url}/{_name(version)}: format {raw.get('format')!r} is not supported; "
                 "use the version of streambridge that wrote it"
@@ -221,9 +242,10 @@ class StateStore:
         # the commit of another run with the same version for its own.
         ms = max(self._clock() // 1_000_000, ((previous or 0) >> RANDOM_BITS) + 1)
         version = ms << RANDOM_BITS | random.getrandbits(RANDOM_BITS)
-        removed = any(stream.removed for stream in state.streams.values())
+        streams = state.streams.values()
+        lowest = REMOVED_FORMAT if any(stream.removed for stream in streams) else FORMAT
         document = {
-            "format": REMOVED_FORMAT if removed else FORMAT,
+            "format": FILTERED_FORMAT if any(stream.filtered for stream in streams) else lowest,
             "version": version,
             "previous": previous,
             "streams": [_stream_to_json(name, state.streams[name]) for name in sorted(state.streams)],
@@ -280,6 +302,7 @@ def _stream_to_json(name: StreamId, state: StreamState) -> dict[str, Any]:
         "absent": list(state.absent),
         "open": state.open,
         "duplicates": state.duplicates,
+        "filtered": sorted(state.filtered.items()),
     }
     return {
         **name._asdict(),
@@ -307,6 +330,7 @@ def _stream_from_json(data: dict[str, Any]) -> StreamState:
         Ranges(data.get("absent", ())),
         bool(data.get("open")),
         int(data.get("duplicates", 0)),
+        {int(chunk): int(count) for chunk, count in data.get("filtered", ())},
     )
 
 

@@ -28,7 +28,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 
 from bridge.ingest.errors import BadObject, BadOption, IngestError, Unreadable, Vanished
-from bridge.ingest.messages import decoded, pieces, wanted_columns
+from bridge.ingest.messages import BATCH_ROWS, decoded, wanted_columns
 from bridge.ingest.offsets import BAD, GONE, UNREADABLE, Planned, Position, record_name
 from bridge.ingest.planner import Inventory, RoundLimits, grouped
 from bridge.ingest.store import ObjectStore, StorageLocation, ahead, read, shared
@@ -194,7 +194,7 @@ class ObjectStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             described = parse_key(planned.key)
             assert described is not None, planned.key  # the planner plans no other key
             try:
-                table = decoded(fetched(), described, planned.key, wanted)
+                rows = decoded(fetched(), described, planned.key, wanted)
             except (BadObject, Unreadable, Vanished) as error:
                 if records is None:
                     raise IngestError(
@@ -205,7 +205,8 @@ class ObjectStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 content = json.dumps(record | {"reason": str(error)}, indent=1)
                 records.put(f"{partition.records}/{name}.{kind}", content.encode())
                 continue
-            yield from pieces(table, described.first, planned.fresh)
+            for part in rows.parts(planned.fresh):
+                yield from part.to_batches(max_chunksize=BATCH_ROWS)
 
     def _list(self) -> Inventory:
         return Inventory(self._open(self.options.location).list())

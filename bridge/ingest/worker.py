@@ -32,6 +32,7 @@ import pyarrow as pa
 from bridge.ingest.decode import Extras, NewColumns, decode
 from bridge.ingest.errors import BadObject, Unreadable, Vanished
 from bridge.ingest.files import DayFiles, Target
+from bridge.ingest.numbers import Numbered
 from bridge.ingest.planner import Work
 from bridge.ingest.session import watched
 from bridge.ingest.store import StorageLocation, ahead, read, shared
@@ -152,11 +153,12 @@ def _take(
         return {"status": "columns", "columns": base64.b64encode(found.serialize()).decode()}
     if not fresh:
         return {"status": "good"}
-    pieces = []
+    rows, pieces = Numbered(table, table["sequence_number"]), []
+    times = table["ingest_time"].cast(pa.int64())
     for first, last in fresh:
-        part = table.slice(first - name.first, last - first + 1)
-        part = part.append_column("object_key", pa.repeat(pa.scalar(key), part.num_rows))
-        files.add(part)
-        times = part["ingest_time"].cast(pa.int64())
-        pieces.append([first, last, times[0].as_py() // 1000, times[-1].as_py() // 1000])
-    return {"status": "taken", "pieces": pieces, "rows": name.last - name.first + 1}
+        part = rows.part(first, last)
+        if part.num_rows:
+            files.add(part.append_column("object_key", pa.repeat(pa.scalar(key), part.num_rows)))
+        low, high = (times[at].as_py() // 1000 for at in rows.nearest(first, last))
+        pieces.append([first, last, low, high, rows.left_out(first, last)])
+    return {"status": "taken", "pieces": pieces, "rows": table.num_rows}

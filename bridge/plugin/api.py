@@ -70,7 +70,8 @@ class Batch(Struct, frozen=True):
 
     `first` and `last` are the boundaries fixed before the first attempt. `records` may be fewer than
     first..last: the others were dropped by a limit, are settled already, or match none of the export's
-    topics. With `contiguous` limits, records are always exactly first..last.
+    topics. With `contiguous` limits, records are always exactly first..last; with `declares_filtered` too,
+    filters have left out those that are missing.
     """
 
     gateway: str
@@ -86,13 +87,16 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
     """What the destination accepts in one request. None: no limit.
 
     `record_bytes` counts the payload; `batch_bytes` counts payloads and topics. `contiguous` splits
-    batches wherever numbers are missing and never sends a batch in parts.
+    batches wherever numbers are missing and never sends a batch in parts. An exporter that also has
+    `declares_filtered` tells its destination which numbers of first..last filters have left out (`topics`,
+    `reduce`, plugins): its batches end only where numbers were dropped from the stream.
     """
 
     records: int | None = None
     record_bytes: int | None = None
     batch_bytes: int | None = None
     contiguous: bool = False
+    declares_filtered: bool = False
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -159,7 +163,8 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     """The base of export configurations. `priority` 1 is the most urgent; without one, an export is last.
 
     The exporter gets the messages that match one of the topic filters `topics`; none means all messages.
-    With `contiguous` limits it always gets all. Rejected records go to `dead_letter_stream` if it is set.
+    With `contiguous` limits it always gets all, unless it has `declares_filtered`. Rejected records go to
+    `dead_letter_stream` if it is set.
     `reduce` are rules that make messages fewer and smaller before they are sent; the first one whose topics
     match applies.
     """
@@ -389,7 +394,9 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
     for topic in config.topics:
         if (mistake := filter_mistake(topic)) is not None:
             raise ValueError(f"topics: {mistake}")
-    if config.topics and exporter.limits.contiguous:
+    if exporter.limits.declares_filtered:
+        encoded(config.reduce, config.topics)  # raises ValueError if they are too large
+    elif config.topics and exporter.limits.contiguous:
         raise ValueError(
             f"topics: an export of the kind {exporter.kind} has all messages of its stream, without holes in "
             "their numbers; use a stream of its own for these topics"

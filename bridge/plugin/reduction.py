@@ -18,7 +18,7 @@ from bridge.model import MAX_MILLIS
 from bridge.settingtypes import Millis
 from bridge.topics import covers, filter_mistake
 
-MAX_RULES = 16 * 1024  # bytes of all rules of an export, as JSON
+MAX_RULES = 16 * 1024  # bytes of what is stored with a position, as JSON
 IGNORE = "ignore"  # the band of a value whose changes do not count
 Topics = Annotated[list[str], Meta(min_length=1)]
 _POINTER = re.compile(r"(/([^~/]|~[01])*)*")
@@ -133,20 +133,32 @@ def steps(pointer: str) -> list[str]:
     return [step.replace("~1", "/").replace("~0", "~") for step in pointer.split("/")[1:]]
 
 
-def encoded(rules: list[Reduction]) -> bytes:
-    """The rules as they are stored with a position; empty for none.
+class _Filters(Struct, rename="camel"):
+    topics: list[str]
+    reduce: list[Reduction]
 
-    Raises ValueError if they are too large.
+
+def encoded(rules: list[Reduction], topics: Sequence[str] = ()) -> bytes:
+    """The rules as they are stored with a position, with the topics of an export whose retries need them too.
+
+    Empty for neither. Raises ValueError if they are too large.
     """
-    data = msgspec.json.encode(rules) if rules else b""
+    if topics:
+        data = msgspec.json.encode(_Filters(list(topics), rules))
+    else:
+        data = msgspec.json.encode(rules) if rules else b""
     if len(data) > MAX_RULES:
+        what = "`topics` and `reduce`: they" if topics else "`reduce`: its rules"
         raise ValueError(
-            f"`reduce`: its rules have {len(data)} bytes as JSON, and may have {MAX_RULES}; shorten them, or "
+            f"{what} have {len(data)} bytes as JSON, and may have {MAX_RULES}; shorten them, or "
             "use topic filters with wildcards"
         )
     return data
 
 
-def decoded(data: bytes) -> list[Reduction]:
-    """The rules that `encoded` has returned."""
-    return msgspec.json.decode(data, type=list[Reduction]) if data else []
+def decoded(data: bytes) -> tuple[list[Reduction], list[str]]:
+    """The rules and topics that `encoded` was given."""
+    if data.startswith(b"{"):
+        found = msgspec.json.decode(data, type=_Filters)
+        return found.reduce, found.topics
+    return (msgspec.json.decode(data, type=list[Reduction]) if data else []), []

@@ -19,8 +19,9 @@ It is a contract with the ingest job. Key: `objectkeys.report_key(gateway)` unde
   dropped. If more than `count` are in no object, some were lost after their upload, and it is unknown
   which: a reader must count all of them as lost.
 * Reasons: `overwritten`, `expired`, `purged`, `limits`, `memory`, `skipped`, `exported` (freed after
-  an earlier upload), `filtered` (by a plugin), `before_start` (before the export's
-  `startSequenceNumber`), `joined:<count>`: all legal. `damaged` (stored bytes failed their check) and
+  an earlier upload), `filtered` (left out by `topics`, `reduce` or a plugin, where no object covers the
+  numbers: see `bridge.filtered`), `before_start` (before the export's `startSequenceNumber`),
+  `joined:<count>`: all legal. `damaged` (stored bytes failed their check) and
   `unknown` (missing without a known reason) are losses, and never joined.
 * Numbers from `exported` + 1 to `newest` are pending on the gateway.
 * A range may be both in `dropped` and in an object, if an upload's answer was lost and the messages

@@ -141,6 +141,20 @@ class ExporterContract:
             exporter.close()
         assert set(self.delivered()) == set(range(size))
 
+    def test_a_batch_may_lack_what_filters_leave_out(self) -> None:
+        """At its ends and in the middle, if the exporter declares it; also when it is sent twice."""
+        if not self.exporter.limits.declares_filtered:
+            return
+        size = self.batch_size()
+        batch = make_batch(self.payloads(size))
+        kept = [record for record in batch.records if record.sequence_number % 3 == 1]
+        batch = msgspec.structs.replace(batch, records=kept)
+        for _ in range(2):
+            exporter = self.make()
+            assert deliver(exporter, batch) == {}
+            exporter.close()
+        assert set(self.delivered()) == {record.sequence_number for record in kept}
+
     def test_a_full_batch_goes_through(self) -> None:
         """As many records as the limits allow."""
         size = min(self.exporter.limits.records or 1000, 1000)

@@ -371,11 +371,37 @@ def test_mistakes_in_rules_are_all_reported_with_their_lines(path: Path) -> None
     assert """'/temp_c' is 'much'; write a number""" in found[3]
 
 
-def test_rules_that_cut_objects_into_pieces_are_a_warning(path: Path) -> None:
+def test_rules_that_cut_batches_into_pieces_are_a_warning_and_on_s3_they_do_not(path: Path) -> None:
     rules = RULES.replace("10 minutes", "10m").replace("sampel", "sample").replace('"much"', "1")
-    (line,) = check(path, QUIET + rules.replace('"debug"', '"/debug"'), **KEYS)
+    rules = rules.replace('"debug"', '"/debug"')
+    assert check(path, QUIET + rules, **KEYS) == []
+    (path.parent / "plugins").mkdir()
+    (path.parent / "plugins" / "mine.py").write_text(
+        "from bridge import BatchedConfig, BatchLimits, Exporter, hookimpl\n"
+        "class Mine(Exporter):\n    kind, Config = 'mine', BatchedConfig\n"
+        "    limits = BatchLimits(contiguous=True)\n    def export(self, batch): ...\n"
+        "@hookimpl\ndef register_exporters(register): register(Mine)\n"
+    )
+    export = '[[streams.a.export.mine]]\nidentifier = "x"\n[[streams.a.export.mine.reduce]]\nsample = 2\n'
+    (line,) = check(path, QUIET + '[export]\nplugin_dirs = ["plugins"]\n' + export)
     assert line.startswith("warning: x.toml")
-    assert "reduce: an object holds consecutive numbers" in line
+    assert "reduce: a batch of this kind holds consecutive numbers" in line
+
+
+def test_two_exports_to_one_place_that_leave_out_different_messages_are_an_error(path: Path) -> None:
+    def exports(*more: str, stream: str = "a") -> str:
+        head = 'bucket = "plant"\nregion = "eu-central-1"\n'
+        return "".join(
+            f'[[streams.{stream}.export.s3]]\nidentifier = "{n}"\n{head}{each}\n'
+            for n, each in enumerate(more)
+        )
+
+    wanted = 'topics = ["a/#"]\n'
+    good = exports(wanted, wanted, 'prefix = "x"') + exports("", stream="b")
+    assert check(path, QUIET + good, **KEYS) == []
+    (line,) = check(path, QUIET + exports(wanted + 'prefix = "x"', 'prefix = "x/"'), **KEYS)
+    assert line.startswith("error: x.toml:")
+    assert "the export 0 of this stream writes to the same place, and its topics or reduce leave out" in line
 
 
 def test_listeners_without_a_password_on_the_network_are_warnings(path: Path) -> None:

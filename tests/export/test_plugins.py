@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bridge import objectkeys
+from bridge.filtered import from_extra, left_out
 from bridge.plugin import discovery, hooks
 from bridge.streams.drops import DropReason
 from tests.export.harness import Bucket, drop_in, numbers, running, until
@@ -180,7 +181,7 @@ def test_hook_transform_records_for_an_option_is_called_for_exports_that_set_it(
     assert numbers(recorder / "quiet") == [1]
 
 
-def test_hook_transform_records_splits_objects_and_the_gateway_report_lists_the_gaps(
+def test_what_the_hook_transform_records_leaves_out_the_object_declares(
     tmp_path: Path, bucket: Bucket
 ) -> None:
     drop_in(tmp_path, "noise", FILTER)
@@ -192,9 +193,14 @@ def test_hook_transform_records_splits_objects_and_the_gateway_report_lists_the_
             await gateway.exported("a", 3)
 
     asyncio.run(scenario())
-    names = [objectkeys.parse_key(key) for key in bucket.data_keys()]
-    assert [(name.first, name.last) for name in names if name] == [(0, 0), (2, 3)]
-    assert bucket.report()["streams"][0]["dropped"] == [[1, 1, "filtered"]]
+    (key,) = bucket.data_keys()
+    name = objectkeys.parse_key(key)
+    assert name is not None
+    assert (name.first, name.last) == (0, 3)
+    assert [row["sequence_number"] for row in bucket.rows(key)] == [0, 2, 3]
+    declared = from_extra(bucket.body(key))
+    assert declared is not None
+    assert left_out(declared, 0, 3) == (1, b"\x02")
 
 
 def test_hook_handle_event_gets_failures_and_recoveries(recorder: Path) -> None:

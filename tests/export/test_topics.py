@@ -167,22 +167,18 @@ def test_upload_tasks_of_other_topics_are_no_tasks(tmp_path: Path) -> None:
     assert 2 in {message["statusContext"]["sequenceNumber"] for message in reported}
 
 
-@pytest.mark.parametrize("kind", ["kinesis", "firehose", "http", "IotSitewise", "consumer"])
+@pytest.mark.parametrize("kind", ["kinesis", "firehose", "http", "IotSitewise", "consumer", "s3"])
 def test_a_wrong_filter_is_refused_by_every_kind(kind: str) -> None:
     more = {
         "kinesis": {"kinesisStreamName": "s"},
         "firehose": {"deliveryStreamName": "s"},
         "http": {"uri": "http://127.0.0.1:1/"},
+        "s3": {"bucket": "bucket"},
     }
     base = {"identifier": "x", **more.get(kind, {})}
     assert convert_config(EXPORTERS[kind], {**base, "topics": ["a/+", "#"]}).topics == ["a/+", "#"]
     with pytest.raises(ValueError, match="topics: 'a/#/b' is not a topic filter"):
         convert_config(EXPORTERS[kind], {**base, "topics": ["ok", "a/#/b"]})
-
-
-def test_objects_of_s3_have_every_number_and_no_topics() -> None:
-    with pytest.raises(ValueError, match="topics: an export of the kind s3 has all messages of its stream"):
-        convert_config(EXPORTERS["s3"], {"identifier": "x", "bucket": "bucket", "topics": ["a"]})
 
 
 def test_kinesis_gets_only_its_topics(tmp_path: Path) -> None:

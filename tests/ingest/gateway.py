@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from io import BytesIO
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bridge.filtered import PARQUET_KEY, declaration, with_extra
 from bridge.ingest.store import StorageLocation
 from bridge.objectkeys import data_key, report_key
 
@@ -39,7 +40,7 @@ def rows(
     ]
 
 
-def ndjson(content: list[dict[str, Any]]) -> bytes:
+def ndjson(content: list[dict[str, Any]], declared: bytes = b"") -> bytes:
     lines = []
     for row in content:
         when = (
@@ -49,17 +50,19 @@ def ndjson(content: list[dict[str, Any]]) -> bytes:
             json.dumps(row | {"ingest_time": when, "payload": base64.b64encode(row["payload"]).decode()})
             + "\n"
         )
-    return gzip.compress("".join(lines).encode(), 1)
+    packed = gzip.compress("".join(lines).encode(), 1)
+    return with_extra(packed, declared) if declared else packed
 
 
-def parquet(content: list[dict[str, Any]]) -> bytes:
+def parquet(content: list[dict[str, Any]], declared: bytes = b"") -> bytes:
     table = pa.Table.from_pylist(content)
     at = table.column_names.index("ingest_time")
     times = table["ingest_time"].cast(pa.timestamp("ms", tz="UTC")).cast(TIME)
+    table = table.set_column(at, "ingest_time", times)
+    if declared:
+        table = table.replace_schema_metadata({PARQUET_KEY: base64.b64encode(declared)})
     file = BytesIO()
-    pq.write_table(
-        table.set_column(at, "ingest_time", times), file, compression="zstd", write_page_checksum=True
-    )
+    pq.write_table(table, file, compression="zstd", write_page_checksum=True)
     return file.getvalue()
 
 
@@ -79,14 +82,20 @@ class Gateway:
         step_ms: int = 1000,
         data: bytes | None = None,
         hour_of: int | None = None,
+        lacks: Collection[int] = (),
         **extra: Any,
     ) -> str:
-        """Upload first..last and return the key; `hour_of` is the message that names the hour."""
+        """Upload first..last and return the key; `hour_of` is the message that names the hour.
+
+        The object declares the numbers that it `lacks`.
+        """
         at = START + (first if hour_of is None else hour_of) * step_ms
         key = data_key(self.name, stream, epoch, first, last, at, form)
         if data is None:
-            content = rows(self.name, stream, range(first, last + 1), epoch, step_ms, **extra)
-            data = parquet(content) if form == "parquet" else ndjson(content)
+            numbers = [number for number in range(first, last + 1) if number not in lacks]
+            content = rows(self.name, stream, numbers, epoch, step_ms, **extra)
+            declared = declaration(first, last, numbers)
+            data = parquet(content, declared) if form == "parquet" else ndjson(content, declared)
         self.store.put(key, data)
         return key
 

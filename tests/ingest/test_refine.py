@@ -96,6 +96,50 @@ def test_only_what_is_new_is_refined_and_nothing_twice(lake: Lake, landing: Stor
 
 
 @pytest.mark.spark
+def test_numbers_that_filters_have_left_out_are_not_waited_for(lake: Lake, landing: StorageLocation) -> None:
+    gateway, wanted = Gateway(landing), set[int]()
+
+    def export(first: int, last: int, lacks: set[int]) -> None:
+        gateway.export(first, last, lacks=lacks)
+        wanted.update(set(range(first, last + 1)) - lacks)
+
+    export(0, 99, set(range(0, 100, 3)))
+    lake.ingest()
+    assert lake.refine().rows == 66
+    done = lake.refine()
+    assert (done.rows, done.rounds) == (0, 0)  # nothing is read again
+    export(150, 199, set(range(150, 190)))
+    lake.ingest()
+    assert lake.refine().rows == 10
+    export(100, 149, {100, 149})  # late
+    export(190, 220, set(range(200, 221)))  # of it, only numbers without a row are new
+    lake.ingest()
+    assert lake.refine().rows == 48
+    assert lake.refine().rounds == 0
+    assert lake.numbers("readings") == sorted(wanted)
+
+
+@pytest.mark.spark
+def test_after_a_crash_between_two_commits_left_out_numbers_are_settled_in_both_tables(
+    lake: Lake, landing: StorageLocation
+) -> None:
+    def crash(kind: str) -> None:
+        if kind == "typed":
+            raise OSError("killed")
+
+    gateway = Gateway(landing)
+    gateway.export(0, 49, lacks=range(0, 50, 2))
+    lake.ingest()
+    with pytest.raises(OSError, match="killed"):
+        lake.refine(crash, schema="n DOUBLE")
+    gateway.export(50, 99, lacks=range(50, 100, 2))
+    lake.ingest()
+    assert lake.refine(schema="n DOUBLE").rows == 50
+    assert lake.refine(schema="n DOUBLE").rounds == 0
+    assert lake.numbers("readings") == list(range(1, 100, 2))
+
+
+@pytest.mark.spark
 def test_payloads_that_do_not_fit_go_to_the_rejects_with_the_reason(
     lake: Lake, landing: StorageLocation
 ) -> None:

@@ -32,6 +32,7 @@ CHECKS = (
     streams.room,
     streams.loaded_plugins,
     streams.streams,
+    streams.places,
     streams.stopped,
     streams.refused_messages,
     upstreams.upstreams,

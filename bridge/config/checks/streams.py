@@ -162,17 +162,44 @@ def _export(context: CheckContext, export: DeclaredExport) -> Iterator[Finding]:
             "enabled exports have passed are deleted, and this one skips them",
         )
     omits = any(rule.sample > 1 or rule.deadband for rule in config.reduce)
-    if omits and context.registry.exporters[export.kind].limits.contiguous:
+    limits = context.registry.exporters[export.kind].limits
+    if omits and limits.contiguous and not limits.declares_filtered:
         yield context.warning(
             (*keys, "reduce"),
-            "an object holds consecutive numbers: each message that a sample or a dead band leaves out "
-            "begins another object, which may cost more bytes than it saves; use keep or drop, or another "
-            "kind of export",
+            "a batch of this kind holds consecutive numbers: each message that a sample or a dead band "
+            "leaves out begins another batch, which may cost more bytes than it saves; use keep or drop, or "
+            "another kind of export",
         )
     letters = config.dead_letter_stream
     if letters is not None and letters not in context.config.streams:
         yield context.warning(
             (*keys, "dead_letter_stream"), f"there is no [streams.{dotted((letters,))}]; add it"
+        )
+
+
+def places(context: CheckContext) -> Iterator[Finding]:
+    """Report exports that write objects of one stream to one place, and leave out different messages.
+
+    The ingest job takes each number from the first object that covers it. If that one has left it out, the
+    table never gets it from the other.
+    """
+    known: dict[tuple[Any, ...], DeclaredExport] = {}
+    for export in context.exports:
+        config: Any = export.config
+        if config is None or not context.registry.exporters[export.kind].limits.declares_filtered:
+            continue
+        place = export.stream.name, config.endpoint_url, config.bucket, config.prefix.strip("/")
+        other = known.setdefault(place, export)
+        if other.config is None or (other.config.topics, other.config.reduce) == (
+            config.topics,
+            config.reduce,
+        ):
+            continue
+        yield context.error(
+            (*export.keys, "prefix"),
+            f"the export {other.config.identifier} of this stream writes to the same place, and its topics "
+            "or reduce leave out other messages: the table would lack what only one of the two leaves "
+            "out; give each a prefix of its own",
         )
 
 
