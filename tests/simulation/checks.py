@@ -7,7 +7,8 @@
 * The messages of a client are in the order in which it sent them; numbers are contiguous.
 * What a stream that syncs before it acknowledges no longer has, it has a reason for.
 * A number that was seen in a stream, or in the cloud, stands for the same message from then on.
-* Objects hold the numbers of their names; what an export has passed is in the cloud, or its loss is recorded.
+* Objects hold the numbers of their names, and declare those that the export's topics leave out; what an
+  export has passed is in the cloud, or was left out, or its loss is recorded.
 * A persistent session gets each message of an ordinary topic that was acknowledged after it subscribed, in
   order, and one of QoS 2 once.
 * The table has every exported row once; a verdict is true.
@@ -26,10 +27,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import CorruptData, NotEnoughMessages
+from bridge.filtered import from_extra, left_out
+from bridge.ingest.planner import StreamId
 from bridge.objectkeys import parse_key
 from bridge.operations.reading import ReadMessagesOptions
+from bridge.ranges import Ranges
 from bridge.streams.drops import Drop, DropReason
 from bridge.streams.verify import verify
+from bridge.topics import matches
 
 from . import kernel as kernels
 from .clients import POISON, WILL_DELAY, WILL_TOPIC, Device, Message, Subscriber
@@ -43,6 +48,11 @@ ON_THE_WAY = 0.002  # s, of an acknowledgement
 SLACK = 0.5  # s, of a sync that is under way
 STREAMS = ("safe", "plain", "both", "ring", "memory", "kin", "aged", "ids", "dead")
 OLD = 1.0 + SLACK  # s after which something that is too old is gone: limits are applied every second
+
+
+def _said(body: bytes) -> tuple[bytes, bytes | None]:
+    """What an object says: its rows, and what it lacks."""
+    return gzip.decompress(body), from_extra(body)
 
 
 def streams_of(topic: str) -> list[str]:
@@ -64,7 +74,8 @@ class Checks:
         self.now: dict[str, list[tuple[int, bytes, bytes]]] = {name: [] for name in STREAMS}
         self.appended: dict[tuple[str, str, int, int], bytes] = {}
         self.epochs: dict[str, int] = {}
-        self.cloud = CloudCheck(world.bucket, world.table, self.appended)
+        self.left_out: dict[StreamId, Ranges] = defaultdict(Ranges)  # as objects declare
+        self.cloud = CloudCheck(world.bucket, world.table, self.appended, left_out=self.left_out)
         self._clocked = any(step.do == "clock" for step in world.plan.steps)
         self._filled = any(step.do in ("full", "refuse") for step in world.plan.steps)
         self._known: dict[bytes, Message] = {}
@@ -80,7 +91,7 @@ class Checks:
         def noted(key: str, body: bytes, what: str, metadata: Any = None) -> str:
             before = world.bucket.objects.get(key)
             known = what == "put" and before is not None and key not in world.bucket.harmed and parse_key(key)
-            if known and gzip.decompress(before.body) != gzip.decompress(body):
+            if known and _said(before.body) != _said(body):
                 self.broken(f"the object {key} was overwritten with other rows")
             etag = store(key, body, what, metadata)
             if what == "put":
@@ -247,6 +258,8 @@ class Checks:
             seen = self.seen[name]
             for number in list(seen):
                 if self.exported.get(name, {}).get(number) is not None:
+                    continue
+                if name in self.epochs and self.left_out[self._id(name)].covers(number, number):
                     continue
                 del seen[number]
 
@@ -539,8 +552,32 @@ class Checks:
             self.appended["g", name.stream, name.epoch, number] = payload
             if self._message(payload) is None:
                 self.broken(f"{name.stream}: number {number} was exported and never sent: {payload!r}")
-        if numbers != list(range(name.first, name.last + 1)):
+            elif not self._wanted(name.stream, payload):
+                self.broken(f"{name.stream}: number {number} was exported, and is of another topic")
+        declared = from_extra(body)
+        bits = (
+            0
+            if declared is None
+            else int.from_bytes(left_out(declared, name.first, name.last).bitmap, "little")
+        )
+        everything = range(name.first, name.last + 1)
+        if numbers != [number for number in everything if not bits >> number - name.first & 1]:
             self.broken(f"the object {key} holds {numbers[:3]} to {numbers[-3:]}")
+        for number in everything if bits and not self.lied else ():
+            if not bits >> number - name.first & 1:
+                continue
+            self.left_out[StreamId.of(name)].add(number, number)
+            payload = self.seen[name.stream].get(number)
+            if payload is not None and self._wanted(name.stream, payload):
+                self.broken(f"{name.stream}: number {number} ({payload!r}) was left out, and is wanted")
+
+    def _wanted(self, stream: str, payload: bytes) -> bool:
+        """Whether the export of a stream to S3 wants a message."""
+        topics, message = self.world.plan.wanted.get(stream), self._message(payload)
+        return topics is None or message is None or any(matches(one, message.topic) for one in topics)
+
+    def _id(self, stream: str) -> StreamId:
+        return StreamId("g", stream, self.epochs[stream])
 
     def ingest(self) -> None:
         """One run, with faults; the world goes on meanwhile."""
@@ -568,6 +605,10 @@ class Checks:
             self.broken(f"the table: {error}")
 
     def _lost_at_gateway(self, stream: Any, number: int) -> bool:
+        if stream.stream in self.world.plan.wanted:
+            payload = self.seen[stream.stream].get(number)
+            if payload is None or not self._wanted(stream.stream, payload):
+                return True
         return stream.stream == "ring" or (bool(self.losses) and number not in self.seen[stream.stream])
 
     # -- the end
@@ -655,7 +696,7 @@ class Checks:
             return
         for name in ("safe", "plain"):
             for number, payload in self.seen[name].items():
-                if number not in self.exported[name]:
+                if number not in self.exported[name] and self._wanted(name, payload):
                     self.broken(f"{name}: number {number} ({payload!r}) is not in the cloud")
         arrived = set(self.world.kinesis.records) | set(self._dead())
         for number, payload in self.seen["kin"].items():

@@ -27,12 +27,13 @@ from botocore.exceptions import BotoCoreError, ClientError, ConnectionClosedErro
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import Target
 from bridge.ingest.job import Summary, ingest
+from bridge.ingest.numbers import CHUNK_BITS
 from bridge.ingest.planner import RoundLimits, StreamId
-from bridge.ingest.state import load_state
+from bridge.ingest.state import StreamState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import process, unpack
 from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
-from bridge.ranges import Ranges
+from bridge.ranges import Ranges, size
 
 from .bucket import ENDPOINT, At, Bucket, Place, nowhere
 from .table import Table
@@ -237,10 +238,19 @@ def nothing(stream: StreamId, number: int) -> bool:
 class CloudCheck:
     """What must be true. `appended` has the payload of every row that a gateway has ever appended.
 
+    `left_out` are the numbers whose messages the filters of its export leave out: they never become rows.
     All methods raise CloudError. Each data file is read once, so that a check costs what is new.
     """
 
-    def __init__(self, bucket: Bucket, table: Table, appended: Mapping[Row, bytes], prefix: str = "") -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        table: Table,
+        appended: Mapping[Row, bytes],
+        prefix: str = "",
+        left_out: Mapping[StreamId, Ranges] | None = None,
+    ) -> None:
+        self.left_out = {} if left_out is None else left_out
         self.bucket, self.the_table, self.appended = bucket, table, appended
         self.prefix = f"{prefix}/" if prefix else ""
         self.rows = 0
@@ -290,12 +300,23 @@ class CloudCheck:
         return rows
 
     def _state(self) -> None:
-        """The state covers the rows of the table and no others."""
+        """The state covers the rows of the table, and numbers that were left out; it counts those."""
         state = load_state(self.the_table.sink())
-        covered = {stream: list(ranges) for stream, ranges in state.covered().items() if ranges}
-        there = {stream: list(ranges) for stream, ranges in self.numbers.items() if ranges}
-        if covered != there:
-            raise CloudError(f"the state covers {covered}, the table has {there}")
+        for stream in state.streams.keys() | self.numbers.keys():
+            known = state.streams[stream] if stream in state.streams else StreamState()
+            there = self.numbers.get(stream, Ranges())
+            absent = [hole for pair in known.covered for hole in there.missing(*pair)]
+            surplus = [hole for pair in there for hole in known.covered.missing(*pair)]
+            if surplus or size(absent) != sum(known.filtered.values()):
+                raise CloudError(f"the state covers {known.covered} of {stream}, the table has {there}")
+            counts = Counter(n >> CHUNK_BITS for low, high in absent for n in range(low, high + 1))
+            if counts != known.filtered:
+                raise CloudError(f"{stream}: {counts} are left out, and the state says {known.filtered}")
+            if wrong := [pair for pair in absent if not self._left_out(stream).covers(*pair)]:
+                raise CloudError(f"{stream}: {wrong} is called left out, and was not")
+
+    def _left_out(self, stream: StreamId) -> Ranges:
+        return self.left_out.get(stream, Ranges())
 
     def run(self, ended: Ended, excused: Excused = nothing) -> None:
         """The verdict of a run is true, given the gateway reports that it read.
@@ -324,6 +345,11 @@ class CloudCheck:
             stream = StreamId(found.gateway, found.stream, found.epoch)
             gone, late, claim = _numbers(harmed, stream), _numbers(came, stream), claims.get(stream)
             for hole in found.holes:
+                if hole.number is not None:  # of some; `table` looks at which
+                    most = size(self._left_out(stream).common(hole.first, hole.last))
+                    if (hole.kind, hole.reason) != ("trimmed", "filtered") or hole.count > most:
+                        raise CloudError(f"{stream}: {most} are left out, and it says {hole}")
+                    continue
                 for number in range(hole.first, hole.last + 1):
                     named = claim is not None and claim.explains(number)
                     pending = claim is None or number > claim.exported
@@ -348,7 +374,8 @@ class CloudCheck:
         """All that the gateway says it has uploaded is in the table."""
         there = self.numbers.get(stream, Ranges())
         absent = {n for low, high in there.missing(0, claim.exported) for n in range(low, high + 1)}
-        absent = {number for number in absent if not claim.explains(number)}
+        known = self._left_out(stream)
+        absent = {n for n in absent if not (claim.explains(n) or known.covers(n, n))}
         for low, high, count in claim.joined():
             within = {number for number in absent if low <= number <= high}
             absent -= within if len(within) <= count else set()

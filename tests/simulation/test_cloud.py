@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from botocore.exceptions import ConnectionClosedError
 
@@ -19,6 +20,7 @@ from bridge.ingest.files import DataFile
 from bridge.ingest.planner import RoundLimits, StreamId
 from bridge.plugin import discovery
 from bridge.plugin.api import Progress, convert_config
+from bridge.ranges import Ranges
 
 from .bucket import ENDPOINT, Bucket, Faults
 from .cloud import CloudCheck, CloudError, Ended, Killed, Row, RunFaults, ingest_run
@@ -85,12 +87,19 @@ class Stream:
             newest=len(self.records) - 1, exported=self.exported, skipped=list(self.dropped),
         )  # fmt: skip
 
-    def append(self, random: Random, appended: dict[Row, bytes]) -> None:
+    def append(self, random: Random, appended: dict[Row, bytes], left_out: dict[StreamId, Ranges]) -> None:
+        """Append messages; of one stream most are of topics that its export does not want."""
+        name = StreamId(self.gateway.name, self.name, self.epoch)
         for _ in range(random.randint(1, 40)):
             number, payload = len(self.records), random.randbytes(random.randrange(20))
             when = int(self.gateway.clock.time * 1000)
-            self.records.append(Record(number, when, f"plant/{self.name}", payload))
-            appended[self.gateway.name, self.name, self.epoch, number] = payload
+            wanted = self.name == "readings" or random.random() < 0.2
+            topic = f"plant/{self.name}" if wanted else "other"
+            self.records.append(Record(number, when, topic, payload))
+            if wanted:
+                appended[*name, number] = payload
+            else:
+                left_out.setdefault(name, Ranges()).add(number, number)
 
     def drop(self, random: Random) -> None:
         """Drop the oldest pending messages; they may be of a batch that was tried."""
@@ -107,9 +116,13 @@ class Stream:
             return
         if self.tried < first:
             self.tried = min(first + random.randint(0, 60), newest)
-        batch = Batch(
-            self.gateway.name, self.name, self.epoch, first, self.tried, self.records[first : self.tried + 1]
-        )
+        wanted = [record for record in self.records[first : self.tried + 1] if record.topic != "other"]
+        if not wanted:
+            self.dropped.append((first, self.tried, "filtered"))
+            self.exporter.dropped(*self.dropped[-1])
+            self.exported = self.tried
+            return
+        batch = Batch(self.gateway.name, self.name, self.epoch, first, self.tried, wanted)
         try:
             self.exporter.export(batch)
         except Retry:
@@ -164,7 +177,8 @@ class World:
         self.lake = Bucket(self.random, self.clock.now, name="lake")
         self.table = Table(self.lake, kind=sink)
         self.appended: dict[Row, bytes] = {}
-        self.check = CloudCheck(self.bucket, self.table, self.appended)
+        self.left_out: dict[StreamId, Ranges] = {}
+        self.check = CloudCheck(self.bucket, self.table, self.appended, left_out=self.left_out)
         self.gateways = [Gateway(name, self.bucket, self.clock, stream) for name in ("gw-a", "gw-b")]
         self.faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.1)
         self.runs: list[Ended] = []
@@ -177,7 +191,7 @@ class World:
         stream = random.choice(random.choice(self.gateways).streams)
         chance = random.random()
         if chance < 0.3:
-            stream.append(random, self.appended)
+            stream.append(random, self.appended, self.left_out)
         elif chance < 0.8:
             stream.export(random)
         elif chance < 0.82:
@@ -343,6 +357,16 @@ class Forgetful(Stream):
         self.dropped.clear()
 
 
+class Silent(Stream):
+    """Leaves messages out and does not say so: the numbers that it declares are those of other messages."""
+
+    def export(self, random: Random) -> None:
+        hidden = random.randrange(len(self.records)) if self.records else 0
+        if self.name == "readings" and hidden > self.exported and random.random() < 0.1:
+            self.records[hidden] = msgspec.structs.replace(self.records[hidden], topic="other")
+        super().export(random)
+
+
 class Leaky(Bucket):
     """Stores less of an object than it was given."""
 
@@ -361,6 +385,7 @@ class Leaky(Bucket):
         ({"sink": Stale}, "more than once|the state covers"),
         ({"stream": Hasty}, "called missing"),
         ({"stream": Forgetful}, "called missing"),
+        ({"stream": Silent}, "left out, and was not"),
         ({"bucket": Leaky}, "nobody has harmed it"),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",

@@ -138,12 +138,13 @@ class World:
         plan = self.plan
         rules = []
         for n in range(DEVICES):
-            topics = [f"{family}/#" for family in FAMILIES if (n, family) not in self.revoked]
-            rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(topics)}\nsubscribe = []\n')
+            may = [f"{family}/#" for family in FAMILIES if (n, family) not in self.revoked]
+            rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(may)}\nsubscribe = []\n')
         s3 = (
             f'bucket = "landing"\ntime_hint_millis = {self.linger}\nsize_hint_bytes = {plan.batch}\n'
             "report_interval_millis = 500\n"
         )
+        topics = {name: f"topics = {json.dumps(wanted)}\n" for name, wanted in plan.wanted.items()}
         small = f"segment_size = {plan.segment}\n"
         text = f"""
 [gateway]
@@ -180,7 +181,7 @@ topics = ["plain/#"]
 {small}
 [[streams.plain.export.s3]]
 identifier = "lake"
-{s3}
+{s3}{topics.get("plain", "")}
 [streams.both]
 topics = ["safe/both/#", "plain/both/#", "both/#"]
 flush_on_write = {"true" if plan.seed % 2 else "false"}
@@ -191,7 +192,7 @@ topics = ["ring/#"]
 limits = {{ max_messages = {self.ring} }}
 [[streams.ring.export.s3]]
 identifier = "lake"
-{s3}
+{s3}{topics.get("ring", "")}
 [streams.memory]
 topics = ["memory/#"]
 persistence = "Memory"
