@@ -210,22 +210,33 @@ def reduced(rows: list[Record], rule: dict[str, Any]) -> list[Record]:
     return next(result for result in found if result is not None)
 
 
-def batches(rows: list[Record], exporter: type[Exporter], every: int) -> Iterator[list[Record]]:
-    """The batches that an export makes of them: by time, and within the exporter's limits."""
+def batches(
+    rows: list[Record], exporter: type[Exporter], every: int, newest: int
+) -> Iterator[tuple[int, int, list[Record]]]:
+    """The batches that an export makes of them, first and last number and records.
+
+    They end by time, and within the exporter's limits. One that is declared to lack numbers reaches up to the
+    next one, or to the `newest` number.
+    """
     limits = exporter.limits
+    parts: list[list[Record]] = []
     for _, group in groupby(rows, key=lambda row: (row.ingest_time - START) // every):
         part: list[Record] = []
         size = 0
         for row in group:
             length = len(row.payload) + len(row.topic)
             full = len(part) >= (limits.records or 100_000) or size + length > (limits.batch_bytes or 4 << 20)
-            if part and (full or (limits.contiguous and row.sequence_number != part[-1].sequence_number + 1)):
-                yield part
+            if part and full:
+                parts.append(part)
                 part, size = [], 0
             part.append(row)
             size += length
-        if part:
-            yield part
+        parts.append(part)
+    for at, part in enumerate(parts):
+        first, last = part[0].sequence_number, part[-1].sequence_number
+        if limits.declares_filtered:
+            last = parts[at + 1][0].sequence_number - 1 if at + 1 < len(parts) else newest
+        yield first, last, part
 
 
 def where(kind: str, url: str) -> dict[str, str]:
@@ -235,8 +246,10 @@ def where(kind: str, url: str) -> dict[str, str]:
     return {"uri": f"{url}/in"} if kind == "http" else {"endpointUrl": url}
 
 
-def count(destination: Destination, url: str, rows: list[Record], prefix: str) -> int:
-    """The bytes that it takes to send them; objects are named below the prefix."""
+def count(
+    destination: Destination, url: str, rows: list[Record], newest: int, prefix: str
+) -> tuple[int, int]:
+    """The bytes that it takes to send them, and in how many batches; objects are named below the prefix."""
     exporter = discovery.load().exporters[destination.kind]
     forwarder = Forwarder(url)
     try:
@@ -244,14 +257,15 @@ def count(destination: Destination, url: str, rows: list[Record], prefix: str) -
         if destination.kind == "s3":
             options["prefix"] = prefix
         instance = exporter(discovery.load().config(destination.kind, options), Context())
-        for part in batches(rows, exporter, destination.every):
-            first, last = part[0].sequence_number, part[-1].sequence_number
+        number = 0
+        for first, last, part in batches(rows, exporter, destination.every, newest):
+            number += 1
             rejected = deliver(instance, Batch("gw-1", "plant", START, first, last, part))
             if rejected:
                 raise SystemExit(f"{destination.label} has rejected {rejected}")
         passed = forwarder.passed  # before what closing sends: a gateway report, a DISCONNECT
         instance.close()
-        return passed
+        return passed, number
     finally:
         forwarder.close()
 
@@ -301,9 +315,11 @@ def main() -> None:
             fields = reduced(rows, {"drop": rule["drop"]})
             for what, left in zip(VARIANTS, (rows, fields, reduced(rows, rule)), strict=True):
                 row[what] = {"messages": len(left), "payloads": sum(len(one.payload) for one in left)}
+                row[what]["batches"] = {}
                 for destination in DESTINATIONS:
                     url = urls[destination.fake]
-                    row[what][destination.label] = count(destination, url, left, f"{name}-{what}")
+                    found_here = count(destination, url, left, len(rows) - 1, f"{name}-{what}")
+                    row[what][destination.label], row[what]["batches"][destination.label] = found_here
             found.append(row)
             print(json.dumps(row), flush=True)
     (given.output / "wire.json").write_text(json.dumps(found, indent=1) + "\n")
