@@ -676,7 +676,7 @@ def test_the_firehose_listener_is_checked_with_its_keys(path: Path) -> None:
     text = QUIET + firehose + 'access_keys_file = "keys"\n' + rule
     (line,) = check(path, text)
     assert line.startswith(
-        "warning: x.toml:13: firehose.listen: records on their way to 0.0.0.0:0 can be read"
+        "warning: x.toml:12: firehose.listen: records on their way to 0.0.0.0:0 can be read"
     )
     keys.write_text("AKIDPLANT short\n")
     assert any("keys, line 1: a secret has 16 to 256 characters" in line for line in check(path, text))
