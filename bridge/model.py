@@ -119,7 +119,8 @@ class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
 class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     """How far one export of a stream is. Times are Unix time in ms; 0 is never, or not known.
 
-    Exported messages were accepted or rejected. Skipped ones were dropped from the stream before that.
+    Exported messages were accepted or rejected. Skipped ones were dropped from the stream before that. All
+    up to the last exported number are one or the other; so are the ranges `exported_ahead` above it.
     """
 
     export_config_identifier: str
@@ -137,6 +138,21 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     failed_attempts: int = 0  # in a row, since the worker started
     next_attempt_time: int = 0  # of an export that has failed
     error_since: int = 0  # when error_message first was not None
+    exported_ahead: list[tuple[int, int]] = []  # with the newest first
+
+    def first_pending(self, oldest: int) -> int:
+        """The first number from the stream's oldest on that is pending, or that of the next message."""
+        position = max(self.last_exported_sequence_number + 1, oldest)
+        for first, last in self.exported_ahead:
+            if first <= position <= last:
+                return last + 1
+        return position
+
+    def pending(self, oldest: int, following: int) -> int:
+        """How many messages are pending, if the stream has the numbers from `oldest` to below `following`."""
+        position = self.first_pending(oldest)
+        ahead = sum(last - first + 1 for first, last in self.exported_ahead if first > position)
+        return max(0, following - position - ahead)
 
 
 class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):

@@ -46,6 +46,7 @@ class FirehoseExporter(Exporter):
     Config: ClassVar[type[ExportConfig]] = FirehoseConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
     limits: ClassVar[BatchLimits] = BatchLimits(record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+    any_order: ClassVar[bool] = True
 
     config: FirehoseConfig
 

@@ -79,6 +79,7 @@ class HttpExporter(Exporter):
     kind: ClassVar[str] = "http"
     Config: ClassVar[type[ExportConfig]] = HttpConfig
     limits: ClassVar[BatchLimits] = BatchLimits(records=500)
+    any_order: ClassVar[bool] = True
 
     config: HttpConfig
 

@@ -44,6 +44,7 @@ class IotAnalyticsExporter(Exporter):
     Config: ClassVar[type[ExportConfig]] = IotAnalyticsConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
     limits: ClassVar[BatchLimits] = BatchLimits(records=100, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+    any_order: ClassVar[bool] = True
 
     config: IotAnalyticsConfig
 

@@ -73,6 +73,7 @@ class KinesisExporter(Exporter):
     Config: ClassVar[type[ExportConfig]] = KinesisConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
     limits: ClassVar[BatchLimits] = BatchLimits(records=500, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+    any_order: ClassVar[bool] = True
 
     config: KinesisConfig
 
@@ -89,6 +90,11 @@ class KinesisExporter(Exporter):
     def check(cls, config: KinesisConfig) -> None:
         if config.partition_key is not None:
             KeyTemplate(config.partition_key)
+            if config.order_per_key and config.newest_first:
+                raise ValueError(
+                    'order: records of one partition key arrive in order; with "newest first", set '
+                    "orderPerKey to false, or use no partitionKey"
+                )
         encoder = RecordEncoder(config.record)
         if config.compression and encoder.content_type == JSON and "\n" in config.record:
             raise ValueError(

@@ -167,6 +167,7 @@ class MqttExporter(Exporter):
     kind: ClassVar[str] = "mqtt"
     Config: ClassVar[type[ExportConfig]] = MqttConfig
     limits: ClassVar[BatchLimits] = BatchLimits(records=RECORDS)
+    any_order: ClassVar[bool] = True
 
     config: MqttConfig
 
@@ -477,6 +478,15 @@ def _mistakes(config: MqttConfig) -> list[tuple[str, str]]:
         found.append(("keyFile", "it needs certFile"))
     if config.password_file is not None and config.username is None:
         found.append(("passwordFile", "it needs username"))
+    if config.newest_first and (config.retain != "never" or config.record == "payload"):
+        what = "the retained message" if config.retain != "never" else "a payload alone"
+        found.append(
+            (
+                "order",
+                f'subscribers cannot tell {what} from an older one that comes later; with "newest first", '
+                'use retain = "never", and a record with the number or the time',
+            )
+        )
     if config.protocol != "5":
         needs = {
             "messageExpiryMillis": config.message_expiry_millis,

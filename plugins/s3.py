@@ -18,7 +18,8 @@ Formats:
 An object is due at `sizeHintBytes` of payload and topics or when its first message is
 `timeHintMillis` old, whichever comes first. After uploads, and after messages were dropped before their
 upload, the gateway report is written, at most every `reportIntervalMillis` (see `bridge.plugin.reports`).
-While a backlog goes out, it is written once a minute.
+While a backlog goes out, it is written once a minute, and with `order` "newest first" once before the first
+object.
 When an export is deleted, the report is written once more without it if the link is up; otherwise the
 next report omits it.
 """
@@ -96,6 +97,7 @@ class S3Exporter(Exporter):
     kind: ClassVar[str] = "s3"
     Config: ClassVar[type[ExportConfig]] = S3Config
     limits: ClassVar[BatchLimits] = BatchLimits(contiguous=True, declares_filtered=True)
+    any_order: ClassVar[bool] = True
 
     config: S3Config
 
@@ -148,11 +150,30 @@ class S3Exporter(Exporter):
         return Batching(size=config.size_hint_bytes, millis=config.time_hint_millis)
 
     def export(self, batch: Batch) -> Outcome:
+        self._announce()
         body, digest = self._encode(batch)
         self._objects.put_once(self._key(batch), body, self._type, digest)
         self._settled_at = math.inf
         self._report_while_busy()
         return ACCEPTED
+
+    def _announce(self) -> None:
+        """Before objects go ahead of older messages, let the gateway report say that they may; raises Retry.
+
+        Readers would take the numbers between the objects for lost. The state notes what was written.
+        """
+        destination = msgspec.json.encode((self.config.endpoint_url, *self._destination))
+        state = hashlib.sha256(destination).digest() if self.config.newest_first else b""
+        if state == self.context.state:
+            return
+        if state:
+            with _reports_lock:
+                try:
+                    exports = self.context.exports()
+                except Retry as error:  # just started
+                    raise Retry(str(error), after=AGAIN, unsent=True) from None
+                self._write_report(exports)
+        self.context.save_state(state)
 
     def _key(self, batch: Batch) -> str:
         epoch, first, last = batch.epoch, batch.first, batch.last

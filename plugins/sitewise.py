@@ -235,6 +235,7 @@ class SitewiseExporter(Exporter):
     kind: ClassVar[str] = "IotSitewise"
     Config: ClassVar[type[ExportConfig]] = SitewiseConfig
     limits: ClassVar[BatchLimits] = BatchLimits(records=MAX_ENTRIES)
+    any_order: ClassVar[bool] = True
 
     config: SitewiseConfig
 

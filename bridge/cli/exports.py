@@ -191,7 +191,6 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for status in described["exportStatuses"]:
         kind, disabled = configs.get(status.export_config_identifier, ("-", False))
-        done = max(status.last_exported_sequence_number, storage["oldestSequenceNumber"] - 1)
         rows.append(
             {
                 "stream": described["name"],
@@ -200,7 +199,10 @@ def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
                 "disabled": disabled,
                 "paused": status.paused,
                 "lastExportedSequenceNumber": status.last_exported_sequence_number,
-                "pendingMessages": storage["newestSequenceNumber"] - done,
+                "exportedAhead": status.exported_ahead,
+                "pendingMessages": status.pending(
+                    storage["oldestSequenceNumber"], storage["newestSequenceNumber"] + 1
+                ),
                 "lastExportTime": status.last_export_time,
                 "exportedMessages": status.exported_messages_count,
                 "exportedBytes": status.exported_bytes_from_stream,

@@ -139,6 +139,7 @@ def describe(
             if row["lastExportedSequenceNumber"] >= 0
             else "nothing exported yet"
         )
+        + "".join(f", and {first} to {last}" for first, last in row["exportedAhead"][-3:])
         + f", {row['pendingMessages']} pending"
         + (f", {row['rejectedMessages']} rejected" if row["rejectedMessages"] else "")
         + (f", {row['skippedMessages']} skipped" if row["skippedMessages"] else "")

@@ -273,6 +273,7 @@ class ExportStatus(Data):
     skipped_messages_count: int | None = None
     stopped: bool | None = None
     unacknowledged_messages_count: int | None = None
+    exported_ahead: list[list[int]] | None = None
 
 
 class MessageStreamInfo(Data):

@@ -20,8 +20,8 @@ One export's life
 
 Invariants
 ----------
-1. A cursor never leads: a position is written only after every record before it was accepted,
-   rejected or found to be dropped. It may lag: after a crash the planned batch is sent again.
+1. A cursor never leads: a position, and the ranges ahead of it, are written only after every record in them
+   was accepted, rejected or found to be dropped. It may lag: after a crash the planned batch is sent again.
 2. The boundaries of a batch are durable before its first attempt, so every attempt has the same. If the
    link cuts attempts, the batch is sent in parts (`sizing`). A batch that is one object gets a lower end,
    and so another name, instead: only after the exporter found nothing under the old name (`landed`). The
@@ -44,7 +44,7 @@ Modules, each importing only those above it (`make lint` checks it):
     cursor       the file of a position; planning: which messages make a batch; sizing: how large an
                  attempt may be; backoff: when the next one is
     host         what the worker offers all exports: clients, appends, hooks; and whose plugin runs
-    position     one export's cursor with its files
+    position     one export's cursor with its files; lanes: where the next batch begins
     batches      one export's planned batch
     task         one export: its state, its steps, and the context of its exporter
     scheduler    the pool: picks tasks and runs them

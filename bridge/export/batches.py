@@ -13,9 +13,10 @@ from enum import Enum, auto
 import msgspec
 
 from bridge.export.host import Host
+from bridge.export.lanes import Lanes
 from bridge.export.planning import Planner, intersection
 from bridge.export.position import Position, shorten
-from bridge.export.sizing import Sizing
+from bridge.export.sizing import Sizing, Slices
 from bridge.plugin.api import Batch, ExportConfig, Exporter, Outcome, Record, Retry, dead_letter
 from bridge.plugin.reduction import decoded, encoded
 from bridge.plugin.transform import TransformState
@@ -27,6 +28,7 @@ class NoBatch(Enum):
     """Why there is no batch to send."""
 
     NOT_DUE = auto()  # too few messages are pending
+    LATER = auto()  # no new messages are due, and a backlog waits for its turn
     DROPPED = auto()  # the messages to plan had been dropped; more may follow
     SETTLED = auto()  # the rest of the planned batch has arrived or was dropped
 
@@ -42,19 +44,29 @@ class Batches:
         self._may_have_arrived = False  # an attempt of the planned batch had no answer
         self._handled = 0  # the settled messages of the planned batch
         self._sizing = Sizing()
+        self._lanes = Lanes(position.source, planner, host.tuning.behind)
+        self._slices = Slices()
+        self._in_order = True  # the planned batch comes after all that were settled
+
+    def due(self) -> float:
+        """The monotonic time of the next batch, if none is planned; infinite if nothing is pending."""
+        return self._lanes.due(self._position.cursor)
+
+    @property
+    def takes_backlog(self) -> bool:
+        """Whether the next batch is of messages that newer ones go before."""
+        return self._lanes.takes_backlog(self._position.cursor)
 
     def resume(self) -> None:
         """Continue from the position, which was just read."""
         self._sizing = Sizing(self._position.cursor.limit or None)
-        self._may_have_arrived = self._position.cursor.planned is not None
+        self._may_have_arrived = self._position.cursor.batch is not None
         self._planner.state = TransformState(self._position.cursor.transform)
 
     def next(self, exporter: Exporter, config: ExportConfig, attempt: int) -> Batch | NoBatch:
         """Return the next attempt; its boundaries are durable. Raises OSError and CorruptData."""
-        self._planner.limit(self._sizing.limit)
         self._postponed = set()
-        cursor = self._position.cursor
-        left = self._reread(exporter, config) if cursor.planned else None
+        left = self._reread(exporter, config) if self._position.cursor.batch else None
         if left is None:
             records = self._plan(exporter, config)
         else:
@@ -68,8 +80,8 @@ class Batches:
         return self._batch_of(records, attempt)
 
     def _batch_of(self, records: Sequence[Record], attempt: int) -> Batch:
-        assert self._position.cursor.planned is not None
-        first, last = self._position.cursor.planned
+        assert self._position.cursor.batch is not None
+        first, last = self._position.cursor.batch
         return Batch(
             gateway=self._host.gateway,
             stream=self._position.source.name,
@@ -89,6 +101,7 @@ class Batches:
         rest. A batch that is one object cannot be sent in parts: it gets a lower end, and so another name,
         provided that nothing is at the destination under its old name.
         """
+        self._planner.limit(self._sizing.limit)
         fitting = self._planner.fitting(records)
         if not self._cls.limits.contiguous:
             self._postponed = {record.sequence_number for record in records[fitting:]}
@@ -111,10 +124,11 @@ class Batches:
     def _reread(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | None:
         """Return the rest of the planned batch; None if a drop requires a new plan."""
         cursor, pending = self._position.cursor, self._pending
-        assert cursor.planned is not None
-        plan = self._planner.reread(*cursor.planned, self._as_planned(config))
+        assert cursor.batch is not None
+        plan = self._planner.reread(*cursor.batch, self._as_planned(config))
         if plan is None:
-            cursor.planned, self._pending = None, None
+            cursor.unplan()
+            self._pending = None
             return None
         records, gone = plan.records, plan.skipped
         if pending is not None:
@@ -128,17 +142,25 @@ class Batches:
     def _plan(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | NoBatch:
         """Fix the boundaries of the next batch."""
         cursor = self._position.cursor
-        plan = self._planner.plan(cursor.position, config)
+        if self._lanes.look(cursor, config):
+            self._slices = Slices()  # after an outage the link may be another one
+        limit = self._sizing.limit
+        self._planner.limit(self._slices.bounded(limit) if self._lanes.has_backlog(cursor) else limit)
+        self._in_order = not config.newest_first
+        if not self._in_order:
+            self._planner.state = TransformState()  # the records of the last batch may be newer
+        first, plan = self._lanes.plan(cursor, config)
         if plan is None:
-            return NoBatch.NOT_DUE
+            return NoBatch.LATER if self._lanes.has_backlog(cursor) else NoBatch.NOT_DUE
         self._skip(plan.skipped, exporter)
-        cursor.skipped += plan.position - cursor.position
-        cursor.position, records, self._position.dirty = plan.position, plan.records, True
+        cursor.skipped += plan.position - first
+        cursor.settle(first, plan.position - 1)
+        records, self._position.dirty = plan.records, True
         self._planner.state.rules = self._filters(config)
         self._remember()
         if not records:
             # These numbers are settled: after a power cut no other message may have one of them.
-            cursor.reached = max(cursor.reached, cursor.position - 1)
+            cursor.reached = max(cursor.reached, plan.position - 1)
             return NoBatch.DROPPED
         cursor.plan(plan.position, plan.last)
         self._may_have_arrived = False
@@ -157,11 +179,13 @@ class Batches:
                 for dropped in ranges:
                     exporter.dropped(*dropped)
         if ranges and self._position.skipped is not None:
-            self._position.skipped.add(ranges)
+            cursor = self._position.cursor
+            self._position.skipped.add(ranges, cursor.pending(cursor.front))
 
-    def delivered(self, size: int, seconds: float) -> None:
-        """An attempt with `size` bytes was answered."""
+    def delivered(self, size: int, seconds: float, busy: float) -> None:
+        """An attempt with `size` bytes was answered; it keeps the link busy for `busy` seconds."""
         self._sizing.delivered(size, seconds, self._planner.max_bytes)
+        self._slices.delivered(size, busy)
         self._position.cursor.limit = self._sizing.limit or 0
 
     def was_cut(self, size: int, seconds: float) -> None:
@@ -209,19 +233,21 @@ class Batches:
 
     def _settled(self) -> None:
         cursor = self._position.cursor
-        assert cursor.planned is not None
-        first, last = cursor.planned
+        assert cursor.batch is not None
+        first, last = cursor.batch
         cursor.skipped += max(
             last - first + 1 - self._handled, 0
         )  # a plugin may have made two records of one
-        cursor.position, cursor.planned, self._pending = last + 1, None, None
-        self._position.dirty = True
+        cursor.unplan()
+        cursor.settle(first, last)
+        self._pending, self._position.dirty = None, True
         self._remember()
 
     def _remember(self) -> None:
         """Move the state of the transform to the position; both are written together."""
         state, cursor = self._planner.state, self._position.cursor
-        state.advance(cursor.position)
+        if self._in_order:
+            state.advance(cursor.position)
         cursor.transform = state.stored()
 
     def _filters(self, config: ExportConfig) -> bytes:

@@ -20,11 +20,16 @@ If the export has rules or transforms with a state (`bridge.plugin.transform`), 
 follow, one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's
 area, and a slot whose area does not match is invalid. Area and slot are written together, with one sync.
 
-A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the
-range; a line that fails its check ends the file. A file that has grown is replaced by its compact form:
-it keeps the newest `KEPT_RANGES` ranges and joins older neighbours into one with the reason
-`joined:<count>`. `count` numbers of such a range were skipped; the others were exported. Losses are never
-joined. `bridge.plugin.reports` describes how readers interpret the ranges.
+With `order = "newest first"` (`lanes`), `body` also has `ahead`, the ranges above `position` that are
+exported, and `planned_ahead` instead of `planned` for a batch that does not begin at `position`. Without
+such ranges it has neither key. A version that does not know the keys goes on from `position`, and exports
+the ranges once more.
+
+A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the range; a
+line that fails its check ends the file. A file that has grown is replaced by its compact form: it keeps the
+newest `KEPT_RANGES` ranges and joins older neighbours into one with the reason `joined:<count>`. `count`
+numbers of such a range were skipped; the others were exported. Losses are never joined, nor are ranges with
+pending numbers between them. `bridge.plugin.reports` describes how readers interpret the ranges.
 """
 
 from __future__ import annotations
@@ -36,11 +41,12 @@ import shutil
 import struct
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from bridge.deflate import crc32
 from bridge.errors import CorruptData
@@ -48,26 +54,30 @@ from bridge.model import ExportStatus
 from bridge.objectkeys import JOINED, LOSSES
 from bridge.plugin.api import ExportConfig
 from bridge.plugin.transform import MAX_STATE as AREA
+from bridge.ranges import Pair, Ranges
 from bridge.streams.layout import Files, directory_name
 
 SLOT = 4096
 MAX_STATE = 2000
 KEPT_RANGES = 1000
+MAX_AHEAD = 64
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
 _SEAL = struct.Struct(">II")  # of an area
 
 
 class Cursor(Struct, kw_only=True):
-    """One export's position and counters. `position` is the next number to export.
+    """One export's position and counters. `position` is the first number that is not exported.
 
-    `planned` is the batch whose boundaries are fixed and that is not settled yet. `start` is the configured
-    start sequence number from which the export began. `reached` is the highest number that may have been
-    sent or was passed, -1 if none; it never decreases, and a start beyond the newest message does not
-    count. `transform` is the state of the transforms at `position`. `skipped` counts the numbers that the
-    position has passed without exporting or rejecting a message. `stopped` is the `fingerprint` of the
-    configuration with which the exporter raised `Stopped`; empty while the export may run. `limit` is that
-    of `sizing`, 0 for none. `error_since` is when the export began to report errors, Unix time in ms.
+    `ahead` are the ranges above it that are: ascending, apart from each other, and at most `MAX_AHEAD`.
+    `planned`, or `planned_ahead`, is the batch whose boundaries are fixed and that is not settled yet.
+    `start` is the configured start sequence number from which the export began. `reached` is the highest
+    number that may have been sent or was passed, -1 if none; it never decreases, and a start beyond the
+    newest message does not count. `transform` is the state of the transforms at `position`. `skipped`
+    counts the numbers that the position has passed without exporting or rejecting a message. `stopped` is
+    the `fingerprint` of the configuration with which the exporter raised `Stopped`; empty while the export
+    may run. `limit` is that of `sizing`, 0 for none. `error_since` is when the export began to report
+    errors, Unix time in ms.
     """
 
     epoch: int
@@ -87,6 +97,8 @@ class Cursor(Struct, kw_only=True):
     stopped: bytes = b""
     limit: int = 0
     error_since: int = 0
+    ahead: list[Pair] | UnsetType = UNSET
+    planned_ahead: Pair | UnsetType = UNSET
 
     def fail(self, error: str | None) -> None:
         """Set the error, and note since when there is one; None clears both."""
@@ -96,10 +108,46 @@ class Cursor(Struct, kw_only=True):
             self.error_since = time.time_ns() // 1_000_000
         self.error = error
 
+    @property
+    def batch(self) -> Pair | None:
+        """The boundaries of the batch that is planned and not settled yet."""
+        return self.planned if self.planned_ahead is UNSET else self.planned_ahead
+
+    @property
+    def ranges(self) -> list[Pair]:
+        """`ahead`; empty if there are none."""
+        return [] if self.ahead is UNSET else self.ahead
+
+    @property
+    def front(self) -> int:
+        """The number after the highest that is exported."""
+        return self.position if self.ahead is UNSET else self.ahead[-1][1] + 1
+
+    def pending(self, end: int) -> list[Pair]:
+        """The numbers below `end` that are not exported."""
+        return Ranges(self.ranges).missing(self.position, end - 1)
+
     def plan(self, first: int, last: int) -> None:
         """Fix the boundaries of the next batch; once they are written, it may be sent."""
-        self.position, self.planned = first, (first, last)
+        if first == self.position:
+            self.planned = first, last
+        else:
+            self.planned_ahead = first, last
         self.reached = max(self.reached, last)
+
+    def unplan(self) -> None:
+        """Give up the planned batch: it is settled, or must be planned anew."""
+        self.planned, self.planned_ahead = None, UNSET
+
+    def settle(self, first: int, last: int) -> None:
+        """The numbers first..last, which were pending, are exported, or never will be."""
+        if last < first:
+            return
+        if self.ahead is not UNSET or first > self.position:
+            ranges = list(Ranges([*self.ranges, (first, last)]))
+            last = ranges.pop(0)[1] if ranges[0][0] == self.position else self.position - 1
+            self.ahead = ranges or UNSET
+        self.position = last + 1
 
     def status(self, identifier: str) -> ExportStatus:
         """The status in descriptions of the stream."""
@@ -114,6 +162,7 @@ class Cursor(Struct, kw_only=True):
             skipped_messages_count=self.skipped,
             stopped=bool(self.stopped),
             error_since=self.error_since if self.error is not None else 0,
+            exported_ahead=self.ranges,
         )
 
 
@@ -285,10 +334,11 @@ class Skipped:
             self._size += len(line)
             self._lines += 1
 
-    def add(self, ranges: list[tuple[int, int, str]]) -> None:
+    def add(self, ranges: list[tuple[int, int, str]], pending: Sequence[Pair] = ()) -> None:
         """Append durably the parts of these ranges that are not in it yet.
 
-        Raises OSError; the next call overwrites what was written until then.
+        `pending` are the numbers between them that the export has not passed. Raises OSError; the next call
+        overwrites what was written until then.
         """
         fresh = [(a, b, reason) for first, last, reason in ranges for a, b in self._new_parts(first, last)]
         if not fresh:
@@ -310,13 +360,15 @@ class Skipped:
             self._join(*entry)
         if self._lines > 2 * self._compact_size:
             with contextlib.suppress(OSError):  # the long file is correct too; the next range retries
-                self._compact()
+                self._compact([first for first, _ in pending])
 
-    def _compact(self) -> None:
+    def _compact(self, pending: list[int]) -> None:
         old, kept = self.ranges[:-KEPT_RANGES], self.ranges[-KEPT_RANGES:]
         joined: list[tuple[int, int, str]] = []
         for entry in old:
-            if joined and entry[2] not in LOSSES and joined[-1][2] not in LOSSES:
+            # A number that is still to come must not look like one of those that are gone.
+            apart = joined and bisect_left(pending, joined[-1][1]) != bisect_left(pending, entry[0])
+            if joined and not apart and entry[2] not in LOSSES and joined[-1][2] not in LOSSES:
                 reason = f"{JOINED}{_count(joined[-1]) + _count(entry)}"
                 joined[-1] = joined[-1][0], entry[1], reason
             else:

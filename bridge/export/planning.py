@@ -138,12 +138,32 @@ class Planner:
             return 0.0
         return min(self._full_at, self._count_at) if self._source.next > self._counted_to else self._full_at
 
-    def plan(self, position: int, config: ExportConfig) -> Plan | None:
-        """The next batch from `position` on; None if it is not due. It may have no records."""
-        end = self._source.next
-        if position >= end or not self._is_due(position, end):
+    def recent(self, position: int, millis: int) -> int:
+        """`position`, or where newer messages begin if the message there has waited for too long.
+
+        That is for more than `millis` longer than the batch may wait. The newest message is always recent. A
+        message from the future counts as old: only the wall clock can tell, and it was stepped.
+        """
+        longest, end = (self._batching.millis or 0) + millis, self._source.next
+
+        def is_recent(number: int) -> bool:
+            found = self._read(number, end, 1, 1)
+            return not found or abs(time.time_ns() // 1_000_000 - found[0].ingest_time) <= longest
+
+        if position >= end or is_recent(position):
+            return position
+        return bisect_left(range(end - 1), True, position, key=is_recent)
+
+    def plan(self, position: int, config: ExportConfig, upto: int | None = None) -> Plan | None:
+        """The next batch from `position` on; None if it is not due. It may have no records.
+
+        With `upto`, there is one at once, of numbers below that.
+        """
+        end = self._source.next if upto is None else upto
+        if position >= end or (upto is None and not self._is_due(position, end)):
             return None
-        self._count_from = -1
+        if upto is None:
+            self._count_from = -1
         if self._limits.declares_filtered:
             return self._plan_declared(position, end, config)
         seen: Sequence[int] = ()

@@ -1,8 +1,9 @@
 """The pool of threads that run exports, strictly by priority.
 
-Each thread picks its next export itself, under one lock: the due export with the lowest priority
-number; among equals the one that has waited longest. A free thread therefore always runs the most
-urgent export, and no dispatcher can fall behind.
+Each thread picks its next export itself, under one lock: the due export with the lowest priority number;
+among equals one that has new messages to send before one that sends a backlog, and then the one that has
+waited longest. A free thread therefore always runs the most urgent export, and no dispatcher can fall
+behind.
 
 A thread without progress for its export's timeout counts as hung. Python cannot end a thread, so it
 stays with its export, a new thread takes its place in the pool, and the worker asks to be replaced
@@ -24,7 +25,7 @@ from bridge.plugin.link import Link
 LOOK = 0.1  # seconds; how often a thread looks whether a busy link is free
 LONGEST_WAIT = 3600.0  # seconds; a plugin may ask for more than a thread can wait (`threading.TIMEOUT_MAX`)
 
-_Due = tuple[int, float, int, Task]  # priority, last step, number of the entry
+_Due = tuple[int, float, int, Task]  # rank, last step, number of the entry
 
 
 class _Entry(NamedTuple):
@@ -193,8 +194,8 @@ class Scheduler:
         return known is not None and known.number == number
 
     def _rank(self, task: Task) -> int:
-        """Its priority; 0 for a deleted one, which sends nothing."""
-        return 0 if task.deleted else task.priority
+        """Its rank; 0 for a deleted one, which sends nothing."""
+        return 0 if task.deleted else task.rank
 
     def _collect_due(self, now: float) -> None:
         """Move the tasks that are due from one heap to the other."""
@@ -210,7 +211,7 @@ class Scheduler:
             rank = self._rank(task)
             self._valid[task] = _Entry(number, 0.0, rank)
             heap = self._due if rank else self._due_deleted
-            heapq.heappush(heap, (task.priority, task.last_step, number, task))
+            heapq.heappush(heap, (rank, task.last_step, number, task))
 
     def _first(self, heap: list[_Due], *, without_alone: bool) -> _Due | None:
         """The first valid entry; it stays in the heap."""

@@ -13,6 +13,10 @@ time for which the link stays up. That time is learned from operation:
 So the limit follows the link within a few breaks, whatever its rate, and on a link without breaks there is
 soon none. At most about `2/PARTS` of a window is wasted, on average a fraction of that; of the first window,
 about `SHORT` seconds if that is more.
+
+While newer messages go before a backlog (`lanes`), they wait for the request under way. So a request is a
+slice then: as large as the link moves in `SLICE` seconds. More would make new messages late, and less would
+slow the backlog down, since each request costs a round trip and its headers.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ PARTS = 12  # of the time for which the link stays up
 MIN_SIZE = 4096  # bytes; smaller requests have more overhead than content
 FIRST = 16 * 1024  # bytes; TCP sends them in about one round trip (RFC 6928)
 SHORT = 1.0  # seconds; a link is not worth using if it never stays up for several times as long
+SLICE = 3.0  # seconds
 
 
 class Sizing:
@@ -62,3 +67,22 @@ class Sizing:
                 return  # little was lost: the server had closed a kept connection, for example
             wanted = min(int(self._rate * up / PARTS), size)
         self.limit, self._unbroken = max(min(wanted, self.limit or wanted), MIN_SIZE), False
+
+
+class Slices:
+    """How large a request may be while newer messages wait for its end; in bytes of payloads and topics."""
+
+    def __init__(self) -> None:
+        self.size = FIRST
+
+    def delivered(self, size: int, seconds: float) -> None:
+        """A request was answered; it kept the link busy for `seconds`."""
+        wanted = int(size * SLICE / max(seconds, 0.001))
+        if size * 2 >= self.size:
+            self.size = max(min(wanted, self.size * 2), MIN_SIZE)
+        elif seconds > SLICE:  # a small one measures latency more than the rate
+            self.size = max(self.size // 2, MIN_SIZE)
+
+    def bounded(self, limit: int | None) -> int:
+        """The smaller one of a slice and a limit; None: no limit."""
+        return min(limit or self.size, self.size)

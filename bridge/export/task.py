@@ -47,6 +47,7 @@ from bridge.plugin.api import (
     Stopped,
 )
 from bridge.plugin.link import Link
+from bridge.ranges import Ranges
 from bridge.settingtypes import Means, meanings
 
 NEVER = math.inf
@@ -88,9 +89,9 @@ class Task:
     # --- for the main thread and the scheduler
 
     @property
-    def priority(self) -> int:
-        """1 is the most urgent."""
-        return self.config.priority or LAST
+    def rank(self) -> int:
+        """The lowest is the most urgent: by priority, and among equals new messages before a backlog."""
+        return 2 * (self.config.priority or LAST) + self._batches.takes_backlog
 
     @property
     def timeout(self) -> float:
@@ -145,10 +146,9 @@ class Task:
             return 0.0
         if self._rests:
             return self._backoff.due if self.position.dirty else NEVER
-        if cursor.planned:
+        if cursor.batch:
             return max(self._backoff.due, self._paid_at)
-        batch_at = self._planner.due(cursor.position) if self.source.next > cursor.position else NEVER
-        return max(self._backoff.due, self._paid_at, min(batch_at, self._idle_at))
+        return max(self._backoff.due, self._paid_at, min(self._batches.due(), self._idle_at))
 
     def hold(self, seconds: float, reason: str, *, alone: bool) -> None:
         """Make no attempt for `seconds`: this export was in flight when a worker died."""
@@ -168,6 +168,7 @@ class Task:
             oldest=self.source.oldest,
             newest=self.source.next - 1,
             exported=self.position.cursor.position - 1,
+            exported_ahead=self.position.cursor.ranges,
             skipped=list(skipped.ranges) if skipped else [],
         )
 
@@ -200,6 +201,8 @@ class Task:
             batch = self._batches.next(exporter, self.config, self._backoff.attempts + 1)
             if isinstance(batch, Batch):
                 self._export(exporter, batch)
+                return
+            if batch is NoBatch.LATER:
                 return
             if batch is NoBatch.SETTLED:
                 self._settled()
@@ -252,10 +255,12 @@ class Task:
 
     def _cancelled(self) -> Sequence[Record]:
         """The first pending records of a deleted export."""
-        position = self.position.cursor.position
-        if self._pending is None:
-            return self._planner.pending(position)
-        pending = [record for record in self._pending if record.sequence_number >= position]
+        cursor, found = self.position.cursor, self._pending
+        if found is None:
+            found = self._planner.pending(cursor.position)
+        ahead = Ranges(cursor.ranges)
+        numbered = [(record.sequence_number, record) for record in found]
+        pending = [one for n, one in numbered if n >= cursor.position and not ahead.covers(n, n)]
         return self._planner.matching(pending)
 
     def _export(self, exporter: Exporter, batch: Batch) -> None:
@@ -290,7 +295,8 @@ class Task:
         if outcome.cut:
             self._batches.was_cut(size, time.monotonic() - began)
         else:
-            self._batches.delivered(size, time.monotonic() - began)
+            now = time.monotonic()
+            self._batches.delivered(size, now - began, max(now, self._paid_at) - began)
         if self._settle(batch, outcome):
             return
         if not outcome.retry:

@@ -251,7 +251,7 @@ class Observer:
         state = self.state()
         numbers = {(s.name, ""): s.oldest for s in state.streams if s.oldest <= s.newest}
         ends = {s.name: s.newest + 1 for s in state.streams}
-        numbers |= {(e.stream, e.identifier): ends[e.stream] - e.lag for e in state.exports if e.lag}
+        numbers |= {(e.stream, e.identifier): e.first_pending for e in state.exports if e.lag}
         wanted: dict[Key, Number] = {}
         for (name, export), number in numbers.items():
             if (stream := self._manager.store.streams.get(name)) is not None:
@@ -365,8 +365,7 @@ class Observer:
         found = []
         for status in statuses:
             kind, disabled = configs[status.export_config_identifier]
-            position = max(status.last_exported_sequence_number + 1, stream.oldest)
-            lag = max(0, stream.next_sequence - position)
+            lag = status.pending(stream.oldest, stream.next_sequence)
             found.append(
                 ExportState(
                     stream=name,
@@ -376,6 +375,7 @@ class Observer:
                     paused=status.paused,
                     stopped=status.stopped,
                     lag=lag,
+                    first_pending=status.first_pending(stream.oldest),
                     waiting_since=self._time_of(stream, status.export_config_identifier) if lag else None,
                     exported_messages=status.exported_messages_count,
                     exported_bytes=status.exported_bytes_from_stream,

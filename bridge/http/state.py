@@ -47,7 +47,7 @@ class StreamState(Struct, rename="camel", kw_only=True):
 
 
 class ExportState(Struct, rename="camel", kw_only=True):
-    """One export of a stream: `lag` messages are pending, the oldest of them since `waiting_since`.
+    """One export of a stream: `lag` messages are pending from `first_pending` on, since `waiting_since`.
 
     `paused` is by hand, `disabled` by the definition. While it fails, `failed_attempts` counts the attempts
     in a row, `next_attempt` is the time of the next one, and `error_since` when the errors began.
@@ -60,6 +60,7 @@ class ExportState(Struct, rename="camel", kw_only=True):
     paused: bool
     stopped: bool
     lag: int
+    first_pending: int
     waiting_since: int | None
     exported_messages: int
     exported_bytes: int

@@ -1,12 +1,13 @@
 """Gateway reports: what each gateway has committed and dropped, from `<prefix>/_gateway/<id>.json`.
 
     {"gateway": "gw-1", "updated": <ms>, "version": "0.2.1", "streams": [{"stream": "readings",
-     "epoch": <ms>, "oldest": 0, "newest": 99, "exported": 89, "dropped": [[first, last, reason], ...]}, ...]}
+     "epoch": <ms>, "oldest": 0, "newest": 99, "exported": 89, "ahead": [[first, last], ...],
+     "dropped": [[first, last, reason], ...]}, ...]}
 
-`newest` is the newest number that the gateway has committed, `exported` the highest that it has uploaded
-(-1: none), and `dropped` lists the numbers that it dropped, by a rule, before they were uploaded. Object keys
-alone cannot show a lost tail, and would make such a drop look like a loss. Anything else below `_gateway/`,
-such as a copy of a report, is reported as a problem and never used.
+`newest` is the newest number that the gateway has committed. It has uploaded all up to `exported` (-1:
+none) and the ranges `ahead`, and `dropped` lists the numbers that it dropped, by a rule, before they were
+uploaded. Object keys alone cannot show a lost tail, and would make such a drop look like a loss. Anything
+else below `_gateway/`, such as a copy of a report, is reported as a problem and never used.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bridge.ingest.errors import BadObject, Unreadable, Vanished, line
 from bridge.ingest.planner import StreamId
 from bridge.ingest.store import Entry, ObjectStore, ahead, read
 from bridge.objectkeys import MAX_SEQUENCE, REPORTS, report_key
+from bridge.ranges import Ranges
 
 YEAR_10000 = 253_402_300_800_000  # ms
 VERSION = 40  # characters of a version that are kept
@@ -38,19 +40,32 @@ class ReportedStream:
     newest: int
     exported: int
     dropped: tuple[tuple[int, int, str], ...] = ()
+    ahead: tuple[tuple[int, int], ...] | None = None  # None: objects come in the order of their numbers
 
     @classmethod
     def from_json(cls, data: dict[str, Any], updated: int) -> ReportedStream:
         dropped = tuple((int(low), int(high), line(why)) for low, high, why in data.get("dropped") or ())
+        ahead = data.get("ahead")
+        if ahead is not None:
+            ahead = tuple((int(low), int(high)) for low, high in ahead)
         oldest, newest, exported = (
             int(data.get("oldest", 0)),
             int(data["newest"]),
             int(data.get("exported", -1)),
         )
-        numbers = (oldest, newest, exported, *(number for drop in dropped for number in drop[:2]))
+        ranges = (*dropped, *(ahead or ()))
+        numbers = (oldest, newest, exported, *(number for pair in ranges for number in pair[:2]))
         if not (0 <= updated < YEAR_10000 and -1 <= min(numbers) <= max(numbers) <= MAX_SEQUENCE):
             raise ValueError("a sequence number or the time is out of range")
-        return cls(updated, oldest, newest, exported, dropped)
+        return cls(updated, oldest, newest, exported, dropped, ahead)
+
+    def pending(self) -> Ranges:
+        """The numbers that the gateway has, or may have by now, and has not uploaded."""
+        newest = self.newest if self.ahead is None else MAX_SEQUENCE
+        found = Ranges([(self.exported + 1, newest)] if newest > self.exported else [])
+        for first, last in self.ahead or ():
+            found.take(first, last)
+        return found
 
 
 @dataclass(slots=True)

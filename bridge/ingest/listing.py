@@ -1,7 +1,7 @@
 """What a run must know of the bucket: all of it once a day, and in between only what may be new.
 
 A full listing lists every key. In between, a run relies on the gateway reports, which say up to which number
-everything is uploaded (`exported`) or dropped. It lists
+everything is uploaded (`exported`) or dropped, and what above it (`ahead`). It lists
 
 * the gateway reports, and reads those whose ETag is not the one in the state;
 * of the gateways whose report has changed, the streams with numbers that the report promises and the state
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,7 @@ from bridge.objectkeys import (
     folder_prefix,
     hour_prefix,
     parse_key,
+    report_key,
 )
 from bridge.ranges import Ranges, size
 
@@ -161,6 +162,7 @@ def look_around(
         found = Listing(source, now, known.full, inventory, reports, known, whole)
         found.foreign = sorted({*inventory.foreign, *known.foreign})
         found.foreign_count = max(known.foreign_count, len(found.foreign))
+    _take_announcements(store, state, reports, inventory)
     if notifications and notifications.strange:
         reports.problems.append(
             f"{notifications.strange} messages of {notifications.url} concern no object under {source}; "
@@ -175,9 +177,36 @@ def look_around(
     return found
 
 
+def _take_announcements(
+    store: ObjectStore, state: TableState, reports: GatewayReports, inventory: Inventory
+) -> None:
+    """Look again whether a gateway uploads the newest messages first, where objects leave gaps.
+
+    It says so before it uploads any object, but perhaps after the reports were read and before the objects
+    were listed. Nothing else of the newer report counts: it may promise objects that were not listed.
+    """
+    gaps: dict[str, list[StreamId]] = {}
+    for name, items in inventory.streams.items():
+        reported = reports.streams.get(name)
+        known = _settled(state, name)
+        for item in items:
+            known.add(item.first, item.last)
+        newest = reported.newest if reported else -1
+        if not (reported and reported.ahead is not None) and known.missing(newest + 1, known.last):
+            gaps.setdefault(name.gateway, []).append(name)
+    for gateway, names in gaps.items():
+        again = read_gateway_reports(store, store.under(report_key(gateway)))
+        for name in names:
+            if (later := again.streams.get(name)) is not None and later.ahead is not None:
+                first = reports.streams.get(name, ReportedStream(later.updated, 0, -1, -1))
+                reports.streams[name] = replace(first, ahead=first.ahead or ())
+
+
 def outstanding(reported: ReportedStream, known: Ranges) -> list[tuple[int, int]]:
     """Return the numbers that the report promises in objects and that are not known."""
     rest = Ranges(known.missing(0, reported.exported))
+    for first, last in reported.ahead or ():
+        rest.update(known.missing(first, last))
     joined = []
     for first, last, reason in reported.dropped:
         if reason.startswith(JOINED):

@@ -36,7 +36,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bridge.ingest.gateway_reports import GatewayReports, ReportedStream
@@ -301,6 +301,8 @@ def _stream(
     now: int,
 ) -> StreamReport:
     reported = reports.streams.get(name, state.reported)
+    if reported and reported.ahead is None and state.reported and state.reported.ahead is not None:
+        reported = replace(reported, ahead=())  # the state is newer
     # a run that started later may have saved a newer report in the state than the one read here
     gone = (
         name not in reports.streams
@@ -357,9 +359,9 @@ def _causes(
             yield "missing" if reason in LOSSES else "trimmed", reason, [(first, last)]
     yield "quarantined", "", refused
     yield "unreadable", "", held
-    if reported and reported.newest > reported.exported:
+    if reported and (pending := reported.pending()):
         kind, reason = ("missing", GONE) if gone else ("waiting", "")
-        yield kind, reason, [(reported.exported + 1, reported.newest)]
+        yield kind, reason, pending
     for first, last, reason in joined:  # last: numbers explained otherwise do not count here
         yield JOINED, reason, [(first, last)]
 

@@ -7,8 +7,8 @@ order, retries, positions.
 
 What streambridge promises to an exporter
 -----------------------------------------
-* Batches come in sequence order, one at a time; the next one comes when every record of this one
-  is accepted or rejected.
+* Batches come one at a time; the next one comes when every record of this one is accepted or rejected.
+* Batches come in sequence order, unless the exporter takes `any_order` and its user wants the newest first.
 * A batch stays within `limits`; streambridge rejects a record larger than `limits.record_bytes`.
 * A retried batch, also after a crash, has the same `first` and `last`. It may have fewer records: the
   others come in another attempt. A batch of a `contiguous` exporter is shortened, with a lower `last`,
@@ -30,7 +30,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -166,7 +166,7 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     With `contiguous` limits it always gets all, unless it has `declares_filtered`. Rejected records go to
     `dead_letter_stream` if it is set.
     `reduce` are rules that make messages fewer and smaller before they are sent; the first one whose topics
-    match applies.
+    match applies. With `order` "newest first", new messages go before a backlog, as after an outage.
     """
 
     identifier: Name
@@ -174,11 +174,17 @@ class ExportConfig(Struct, rename="camel", kw_only=True, forbid_unknown_fields=T
     priority: Annotated[int, Meta(ge=1, le=10)] | None = None
     disabled: bool = False
     dead_letter_stream: Name | None = None
+    order: Literal["oldest first", "newest first"] = "oldest first"
     reduce: list[Reduction] = []
 
     def __post_init__(self) -> None:
         encoded(self.reduce)  # raises ValueError if they are too large
         check_effects(self.reduce)
+
+    @property
+    def newest_first(self) -> bool:
+        """Whether new messages go before a backlog."""
+        return self.order == "newest first"
 
 
 class BatchedConfig(ExportConfig, kw_only=True, frozen=True):
@@ -219,7 +225,10 @@ class Batching(Struct, frozen=True, kw_only=True):
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A snapshot of one export. `skipped` are ranges that it never exported, with reasons.
+    """A snapshot of one export: `exported` is the number up to which it has exported everything.
+
+    `exported_ahead` are the ranges above it that are exported too, ascending; only an export with the
+    newest first has them. `skipped` are ranges that it never exported, with reasons.
 
     Only exporters with `contiguous` limits have them, about a thousand: older ranges are joined, with the
     reason `joined:<count>`; `count` numbers of such a range were skipped.
@@ -233,6 +242,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     newest: int
     exported: int
     skipped: list[tuple[int, int, str]]
+    exported_ahead: list[tuple[int, int]] = []
 
 
 class Context:
@@ -325,11 +335,16 @@ class Context:
 
 
 class Exporter:
-    """The base of exporters: set the class variables and write `export`."""
+    """The base of exporters: set the class variables and write `export`.
+
+    `any_order` says that the destination does not rely on the order of messages; then the option `order`
+    may be "newest first". `check` may refuse that where the configuration asks for order.
+    """
 
     kind: ClassVar[str]
     Config: ClassVar[type[ExportConfig]] = BatchedConfig
     limits: ClassVar[BatchLimits] = BatchLimits()
+    any_order: ClassVar[bool] = False
     timeout: ClassVar[float] = 900.0  # seconds without `context.working()` after which it counts as hung
 
     def __init__(self, config: Any, context: Context) -> None:
@@ -401,8 +416,22 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
             f"topics: an export of the kind {exporter.kind} has all messages of its stream, without holes in "
             "their numbers; use a stream of its own for these topics"
         )
+    if config.newest_first:
+        _check_newest_first(exporter, config)
     exporter.check(config)
     return config
+
+
+def _check_newest_first(exporter: type[Exporter], config: ExportConfig) -> None:
+    if not exporter.any_order:
+        raise ValueError(
+            f"order: an export of the kind {exporter.kind} hands out messages in the order of their numbers; "
+            'use "oldest first"'
+        )
+    if config.reduce:
+        raise ValueError(
+            'order: rules of reduce compare a message with those before it; use "oldest first", or no reduce'
+        )
 
 
 def dead_letter(stream: str, export: str, record: Record, reason: str) -> bytes:

@@ -11,19 +11,24 @@ It is a contract with the ingest job. Key: `objectkeys.report_key(gateway)` unde
         "oldest": 0,                                   oldest number stored on the gateway
         "newest": 1041,                                newest committed number; -1 if none
         "exported": 999,                               all numbers up to here are uploaded or in `dropped`
-        "dropped": [[17, 20, "overwritten"], ...]}]}   never uploaded: [first, last, reason], ascending
+       "ahead": [[1020, 1031], ...],                  these, too; only with `order = "newest first"`
+       "dropped": [[17, 20, "overwritten"], ...]}]}   never uploaded: [first, last, reason], ascending
 
-* `dropped` is complete up to `exported`: a number up to `exported` that is in no object and in no range
-  of `dropped` was lost after its upload. The newest thousand ranges are exact. Older ranges may be joined
-  across uploaded numbers, with the reason `joined:<count>`: `count` numbers of the range were legally
-  dropped. If more than `count` are in no object, some were lost after their upload, and it is unknown
-  which: a reader must count all of them as lost.
+* `dropped` is complete up to `exported` and in the ranges of `ahead`: a number there that is in no object
+  and in no range of `dropped` was lost after its upload. The newest thousand ranges are exact. Older ranges
+  may be joined across uploaded numbers, with the reason `joined:<count>`: `count` numbers of the range were
+  legally dropped. If more than `count` are in no object, some were lost after their upload, and it is
+  unknown which: a reader must count all of them as lost.
 * Reasons: `overwritten`, `expired`, `purged`, `limits`, `memory`, `skipped`, `exported` (freed after
   an earlier upload), `filtered` (left out by `topics`, `reduce` or a plugin, where no object covers the
   numbers: see `bridge.filtered`), `before_start` (before the export's `startSequenceNumber`),
   `joined:<count>`: all legal. `damaged` (stored bytes failed their check) and
   `unknown` (missing without a known reason) are losses, and never joined.
-* Numbers from `exported` + 1 to `newest` are pending on the gateway.
+* Numbers from `exported` + 1 to `newest` are pending on the gateway, but for those in `ahead`.
+* `ahead` is there, perhaps empty, if objects may go ahead of older messages. The exporter writes a report
+  with it before it uploads the first object. Between later objects there may then be numbers above `newest`
+  that are pending; without `ahead`, such numbers are lost. Versions up to 0.2.1 do not write it, and
+  readers of those versions take what is pending above `newest` for lost until the next report.
 * A range may be both in `dropped` and in an object, if an upload's answer was lost and the messages
   were dropped before the next attempt: the object counts. If such ranges are joined, as many others
   could be lost there unnoticed; that takes all of this, and a range older than the newest thousand.
@@ -44,6 +49,8 @@ from bridge.plugin.api import Progress
 
 def gateway_report(gateway: str, updated: int, exports: Iterable[Progress]) -> bytes:
     """Return the content of a gateway report; `updated` is Unix time in ms."""
+    exports = list(exports)
+    ranged = {(e.stream, e.epoch) for e in exports if e.config.newest_first or e.exported_ahead}
     most_advanced: dict[tuple[str, int], Progress] = {}
     for export in exports:
         known = most_advanced.get((export.stream, export.epoch))
@@ -61,9 +68,10 @@ def gateway_report(gateway: str, updated: int, exports: Iterable[Progress]) -> b
                     "oldest": export.oldest,
                     "newest": export.newest,
                     "exported": export.exported,
+                    **({"ahead": export.exported_ahead} if stream in ranged else {}),
                     "dropped": export.skipped,
                 }
-                for _, export in sorted(most_advanced.items())
+                for stream, export in sorted(most_advanced.items())
             ],
         }
     )

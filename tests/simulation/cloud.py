@@ -137,7 +137,7 @@ class _Driver:
         if verb != "get":
             return
         if key.startswith(REPORTS) and (found := self.bucket.objects.get(self.prefix + key)):
-            self.ended.reports[key] = found.body
+            self.ended.reports.setdefault(key, found.body)  # the first one is what the verdict is made from
         if parse_key(key) and self.random.random() < self.faults.unreadable:
             self.ended.unreadable.add(key)
             answer: Any = {"Error": {"Code": "AccessDenied", "Message": "not yours"}}
@@ -213,6 +213,11 @@ class _Claim:
     exported: int
     newest: int
     dropped: list[tuple[int, int, str]]
+    ahead: list[tuple[int, int]]  # numbers above the newest may be pending, too
+
+    def pending(self, number: int) -> bool:
+        """Whether it has not said of a number that it is uploaded or dropped."""
+        return number > self.exported and not any(low <= number <= high for low, high in self.ahead)
 
     def explains(self, number: int) -> bool:
         """Whether it says that a number was dropped, legally; for joined ranges see `joined`."""
@@ -352,7 +357,7 @@ class CloudCheck:
                     continue
                 for number in range(hole.first, hole.last + 1):
                     named = claim is not None and claim.explains(number)
-                    pending = claim is None or number > claim.exported
+                    pending = claim is None or claim.pending(number)
                     reason = (
                         gone.covers(number, number)
                         or excused(stream, number)
@@ -373,7 +378,8 @@ class CloudCheck:
     def _complete(self, stream: StreamId, claim: _Claim) -> None:
         """All that the gateway says it has uploaded is in the table."""
         there = self.numbers.get(stream, Ranges())
-        absent = {n for low, high in there.missing(0, claim.exported) for n in range(low, high + 1)}
+        said = [(0, claim.exported), *claim.ahead]
+        absent = {n for pair in said for low, high in there.missing(*pair) for n in range(low, high + 1)}
         known = self._left_out(stream)
         absent = {n for n in absent if not (claim.explains(n) or known.covers(n, n))}
         for low, high, count in claim.joined():
@@ -412,7 +418,10 @@ def _claims(reports: Mapping[str, bytes]) -> Iterator[tuple[StreamId, _Claim]]:
             document = json.loads(body)
             for stream in document["streams"]:
                 name = StreamId(document["gateway"], stream["stream"], int(stream["epoch"]))
-                yield name, _Claim(stream["exported"], stream["newest"], stream["dropped"])
+                yield (
+                    name,
+                    _Claim(stream["exported"], stream["newest"], stream["dropped"], stream.get("ahead", [])),
+                )
 
 
 def _numbers(keys: set[str], stream: StreamId) -> Ranges:

@@ -93,6 +93,11 @@ class Plan:
         return {name: topics for n, (name, topics) in enumerate(few.items()) if self.seed % 4 in (n, 3)}
 
     @property
+    def newest_first(self) -> bool:
+        """Whether exports send the newest messages first."""
+        return self.seed % 3 == 1
+
+    @property
     def age(self) -> int:
         """Seconds that messages of the stream aged live, by a limit or by a time to live (whole segments)."""
         return 4 if self.seed % 2 else 60

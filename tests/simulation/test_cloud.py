@@ -63,12 +63,16 @@ class Link(Context):
 class Stream:
     """A stream of a gateway and its export. All that is here survives a crash, but for the exporter."""
 
+    order = "oldest first"
+
     def __init__(self, gateway: Gateway, name: str, epoch: int) -> None:
         self.gateway, self.name, self.epoch = gateway, name, epoch
         self.records: list[Record] = []
         self.exported = -1
         self.tried = -1  # the last number of the batch that was begun
         self.dropped: list[tuple[int, int, str]] = []
+        self.ahead = Ranges()  # that are exported, too
+        self.context: Link | None = None
 
     def start(self) -> None:
         """Make the exporter anew."""
@@ -77,14 +81,18 @@ class Stream:
             "bucket": "landing",
             "endpointUrl": ENDPOINT,
             "reportIntervalMillis": 2000,
+            "order": self.order,
         }
-        self.context = Link(self.gateway, self.name, self.epoch)
+        before, self.context = self.context, Link(self.gateway, self.name, self.epoch)
+        if before is not None:
+            self.context.state = before.state
         self.exporter: Exporter = CLS(convert_config(CLS, config), self.context)
 
     def progress(self) -> Progress:
         return Progress(
             stream=self.name, epoch=self.epoch, identifier="up", config=self.exporter.config, oldest=0,
-            newest=len(self.records) - 1, exported=self.exported, skipped=list(self.dropped),
+            newest=len(self.records) - 1, exported=self.exported, skipped=sorted(self.dropped),
+            exported_ahead=list(self.ahead),
         )  # fmt: skip
 
     def append(self, random: Random, appended: dict[Row, bytes], left_out: dict[StreamId, Ranges]) -> None:
@@ -116,24 +124,64 @@ class Stream:
             return
         if self.tried < first:
             self.tried = min(first + random.randint(0, 60), newest)
-        wanted = [record for record in self.records[first : self.tried + 1] if record.topic != "other"]
-        if not wanted:
-            self.dropped.append((first, self.tried, "filtered"))
-            self.exporter.dropped(*self.dropped[-1])
+        if self.send(random, first, self.tried):
             self.exported = self.tried
-            return
-        batch = Batch(self.gateway.name, self.name, self.epoch, first, self.tried, wanted)
+
+    def send(self, random: Random, first: int, last: int) -> bool:
+        """Make one attempt; return whether it has succeeded, and the gateway still knows."""
+        wanted = [record for record in self.records[first : last + 1] if record.topic != "other"]
+        if not wanted:
+            self.dropped.append((first, last, "filtered"))
+            self.exporter.dropped(*self.dropped[-1])
+            return True
+        batch = Batch(self.gateway.name, self.name, self.epoch, first, last, wanted)
         try:
             self.exporter.export(batch)
         except Retry:
-            return
+            return False
         if random.random() < 0.1:
             self.gateway.start()
-        else:
-            self.exported = self.tried
+            return False
+        return True
 
     def has_dropped(self, number: int) -> bool:
         return any(low <= number <= high for low, high, _ in self.dropped)
+
+
+class NewestFirst(Stream):
+    """Sends batches from anywhere in what is pending."""
+
+    order = "newest first"
+    batch: tuple[int, int] | None = None
+
+    def drop(self, random: Random) -> None:
+        """Drop the oldest pending messages, as far as the first range goes."""
+        first, _ = next(iter(self.ahead), (len(self.records), 0))
+        last = min(self.exported + random.randint(1, 60), first - 1)
+        if last > self.exported:
+            self.dropped.append((self.exported + 1, last, "overwritten"))
+            self.exporter.dropped(self.exported + 1, last, "overwritten")
+            self.batch = None
+            self._settle(self.exported + 1, last)
+
+    def export(self, random: Random) -> None:
+        pending = self.ahead.missing(self.exported + 1, len(self.records) - 1)
+        if self.batch is None:
+            if not pending:
+                return
+            first, last = random.choice(pending)
+            first = random.choice((first, random.randint(first, last)))
+            self.batch = first, min(first + random.randint(0, 60), last)
+        if self.send(random, *self.batch):
+            self._settle(*self.batch)
+            self.batch = None
+
+    def _settle(self, first: int, last: int) -> None:
+        self.ahead.add(first, last)
+        low, high = next(iter(self.ahead))
+        if low == self.exported + 1:
+            self.ahead.take(low, high)
+            self.exported = high
 
 
 class Gateway:
@@ -300,6 +348,51 @@ def test_whatever_happens_the_table_has_every_row_once_and_verdicts_are_true(see
         assert world.check.rows > 3000, seed
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(3), pytest.param(range(3, 60), marks=pytest.mark.slow(seconds=150))], ids=["few", "many"]
+)
+def test_with_the_newest_first_what_is_still_to_come_is_never_called_missing(seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        world, _ = played(seed, stream=NewestFirst)
+        assert world.check.rows > 3000, seed
+
+
+@pytest.mark.parametrize("known", [0, 1], ids=["known gateway", "new gateway"])
+def test_what_goes_ahead_after_the_reports_were_read_and_before_the_listing_leaves_nothing_missing(
+    known: int,
+) -> None:
+    world = World(1, stream=NewestFirst)
+    world.bucket.faults = Faults()
+    stream, hidden = world.gateways[0].streams[0], world.gateways[0].streams.pop(0)
+    assert isinstance(stream, NewestFirst)
+    other = world.gateways[known].streams[-1]  # there is a report, and it is about this stream
+    other.append(world.random, world.appended, world.left_out)
+    other.exporter.dropped(0, 0, "expired")
+    other.gateway.idle()
+    world.gateways[0].streams.append(hidden)
+    while len(stream.records) < 100:
+        stream.append(world.random, world.appended, world.left_out)
+    lists = []
+
+    def at(point: str) -> None:
+        lists.extend([point] if point == "list" else [])
+        if len(lists) == 2 and not stream.ahead:
+            stream.batch = (50, 60)
+            while stream.batch:
+                stream.export(world.random)
+
+    ended = ingest_run(world.bucket, world.table, world.random, at)
+    world.check.table()
+    world.check.run(ended)
+    assert ended.summary is not None
+    (found,) = (one for one in ended.summary.report.streams if one.path == "gw-a/readings")
+    assert (found.rows, found.waiting, found.missing) == (11, 50, 0)
+    ended = ingest_run(world.bucket, world.table, world.random)
+    world.check.run(ended)
+    assert ended.summary is not None
+    assert ended.summary.report.complete
+
+
 def test_a_seed_gives_the_same_world_again() -> None:
     def story() -> object:
         world, _ = played(11, 400)
@@ -367,6 +460,12 @@ class Silent(Stream):
         super().export(random)
 
 
+class Unannounced(NewestFirst):
+    """Uploads the newest messages first, and does not say so before."""
+
+    order = "oldest first"
+
+
 class Leaky(Bucket):
     """Stores less of an object than it was given."""
 
@@ -386,6 +485,7 @@ class Leaky(Bucket):
         ({"stream": Hasty}, "called missing"),
         ({"stream": Forgetful}, "called missing"),
         ({"stream": Silent}, "left out, and was not"),
+        ({"stream": Unannounced}, "called missing"),
         ({"bucket": Leaky}, "nobody has harmed it"),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",

@@ -94,6 +94,7 @@ class World:
         self.passwords = [0] * DEVICES
         self.ring = plan.ring
         self.linger = plan.linger
+        self.newest_first = plan.newest_first
         self._pending_cut = False
         self.devices = [
             Device(self.kernel, f"device-{n}", Random(f"device {n} {seed}"), v5=plan.v5[n], user=f"user{n}",
@@ -140,7 +141,8 @@ class World:
         for n in range(DEVICES):
             may = [f"{family}/#" for family in FAMILIES if (n, family) not in self.revoked]
             rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(may)}\nsubscribe = []\n')
-        s3 = (
+        order = f'order = "{"newest" if self.newest_first else "oldest"} first"\n'
+        s3 = order + (
             f'bucket = "landing"\ntime_hint_millis = {self.linger}\nsize_hint_bytes = {plan.batch}\n'
             "report_interval_millis = 500\n"
         )
@@ -207,6 +209,7 @@ identifier = "kinesis"
 kinesis_stream_name = "out"
 batch_size = {1 + plan.seed % 20}
 dead_letter_stream = "dead"
+{order}
 [streams.aged]
 topics = ["aged/#"]
 {'limits = { max_age = "4s" }' if plan.age < 60 else 'time_to_live = "60s"'}
@@ -563,7 +566,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             self.restored = True
 
     def _do_clock(self, seconds: float) -> None:
-        MACHINE.wall += seconds
+        MACHINE.wall = max(MACHINE.wall + seconds, 0.0)  # Linux refuses a time before 1970
 
     def _do_revoke(self, device: int, family: str) -> None:
         key = device, family
@@ -586,6 +589,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
     def _do_update(self) -> None:
         self.ring = self.random.choice((5, 40, 200))
         self.linger = self.random.choice((1, 100, 400))
+        self.newest_first = self.plan.newest_first and self.random.random() < 0.7
         self.reload()
 
     def _do_ingest(self) -> None:
