@@ -5,6 +5,8 @@ Two streams with one export each, in one worker, and three messages over both. T
 exporter uses it: a batch is an object whose name is its boundaries; an object that is there is not
 overwritten, and one with the same rows counts as delivered.
 
+With the newest first, a batch begins anywhere in what is pending, and the position has ranges.
+
 Each message has an identity of its own, so that a number that is given to two messages is seen.
 
 Not modelled: rejected records and the dead-letter stream, exporters that send a batch in parts, several
@@ -38,6 +40,7 @@ class Defect(Enum):
     TRIM_EARLY = "retention frees what was sent and not accepted"
     UNRECORDED = "dropped messages are passed over without a record"
     RECORD_LATE = "the cursor passes dropped messages before they are recorded"
+    JUMPED = "the position moves behind a batch that was sent before older messages"
 
 
 class Batch(NamedTuple):
@@ -49,11 +52,25 @@ class Batch(NamedTuple):
 
 
 class Cursor(NamedTuple):
-    """Position and planned batch. `reached` is the highest number that may have been sent."""
+    """Position and planned batch. `reached` is the highest number that may have been sent.
+
+    `ahead` are the numbers above the position that are settled, too.
+    """
 
     position: int = 0
     planned: tuple[int, int] | None = None
     reached: int = -1
+    ahead: frozenset[int] = frozenset()
+
+    def settled(self, numbers: Iterable[int]) -> Cursor:
+        """After these numbers are settled, and so is the batch."""
+        ahead, position = self.ahead.union(numbers), self.position
+        while position in ahead:
+            position += 1
+        return Cursor(position, None, self.reached, frozenset(n for n in ahead if n > position))
+
+    def has_passed(self, number: int) -> bool:
+        return number < self.position or number in self.ahead
 
 
 class Export(NamedTuple):
@@ -84,7 +101,10 @@ class State(NamedTuple):
 
 
 class Exports:
-    """The model. `messages` of the two streams; at most so many lost answers and drops by a limit."""
+    """The model. `messages` of the two streams; at most so many lost answers and drops by a limit.
+
+    `newest_first` is the order of both exports.
+    """
 
     def __init__(
         self,
@@ -92,9 +112,11 @@ class Exports:
         *,
         lost: int = 1,
         limited: int = 1,
+        newest_first: bool = False,
         defect: Defect = Defect.NONE,
     ) -> None:
         self.messages, self.lost, self.limited, self.defect = messages, lost, limited, defect
+        self.newest_first = newest_first
         room, streams = "bridge.export", "bridge.streams"
         self.transitions = (
             self._each(
@@ -106,6 +128,7 @@ class Exports:
             self._each(
                 "plan", self._plan, f"{room}.planning:Planner.plan", f"{room}.batches:Batches._plan",
                 f"{room}.cursor:Cursor.plan", f"{room}.cursor:Skipped.add",
+                f"{room}.lanes:Lanes.plan",
             ),
             self._each("write the cursor", self._write, f"{room}.position:Position.write"),
             self._each(
@@ -114,7 +137,8 @@ class Exports:
             ),
             self._each("accept", self._accept, "plugins.s3:S3Exporter.export"),
             self._each(
-                "settle", self._settle, f"{room}.batches:Batches.settle", f"{room}.batches:Batches._settled"
+                "settle", self._settle, f"{room}.batches:Batches.settle", f"{room}.batches:Batches._settled",
+                f"{room}.cursor:Cursor.settle",
             ),
             self._each(
                 "look, and cut the batch short", self._portion, f"{room}.batches:Batches._next_part"
@@ -153,8 +177,8 @@ class Exports:
             Invariant[State](
                 "below what has arrived nothing is left out without a record",
                 "One batch at a time, in the order of the numbers; the next is planned when the last is "
-                "settled.",
-                lambda state: all(map(_no_hole, state.exports)),
+                "settled. With the newest first, the position has ranges, and leaves out what is to come.",
+                lambda state: all(_no_hole(one, newest_first) for one in state.exports),
             ),
             Invariant[State](
                 "retention frees only what has arrived",
@@ -238,22 +262,27 @@ class Exports:
     def _plan(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
         """The next batch: what is dropped is passed over and recorded, then boundaries are chosen."""
         cursor, end = export.cursor, self._readable(export)
-        if cursor.planned or export.sending or cursor.position >= end:
+        if cursor.planned or export.sending:
             return
-        there = [n for n in range(cursor.position, end) if n not in export.dropped]
+        for start in range(cursor.position, end if self.newest_first else cursor.position + 1):
+            if start < end and not cursor.has_passed(start):
+                after = next((n for n in range(start, end) if cursor.has_passed(n)), end)
+                yield from self._plan_between(export, start, after)
+
+    def _plan_between(self, export: Export, start: int, end: int) -> Iterator[tuple[str, Export]]:
+        cursor = export.cursor
+        there = [n for n in range(start, end) if n not in export.dropped]
         first = there[0] if there else end
-        export = self._passed(export, range(cursor.position, first))
+        export = self._passed(export, range(start, first))
+        cursor = cursor.settled(range(start, first))
         if not there:
-            yield (
-                "the worker passes over what was dropped",
-                export._replace(cursor=cursor._replace(position=end)),
-            )
+            yield "the worker passes over what was dropped", export._replace(cursor=cursor)
             return
         run = 1
         while run < len(there) and there[run] == there[run - 1] + 1:
             run += 1
         for last in there[:run]:
-            planned = Cursor(first, (first, last), max(cursor.reached, last))
+            planned = cursor._replace(planned=(first, last), reached=max(cursor.reached, last))
             yield (
                 f"the worker plans the batch {first}-{last}",
                 export._replace(cursor=planned, doubtful=False),
@@ -307,10 +336,10 @@ class Exports:
         if there and self.defect is not Defect.OTHER_BOUNDARIES:
             yield (
                 f"the object {first}-{last} is found",
-                export._replace(cursor=Cursor(last + 1, None, cursor.reached), doubtful=False),
+                export._replace(cursor=cursor.settled(range(first, last + 1)), doubtful=False),
             )
         elif last > first:
-            shorter = Cursor(first, (first, last - 1), cursor.reached)
+            shorter = cursor._replace(planned=(first, last - 1))
             yield (
                 f"the batch is cut short to {first}-{last - 1}",
                 export._replace(cursor=shorter, doubtful=False),
@@ -329,8 +358,11 @@ class Exports:
         """The answer has come: the position moves behind the batch."""
         batch, cursor = export.sending, export.cursor
         if batch is not None and batch in export.objects:
+            after = cursor.settled(range(batch.first, batch.last + 1))
+            if self.defect is Defect.JUMPED:
+                after = Cursor(batch.last + 1, None, cursor.reached)
             yield "the answer arrives", export._replace(
-                sending=None, doubtful=False, cursor=Cursor(batch.last + 1, None, cursor.reached),
+                sending=None, doubtful=False, cursor=after,
                 told=export.told | export.untold, untold=frozenset(),
             )  # fmt: skip
 
@@ -341,7 +373,7 @@ class Exports:
             return
         after = export._replace(sending=None, doubtful=True)
         if self.defect is Defect.LOST_IS_DELIVERED:
-            after = after._replace(cursor=Cursor(batch.last + 1, None, cursor.reached))
+            after = after._replace(cursor=cursor.settled(range(batch.first, batch.last + 1)))
         yield "the connection breaks", after, (1, 0)
         if batch not in export.objects:
             yield (
@@ -451,12 +483,15 @@ def _one_message_a_number(export: Export) -> bool:
 
 def _passed_has_arrived(export: Export) -> bool:
     there = arrived(export) | export.told
-    return all(number in there for number in range(export.disk.position))
+    return all(number in there for number in (*range(export.disk.position), *export.disk.ahead))
 
 
-def _no_hole(export: Export) -> bool:
-    there = arrived(export)
-    return all(n in there or n in export.told for n in range(max(there, default=0)))
+def _no_hole(export: Export, newest_first: bool) -> bool:
+    there = arrived(export) | export.told
+    return all(
+        n in there or (newest_first and not export.cursor.has_passed(n))
+        for n in range(max(arrived(export), default=0))
+    )
 
 
 def _freed_has_arrived(export: Export) -> bool:
