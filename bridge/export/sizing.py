@@ -28,7 +28,7 @@ PARTS = 12  # of the time for which the link stays up
 MIN_SIZE = 4096  # bytes; smaller requests have more overhead than content
 FIRST = 16 * 1024  # bytes; TCP sends them in about one round trip (RFC 6928)
 SHORT = 1.0  # seconds; a link is not worth using if it never stays up for several times as long
-SLICE = 3.0  # seconds
+SLICE = 3.5  # seconds
 
 
 class Sizing:

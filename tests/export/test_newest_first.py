@@ -39,13 +39,14 @@ OLDEST = BatchedConfig(identifier="x")
 
 # Appends its batches to a file. While there is a file `down`, it writes there what the newest message is.
 GATE = """
-    import json, os
+    import json, os, time
     from bridge import *
     from bridge import hookimpl
 
     class Config(BatchedConfig, frozen=True):
         path: str
         down: str
+        seconds: float = 0.0
 
     class Gate(Exporter):
         kind = "gate"
@@ -58,9 +59,10 @@ GATE = """
                 with open(self.config.down, "w") as out:
                     out.write(str(self.context.exports()[0].newest))
                 raise Retry("the link is down", cut=True)
+            time.sleep(self.config.seconds)
             numbers = [record.sequence_number for record in batch.records]
             with open(self.config.path, "a") as out:
-                out.write(json.dumps([batch.first, batch.last, numbers, 0]) + chr(10))
+                out.write(json.dumps([batch.first, batch.last, numbers, batch.stream]) + chr(10))
             return ACCEPTED
 
     class InOrder(Gate):
@@ -149,6 +151,32 @@ def test_while_a_backlog_goes_out_new_messages_go_before_what_is_left_of_it(gate
     sent = [number for batch in recorded(gate / "out") for number in batch[2]]
     assert sorted(sent) == list(range(len(sent)))
     assert any(a > 3000 and b < 2999 for a, b in itertools.pairwise(sent))
+
+
+def test_new_messages_of_an_export_go_before_the_backlogs_of_the_others(gate: Path) -> None:
+    names = [f"s{n}" for n in range(12)]
+    waited = []
+
+    async def scenario() -> None:
+        async with running(gate, tuning=QUICK, threads=1) as gateway:
+            for name in names:
+                gateway.create(name, config(gate, disabled=True))
+                await gateway.append(name, *(b"old" for _ in range(1000)))
+            await age()
+            for name in names:
+                gateway.update(name, config(gate, seconds=0.03))
+            await until(lambda: len({batch[3] for batch in recorded(gate / "out")}) == len(names))
+            for _ in range(5):
+                before = recorded(gate / "out")
+                name = before[-1][3]  # in turn, it would be the last
+                newest = gateway.store.streams[name].next_sequence
+                await gateway.append(name, b"new")
+                new = lambda batch, name=name, newest=newest: batch[3] == name and batch[1] == newest  # noqa: E731
+                await until(lambda new=new: any(map(new, recorded(gate / "out"))))
+                waited.append([*map(new, recorded(gate / "out"))].index(True) - len(before))
+
+    asyncio.run(scenario())
+    assert min(waited) < len(names) - 3, waited
 
 
 def settled(cursor: Cursor) -> Ranges:
