@@ -27,7 +27,7 @@ from bridge.plugin.api import ExportConfig
 
 
 class Lanes:
-    """Chooses the next batch of one export; used by one thread at a time, but for `due`."""
+    """Chooses the next batch of one export. Other threads only ask when it is due, and which kind it is."""
 
     def __init__(self, source: Source, planner: Planner, behind: float) -> None:
         """`behind` in seconds."""
