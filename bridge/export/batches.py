@@ -53,9 +53,9 @@ class Batches:
         return self._lanes.due(self._position.cursor)
 
     @property
-    def takes_backlog(self) -> bool:
-        """Whether the next batch is of messages that newer ones go before."""
-        return self._lanes.takes_backlog(self._position.cursor)
+    def skips_backlog(self) -> bool:
+        """Whether the next batch is of new messages, which go before a backlog."""
+        return self._lanes.skips_backlog(self._position.cursor)
 
     def resume(self) -> None:
         """Continue from the position, which was just read."""

@@ -39,14 +39,14 @@ class Lanes:
         """Whether messages are pending that newer ones go before."""
         return cursor.front > cursor.position or self._live > cursor.position
 
-    def takes_backlog(self, cursor: Cursor) -> bool:
-        """Whether the next batch is of the backlog: new messages of other exports should go before it."""
+    def skips_backlog(self, cursor: Cursor) -> bool:
+        """Whether the next batch is of new messages that go before a backlog, also before those of others."""
         if not self.has_backlog(cursor):
             return False
         front = max(cursor.front, self._live)
         if cursor.batch is not None:
-            return cursor.batch[0] < front
-        return self._source.next <= front or self._planner.due(front) > time.monotonic()
+            return cursor.batch[0] >= front
+        return self._source.next > front and self._planner.due(front) <= time.monotonic()
 
     def due(self, cursor: Cursor) -> float:
         """The monotonic time of the next batch, if none is planned; infinite if nothing is pending."""

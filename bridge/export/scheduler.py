@@ -1,9 +1,8 @@
 """The pool of threads that run exports, strictly by priority.
 
 Each thread picks its next export itself, under one lock: the due export with the lowest priority number;
-among equals one that has new messages to send before one that sends a backlog, and then the one that has
-waited longest. A free thread therefore always runs the most urgent export, and no dispatcher can fall
-behind.
+among equals one with new messages that skip a backlog, and then the one that has waited longest. A free
+thread therefore always runs the most urgent export, and no dispatcher can fall behind.
 
 A thread without progress for its export's timeout counts as hung. Python cannot end a thread, so it
 stays with its export, a new thread takes its place in the pool, and the worker asks to be replaced
@@ -18,7 +17,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from bridge.export.task import LAST, NEVER, Task
+from bridge.export.task import LAST_RANK, NEVER, Task
 from bridge.plugin.api import Progress, Retry
 from bridge.plugin.link import Link
 
@@ -234,10 +233,10 @@ class Scheduler:
             now = time.monotonic()
             alone = any(task.alone for task in self._running.values())
             self._collect_due(now)
-            least = LAST
+            least = LAST_RANK
             if self._link.busy:
                 running = (task for thread, task in self._running.items() if thread not in self._hung)
-                least = min((task.priority for task in running), default=LAST)
+                least = min((task.rank for task in running), default=LAST_RANK)
             heaps = (self._due_deleted, self._due)
             found = [entry for heap in heaps if (entry := self._first(heap, without_alone=alone))]
             found = [entry for entry in found if self._rank(entry[3]) <= least]
@@ -247,7 +246,7 @@ class Scheduler:
                 self._changed.notify()  # another thread waits for the next one: this step may take long
                 return task
             until = [self._waiting[0][0]] if self._waiting else []
-            if self._due and least < LAST:
+            if self._due and least < LAST_RANK:
                 until.append(now + LOOK)
             self._changed.wait(min(min(until) - now, LONGEST_WAIT) if until else None)
         return None

@@ -52,6 +52,7 @@ from bridge.settingtypes import Means, meanings
 
 NEVER = math.inf
 LAST = 11  # the priority of exports without one
+LAST_RANK = 2 * LAST
 IDLE_AFTER = 0.2  # seconds; a trickle of messages does not write a cursor for each one
 _CUT = (ConnectionError, TimeoutError)
 
@@ -90,8 +91,8 @@ class Task:
 
     @property
     def rank(self) -> int:
-        """The lowest is the most urgent: by priority, and among equals new messages before a backlog."""
-        return 2 * (self.config.priority or LAST) + self._batches.takes_backlog
+        """The lowest is the most urgent: by priority, and among equals new messages that skip a backlog."""
+        return 2 * (self.config.priority or LAST) - self._batches.skips_backlog
 
     @property
     def timeout(self) -> float:

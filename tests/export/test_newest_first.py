@@ -388,6 +388,7 @@ class Before(Struct, kw_only=True):
     reached: int = -1
     stopped: bytes = b""
     limit: int = 0
+    error_since: int = 0
 
 
 def test_a_position_without_ranges_is_written_as_before(tmp_path: Path) -> None:
