@@ -60,7 +60,7 @@ from bridge.streams.layout import Files, directory_name
 SLOT = 4096
 MAX_STATE = 2000
 KEPT_RANGES = 1000
-MAX_AHEAD = 64
+MAX_AHEAD = 56
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
 _SEAL = struct.Struct(">II")  # of an area
