@@ -36,6 +36,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "export": ("--rounds", "1", "--seconds", "15"),
     "uplink": (),
     "wire": (),
+    "live": (),
     "firehose": (),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
     "ingest_tables": (),
