@@ -505,7 +505,7 @@ class Pending:
         end = min(position + self.chance.randint(1, 10), upto or self.source.next)
         if position >= end or (upto is None and self.chance.random() < 0.3):
             return None
-        return Plan(position, list(range(position, end)), [])  # type: ignore[arg-type]
+        return Plan(position, end - 1, list(range(position, end)), [])  # type: ignore[arg-type]
 
 
 def steps(seed: int, config: BatchedConfig) -> Iterator[tuple[Cursor, Lanes, int, int]]:

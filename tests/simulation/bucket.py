@@ -395,7 +395,7 @@ class BucketStore:
     def under(self, prefix: str, after: str = "") -> Iterator[Entry]:
         for count, key in enumerate(self.bucket.under(self.prefix + prefix)):
             if count % 100 == 0:
-                self.at("list")
+                self.at(f"list {prefix}")
             if after and key <= self.prefix + after:
                 continue
             found = self.bucket.objects.get(key)

@@ -115,6 +115,7 @@ class _Driver:
         self.bucket, self.random, self.faults, self.ended = bucket, random, faults, ended
         self.prefix = f"{prefix}/" if prefix else ""
         self._outer, self._dead = at, False
+        self._has_listed = False  # objects
 
     def at(self, point: str) -> None:
         """Come to a point; raises Killed, also whenever it is called again."""
@@ -132,12 +133,14 @@ class _Driver:
 
     def _request(self, point: str) -> None:
         verb, _, key = point.partition(" ")
+        self._has_listed |= verb == "list" and key != REPORTS
         if self.random.random() < self.faults.failed:
             raise ConnectionClosedError(endpoint_url=ENDPOINT)
         if verb != "get":
             return
-        if key.startswith(REPORTS) and (found := self.bucket.objects.get(self.prefix + key)):
-            self.ended.reports.setdefault(key, found.body)  # the first one is what the verdict is made from
+        found = self.bucket.objects.get(self.prefix + key) if key.startswith(REPORTS) else None
+        if found and not self._has_listed:  # a later one is only looked at for what may go ahead
+            self.ended.reports[key] = found.body
         if parse_key(key) and self.random.random() < self.faults.unreadable:
             self.ended.unreadable.add(key)
             answer: Any = {"Error": {"Code": "AccessDenied", "Message": "not yours"}}
