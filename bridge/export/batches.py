@@ -201,7 +201,8 @@ class Batches:
         Rejected records go to the stream `dead_letters`. Raises Retry if it does not accept one of them.
         """
         again = set(outcome.retry)
-        rejected = {n: reason for n, reason in outcome.rejected.items() if n not in again}
+        # In their order: an exporter that sends by key finds them in another one.
+        rejected = {n: reason for n, reason in sorted(outcome.rejected.items()) if n not in again}
         left = {batch.records[n].sequence_number for n in again} | self._postponed
         for n, reason in rejected.items():
             record = batch.records[n]

@@ -315,11 +315,15 @@ def test_rejected_records_are_kept_in_the_dead_letter_stream_before_they_are_pas
     asyncio.run(scenario())
 
 
+BACKWARDS = PICKY.replace("enumerate(batch.records)", "reversed(list(enumerate(batch.records)))")
+
+
+@pytest.mark.parametrize("plugin", [PICKY, BACKWARDS], ids=["in order", "backwards"])
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_whichever_dead_letter_is_refused_all_rejected_records_are_kept_in_the_end(
-    tmp_path: Path, refused: int
+    tmp_path: Path, refused: int, plugin: str
 ) -> None:
-    drop_in(tmp_path, "picky", PICKY)
+    drop_in(tmp_path, "picky", plugin)
     asked: list[int] = []
 
     async def scenario() -> None:
