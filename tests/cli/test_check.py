@@ -230,14 +230,15 @@ def test_too_short_a_list_or_text_is_reported_with_its_length(path: Path) -> Non
     assert line.endswith('.identifier = "": must have at least 1 character')
 
 
-def test_an_enum_of_an_export_is_a_number_as_the_service_reads_it(path: Path) -> None:
+def test_an_enum_of_an_export_is_a_name_or_a_number_as_the_service_reads_it(path: Path) -> None:
     export = '[[streams.a.export.http]]\nidentifier = "x"\nuri = "https://office.example/a"\nexport_format = '
-    assert check(path, QUIET + export + "1\n") == []
-    for wrong in ('"JSON_BATCHED"', "2", "true", "1.0"):
+    for right in ('"JSON_BATCHED"', "1"):
+        assert check(path, QUIET + export + f"{right}\n") == []
+    for wrong in ('"JSON"', "2", "true", "1.0"):
         (line,) = check(path, QUIET + export + f"{wrong}\n")
         assert line == (
-            f"error: x.toml:14: streams.a.export.http[0].export_format = {wrong}: must be 0 "
-            "(RAW_NOT_BATCHED) or 1 (JSON_BATCHED)"
+            f"error: x.toml:14: streams.a.export.http[0].export_format = {wrong}: must be "
+            '"RAW_NOT_BATCHED" (0) or "JSON_BATCHED" (1)'
         )
 
 

@@ -62,7 +62,7 @@ def test_describe_is_readable_and_shows_the_progress_of_each_export(fill: Fill) 
     assert facts["oldest"].startswith("2026-01-01T12:00:00.000Z (")
     assert facts["directory"] == str(data / "streams" / "sensors")
     assert [value for key, value in rows if key == "export"] == [
-        "lake: exported up to 3, 2 pending; no route to host",
+        "lake: exported up to 3, 2 pending; failing: no route to host",
         "new: nothing exported yet, 6 pending",
     ]
     described = json.loads(
