@@ -223,7 +223,7 @@ def test_when_the_order_is_changed_what_was_sent_is_not_sent_again(gate: Path) -
     async def scenario() -> None:
         (gate / "down").touch()
         async with running(gate, tuning=QUICK) as gateway:
-            gateway.create("a", config(gate))
+            gateway.create("a", config(gate, seconds=0.05))  # the backlog takes a while
             await gateway.append("a", *(b"old" for _ in range(500)))
             await until(lambda: gateway.status("a").error_message)
             await age()
