@@ -47,6 +47,7 @@ from bridge.plugin.api import (
     Stopped,
 )
 from bridge.plugin.link import Link
+from bridge.plugin.mistakes import line_of
 from bridge.ranges import Ranges
 from bridge.settingtypes import Means, meanings
 
@@ -292,7 +293,12 @@ class Task:
                 if not (self._context.over_link or is_unsent):
                     self._paid_at = link.charge(size)
         if not isinstance(outcome, Outcome):
-            raise Retry(f"the plugin returned {type(outcome).__name__} instead of an Outcome")
+            raise Retry(
+                f"a defect of the plugin: {_export_of(exporter)} returned {outcome!r:.100}, not an Outcome; "
+                "return ACCEPTED if the destination has confirmed all records"
+            )
+        if (outcome.retry or outcome.rejected) and (mistake := outcome.mistake(batch)) is not None:
+            raise Retry(f"a defect of the plugin: {_export_of(exporter)} returned an Outcome whose {mistake}")
         if outcome.cut:
             self._batches.was_cut(size, time.monotonic() - began)
         else:
@@ -376,6 +382,11 @@ class Task:
         self.position.close()
         self._planner.close()
         self.closed = True
+
+
+def _export_of(exporter: Exporter) -> str:
+    """The name of an exporter's `export`, and where it is."""
+    return f"{type(exporter).__name__}.export{line_of(type(exporter).export)}"
 
 
 def _secret_files(config: ExportConfig) -> list[str]:

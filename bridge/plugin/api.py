@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal
 
@@ -111,6 +111,31 @@ class Outcome(Struct, frozen=True, kw_only=True):
     error: str = ""
     after: float | None = None
     cut: bool = False
+
+    def mistake(self, batch: Batch) -> str | None:
+        """Return what is wrong with the indexes and reasons of this outcome of a batch, with the remedy."""
+        if not isinstance(self.rejected, Mapping):
+            return f"rejected is {self.rejected!r:.100}, not a mapping from indexes to reasons"
+        if isinstance(self.retry, str | bytes) or not isinstance(self.retry, Iterable):
+            return f"retry is {self.retry!r:.100}, not a sequence of indexes"
+        for name in ("retry", "rejected"):
+            for index in getattr(self, name):
+                if type(index) is not int:
+                    return f"{name} has {index!r:.100}, which is no index; use those of batch.records"
+                if not 0 <= index < len(batch.records):
+                    return f"{name} has the index {index}, {_outside(index, batch)}"
+        for index, reason in self.rejected.items():
+            if not (isinstance(reason, str) and reason):
+                return f"rejected[{index}] is {reason!r:.100}; give the reason as a text"
+        return None
+
+
+def _outside(index: int, batch: Batch) -> str:
+    count = len(batch.records)
+    there = f"but batch.records has {count} records, with the indexes 0 to {count - 1}"
+    if any(record.sequence_number == index for record in batch.records):
+        return f"{there}; {index} is a sequence number, so use `enumerate(batch.records)`"
+    return there
 
 
 ACCEPTED = Outcome()

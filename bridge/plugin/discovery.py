@@ -33,6 +33,7 @@ from bridge.plugin import hooks
 from bridge.plugin.api import ExportConfig, Exporter, convert_config
 from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
+from bridge.plugin.mistakes import failure, hook_mistake
 
 ExportDefinition = dict[str, list[dict[str, Any]]]
 
@@ -120,16 +121,12 @@ class Registry:
                     f"there is already a plugin named {found.name!r} ({taken.origin}); rename this one"
                 )
             module = import_it()
+            if (mistake := hook_mistake(module)) is not None:
+                raise PluginError(mistake)
             self.manager.register(module, found.name)
-            self.manager.check_pending()  # a misspelt hook name is an error
-            if not self.manager.get_hookcallers(module):
-                raise PluginError(
-                    "it has no hook; mark its register_exporters function with @hookimpl, or, if it is not a "
-                    "plugin, begin the file's name with `_`"
-                )
             self._register_exporters(module, found)
         except (Exception, SystemExit) as error:
-            found.error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            found.error = str(error) if isinstance(error, PluginError) else failure(error)
             if self.manager.has_plugin(found.name) and taken is None:
                 self.manager.unregister(name=found.name)
 

@@ -489,7 +489,7 @@ def test_a_plugin_without_hooks_is_an_error(path: Path) -> None:
     (drop_in / "mine.py").write_text("def register_exporters(register): pass\n")
     (line,) = check(path, text)
     assert line.startswith("error: x.toml:12: export.plugin_dirs: plugin mine ")
-    assert "it has no hook; mark its register_exporters function with @hookimpl" in line
+    assert "register_exporters (mine.py, line 1) is not marked; write @hookimpl above it" in line
 
 
 def test_a_plugin_directory_that_is_missing_is_an_error_if_it_is_named(path: Path) -> None:

@@ -132,7 +132,10 @@ def test_plugins_lists_shipped_and_broken_ones(tmp_path: Path) -> None:
     path.write_text('[export]\nplugin_dirs = ["plugins"]\n')
     done = streambridge("plugins", "-c", path, "--json")
     found = {plugin["name"]: plugin for plugin in json.loads(done.stdout)}
-    assert found["broken"]["error"] == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert found["broken"]["error"] == (
+        "ModuleNotFoundError: No module named 'no_such_module' (broken.py, line 1); install it into the "
+        "environment of streambridge, or correct its name"
+    )
     assert found["s3"]["error"] is None
     assert found["s3"]["kinds"] == ["s3"]
     assert "failed: ModuleNotFoundError" in streambridge("plugins", "-c", path).stdout

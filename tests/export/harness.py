@@ -159,7 +159,9 @@ RECORDER = '''
                     print(batch.first, batch.last, file=out)
                 if config.once:
                     open(config.once, "w").close()
-                globals()[config.fault](batch)
+                outcome = globals()[config.fault](batch)
+                if outcome is not None:
+                    return outcome
             numbers = [record.sequence_number for record in batch.records]
             with open(config.path, "a") as out:
                 out.write(json.dumps([batch.first, batch.last, numbers, time.time()]) + chr(10))
@@ -188,6 +190,27 @@ RECORDER = '''
 
     def wait(batch):
         raise Retry("the link is down")
+
+    def retry_too_far(batch):
+        return Outcome(retry=[2], error="busy")
+
+    def reject_from_the_end(batch):
+        return Outcome(rejected={-1: "too large"})
+
+    def reject_by_number(batch):
+        return Outcome(rejected={batch.records[0].sequence_number: "too large"})
+
+    def reject_without_a_reason(batch):
+        return Outcome(rejected={0: ""})
+
+    def reject_in_a_list(batch):
+        return Outcome(rejected=[0])
+
+    def retry_a_record(batch):
+        return Outcome(retry=batch.records, error="busy")
+
+    def say_yes(batch):
+        return True
 
     kept = []
 

@@ -78,6 +78,38 @@ def test_a_plugin_that_raises_is_tried_again(recorder: Path) -> None:
     the_good_one_goes_on(recorder, "blow", "ZeroDivisionError: division by zero")
 
 
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("retry_too_far", "retry has the index 2, but batch.records has 2 records, with the indexes 0 to 1"),
+        ("reject_from_the_end", "rejected has the index -1, but batch.records has 2 records"),
+        ("reject_by_number", "3 is a sequence number, so use `enumerate(batch.records)`"),
+        ("reject_without_a_reason", "rejected[0] is ''; give the reason as a text"),
+        ("reject_in_a_list", "rejected is [0], not a mapping from indexes to reasons"),
+        ("retry_a_record", "retry has Record("),
+        ("say_yes", "returned True, not an Outcome; return ACCEPTED if the destination has confirmed all"),
+    ],
+)
+def test_an_outcome_that_does_not_fit_its_batch_settles_nothing_and_is_explained(
+    recorder: Path, fault: str, says: str
+) -> None:
+    async def scenario() -> None:
+        async with running(recorder) as gateway:
+            gateway.create("bad", {"recorder": [bad(recorder, "")]})
+            await gateway.append("bad", b"0", b"1", b"2")
+            await gateway.exported("bad", 2)
+            gateway.update("bad", {"recorder": [bad(recorder, fault)]})
+            await gateway.append("bad", b"3", b"4")
+            await until(lambda: gateway.status("bad").error_message)
+            error = gateway.status("bad").error_message
+            assert "a defect of the plugin: Recorder.export (recorder.py, line " in error
+            assert says in error
+            assert gateway.status("bad").last_exported_sequence_number == 2
+            assert gateway.status("bad").rejected_messages_count == 0
+
+    asyncio.run(scenario())
+
+
 def test_an_error_of_any_length_and_with_any_letters_is_reported(recorder: Path) -> None:
     the_good_one_goes_on(recorder, "babble", "\\udcff is no letter")
 
