@@ -36,7 +36,7 @@ from bridge.http import metrics  # noqa: E402
 from bridge.mqtt.broker import journal, journalfile  # noqa: E402
 from bridge.mqtt.server import states  # noqa: E402
 from bridge.mqtt.wire import packets  # noqa: E402
-from bridge.plugin import discovery  # noqa: E402
+from bridge.plugin import discovery, testing  # noqa: E402
 from bridge.plugin import hooks as hookspecs  # noqa: E402
 from bridge.plugin.api import AwsBatchedConfig, AwsConfig, BatchedConfig, ExportConfig  # noqa: E402
 from bridge.settingtypes import Means  # noqa: E402
@@ -56,7 +56,7 @@ def pages() -> dict[str, str]:
         "metrics": metric_list(),
     }
     whole = {f"reference/{name}.md": NOTE + text.rstrip() + "\n" for name, text in made.items()}
-    return whole | exporters() | architecture() | proof()
+    return whole | exporters() | architecture() | proof() | contract()
 
 
 # -- the command line ------------------------------------------------------------------------------------
@@ -136,6 +136,48 @@ def architecture() -> dict[str, str]:
     page = (ROOT / "docs" / "architecture.md").read_text()
     page = _between(page, "rooms", "\n".join([*lines, "```"]))
     return {"architecture.md": _between(page, "connection", _connection())}
+
+
+def contract() -> dict[str, str]:
+    """The page about plugins: what the contract suite asks of its heirs, its tests and its functions."""
+    source = inspect.getsource(testing)
+    tree = ast.parse(source)
+    (suite,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    yours = ["| name | meaning | default |", "|---|---|---|"]
+    tests = ["| test | |", "|---|---|"]
+    for node in suite.body:
+        if isinstance(node, ast.AnnAssign):
+            line = source.splitlines()[node.lineno - 1]
+            default = "required" if node.value is None else f"`{ast.unparse(node.value)}`"
+            meaning = line.partition("  # ")[2]
+            yours.append(f"| `{ast.unparse(node.target)}` | {meaning} | {default} |")
+        elif isinstance(node, ast.FunctionDef):
+            text = " ".join((ast.get_docstring(node) or "").split())
+            if node.name.startswith("test_"):
+                tests.append(f"| `{node.name}` | {text} |")
+            else:
+                is_required = any(isinstance(inner, ast.Raise) for inner in node.body)
+                default = "required" if is_required else _default_of(node)
+                yours.append(f"| `{node.name}({_arguments(node)})` | {text} | {default} |")
+    functions = ["| function | |", "|---|---|"]
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            text = " ".join((ast.get_docstring(node) or "").split())
+            functions.append(f"| `{node.name}({_arguments(node)})` | {text} |")
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    for name, rows in (("yours", yours), ("tests", tests), ("functions", functions)):
+        page = _between(page, f"contract-{name}", "\n".join(rows))
+    return {"plugins.md": page}
+
+
+def _arguments(node: ast.FunctionDef) -> str:
+    return ", ".join(argument.arg for argument in node.args.args if argument.arg != "self")
+
+
+def _default_of(node: ast.FunctionDef) -> str:
+    (value,) = (inner.value for inner in node.body if isinstance(inner, ast.Return))
+    text = ast.unparse(value) if value is not None else ""
+    return f"`{text}`" if len(text) < 30 else "from the rest"  # short ones say more than words
 
 
 def _between(page: str, name: str, made: str) -> str:

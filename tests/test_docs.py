@@ -76,16 +76,6 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
-def test_every_test_that_a_page_names_is_there() -> None:
-    there = {
-        name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for name in re.findall(r"def (test_\w+)", path.read_text())
-    }
-    named = {name for page in READ for name in re.findall(r"`(test_\w+)`", page.read_text())}
-    assert named - there == set()
-
-
 def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w/-]+\.md", json.dumps(yaml.safe_load(text)["nav"])))
@@ -215,9 +205,10 @@ def test_the_rights_of_the_exporters_are_rights_that_there_are() -> None:
 
 
 def test_every_test_that_the_documentation_names_is_there() -> None:
-    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    paths = [*(ROOT / "tests").rglob("*.py"), ROOT / "bridge" / "plugin" / "testing.py"]
+    sources = "".join(path.read_text() for path in paths)
     there = set(re.findall(r"def (test_\w+)", sources))
-    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    named = {name for page in READ for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert len(named) > 40
     assert named - there == set()
 

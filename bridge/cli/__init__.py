@@ -14,7 +14,19 @@ from typing import Annotated
 
 import typer
 
-from bridge.cli import clients, demo, exports, integrity, manual, output, service, streams, support, users
+from bridge.cli import (
+    clients,
+    demo,
+    exports,
+    integrity,
+    manual,
+    output,
+    plugins,
+    service,
+    streams,
+    support,
+    users,
+)
 from bridge.cli.options import denied
 from bridge.cli.plain import WIDEST, use_plain_help
 from bridge.errors import (
@@ -59,6 +71,7 @@ app.add_typer(service.app)
 app.add_typer(integrity.app)
 app.add_typer(streams.app, name="streams")
 app.add_typer(exports.app, name="exports")
+app.add_typer(plugins.app, name="plugins")
 app.add_typer(clients.app, name="clients")
 app.add_typer(users.app, name="users")
 app.command(

@@ -23,25 +23,13 @@ from bridge.cli.options import (
     complete_stream,
     data_directory,
 )
-from bridge.cli.plain import PlainGroup
+from bridge.cli.plain import ListsByDefault
 from bridge.streams.reader import list_streams
 from bridge.units import format_duration
 
-
-class _ListsByDefault(PlainGroup):
-    """Without a subcommand it is `list`: `streambridge exports sensors` lists the exports of sensors."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing and (
-            not args or args[0] not in {*self.commands, *ctx.help_option_names}
-        ):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
     help="Show the progress of exports; pause, resume and retry them.",
-    cls=_ListsByDefault,
+    cls=ListsByDefault,
     rich_markup_mode=None,
 )
 ExportArgument = Annotated[

@@ -66,6 +66,17 @@ class PlainGroup(TyperGroup):
         self.format_commands(ctx, formatter)
 
 
+class ListsByDefault(PlainGroup):
+    """A group that is `list` without a subcommand: `streambridge exports sensors` lists those of sensors."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and (
+            not args or args[0] not in {*self.commands, *ctx.help_option_names}
+        ):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
 def use_plain_help(app: typer.Typer) -> None:
     """Let all commands of an application have plain help, unless they have a class of their own."""
     if isinstance(app.info.cls, DefaultPlaceholder):

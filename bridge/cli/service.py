@@ -1,4 +1,4 @@
-"""The commands for the service itself: run, check, plugins, install-service, hash-password."""
+"""The commands for the service itself: run, check, install-service, hash-password."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import typer
 from bridge.cli import output, users
 from bridge.cli.install import install_service
 from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, load_config
-from bridge.config.settings import Config, load
 from bridge.errors import ConfigError
-from bridge.plugin.discovery import load as load_plugins
 
 app = typer.Typer()
 
@@ -74,34 +72,6 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
             declared = f"{output.count(len(settings.streams), 'stream')}, {output.count(exports, 'export')}"
             output.echo(f"{config}: ok ({declared}, {output.count(len(findings), 'warning')})")
     raise typer.Exit(output.ExitCode.CONFIG if failed else output.ExitCode.OK)
-
-
-@app.command()
-def plugins(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) -> None:
-    """List the plugins.
-
-    Shows where each comes from, what it exports to, and why it could not be loaded.
-    """
-    output.behave_in_pipes()
-    # The shipped plugins can be listed before there is a configuration.
-    settings = load(config) if config != DEFAULT_CONFIG or config.exists() else Config()
-    found = load_plugins(settings.export.plugin_dirs).found
-    if as_json:
-        output.json(found)
-        return
-    output.table(
-        ["PLUGIN", "VERSION", "FROM", "EXPORTS TO", "STATUS"],
-        [
-            [
-                plugin.name,
-                plugin.version or "-",
-                plugin.origin,
-                " ".join(plugin.kinds) or "-",
-                "loaded" if plugin.error is None else f"failed: {plugin.error}",
-            ]
-            for plugin in found
-        ],
-    )
 
 
 app.command("install-service")(install_service)

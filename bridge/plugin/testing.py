@@ -75,7 +75,7 @@ def check_outcome(outcome: object, batch: Batch) -> None:
 class ExporterContract:
     """Inherit it, and override the first part."""
 
-    exporter: ClassVar[type[Exporter]]
+    exporter: ClassVar[type[Exporter]]  # the class to test
     faults: ClassVar[Sequence[str]] = ()  # names of context managers that break the destination
     delays: ClassVar[Sequence[str]] = ()  # names of those that slow it down, within its time-outs
     poison: ClassVar[bytes | None] = None  # a payload that the destination can never accept
