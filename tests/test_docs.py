@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import botocore.session
+import msgspec
 import paho.mqtt.client as paho
 import pytest
 import typer
@@ -24,6 +25,7 @@ import yaml
 from benchmarks.testbed.local import free_port
 from bridge.cli import app
 from bridge.config import load
+from bridge.config.settings import Config
 from bridge.http.metrics import METRICS
 from bridge.plugin import discovery
 from tests.http.conftest import Service, eventually
@@ -33,6 +35,19 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 READ = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 FENCE = re.compile(r"^```(\w*)(?: title=\"(.*?)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What the site's search does: the first pages for some words, all of which must occur.
+SEARCH = """
+const [lunr, path, words] = process.argv.slice(1), {docs} = JSON.parse(require("fs").readFileSync(path));
+const index = require(lunr)(function () {
+  this.ref("location");
+  this.field("title", {boost: 1000});
+  this.field("text");
+  docs.forEach(doc => this.add({...doc, text: doc.text.replace(/<[^>]+>/g, " ")}));
+});
+const found = index.search(words.split(" ").map(word => "+" + word.toLowerCase()).join(" "));
+const pages = new Set(found.map(one => one.ref.split("#")[0]));
+console.log([...pages].slice(0, 10).join("\\n"));
+"""
 COMMAND = re.compile(r"(?:^|&& |sudo |until |-u streambridge |/bin/)streambridge (.*)")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -85,23 +100,52 @@ def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
     assert pages - {"README.md"} <= index
 
 
-def test_the_site_builds_offline_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; the build reaches no other server."""
     pytest.importorskip("material", reason="pip install '.[docs]'")
+    directory = tmp_path_factory.mktemp("site")
     environment = os.environ | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", directory],
         cwd=ROOT,
         env=environment | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def test_the_site_builds_offline_and_loads_nothing_from_elsewhere(site: Path) -> None:
     loads = re.compile(
         r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\s\">]+)|<link[^>]*stylesheet[^>]*(https?:\S+)"
     )
-    foreign = {found for page in tmp_path.rglob("*.html") for found in loads.findall(page.read_text())}
+    foreign = {found for page in site.rglob("*.html") for found in loads.findall(page.read_text())}
     assert foreign == set()
-    assert (tmp_path / "search" / "search_index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("pause export", "howto/pause-exports.html"),
+        ("STREAM_MANAGER_SERVER_PORT", "howto/greengrass.html"),
+        ("mosquitto external broker", "howto/external-broker.html"),
+        ("plugin contract suite", "plugins.html"),
+    ],
+)
+def test_the_search_of_the_site_finds_the_page_that_helps(site: Path, words: str, page: str) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is missing; install it: sudo apt-get install nodejs")
+    mkdocs = pytest.importorskip("mkdocs")
+    search = Path(mkdocs.__file__).parent / "contrib" / "search" / "templates" / "search" / "lunr.js"
+    done = subprocess.run(
+        [node, "-e", SEARCH, search, site / "search" / "search_index.json", words],
+        capture_output=True,
+        text=True,
+    )
+    assert page in done.stdout.split()[:3], f"{words}: {done.stdout}{done.stderr}"
 
 
 def test_every_command_in_the_documentation_exists_with_its_options() -> None:
@@ -213,6 +257,17 @@ def test_every_test_that_the_documentation_names_is_there() -> None:
     assert named - there == set()
 
 
+def test_what_takes_the_place_of_a_parameter_of_stream_manager_is_a_setting() -> None:
+    page = (DOCS / "howto" / "greengrass.md").read_text()
+    named = re.findall(r"`(\w+)` in `\[([\w.]+)\]`", page)
+    assert len(named) > 5
+    for key, section in named:
+        table: Any = Config
+        for name in section.split("."):
+            table = next(field.type for field in msgspec.structs.fields(table) if field.encode_name == name)
+        assert key in table.__struct_encode_fields__, f"[{section}] {key}"
+
+
 def test_the_alerts_use_metrics_that_there_are() -> None:
     expressions = [text for _, _, block in blocks("yaml") for text in re.findall(r"expr: (.*)", block)]
     used = set(re.findall(r"streambridge_(\w+)", " ".join(expressions)))
@@ -264,7 +319,7 @@ def test_the_tutorial_leads_to_the_table(tmp_path: Path) -> None:
     found: dict[str, list[str]] = {"sh": [], "toml": []}
     for language, title, block in FENCE.findall(text):
         if not title:
-            found[language].append(block)
+            found.setdefault(language, []).append(block)
     (tmp_path / "gateway.toml").write_text("".join(found["toml"]))
     (tmp_path / "tutorial.sh").write_text("set -u\n" + "".join(found["sh"]))
     beside = Path(sys.executable).parent
@@ -283,4 +338,6 @@ def test_the_tutorial_leads_to_the_table(tmp_path: Path) -> None:
     )
     assert re.search(r"plant-7 +sensors +0\.\.100 +101 ", done.stdout), done.stdout + done.stderr
     assert "\ncomplete: 101 rows, missing 0" in done.stdout
+    (rows,) = found["text"]
+    assert f"\n{rows}" in done.stdout
     assert done.returncode == 0
