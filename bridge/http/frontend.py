@@ -12,23 +12,26 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs
 
 import msgspec
 
 from bridge.http import metrics
+from bridge.http.documents import JSON, Documents
 from bridge.http.observer import SHARE, Observer
 from bridge.http.requests import MAX_REQUEST, Requests
+from bridge.http.visitors import Visitors
 from bridge.net.addresses import host_and_port, is_loopback
 from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer, Route
 from bridge.net.limits import ConnectionLimits
 
 if TYPE_CHECKING:
+    from bridge.access.logins import Access
     from bridge.http.settings import HttpConfig
+    from bridge.operations.catalog import Operations
 
 log = logging.getLogger("bridge.http")
-PAGE = Path(__file__).parent
-JSON = "application/json"
+PAGE = Path(__file__).parent / "page"
+SCRIPTS = ("base", "table", "chart", "session", "overview", "stream", "lists", "main")
 LOOKING, ACTING = ("GET", "HEAD"), ("POST",)
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -36,7 +39,14 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 class HttpFrontEnd:
     """The status page, metrics, health checks and requests."""
 
-    def __init__(self, config: HttpConfig, observer: Observer, requests: Requests) -> None:
+    def __init__(
+        self,
+        config: HttpConfig,
+        observer: Observer,
+        operations: Operations,
+        access: Access,
+        gateway: str,
+    ) -> None:
         """Raises ValueError if `listen` is not an address."""
         listen = config.listen
         self._observer = observer
@@ -45,11 +55,14 @@ class HttpFrontEnd:
         self._metrics_until = 0.0
         self._watch: asyncio.Task[None] | None = None
         self._loopback = is_loopback(host_and_port(listen)[0])
+        visitors = Visitors(access, gateway)
+        looking = self._pages() | Documents(observer, operations, visitors).routes() | visitors.looking()
+        acting = Requests(operations, visitors).routes() | visitors.acting()
         self._server = HttpServer(
             "http.listen",
             listen,
-            {path: partial(_only, LOOKING, route) for path, route in self._pages().items()}
-            | {path: partial(_only, ACTING, route) for path, route in requests.routes().items()},
+            {path: partial(_only, LOOKING, route) for path, route in looking.items()}
+            | {path: partial(_only, ACTING, route) for path, route in acting.items()},
             ConnectionLimits(config.connections, config.connections_per_address),
             HttpLimits(methods=LOOKING + ACTING, body=MAX_REQUEST),
         )
@@ -57,8 +70,6 @@ class HttpFrontEnd:
     def _pages(self) -> dict[str, Route]:
         return {
             "/": self._root,
-            "/status.json": self._status,
-            "/history.json": self._history,
             "/metrics": self._scrape,
             "/healthz": self._health,
             "/readyz": self._readiness,
@@ -69,6 +80,7 @@ class HttpFrontEnd:
         url = await self._server.start()
         if not self._loopback:
             log.warning("every machine that can reach %s sees the streams and clients", url)
+        logging.getLogger().addHandler(self._observer.events)
         self._watch = asyncio.create_task(self._observer.run(), name="observer")
         return [url]
 
@@ -79,33 +91,12 @@ class HttpFrontEnd:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watch
         await self._server.stop()
+        logging.getLogger().removeHandler(self._observer.events)
         self._observer.close()
 
     # -- routes ----------------------------------------------------------------------------------
     async def _root(self, request: HttpRequest) -> HttpResponse:
         return self._page
-
-    async def _status(self, request: HttpRequest) -> HttpResponse:
-        return _json(HTTPStatus.OK, self._observer.state())
-
-    async def _history(self, request: HttpRequest) -> HttpResponse:
-        """The points after `since` (Unix ms), by column; a lag is null where the export did not exist."""
-        try:
-            since = int(parse_qs(request.query).get("since", ["0"])[0])
-        except ValueError:
-            return _json(HTTPStatus.BAD_REQUEST, {"error": "since: give a time in ms"})
-        points = [point for point in self._observer.points if point.time > since]
-        lags: dict[tuple[str, str], list[int | None]] = {}
-        for number, point in enumerate(points):
-            for export, lag in zip(point.exports, point.lags, strict=True):
-                lags.setdefault(export, [None] * len(points))[number] = lag
-        found = {
-            "times": [point.time for point in points],
-            "rate": [point.rate for point in points],
-            "size": [point.size for point in points],
-            "lags": [{"stream": s, "export": e, "values": values} for (s, e), values in lags.items()],
-        }
-        return _json(HTTPStatus.OK, found)
 
     async def _scrape(self, request: HttpRequest) -> HttpResponse:
         now = time.monotonic()
@@ -148,9 +139,9 @@ def _json(status: HTTPStatus, value: object) -> HttpResponse:
 
 
 def _page() -> HttpResponse:
-    """The page, made of its three files; its policy allows only this script and this style."""
+    """The page, made of its files; its policy allows only this script and this style."""
     style = (PAGE / "page.css").read_text()
-    script = (PAGE / "page.js").read_text()
+    script = "".join((PAGE / f"{name}.js").read_text() for name in SCRIPTS)
     page = (PAGE / "page.html").read_text().replace("/*style*/", style).replace("/*script*/", script)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "

@@ -1,4 +1,4 @@
-"""Collects what is shown: a `ServiceState` on request, and every 5 s a point of the last hour.
+"""Collects what is shown: a `ServiceState` on request, and steps of the last hour (`history`).
 
 * A state is reused for a second, or longer if it took long to make: this takes at most 5 % of the event
   loop's time, whatever the number of streams and requests. (Measured on a desktop: 12 ms for 1,000 streams
@@ -18,9 +18,8 @@ import logging
 import os
 import tempfile
 import time
-from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
@@ -28,17 +27,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from bridge.errors import CorruptData
+from bridge.http import history
+from bridge.http.clients import DeviceFrontEnd, Directory
+from bridge.http.events import Events
 from bridge.http.state import (
     DROPS,
     FAILURES,
     REFUSALS,
-    Client,
     ExportState,
     Readiness,
     ServiceState,
     StreamState,
     UpstreamState,
     limits_of,
+    lost,
     readiness,
 )
 from bridge.model import MessageStreamDefinition
@@ -50,12 +52,10 @@ if TYPE_CHECKING:
     from bridge.export.supervisor import ExportSupervisor
 
 STEP = 5.0
-KEPT = 720  # points: one hour
 BEAT = 1.0
 PROBE_AGE = 1.0  # seconds for which the result of a test of the disk is reused
 PROBE_TIMEOUT = 5.0
 SPARE = 1024 * 1024  # bytes free; with less, an idle gateway's disk is tested too
-CLIENTS = 200  # clients that are listed
 SHARE = 20  # an answer is reused for this many times the time that it took
 
 log = logging.getLogger("bridge.http")
@@ -72,20 +72,11 @@ class FrontEnd(Protocol):
         """Its counters since the start; `connections` and `sessions` are current numbers."""
 
 
-@runtime_checkable
-class DeviceFrontEnd(Protocol):
-    """A front end for devices, as the observer uses it."""
+class StreamTimes(NamedTuple):
+    """When the first and the last message of a stream were received, Unix time in ms; None: not known."""
 
-    def clients(self, most: int) -> Sequence[tuple[str, str | None, str, str]]:
-        """At most `most` connected clients: id, user, address, protocol."""
-
-    @property
-    def refused(self) -> dict[str, str]:
-        """The streams whose messages it cannot receive, and why."""
-
-    @property
-    def unreachable(self) -> str | None:
-        """Why it receives no messages at all; None if it does."""
+    first: int | None
+    last: int | None
 
 
 @runtime_checkable
@@ -97,16 +88,6 @@ class BridgingFrontEnd(Protocol):
 
     def upstream_stats(self) -> dict[str, dict[str, int]]:
         """The counters of each, as those of a front end."""
-
-
-class Point(NamedTuple):
-    """One step of the history: the time (Unix ms), the pending messages of each export, and sums."""
-
-    time: int
-    exports: tuple[tuple[str, str], ...]
-    lags: array[int]
-    rate: float | None
-    size: int
 
 
 class Observer:
@@ -128,7 +109,11 @@ class Observer:
         self._devices = {name: one for name, one in front_ends.items() if isinstance(one, DeviceFrontEnd)}
         self._bridging = [one for one in front_ends.values() if isinstance(one, BridgingFrontEnd)]
         self.phase = "starting"
-        self.points: deque[Point] = deque(maxlen=KEPT)
+        self.history = history.History()
+        self.events = Events()
+        self.directory = Directory(self._devices)
+        self._next_step = 0.0
+        self._troubles: dict[tuple[str, str], str] = {}  # of streams and exports, as noted in the events
         self._numbers: deque[tuple[int, dict[str, int]]] = deque(maxlen=3)  # when, each stream's next number
         self._version = _version()
         self._started = _now()
@@ -148,7 +133,7 @@ class Observer:
 
     # -- the history -----------------------------------------------------------------------------
     async def run(self) -> None:
-        """Measure the loop's delay and record a point every step, until cancelled."""
+        """Measure the loop's delay and record the history and the events, until cancelled."""
         loop = asyncio.get_running_loop()
         beat = due = loop.time()
         delay = 0.0
@@ -157,7 +142,7 @@ class Observer:
                 due = loop.time() + STEP
                 self._delay, delay = delay, 0.0
                 try:
-                    self._take_point()
+                    self._record()
                     if self._lookup is None or self._lookup.done():
                         self._lookup = asyncio.create_task(self._read_times())
                     await asyncio.gather(asyncio.wait([self._lookup], timeout=STEP), self.storage_error())
@@ -173,25 +158,35 @@ class Observer:
         """Stop the threads."""
         if self._lookup is not None:
             self._lookup.cancel()
+        self.events.close()
         self._reading.shutdown(wait=False, cancel_futures=True)
         self._probing.shutdown(wait=False, cancel_futures=True)
 
-    def _take_point(self) -> None:
+    def _record(self) -> None:
         state = self.state(fresh=True)
         self._numbers.append((state.time, {stream.name: stream.newest + 1 for stream in state.streams}))
-        rates = [stream.rate for stream in state.streams if stream.rate is not None]
-        exports = tuple((export.stream, export.identifier) for export in state.exports)
-        if self.points and self.points[-1].exports == exports:
-            exports = self.points[-1].exports  # usually one object for the whole hour
-        self.points.append(
-            Point(
-                state.time,
-                exports,
-                array("q", (export.lag for export in state.exports)),
-                round(sum(rates), 2) if rates or not state.streams else None,
-                sum(stream.size for stream in state.streams),
-            )
-        )
+        self._note_troubles(state)
+        if time.monotonic() >= self._next_step:
+            self._next_step = time.monotonic() + history.STEP
+            self.history.add(state.time, dict(_values(state)))
+
+    def _note_troubles(self, state: ServiceState) -> None:
+        """Note in the events what has failed or recovered since the last time."""
+        found = {
+            (stream, ""): why for stream, why in (state.readiness.refused | state.readiness.failing).items()
+        }
+        found |= {(e.stream, e.identifier): e.error for e in state.exports if e.error}
+        for (stream, export), why in found.items():
+            if (stream, export) not in self._troubles:
+                fields = {"stream": stream, "export": export} if export else {"stream": stream}
+                what = "an export fails" if export else "messages are not stored"
+                self.events.note(logging.WARNING, f"{what}: %s", why, **fields)
+        for stream, export in self._troubles.keys() - found.keys():
+            if stream in self._manager.definitions:
+                fields = {"stream": stream, "export": export} if export else {"stream": stream}
+                what = "an export works again" if export else "messages are stored again"
+                self.events.note(logging.INFO, what, **fields)
+        self._troubles = found
 
     # -- the disk --------------------------------------------------------------------------------
     async def storage_error(self) -> str | None:
@@ -262,6 +257,20 @@ class Observer:
         self._times = known | found
         self._good_until = 0.0
 
+    async def times_of(self, name: str) -> StreamTimes:
+        """When the first and the last message of a stream were received. A thread reads the files."""
+        stream = self._manager.store.streams[name]
+        first, end = stream.oldest, stream.next_sequence
+        wanted = {
+            (name, 0, ""): (stream.directory, first, end),
+            (name, 1, ""): (stream.directory, end - 1, end),
+        }
+        found: dict[Key, tuple[int, int]] = {}
+        if first < end:
+            found = await asyncio.get_running_loop().run_in_executor(self._reading, _times_of, wanted)
+        first_time, last_time = found.get((name, 0, "")), found.get((name, 1, ""))
+        return StreamTimes(first_time and first_time[1], last_time and last_time[1])
+
     def _time_of(self, stream: Stream, export: str = "") -> int | None:
         """When the oldest message was received, or the first pending one of an export, as last read."""
         return self._times.get((stream.name, stream.epoch, export), (0, None))[1]
@@ -290,7 +299,6 @@ class Observer:
             readiness=self.readiness(),
             streams=[self._stream(name, now, before) for name in self._manager.names()],
             exports=[export for name in self._manager.names() for export in self._exports_of(name)],
-            clients=self._clients(),
             connections=sum(counts[name].get("connections", 0) for name in self._devices),
             counts=counts,
             upstreams=[
@@ -391,12 +399,23 @@ class Observer:
             )
         return found
 
-    def _clients(self) -> list[Client]:
-        found: list[Client] = []
-        for name, front_end in self._devices.items():
-            for client, user, address, protocol in front_end.clients(CLIENTS - len(found)):
-                found.append(Client(id=client, user=user, address=address, protocol=protocol, listener=name))
-        return found
+
+def _values(state: ServiceState) -> Iterator[tuple[history.Key, float]]:
+    """What is kept of a state for an hour."""
+    rates = [stream.rate for stream in state.streams if stream.rate is not None]
+    if rates or not state.streams:
+        yield ("rate",), round(sum(rates), 2)
+    yield ("size",), sum(stream.size for stream in state.streams)
+    yield ("pending",), sum(export.lag for export in state.exports if not export.disabled)
+    yield ("lost",), lost(state)
+    for stream in state.streams:
+        yield ("stream", stream.name, "stored"), stream.newest + 1
+        for reason, number in stream.dropped.items():
+            yield ("stream", stream.name, "dropped", reason), number
+        for reason, number in stream.rejected.items():
+            yield ("stream", stream.name, "refused", reason), number
+    for export in state.exports:
+        yield ("stream", export.stream, "pending", export.identifier), export.lag
 
 
 def _times_of(wanted: Mapping[Key, Number]) -> dict[Key, tuple[int, int]]:

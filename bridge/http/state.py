@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.streams import drops
 from bridge.streams.drops import DropReason
 from bridge.streams.stream import Stream
 from bridge.units import format_duration, format_size
@@ -17,6 +18,8 @@ from bridge.units import format_duration, format_size
 DROPS = {reason.name.lower() for reason in DropReason}
 REFUSALS = {"full", "too_large", "failed"}
 FAILURES = {"corrupt_reads", "delete_failed"}
+LOSSES = {reason.name.lower() for reason in drops.LOSSES}
+UNSTORED = ("dropped_", "rejected_")  # counters of front ends: messages that they could not store
 
 
 class StreamState(Struct, rename="camel", kw_only=True):
@@ -74,16 +77,6 @@ class ExportState(Struct, rename="camel", kw_only=True):
     next_attempt: int | None
 
 
-class Client(Struct, rename="camel", kw_only=True):
-    """One connected device."""
-
-    id: str
-    user: str | None
-    address: str
-    protocol: str
-    listener: str
-
-
 class UpstreamState(Struct, rename="camel", kw_only=True):
     """Another broker whose messages come here. `waiting` messages are not stored yet; `error`: why not."""
 
@@ -133,7 +126,7 @@ def readiness(
 
 
 class ServiceState(Struct, rename="camel", kw_only=True):
-    """The service at one moment. `counts` are the front ends' counters; `clients` may be incomplete.
+    """The service at one moment. `counts` are the front ends' counters.
 
     `clock_steps` is how often the wall clock was stepped since the start, the last time by `clock_step` ms.
     """
@@ -145,7 +138,6 @@ class ServiceState(Struct, rename="camel", kw_only=True):
     readiness: Readiness
     streams: list[StreamState]
     exports: list[ExportState]
-    clients: list[Client]
     connections: int
     counts: dict[str, dict[str, int]]
     upstreams: list[UpstreamState]
@@ -159,6 +151,16 @@ class ServiceState(Struct, rename="camel", kw_only=True):
     clock_synchronised: bool
     clock_steps: int
     clock_step: int
+
+
+def lost(state: ServiceState) -> int:
+    """The messages that were lost or refused since the start, without those that a limit drops."""
+    damaged = sum(n for stream in state.streams for why, n in stream.dropped.items() if why in LOSSES)
+    refused = sum(n for stream in state.streams for n in stream.rejected.values())
+    unstored = sum(
+        n for counts in state.counts.values() for what, n in counts.items() if what.startswith(UNSTORED)
+    )
+    return damaged + max(refused, unstored)
 
 
 def limits_of(definition: MessageStreamDefinition) -> list[str]:

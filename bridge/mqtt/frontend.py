@@ -20,10 +20,11 @@ from bridge.mqtt.upstream.upstream import Upstream
 from bridge.runtime import LoopRuntime
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from bridge.access.logins import Access
     from bridge.mqtt.settings import MqttConfig, UpstreamSettings
+    from bridge.net.connected import Connected
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
 
@@ -206,21 +207,17 @@ class MqttFrontEnd:
         """Carry out one of `clients.OPERATIONS` for the command line; request and reply are in CBOR."""
         return await clients.answer(self._server, operation, body)
 
-    def clients(self, most: int) -> list[tuple[str, str | None, str, str]]:
-        """Connected clients, at most so many: client id, user name, address, protocol."""
+    def clients(self) -> Iterator[Connected]:
+        """The clients that are connected when this is called."""
         if self._server is None:
-            return []
-        sessions = ((conn, conn.session) for conn in self._server.connections.open)
-        known = ((conn, session) for conn, session in sessions if session is not None)
-        return [
-            (
-                session.client_id,
-                session.identity.user,
-                conn.address,
-                clients.PROTOCOLS.get(conn.level, "MQTT"),
-            )
-            for conn, session in islice(known, most)
-        ]
+            return iter(())
+        known = [(conn, conn.session) for conn in self._server.connections.open]
+        return (clients.peer(conn, session) for conn, session in known if session is not None)
+
+    def subscriptions(self, client: str, most: int) -> list[str]:
+        """At most so many topic filters of a client."""
+        session = self._server.broker.sessions.get(client) if self._server is not None else None
+        return [] if session is None else list(islice(session.subscriptions, most))
 
 
 def _refuse(upstreams: Sequence[UpstreamSettings]) -> None:

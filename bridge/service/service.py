@@ -41,7 +41,6 @@ from bridge.firehose.frontend import FirehoseFrontEnd
 from bridge.greengrass.frontend import GreengrassFrontEnd
 from bridge.http.frontend import HttpFrontEnd
 from bridge.http.observer import Observer
-from bridge.http.requests import Requests
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.server import clients
 from bridge.operations.catalog import NewDeliveries, Operations
@@ -164,7 +163,7 @@ class Service:
                 loop.add_signal_handler(number, self._on_stop_signal)
             addresses: list[str] = []
             if config.http.listen:  # opened first and closed last, to show a slow start or stop
-                page = HttpFrontEnd(config.http, observer, Requests(operations, access))
+                page = HttpFrontEnd(config.http, observer, operations, access, gateway.id)
                 addresses += await page.start()
                 stack.push_async_callback(page.stop)
             await exports.start()

@@ -100,7 +100,7 @@ def test_a_connection_serves_one_request_after_the_other(service: Service) -> No
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
         (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404),
         (b"GET /../etc/passwd HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 404),
-        (b"GET /history.json?since=x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 400),
+        (b"GET /events.json?after=x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", 400),
     ],
 )
 def test_a_bad_request_is_answered_and_affects_no_other_client(

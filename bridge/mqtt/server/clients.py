@@ -19,9 +19,11 @@ import cbor2
 from bridge import cbor
 from bridge.errors import InvalidRequest, StreamBridgeError
 from bridge.mqtt.wire.packets import V5, V31, V311
+from bridge.net.connected import Connected
 
 if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
+    from bridge.mqtt.server.connections import Member
     from bridge.mqtt.server.server import Server
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,20 @@ async def _carry_out(server: Server, operation: str, client: object) -> dict[str
         "forgotten" if operation == "forgetClient" else "disconnected",
     )
     return {"connected": connected}
+
+
+def peer(conn: Member, session: Session) -> Connected:
+    """A client that is connected."""
+    return Connected(
+        session.client_id,
+        session.identity.user,
+        conn.address,
+        PROTOCOLS.get(conn.level, "MQTT"),
+        conn.since,
+        conn.published,
+        len(session.subscriptions),
+        len(session.outbox),
+    )
 
 
 def describe(server: Server, session: Session) -> dict[str, Any]:

@@ -85,8 +85,8 @@ class Connection(Flow):
     __slots__ = (
         "_connect_size", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail", "address", "aliases",
         "bridge", "broker", "connections", "explains", "inbox", "keep_alive", "level", "limit", "listener",
-        "max_packet_out", "reason", "receipts", "receive_maximum", "requests", "state", "traffic",
-        "writable",
+        "max_packet_out", "published", "reason", "receipts", "receive_maximum", "requests", "since", "state",
+        "traffic", "writable",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, listener: Listener) -> None:
@@ -105,6 +105,8 @@ class Connection(Flow):
         self.reason = 0  # why it was closed, a reason code
         self.aliases: dict[int, bytes] = {}
         self.requests = 0  # being answered
+        self.since = 0  # when it logged in, Unix time in ms
+        self.published = 0  # messages that it has sent
         self._tail: bytes | bytearray = b""  # read, not yet handled
         self._need = 2  # bytes that make the next packet complete
         self._connect_size = 0  # bytes of its CONNECT while the login waits
@@ -226,6 +228,7 @@ class Connection(Flow):
         """The client has its session: handle what it has sent behind its CONNECT."""
         self.connections.guests.leave(self, self.address)
         self.state = NEXT[self.state, Event.ACCEPTED]
+        self.since = round(self.broker.clock.wall())
         self.limit = self.connections.config.max_packet
         self._timer.cancel()
         if self.keep_alive:
@@ -418,6 +421,7 @@ class Connection(Flow):
                 pos = end
         finally:
             broker.counts["received"] += published
+            self.published += published
             self.traffic.received_bytes += pos
             self.inbox.put(batch)
             if published and shared.limits.messages_per_second:

@@ -82,6 +82,8 @@ class Member(Protocol):
     address: str
     level: int
     inbox: Inbox
+    since: int  # when it logged in, Unix time in ms
+    published: int  # messages that it has sent
     transport: asyncio.Transport
 
     @property

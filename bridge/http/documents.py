@@ -1,0 +1,314 @@
+"""The documents that the page shows, as JSON. Each is bounded, whatever there is and whatever is asked for.
+
+    /status.json[?find=TEXT]      sums, and at most `ROWS` streams and exports, those in trouble first
+    /history.json                 the last hour of the sums, and of the `CHARTS` exports with most pending
+    /stream.json?name=NAME        one stream: its state, its exports, its last hour
+    /tail.json?name=NAME          its newest messages, at most `MESSAGES`; `after=NUMBER`, `topic=FILTER`
+    /clients.json                 `find=TEXT`, `sort=ORDER`, `offset=N`: connected clients (`clients`)
+    /events.json[?after=NUMBER]   recent events (`events`)
+
+Messages are read by the operation readMessages, with the rights of the visitor. A payload is shown in part,
+as text if it is one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
+
+import msgspec
+from msgspec import Struct
+
+from bridge.errors import NotEnoughMessages, StreamBridgeError, StreamNotFound, Unauthorized
+from bridge.http.clients import ORDERS
+from bridge.http.state import (
+    ExportState,
+    Readiness,
+    ServiceState,
+    StreamState,
+    UpstreamState,
+    lost,
+)
+from bridge.net.httpserver import HttpRequest, HttpResponse, Route
+from bridge.operations.catalog import Found, Read
+from bridge.operations.reading import ReadMessagesOptions
+from bridge.printable import printable
+from bridge.topics import filter_mistake
+
+if TYPE_CHECKING:
+    from bridge.http.observer import Observer
+    from bridge.http.visitors import Visitors
+    from bridge.operations.catalog import Operations
+    from bridge.streams.segment import StreamMessage
+
+ROWS = 500
+CHARTS = 6
+MESSAGES = 50
+LOOKED_THROUGH = 5_000  # messages, for those on a topic filter
+ROOM = 1024 * 1024  # bytes of messages that are read for one document
+SHOWN = 500  # bytes of a payload
+TEXT = 1_000  # characters of a parameter
+JSON = "application/json"
+
+
+class QueryError(ValueError):
+    """A parameter is wrong."""
+
+
+class Totals(Struct, rename="camel", kw_only=True):
+    """All streams and exports together. `lost` messages were lost or refused, which no limit intends."""
+
+    streams: int
+    exports: int
+    rate: float
+    stored: int
+    messages: int
+    size: int
+    pending: int
+    active: int
+    failing: int
+    stopped: int
+    dropped: int
+    lost: int
+
+
+class Status(Struct, rename="camel", kw_only=True):
+    """/status.json: a `ServiceState`, bounded."""
+
+    gateway: str
+    version: str
+    started: int
+    time: int
+    readiness: Readiness
+    totals: Totals
+    streams: list[StreamState]
+    exports: list[ExportState]
+    connections: int
+    counts: dict[str, dict[str, int]]
+    upstreams: list[UpstreamState]
+    worker_running: bool
+    worker_restarts: int
+    worker_memory: int
+    disk_free: int
+    disk_size: int
+    storage_error: str | None
+    loop_delay: float
+    clock_synchronised: bool
+    clock_steps: int
+    clock_step: int
+
+
+class Tailed(Struct, rename="camel", kw_only=True):
+    """A message in /tail.json: `payload` in part, as text, or in hexadecimal."""
+
+    number: int
+    time: int
+    topic: str
+    size: int
+    payload: str
+    hex: bool
+
+
+class Documents:
+    """The routes of the documents."""
+
+    def __init__(self, observer: Observer, operations: Operations, visitors: Visitors) -> None:
+        self._observer, self._operations, self._visitors = observer, operations, visitors
+        self._status: tuple[ServiceState, bytes] | None = None
+
+    def routes(self) -> dict[str, Route]:
+        """The routes by path."""
+        found: dict[str, Callable[[HttpRequest, dict[str, str]], Awaitable[bytes]]] = {
+            "/status.json": self.status,
+            "/history.json": self.history,
+            "/stream.json": self.stream,
+            "/tail.json": self.tail,
+            "/clients.json": self.clients,
+            "/events.json": self.events,
+        }
+        return {path: self._route(make) for path, make in found.items()}
+
+    def _route(self, make: Callable[[HttpRequest, dict[str, str]], Awaitable[bytes]]) -> Route:
+        async def route(request: HttpRequest) -> HttpResponse:
+            await self._visitors.ensure_may_look(request)
+            try:
+                query = {key: values[0][:TEXT] for key, values in parse_qs(request.query).items()}
+                return HttpResponse(HTTPStatus.OK, JSON, await make(request, query) + b"\n")
+            except ValueError as error:
+                return _failure(HTTPStatus.BAD_REQUEST, str(error))
+            except StreamNotFound as error:
+                return _failure(HTTPStatus.NOT_FOUND, str(error))
+            except Unauthorized as error:
+                return _failure(HTTPStatus.FORBIDDEN, str(error))
+            except (StreamBridgeError, OSError) as error:
+                return _failure(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+
+        return route
+
+    async def status(self, request: HttpRequest, query: dict[str, str]) -> bytes:
+        state, find = self._observer.state(), query.get("find", "").casefold()
+        if find:
+            return msgspec.json.encode(_bounded(state, find))
+        if self._status is None or self._status[0] is not state:
+            self._status = state, msgspec.json.encode(_bounded(state, ""))
+        return self._status[1]
+
+    async def history(self, request: HttpRequest, query: dict[str, str]) -> bytes:
+        history = self._observer.history
+        exports = [export for export in self._observer.state().exports if not export.disabled]
+        shown = heapq.nlargest(CHARTS, exports, lambda export: (export.error is not None, export.lag))
+        found = {
+            "times": history.times(),
+            **{name: history.column(name) for name in ("rate", "size", "pending", "lost")},
+            "exports": [
+                {
+                    "stream": export.stream,
+                    "export": export.identifier,
+                    "pending": history.column("stream", export.stream, "pending", export.identifier),
+                }
+                for export in shown
+            ],
+        }
+        return msgspec.json.encode(found)
+
+    async def stream(self, request: HttpRequest, query: dict[str, str]) -> bytes:
+        name = query.get("name", "")
+        state, history = self._observer.state(), self._observer.history
+        shown = next((stream for stream in state.streams if stream.name == name), None)
+        if shown is None:
+            raise StreamNotFound(f"there is no stream {name!r}")
+        definition = self._operations.manager.definitions[name]
+        times = await self._observer.times_of(name)
+        columns = history.columns("stream", name)
+        found = {
+            "time": state.time,
+            "stream": shown,
+            "exports": [export for export in state.exports if export.stream == name],
+            "topics": definition.topics,
+            "firstTime": times.first,
+            "lastTime": times.last,
+            "times": history.times(),
+            "stored": columns.get(("stored",), []),
+            "series": [
+                {"what": key[0], "name": key[1], "values": values}
+                for key, values in sorted(columns.items())
+                if len(key) == 2  # what, and the reason or the export
+            ],
+        }
+        return msgspec.json.encode(found)
+
+    async def tail(self, request: HttpRequest, query: dict[str, str]) -> bytes:
+        caller = await self._visitors.reader(request)
+        name, topic = query.get("name", ""), query.get("topic") or None
+        after = _number(query, "after", -1)
+        if topic is not None and (mistake := filter_mistake(topic)) is not None:
+            raise QueryError(mistake)
+        caller.require(name, "read")  # before the stream is looked up
+        stream = self._operations.manager.stream(name)
+        end = stream.next_sequence
+        looked = MESSAGES if topic is None else LOOKED_THROUGH
+        start = max(after + 1, end - looked, 0)
+        messages: list[StreamMessage] = []
+        if start < end:
+            options = ReadMessagesOptions(
+                desired_start_sequence_number=start, max_message_count=looked, topic=topic
+            )
+            read = Read(stream_name=name, read_messages_options=options)
+            try:
+                result = await self._operations.call("readMessages", read, caller, room=ROOM)
+                assert isinstance(result, Found)
+                messages = result.messages
+            except NotEnoughMessages:
+                pass
+        found = {
+            "messages": [_tailed(message) for message in messages[-MESSAGES:]],
+            "newest": end - 1,
+            "left": max(0, len(messages) - MESSAGES) + (max(0, start - after - 1) if after >= 0 else 0),
+        }
+        return msgspec.json.encode(found)
+
+    async def clients(self, request: HttpRequest, query: dict[str, str]) -> bytes:
+        order = query.get("sort", "queued")
+        if order not in ORDERS:
+            raise QueryError(f"sort: use one of {', '.join(ORDERS)}")
+        page = await self._observer.directory.page(query.get("find", ""), order, _number(query, "offset", 0))
+        return msgspec.json.encode(page)
+
+    async def events(self, request: HttpRequest, query: dict[str, str]) -> bytes:
+        return self._observer.events.document(_number(query, "after", 0))
+
+
+def _number(query: dict[str, str], name: str, default: int) -> int:
+    """A parameter that is a number of at most 18 digits; raises QueryError."""
+    text = query.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise QueryError(f"{name}: give a number")
+    return int(text)
+
+
+def _tailed(message: StreamMessage) -> Tailed:
+    """A message, shortened."""
+    data = message.payload[:SHOWN]
+    text: str | None = None
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:  # the end of a character may have been cut off
+        if (
+            len(message.payload) > SHOWN
+            and error.start > SHOWN - 4
+            and error.reason == "unexpected end of data"
+        ):
+            text = data[: error.start].decode()
+    return Tailed(
+        number=message.sequence_number,
+        time=message.ingest_time,
+        topic=printable(message.topic.decode()[:TEXT]),
+        size=len(message.payload),
+        payload=data[: SHOWN // 4].hex(" ") if text is None else printable(text),
+        hex=text is None,
+    )
+
+
+def _bounded(state: ServiceState, find: str) -> Status:
+    """What is shown of a state: the rows that contain a text, the ones in trouble first."""
+    streams, exports = state.streams, state.exports
+    if find:
+        streams = [s for s in streams if find in f"{s.name}\n{s.description}".casefold()]
+        exports = [e for e in exports if find in f"{e.stream}\n{e.identifier}\n{e.kind}".casefold()]
+    failing = state.readiness.failing
+    if len(streams) > ROWS:
+        streams = heapq.nsmallest(
+            ROWS, streams, lambda s: (s.error is None and s.name not in failing, s.name)
+        )
+    if len(exports) > ROWS:
+        exports = heapq.nsmallest(ROWS, exports, lambda e: (not e.stopped, e.error is None, -e.lag))
+    active = [export for export in state.exports if not export.disabled and not export.paused]
+    totals = Totals(
+        streams=len(state.streams),
+        exports=len(state.exports),
+        rate=round(sum(stream.rate or 0 for stream in state.streams), 2),
+        stored=sum(stream.newest + 1 for stream in state.streams),
+        messages=sum(stream.messages for stream in state.streams),
+        size=sum(stream.size for stream in state.streams),
+        pending=sum(export.lag for export in active),
+        active=len(active),
+        failing=sum(export.error is not None for export in active),
+        stopped=sum(export.stopped for export in active),
+        dropped=sum(sum(stream.dropped.values()) for stream in state.streams),
+        lost=lost(state),
+    )
+    same = {
+        name: getattr(state, name)
+        for name in Status.__struct_fields__
+        if name not in ("streams", "exports", "totals")
+    }
+    return Status(streams=streams, exports=exports, totals=totals, **same)
+
+
+def _failure(status: HTTPStatus, why: str) -> HttpResponse:
+    return HttpResponse(status, JSON, msgspec.json.encode({"error": why}) + b"\n")

@@ -1,0 +1,217 @@
+"""Who is asking: programs with a password in each request, browsers with a session, and nobody in particular.
+
+    GET  /session.json   who is logged in, and the session's token
+    POST /login          {"user", "password"}: begins a session
+    POST /logout         ends it
+
+A session is a random cookie that scripts cannot read (HttpOnly) and that other sites cannot have sent
+(SameSite=Strict), and a token that the page sends in the header `X-Streambridge-Token` with everything that
+changes something. It ends after `IDLE` seconds without a request or `LIFE` seconds in all, when its user's
+password is changed, and when the service stops. Its name contains a digest of the gateway's: browsers send a
+cookie to all ports of a host, and tunnels to several gateways often end at one.
+
+Looking needs no login on loopback, nor where there are no users. What a visitor without a login may read of
+messages is what an anonymous MQTT client may.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import secrets
+import time
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from bridge.access.logins import Reason
+from bridge.net.addresses import is_loopback
+from bridge.net.httpserver import HttpError, HttpRequest, HttpResponse, Route
+
+if TYPE_CHECKING:
+    from bridge.access.logins import Access
+    from bridge.access.rules import Identity
+
+IDLE, LIFE = 30 * 60.0, 12 * 3600.0
+MOST = 100  # sessions; one more ends the one that was used the longest ago
+PROOF_FIELD = "x-streambridge-token"
+
+
+@dataclass
+class _Session:
+    user: str
+    proof: bytes
+    token: str
+    began: float
+    used: float
+
+
+class Login(Struct, forbid_unknown_fields=True):
+    """The body of /login."""
+
+    user: str
+    password: str
+
+
+class Visitors:
+    """The sessions of browsers, and the rights of everyone who asks."""
+
+    def __init__(self, access: Access, gateway: str) -> None:
+        self._access = access
+        self._cookie = f"streambridge_{hashlib.sha256(gateway.encode()).hexdigest()[:8]}"
+        self._sessions: dict[bytes, _Session] = {}  # by the digest of the cookie, the last used one last
+
+    def looking(self) -> dict[str, Route]:
+        """The routes for GET."""
+        return {"/session.json": self._describe}
+
+    def acting(self) -> dict[str, Route]:
+        """The routes for POST."""
+        return {"/login": self._log_in, "/logout": self._log_out}
+
+    # -- rights ------------------------------------------------------------
+    async def ensure_may_look(self, request: HttpRequest) -> None:
+        """Raise HttpError for somebody elsewhere who has not logged in, if there are users."""
+        if not is_loopback(request.address) and self._access.has_users:
+            await self._known(request)
+
+    async def reader(self, request: HttpRequest) -> Identity:
+        """With whose rights messages are read; raises HttpError if that takes a login."""
+        known = self._session(request) is not None or "authorization" in request.headers
+        loopback = is_loopback(request.address)
+        if known:
+            return self._identity(await self._known(request), request)
+        if self._access.refuse_anonymous(loopback=loopback) is not None:
+            raise HttpError(HTTPStatus.UNAUTHORIZED)
+        label = f"an anonymous visitor over HTTP from {request.address}"
+        return self._access.identify("http", None, local=loopback, label=label)
+
+    async def actor(self, request: HttpRequest) -> Identity:
+        """Who wants a change; raises HttpError without a login, or if another site may have asked."""
+        ensure_same_origin(request)
+        session = self._session(request)
+        if session is not None and "authorization" not in request.headers:
+            if not hmac.compare_digest(request.headers.get(PROOF_FIELD, "").encode(), session.token.encode()):
+                raise HttpError(HTTPStatus.FORBIDDEN)
+            return self._identity(session.user, request)
+        return self._identity(await self._known(request), request)
+
+    async def _known(self, request: HttpRequest) -> str:
+        """The user of a request, by its session or its password; raises HttpError."""
+        session = self._session(request)
+        if session is not None and "authorization" not in request.headers:
+            return session.user
+        user, password = _credentials(request.headers.get("authorization", ""))
+        await self._verify(user, password, request)
+        return user
+
+    async def _verify(self, user: str, password: bytes, request: HttpRequest) -> None:
+        denied = await self._access.verify(user, password, request.address)
+        if denied is not None:
+            busy = denied.reason is Reason.BUSY
+            raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE if busy else HTTPStatus.UNAUTHORIZED)
+
+    def _identity(self, user: str, request: HttpRequest) -> Identity:
+        label = f"user {user!r} over HTTP from {request.address}"
+        return self._access.identify(f"http/{user}", user, local=is_loopback(request.address), label=label)
+
+    # -- sessions ------------------------------------------------------------
+    def _session(self, request: HttpRequest) -> _Session | None:
+        """The session of a request, if it has one that is not over."""
+        key = self._key(request)
+        session = self._sessions.pop(key, None)
+        now = time.monotonic()
+        if (
+            session is None
+            or now - session.used > IDLE
+            or now - session.began > LIFE
+            or not self._access.still_admits(session.user, session.proof)
+        ):
+            return None
+        session.used = now
+        self._sessions[key] = session
+        return session
+
+    def _key(self, request: HttpRequest) -> bytes:
+        for pair in request.headers.get("cookie", "").split(";"):
+            name, _, value = pair.strip().partition("=")
+            if name == self._cookie:
+                return _digest(value)
+        return b""
+
+    async def _describe(self, request: HttpRequest) -> HttpResponse:
+        """Who is logged in; `users` says whether anybody could, `look` whether more can be seen."""
+        session = self._session(request)
+        look = session is not None or is_loopback(request.address) or not self._access.has_users
+        found: dict[str, object] = {"user": None, "users": self._access.has_users, "look": look}
+        if session is not None:
+            found |= {"user": session.user, "token": session.token}
+        return _json(found)
+
+    async def _log_in(self, request: HttpRequest) -> HttpResponse:
+        ensure_same_origin(request)
+        if content_type(request) != "application/json":
+            raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+        try:
+            login = msgspec.json.decode(await request.body(), type=Login)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise HttpError(HTTPStatus.BAD_REQUEST) from None
+        if not login.user:
+            raise HttpError(HTTPStatus.UNAUTHORIZED)
+        await self._verify(login.user, login.password.encode(errors="surrogatepass"), request)
+        self._sessions.pop(self._key(request), None)
+        cookie, now = secrets.token_urlsafe(32), time.monotonic()
+        session = _Session(login.user, self._access.proof_of(login.user), secrets.token_urlsafe(32), now, now)
+        while len(self._sessions) >= MOST:
+            del self._sessions[next(iter(self._sessions))]
+        self._sessions[_digest(cookie)] = session
+        answer = _json({"user": session.user, "token": session.token})
+        return answer._replace(
+            fields={"Set-Cookie": f"{self._cookie}={cookie}; Path=/; HttpOnly; SameSite=Strict"}
+        )
+
+    async def _log_out(self, request: HttpRequest) -> HttpResponse:
+        await self.actor(request)
+        self._sessions.pop(self._key(request), None)
+        ended = f"{self._cookie}=; Path=/; HttpOnly; SameSite=Strict; Max-Age=0"
+        return _json({"user": None})._replace(fields={"Set-Cookie": ended})
+
+
+def ensure_same_origin(request: HttpRequest) -> None:
+    """Raise HttpError if the request comes from a page of another site."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        raise HttpError(HTTPStatus.FORBIDDEN)
+
+
+def content_type(request: HttpRequest) -> str:
+    """The type of the body, without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _digest(cookie: str) -> bytes:
+    return hashlib.sha256(cookie.encode()).digest()
+
+
+def _json(value: object) -> HttpResponse:
+    return HttpResponse(HTTPStatus.OK, "application/json", msgspec.json.encode(value) + b"\n")
+
+
+def _credentials(header: str) -> tuple[str, bytes]:
+    """The user and the password of `Authorization: Basic` (RFC 7617); raises HttpError."""
+    scheme, _, encoded = header.partition(" ")
+    if scheme.lower() != "basic":
+        raise HttpError(HTTPStatus.UNAUTHORIZED)
+    try:
+        user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
+        name = user.decode()
+    except (binascii.Error, UnicodeDecodeError):
+        raise HttpError(HTTPStatus.BAD_REQUEST) from None
+    if not colon or not name:
+        raise HttpError(HTTPStatus.BAD_REQUEST)
+    return name, password

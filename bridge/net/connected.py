@@ -1,0 +1,22 @@
+"""`Connected`: a client that is connected, as front ends show it to others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Connected(NamedTuple):
+    """A connected client.
+
+    `since` is a Unix time in ms. `published` counts the messages that it has sent since then, `subscriptions`
+    its topic filters, `queued` the messages that wait for it.
+    """
+
+    id: str
+    user: str | None
+    address: str
+    protocol: str
+    since: int
+    published: int
+    subscriptions: int
+    queued: int

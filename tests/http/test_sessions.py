@@ -1,0 +1,158 @@
+"""Sessions of browsers: what a cookie and its token allow, and what ends them. And documents are bounded."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bridge.access.users import hash_password
+from tests.http.conftest import Service, eventually
+
+STREAMS = """
+[streams.sensors]
+topics = ["sensors/#"]
+[[streams.sensors.export.http]]
+identifier = "out"
+uri = "http://127.0.0.1:1/"
+"""
+JSON = {"Content-Type": "application/json"}
+PAUSE = ("/requests/pauseExports", {"name": "sensors"})
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Path:
+    users = tmp_path / "users"
+    users.write_text(f"ann:{hash_password(b'ann')}\n")
+    users.chmod(0o600)
+    return users
+
+
+@pytest.fixture
+def service(tmp_path: Path, users: Path) -> Iterator[Service]:
+    mqtt = f'listen = ["tcp://127.0.0.1:0"]\nusers_file = "{users}"'
+    service = Service(tmp_path, STREAMS, mqtt=mqtt)
+    yield service
+    service.stop()
+
+
+def post(
+    service: Service, path: str, body: object, **headers: str
+) -> tuple[int, http.client.HTTPMessage, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    try:
+        connection.request("POST", path, json.dumps(body).encode(), JSON | headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        return answer.status, answer.headers, json.loads(text) if answer.status == 200 else text
+    finally:
+        connection.close()
+
+
+def log_in(service: Service) -> tuple[dict[str, str], str]:
+    """The headers that make a session, and its Set-Cookie."""
+    status, headers, found = post(service, "/login", {"user": "ann", "password": "ann"})
+    assert status == 200
+    cookie = headers["Set-Cookie"]
+    return {"Cookie": cookie.partition(";")[0], "X-Streambridge-Token": found["token"]}, cookie
+
+
+def test_a_session_needs_its_cookie_and_its_token(service: Service) -> None:
+    session, cookie = log_in(service)
+    assert {"HttpOnly", "SameSite=Strict", "Path=/"} <= set(cookie.split("; "))
+    described = json.loads(service.request("/session.json", Cookie=session["Cookie"])[2])
+    assert (described["user"], described["token"]) == ("ann", session["X-Streambridge-Token"])
+    token, only_cookie = {"X-Streambridge-Token": described["token"]}, {"Cookie": session["Cookie"]}
+    assert post(service, *PAUSE, **token)[0] == 401
+    assert post(service, *PAUSE, **only_cookie)[0] == 403
+    assert post(service, *PAUSE, **only_cookie, **{"X-Streambridge-Token": "x"})[0] == 403
+    assert post(service, *PAUSE, **session, Origin="http://elsewhere.example")[0] == 403
+    assert post(service, *PAUSE, **session, Origin="http://127.0.0.1:1")[0] == 403
+    assert not service.json("/status.json")["exports"][0]["paused"]
+    assert post(service, *PAUSE, **session)[2]["exports"] == ["out"]
+
+
+def test_a_login_is_refused_for_a_wrong_password_a_form_and_another_site(service: Service) -> None:
+    right = {"user": "ann", "password": "ann"}
+    assert post(service, "/login", right | {"password": "wrong"})[0] == 401
+    assert post(service, "/login", {"user": "", "password": ""})[0] == 401
+    assert post(service, "/login", {"user": "ann"})[0] == 400
+    assert post(service, "/login", [])[0] == 400
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    assert post(service, "/login", right, **form)[0] == 415
+    assert post(service, "/login", right, Origin="http://elsewhere.example")[0] == 403
+    assert service.request("/login")[0] == 405
+
+
+def test_a_session_ends_with_a_logout_and_with_a_new_password(service: Service, users: Path) -> None:
+    session, _ = log_in(service)
+    assert post(service, "/logout", {}, Cookie=session["Cookie"])[0] == 403
+    assert "Max-Age=0" in post(service, "/logout", {}, **session)[1]["Set-Cookie"]
+    assert post(service, *PAUSE, **session)[0] == 401
+    session, _ = log_in(service)
+    users.write_text(f"ann:{hash_password(b'another')}\n")
+    service.process.send_signal(signal.SIGHUP)
+    eventually(lambda: service.logged("msg=reloaded"))
+    assert post(service, *PAUSE, **session)[0] == 401
+    assert json.loads(service.request("/session.json", Cookie=session["Cookie"])[2])["user"] is None
+
+
+def test_messages_are_read_from_the_newest_and_shortened(service: Service) -> None:
+    service.publish(*[(f"sensors/{n % 2}", f"{n} ".encode() * 1000) for n in range(120)])
+    found = service.json("/tail.json?name=sensors")
+    assert [message["number"] for message in found["messages"]][-1] == found["newest"] == 119
+    assert len(found["messages"]) == 50
+    assert (found["messages"][-1]["size"], len(found["messages"][-1]["payload"])) == (4000, 500)
+    odd = service.json("/tail.json?name=sensors&after=110&topic=sensors/1")
+    assert [message["number"] for message in odd["messages"]] == [111, 113, 115, 117, 119]
+    assert service.json("/tail.json?name=sensors&after=119")["messages"] == []
+    assert service.request("/tail.json?name=nothing")[0] == 404
+    assert service.request("/tail.json?name=sensors&after=x")[0] == 400
+    assert service.request("/tail.json?name=sensors&topic=a/%23/b")[0] == 400
+    assert service.request("/stream.json?name=nothing")[0] == 404
+    assert service.request("/clients.json?sort=x")[0] == 400
+
+
+def test_a_visitor_from_another_machine_needs_a_login_once_there_are_users(
+    tmp_path: Path, users: Path
+) -> None:
+    address = _own_address()
+    mqtt = f'listen = ["tcp://127.0.0.1:0"]\nusers_file = "{users}"'
+    (tmp_path / "far").mkdir()
+    service = Service(tmp_path / "far", STREAMS, listen="0.0.0.0:0", mqtt=mqtt)
+    try:
+
+        def look(path: str, **headers: str) -> int:
+            connection = http.client.HTTPConnection(address, service.port, timeout=30)
+            try:
+                connection.request("GET", path, headers=headers)
+                return connection.getresponse().status
+            finally:
+                connection.close()
+
+        session, _ = log_in(service)
+        documents = ("status", "history", "stream", "tail", "clients", "events")
+        for path in (f"/{name}.json?name=sensors" for name in documents):
+            assert look(path) == 401, path
+            assert look(path, Cookie=session["Cookie"]) == 200, path
+            assert service.request(path)[0] == 200, path
+        for path in ("/", "/metrics", "/healthz", "/session.json"):
+            assert look(path) == 200, path
+    finally:
+        service.stop()
+
+
+def _own_address() -> str:
+    """An address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        return str(probe.getsockname()[0])
