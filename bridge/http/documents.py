@@ -1,6 +1,7 @@
 """The documents that the page shows, as JSON. Each is bounded, whatever there is and whatever is asked for.
 
-    /status.json[?find=TEXT]      sums, and at most `ROWS` streams and exports, those in trouble first
+    /status.json                  sums, and at most `ROWS` streams and exports, those in trouble first;
+                                  `stream=TEXT`, `export=TEXT`: only those that contain it
     /history.json                 the last hour of the sums, and of the `CHARTS` exports with most pending
     /stream.json?name=NAME        one stream: its state, its exports, its last hour
     /tail.json?name=NAME          its newest messages, at most `MESSAGES`; `after=NUMBER`, `topic=FILTER`
@@ -149,11 +150,12 @@ class Documents:
         return route
 
     async def status(self, request: HttpRequest, query: dict[str, str]) -> bytes:
-        state, find = self._observer.state(), query.get("find", "").casefold()
-        if find:
-            return msgspec.json.encode(_bounded(state, find))
+        state = self._observer.state()
+        stream, export = query.get("stream", "").casefold(), query.get("export", "").casefold()
+        if stream or export:
+            return msgspec.json.encode(_bounded(state, stream, export))
         if self._status is None or self._status[0] is not state:
-            self._status = state, msgspec.json.encode(_bounded(state, ""))
+            self._status = state, msgspec.json.encode(_bounded(state))
         return self._status[1]
 
     async def history(self, request: HttpRequest, query: dict[str, str]) -> bytes:
@@ -274,12 +276,13 @@ def _tailed(message: StreamMessage) -> Tailed:
     )
 
 
-def _bounded(state: ServiceState, find: str) -> Status:
-    """What is shown of a state: the rows that contain a text, the ones in trouble first."""
+def _bounded(state: ServiceState, stream: str = "", export: str = "") -> Status:
+    """What is shown of a state: the streams and exports that contain a text, those in trouble first."""
     streams, exports = state.streams, state.exports
-    if find:
-        streams = [s for s in streams if find in f"{s.name}\n{s.description}".casefold()]
-        exports = [e for e in exports if find in f"{e.stream}\n{e.identifier}\n{e.kind}".casefold()]
+    if stream:
+        streams = [s for s in streams if stream in f"{s.name}\n{s.description}".casefold()]
+    if export:
+        exports = [e for e in exports if export in f"{e.stream}\n{e.identifier}\n{e.kind}".casefold()]
     failing = state.readiness.failing
     if len(streams) > ROWS:
         streams = heapq.nsmallest(
@@ -287,19 +290,19 @@ def _bounded(state: ServiceState, find: str) -> Status:
         )
     if len(exports) > ROWS:
         exports = heapq.nsmallest(ROWS, exports, lambda e: (not e.stopped, e.error is None, -e.lag))
-    active = [export for export in state.exports if not export.disabled and not export.paused]
+    active = [e for e in state.exports if not e.disabled and not e.paused]
     totals = Totals(
         streams=len(state.streams),
         exports=len(state.exports),
-        rate=round(sum(stream.rate or 0 for stream in state.streams), 2),
-        stored=sum(stream.newest + 1 for stream in state.streams),
-        messages=sum(stream.messages for stream in state.streams),
-        size=sum(stream.size for stream in state.streams),
-        pending=sum(export.lag for export in active),
+        rate=round(sum(s.rate or 0 for s in state.streams), 2),
+        stored=sum(s.newest + 1 for s in state.streams),
+        messages=sum(s.messages for s in state.streams),
+        size=sum(s.size for s in state.streams),
+        pending=sum(e.lag for e in active),
         active=len(active),
-        failing=sum(export.error is not None for export in active),
-        stopped=sum(export.stopped for export in active),
-        dropped=sum(sum(stream.dropped.values()) for stream in state.streams),
+        failing=sum(e.error is not None for e in active),
+        stopped=sum(e.stopped for e in active),
+        dropped=sum(sum(s.dropped.values()) for s in state.streams),
         lost=lost(state),
     )
     same = {

@@ -156,3 +156,11 @@ def _own_address() -> str:
         except OSError:
             pytest.skip("this machine has no network")
         return str(probe.getsockname()[0])
+
+
+def test_the_status_is_filtered_by_stream_and_by_export_and_its_sums_are_not(service: Service) -> None:
+    every = service.json("/status.json")
+    some = service.json("/status.json?stream=nothing&export=OUT")
+    assert (every["streams"][0]["name"], some["streams"]) == ("sensors", [])
+    assert [export["identifier"] for export in some["exports"]] == ["out"]
+    assert some["totals"]["streams"] == every["totals"]["streams"] == 1

@@ -8,6 +8,8 @@ function route() {
   return { view: ["clients", "events"].includes(view) ? view : "overview", name: "" };
 }
 
+const ROWS = 500;  // in one document; beyond them the gateway filters
+let bounded = false;
 let past = null, pastAsked = 0, current = null, timer = null, busy = false, again = false, answered = Date.now();
 
 function showView(focus) {
@@ -37,7 +39,9 @@ function showView(focus) {
 
 async function update() {
   const at = location.hash, { view, name } = route();
-  const now = await get("/status.json", { find: view === "overview" ? [streams.find, exports_.find].filter(Boolean)[0] : "" });
+  const filtered = view === "overview" && bounded;
+  const now = await get("/status.json", filtered ? { stream: streams.find, export: exports_.find } : {});
+  bounded = now.totals.streams > ROWS || now.totals.exports > ROWS;
   showHead(now);
   if (view === "overview") {
     if (!past || Date.now() - pastAsked > 10000) { past = await get("/history.json"); pastAsked = Date.now(); }
