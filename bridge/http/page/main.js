@@ -10,11 +10,10 @@ function route() {
 
 const ROWS = 500;  // in one document; beyond them the gateway filters
 let bounded = false;
-let past = null, pastAsked = 0, current = null, timer = null, busy = false, again = false, answered = Date.now();
+let past = null, pastAsked = 0, timer = null, busy = false, again = false, answered = Date.now();
 
 function showView(focus) {
   const { view, name } = route();
-  current = null;
   for (const part of document.querySelectorAll("main > [data-view]")) part.hidden = part.dataset.view !== view;
   for (const anchor of document.querySelectorAll("nav [data-view]")) {
     if (anchor.dataset.view === view || (view === "stream" && anchor.dataset.view === "overview")) anchor.setAttribute("aria-current", "page");
@@ -44,8 +43,9 @@ async function update() {
   bounded = now.totals.streams > ROWS || now.totals.exports > ROWS;
   showHead(now);
   if (view === "overview") {
+    if (location.hash === at) showOverview(now);
     if (!past || Date.now() - pastAsked > 10000) { past = await get("/history.json"); pastAsked = Date.now(); }
-    if (location.hash === at) { showOverview(now); showHour(past, now); }
+    if (location.hash === at) showHour(past, now);
   } else if (view === "stream") {
     try {
       const found = await get("/stream.json", { name });
