@@ -95,9 +95,12 @@ def content(made: Object) -> bytes:
     return gzip.compress("".join(lines).encode(), 6)
 
 
+_store = cache(StorageLocation.open)  # opening one costs a client of boto3
+
+
 def _make(place: StorageLocation, made: Object) -> int:
     data = content(made)
-    place.open().put(
+    _store(place).put(
         data_key(made.gateway, made.stream, EPOCH, made.first, made.last, EPOCH + made.first * 10, made.form),
         data,
     )
