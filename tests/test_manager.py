@@ -373,7 +373,7 @@ def test_a_stream_that_cannot_be_opened_is_refused_by_every_front_end_and_never_
             for topic in ("streams/s/x", "t/1"):
                 with pytest.raises(StorageFailed):
                     manager.bound(topic)[0].append(topic.encode(), b"x")
-            manager.keep_refusing(())
+            manager.declare(())
             assert manager.bound("t/1") == ()
             with pytest.raises(StorageFailed):
                 manager.bound("streams/s")[0].append(b"streams/s", b"x")

@@ -22,8 +22,11 @@ leaves room, these rules apply:
 
 * A stream is ACTIVE as soon as it is created: its records are stored from then on, whatever the destination
   does. CREATING is never seen.
-* A deleted stream is DELETING until its exports have passed all that it holds: it takes no more records, and
-  those that it has acknowledged arrive. With AllowForceDelete it is deleted at once, with its records.
+* A deleted stream is DELETING until its exports have passed all that it holds: this API puts no more records
+  to it, and those that it has acknowledged arrive. With AllowForceDelete it is deleted at once, with its
+  records, also if it is DELETING already.
+* A stream that the configuration declares is neither deleted nor given another destination here. Its topics
+  would lose their stream, and messages on them would be acknowledged but not stored.
 * A record id is `<epoch>-<number>`: it never comes twice on a gateway, and names the stored message.
 * A result means that the records are stored, in a stream with `flush_on_write` on the disk. A record that
   cannot be stored fails alone, with ServiceUnavailableException; it can be sent again.
@@ -357,6 +360,10 @@ def _create(call: Call, request: Create) -> Created:
 def _delete(call: Call, request: Delete) -> Deleted:
     manager = call.manager
     definition, _, _ = _found(manager, request.stream)
+    if request.stream in manager.declared:
+        raise StreamInUse(
+            f"the gateway's configuration declares the delivery stream {request.stream!r}; remove it there"
+        )
     if request.allow_force_delete or manager.is_exported(manager.stream(request.stream)):
         manager.delete(request.stream)
         return Deleted(at_once=True)
@@ -373,7 +380,10 @@ def _describe(call: Call, request: Describe) -> Described:
     only_id = {"DestinationId": DESTINATION}
     destination = destinations.described(export, delivery) if kind == destinations.KIND else only_id
     after = request.exclusive_start_destination_id
-    times = {"CreateTimestamp": delivery.created, "LastUpdateTimestamp": delivery.updated}
+    created = delivery.created
+    if created is None:  # an epoch is when its stream was created, or later if the clock was not synchronised
+        created = min(call.manager.stream(request.stream).epoch, _now())
+    times = {"CreateTimestamp": created, "LastUpdateTimestamp": delivery.updated}
     return Described(
         {
             "DeliveryStreamName": request.stream,
@@ -447,7 +457,7 @@ def _update(call: Call, request: UpdateDestination) -> Done:
             f"{request.current_delivery_stream_version_id}; describe it again"
         )
     new = _destination(request)
-    if kind != destinations.KIND:
+    if kind != destinations.KIND or request.stream in call.manager.declared:
         raise InvalidRequest(
             f"the gateway's configuration declares the destination of {request.stream!r}; change it there"
         )

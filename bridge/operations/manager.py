@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -181,6 +181,7 @@ class StreamManager:
         """`read_step` is how many bytes a read takes before other clients have their turn."""
         self.store, self.registry, self._exports = store, registry, exports
         self.definitions: dict[str, MessageStreamDefinition] = {}
+        self.declared: frozenset[str] = frozenset()  # the names that the configuration declares
         self.on_bindings_changed: list[Callable[[], None]] = []
         self.on_pressure = store.committer.on_pressure
         self._bindings: FilterTree[Stream | Refusal] = FilterTree()
@@ -233,8 +234,9 @@ class StreamManager:
             self._bindings.add(topic_filter, refusal)
         self._rebound()
 
-    def keep_refusing(self, names: Container[str]) -> None:
-        """Stop refusing messages for streams that are no longer declared: `names` are those declared."""
+    def declare(self, names: Iterable[str]) -> None:
+        """Take the names that the configuration declares, and stop refusing messages for all others."""
+        self.declared = names = frozenset(names)
         for name in [name for name in self._refusals if name not in names]:
             self._no_longer_refuse(name)
         self._refuse_unopened()

@@ -229,7 +229,7 @@ class Service:
         An unavailable stream keeps its topics: messages for it are refused, not acknowledged and lost.
         """
         failed = []
-        self._manager.keep_refusing(config.streams)
+        self._manager.declare(config.streams)
         for name, definition in config.streams.items():
             try:
                 if name not in self._manager.store.streams:
@@ -237,7 +237,10 @@ class Service:
                     log.info("stream created", extra={"stream": name})
                     continue
                 stored = self._manager.definitions[name]
-                definition = msgspec.structs.replace(definition, delivery=stored.delivery)
+                delivery = stored.delivery
+                if delivery is not None and delivery.deleting:  # a declared stream is not deleted
+                    delivery = msgspec.structs.replace(delivery, deleting=False)
+                definition = msgspec.structs.replace(definition, delivery=delivery)
                 if stored != definition:
                     self._manager.update(definition)
                     log.info("stream updated", extra={"stream": name})

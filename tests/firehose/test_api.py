@@ -398,6 +398,52 @@ def test_with_force_a_stream_goes_at_once(gateway: Gateway) -> None:
     assert client.list_delivery_streams()["DeliveryStreamNames"] == []
 
 
+def test_a_stream_that_is_being_deleted_can_still_be_deleted_at_once(gateway: Gateway) -> None:
+    gateway.create()
+    client = gateway.client()
+    client.put_record(DeliveryStreamName="plant", Record={"Data": b"a"})
+    client.delete_delivery_stream(DeliveryStreamName="plant")
+    assert described(gateway)["DeliveryStreamStatus"] == "DELETING"
+    client.delete_delivery_stream(DeliveryStreamName="plant", AllowForceDelete=True)
+    assert client.list_delivery_streams()["DeliveryStreamNames"] == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_stream_of_the_configuration_is_not_deleted(gateway: Gateway, force: bool) -> None:
+    export = {"firehose": [{"identifier": "aws", "deliveryStreamName": "plant"}]}
+    gateway.stream("plant", export_definition=export)
+    gateway.call(gateway.manager.declare, ["plant"])
+    client = gateway.client()
+    with pytest.raises(client.exceptions.ResourceInUseException) as error:
+        client.delete_delivery_stream(DeliveryStreamName="plant", AllowForceDelete=force)
+    message = "the gateway's configuration declares the delivery stream 'plant'; remove it there"
+    assert error.value.response["Error"]["Message"] == message
+    assert described(gateway)["DeliveryStreamStatus"] == "ACTIVE"
+    gateway.call(gateway.manager.declare, [])
+    client.delete_delivery_stream(DeliveryStreamName="plant", AllowForceDelete=force)
+    assert client.list_delivery_streams()["DeliveryStreamNames"] == []
+
+
+def test_a_destination_of_the_configuration_is_not_changed(gateway: Gateway) -> None:
+    gateway.create()
+    gateway.call(gateway.manager.declare, ["plant"])
+    client = gateway.client()
+    with pytest.raises(client.exceptions.InvalidArgumentException, match="configuration declares"):
+        client.update_destination(
+            DeliveryStreamName="plant",
+            CurrentDeliveryStreamVersionId="1",
+            DestinationId="destinationId-000000000001",
+            S3DestinationUpdate={"Prefix": "new/"},
+        )
+
+
+def test_a_stream_that_the_api_did_not_create_has_a_time_of_creation(gateway: Gateway) -> None:
+    before = time.time()
+    gateway.stream("plant", export_definition={"s3Delivery": [{"identifier": "s3", "bucket": "archive"}]})
+    created = described(gateway)["CreateTimestamp"].timestamp()
+    assert int(before) <= created <= time.time()
+
+
 # -- rights ------------------------------------------------------------
 
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -244,3 +245,41 @@ def test_a_declared_stream_is_a_gateway_in_front_of_the_delivery_stream_in_aws(
             client(url(service), KEY + "X", SECRET).list_delivery_streams()
     finally:
         aws.close()
+
+
+@pytest.mark.slow(seconds=10)
+def test_a_stream_of_the_configuration_stays_until_a_reload_removes_it(
+    start: Callable[..., Running], bucket: Bucket
+) -> None:
+    link = Forwarder(bucket.url)
+    try:
+        with link.shut():
+            service = start(link.url)
+            one = create(service, bucket)
+            one.put_record(DeliveryStreamName="plant", Record={"Data": b"kept\n"})
+            one.delete_delivery_stream(DeliveryStreamName="plant")
+            undeclared = service.config.read_text()
+            service.config.write_text(
+                f'{undeclared}\n[streams.plant]\ntopics = ["plant/#"]\n'
+                '[[streams.plant.export.firehose]]\nidentifier = "aws"\ndelivery_stream_name = "plant"\n'
+            )
+            service.kill()
+            service.start()
+            found = one.describe_delivery_stream(DeliveryStreamName="plant")["DeliveryStreamDescription"]
+            assert found["DeliveryStreamStatus"] == "ACTIVE"
+            for force in (False, True):
+                with pytest.raises(one.exceptions.ResourceInUseException, match="configuration declares"):
+                    one.delete_delivery_stream(DeliveryStreamName="plant", AllowForceDelete=force)
+            one.put_record(DeliveryStreamName="plant", Record={"Data": b"kept, too\n"})
+            service.config.write_text(undeclared)
+            assert service.process is not None
+            service.process.send_signal(signal.SIGHUP)
+            deadline = time.monotonic() + DEADLINE
+            while one.list_delivery_streams()["DeliveryStreamNames"]:
+                assert time.monotonic() < deadline
+                try:
+                    one.delete_delivery_stream(DeliveryStreamName="plant", AllowForceDelete=True)
+                except one.exceptions.ResourceInUseException:
+                    time.sleep(0.05)  # the reload is not over
+    finally:
+        link.close()
