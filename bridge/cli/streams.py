@@ -43,6 +43,7 @@ from bridge.streams.segment import StreamMessage
 from bridge.units import format_duration, format_size, parse_time
 
 _EARLIEST = 1_735_689_600_000  # ms; an epoch before 2025 comes from a clock that was not set
+DELETING = "being deleted, once its exports and consumers have passed all of its messages"
 POLL = 0.2  # seconds between two reads of `tail`; each costs one stat and one read
 
 app = typer.Typer(
@@ -89,11 +90,17 @@ def list_command(
         )
         for info in described:
             _note_lost(info["name"], info["lost"])
+            if _is_deleting(info["definition"]):
+                output.note(f"{info['name']}: {DELETING}")
     broken = list_damaged(directory)
     for name in broken:
         output.note(damaged(name))
     if broken:
         raise typer.Exit(output.ExitCode.DAMAGED)
+
+
+def _is_deleting(definition: Mapping[str, Any]) -> bool:
+    return bool((definition.get("delivery") or {}).get("deleting"))
 
 
 def _created(epoch: int) -> str:
@@ -153,6 +160,7 @@ def describe(
             ("name", info["name"]),
             *((("description", definition["description"]),) if definition["description"] else ()),
             *(((f"tag {tag}", value)) for tag, value in definition["tags"].items()),
+            *((("state", DELETING),) if _is_deleting(definition) else ()),
             ("created", _created(info["epoch"])),
             ("messages", info["messages"]),
             (

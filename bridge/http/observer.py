@@ -336,6 +336,7 @@ class Observer:
             description=definition.description,
             tags=definition.tags,
             persistence=definition.persistence.name,
+            deleting=definition.delivery is not None and definition.delivery.deleting,
             messages=stream.live_messages(),
             size=stream.total_bytes,
             max_size=stream.settings.max_size,

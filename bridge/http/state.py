@@ -25,13 +25,14 @@ UNSTORED = ("dropped_", "rejected_")  # counters of front ends: messages that th
 class StreamState(Struct, rename="camel", kw_only=True):
     """One stream. `dropped` and `rejected` (refused) count messages by reason since the start.
 
-    `failures` counts other failures with its files, by kind.
+    `failures` counts other failures with its files, by kind. `deleting`: it goes once all of it is exported.
     """
 
     name: str
     description: str
     tags: dict[str, str]
     persistence: str
+    deleting: bool
     messages: int
     size: int
     max_size: int

@@ -428,6 +428,17 @@ class StreamManager:
         self._exports.forget(name, pending)
         self.consumers.forget(name)
 
+    def report_deleting(self) -> None:
+        """Log which streams are still being deleted, and what each waits for; called at the start."""
+        for name, definition in self.definitions.items():
+            if definition.delivery is not None and definition.delivery.deleting:
+                log.warning(
+                    "the stream is still being deleted, and waits until %s have passed all of it; to delete "
+                    "it with its messages, call DeleteDeliveryStream with AllowForceDelete",
+                    ", ".join(identifiers(definition)) or "its exports",
+                    extra={"stream": name},
+                )
+
     def _delete_if_exported(self, stream: Stream) -> None:
         """Delete a stream that is `deleting` once its exports and consumers have passed all of it."""
         delivery = self.definitions[stream.name].delivery

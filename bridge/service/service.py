@@ -140,6 +140,7 @@ class Service:
             self._manager = manager = StreamManager(store, registry, exports)
             stack.callback(manager.close)
             self._reconcile(config)
+            manager.report_deleting()
             firehose_streams = NewDeliveries(config.firehose.max_size, config.firehose.flush_on_write)
             operations = Operations(manager, config.export.allow, new_deliveries=firehose_streams)
             access = Access(config.mqtt)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from bridge.export.cursor import Cursor, CursorFile, stream_directory
-from bridge.model import Limits, Persistence
+from bridge.model import Delivery, Limits, Persistence
 from bridge.streams.reader import list_streams
 from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 from tests.cli.terminal import Terminal
@@ -69,6 +69,21 @@ def test_describe_is_readable_and_shows_the_progress_of_each_export(fill: Fill) 
         streambridge("streams", "describe", "sensors", "--data-dir", data, "--json").stdout
     )
     assert described["exportStatuses"][0]["lastExportedSequenceNumber"] == 3
+
+
+def test_a_stream_that_is_being_deleted_is_shown_as_such(fill: Fill) -> None:
+    data = fill(READINGS, delivery=Delivery(deleting=True))
+    facts = dict(
+        line.split("  ", maxsplit=1) for line in lines("streams", "describe", "sensors", "--data-dir", data)
+    )
+    assert facts["state"].strip().startswith("being deleted, once its exports")
+    listed = streambridge("streams", "list", "--data-dir", data)
+    assert "sensors: being deleted" in listed.stderr
+    fill(name="other", delivery=Delivery())
+    assert "other" not in streambridge("streams", "list", "--data-dir", data).stderr
+    assert not any(
+        line.startswith("state") for line in lines("streams", "describe", "other", "--data-dir", data)
+    )
 
 
 def test_describe_shows_the_limits_that_are_set(fill: Fill) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bridge.http import metrics
 from bridge.http.observer import Observer
-from bridge.model import MessageStreamDefinition, StrategyOnFull
+from bridge.model import Delivery, MessageStreamDefinition, StrategyOnFull
 from bridge.operations.manager import StreamManager
 from bridge.plugin.discovery import Registry
 from bridge.streams.store import StreamStore
@@ -55,6 +55,34 @@ class Door:
 
     def stats(self) -> dict[str, int]:
         return {"ended_sessions": 1, "waiting": 3}
+
+
+def test_a_stream_that_is_being_deleted_is_shown_and_logged_at_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def look() -> None:
+        store = StreamStore(tmp_path / "data", tmp_path / "memory", on_event=lambda *_: None)
+        manager = StreamManager(store, Registry(), NoExports())
+        for name in ("goes", "stays"):
+            manager.create(
+                MessageStreamDefinition(
+                    name=name,
+                    strategy_on_full=StrategyOnFull.RejectNewData,
+                    delivery=Delivery(deleting=name == "goes"),
+                )
+            )
+        manager.report_deleting()
+        watching = Observer("plant-7", tmp_path / "data", manager, NoWorker(), {"mqtt": Door()})
+        try:
+            assert {s.name: s.deleting for s in watching.state().streams} == {"goes": True, "stays": False}
+        finally:
+            watching.close()
+            await store.close()
+
+    asyncio.run(look())
+    (logged,) = [record for record in caplog.records if "still being deleted" in record.message]
+    assert vars(logged)["stream"] == "goes"
+    assert "AllowForceDelete" in logged.message
 
 
 def test_only_messages_that_were_dropped_or_refused_are_counted_as_such(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ function streamState(s, ready) {
   if (s.error) return { pill: "bad", state: "cannot store", sub: s.error, rank: 0 };
   if (s.name in ready.failing) return { pill: "bad", state: "full, refuses messages", rank: 0 };
   if (Object.keys(s.failures).length || s.dropped.damaged || s.dropped.unknown) return { pill: "warn", state: "lost messages", rank: 1 };
+  if (s.deleting) return { pill: "warn", state: "being deleted", sub: "waits for its exports", rank: 1 };
   return { pill: "good", state: "ok", rank: 2 };
 }
 
