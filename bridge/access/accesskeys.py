@@ -16,6 +16,10 @@ from bridge.errors import ConfigError
 
 _ID = re.compile(r"[A-Za-z0-9_]{4,128}")
 _SECRET = re.compile(r"[!-~]{16,256}")
+# What to do if the file is missing.
+CREATE = (
+    "create it with `install -m 0640 -g streambridge /dev/null {path}`, and add a line `id secret [user]`"
+)
 
 
 class AccessKey(NamedTuple):
@@ -31,11 +35,14 @@ def read_access_keys(option: str, path: Path) -> dict[str, AccessKey]:
     try:
         mode = path.stat().st_mode
         lines = path.read_text("ascii").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(f"{option} {path}: No such file or directory; {CREATE.format(path=path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{option} {path}: {error}") from error
     if mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH):
         raise ConfigError(
-            f"{option} {path}: it has secrets, but others than its owner may change or read it; chmod 0600 it"
+            f"{option} {path}: it has secrets, and others than its owner and group can read it, or others "
+            f"than its owner can write it; chmod g-w,o= {path}"
         )
     keys: dict[str, AccessKey] = {}
     for number, line in enumerate(lines, 1):

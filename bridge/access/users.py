@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from bridge.errors import ConfigError
 
+CREATE = "create it with `streambridge users add NAME`"  # if the file is missing
 ITERATIONS = 210_000  # OWASP's advice for PBKDF2 with SHA-512
 MAX_ITERATIONS = 10_000_000
 _LINE = re.compile(r"([^:\s][^:]*):\$7\$(\d+)\$([A-Za-z0-9+/=]+)\$([A-Za-z0-9+/=]+)")
@@ -57,10 +58,12 @@ def read_users(path: Path) -> dict[str, Password]:
     try:
         mode = path.stat().st_mode
         lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(f"mqtt.users_file {path}: No such file or directory; {CREATE}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"mqtt.users_file {path}: {error}") from error
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"mqtt.users_file {path}: others than its owner may write to it; chmod go-w it")
+        raise ConfigError(f"mqtt.users_file {path}: others than its owner can write it; chmod g-w,o= {path}")
     users: dict[str, Password] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):

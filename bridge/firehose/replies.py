@@ -26,8 +26,9 @@ from bridge.errors import (
     Unauthorized,
     UpdateFailed,
 )
+from bridge.model import MIB
 from bridge.net.httpserver import HttpResponse
-from bridge.operations.deliveries import Done
+from bridge.operations.deliveries import MAX_BYTES, MAX_RECORDS, Done
 
 CONTENT_TYPE = "application/x-amz-json-1.1"
 UNAVAILABLE = "ServiceUnavailableException"
@@ -94,7 +95,13 @@ def refusal(error: ApiError) -> HttpResponse:
 def rejection(status: HTTPStatus) -> HttpResponse:
     """The response to a request that HTTP itself rejects: too large, too slow, or malformed."""
     code = _REJECTED.get(status, "InvalidArgumentException")
-    return refusal(ApiError(code, f"{status.value} {status.phrase}", status))
+    text = f"{status.value} {status.phrase}"
+    if status is HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        text = (
+            f"the body is too large: a request has at most {MAX_RECORDS} records of {MAX_BYTES // MIB} MiB "
+            "together, before base64; put fewer records in each request"
+        )
+    return refusal(ApiError(code, text, status))
 
 
 _REJECTED = {

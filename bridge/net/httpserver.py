@@ -48,6 +48,7 @@ from bridge.net.listening import Listening, listen
 from bridge.net.tls import Acceptor
 
 LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
+TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client (RFC 8446, 5.1), and of no HTTP request
 
 log = logging.getLogger("bridge.http")
 
@@ -311,6 +312,14 @@ class HttpConnection(Flow):
             if len(self._unread) >= self._length and not self._awaited.done():
                 self.hold("answer")
                 self._awaited.set_result(None)
+            return
+        if self._unread[:1] == TLS_HANDSHAKE:
+            log.info(
+                "%s: closed, it speaks TLS where none is expected; use an http:// URL, or give the listener "
+                "a certificate",
+                self.address,
+            )
+            self.transport.close()
             return
         end = self._unread.find(b"\r\n\r\n", 0, self._limits.head) + 4
         if end >= 4 or len(self._unread) >= self._limits.head:

@@ -493,7 +493,10 @@ async def _put(call: Call, request: Put) -> PutDone:
 
 async def _put_batch(call: Call, request: PutBatch) -> PutBatchDone:
     if sum([len(record.data) for record in request.records]) > MAX_BYTES:
-        raise InvalidRequest(f"Records size exceeds 4 MB limit: {MAX_BYTES} bytes are possible")
+        raise InvalidRequest(
+            f"Records size exceeds 4 MB limit: {MAX_BYTES // MIB} MiB are possible; put fewer records in "
+            "each request"
+        )
     stream, results = await _append(call, request.stream, request.records)
     epoch = f"{stream.epoch}-"
     entries = [

@@ -641,6 +641,28 @@ def test_a_users_file_is_read(path: Path) -> None:
     assert "line 1: not name:$7$" in line
 
 
+def test_a_mistake_in_a_file_of_logins_is_reported_once_with_one_remedy(path: Path) -> None:
+    users, keys = path.parent / "users", path.parent / "keys"
+    text = QUIET.replace("[mqtt]\n", '[mqtt]\nusers_file = "users"\n')
+    text += '[firehose]\nlisten = "127.0.0.1:0"\naccess_keys_file = "keys"\n'
+    about_users, about_keys = check(path, text)
+    assert about_users.endswith("No such file or directory; create it with `streambridge users add NAME`")
+    assert "No such file or directory; create it with `install -m 0640 " in about_keys
+    users.write_text("pump:$7$1000$c2FsdA==$aGFzaA==\n")
+    keys.write_text("AKIDPLANT 0123456789abcdef line-7\n")
+    for file in (users, keys):
+        file.chmod(0o666)
+    about_users, about_keys = check(path, text)
+    assert about_users.endswith("others than its owner can write it; chmod g-w,o= users")
+    assert about_keys.endswith("others than its owner can write it; chmod g-w,o= keys")
+    users.chmod(0o640)
+    keys.chmod(0o644)
+    (about_keys,) = check(path, text)
+    assert about_keys.endswith("chmod g-w,o= keys")
+    keys.chmod(0o640)
+    assert check(path, text) == []
+
+
 def test_a_configuration_that_every_user_can_write_is_a_warning(path: Path) -> None:
     path.write_text("")
     path.chmod(0o666)

@@ -87,6 +87,27 @@ def test_a_head_that_is_wrong_is_refused_before_the_body_is_read(
     alive(gateway)
 
 
+def test_a_body_that_is_too_large_is_told_the_limit(gateway: Gateway) -> None:
+    answer = gateway.send(request("PutRecordBatch", b"", {"Content-Length": str(LIMITS.body + 1)}))
+    assert code(answer) == (413, "InvalidArgumentException")
+    assert b"at most 500 records of 4 MiB together" in answer
+    assert b"put fewer records in each request" in answer
+
+
+def test_a_client_with_tls_at_a_listener_without_is_closed_and_logged(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "bridge.http")
+    context = ssl.create_default_context()
+    with (
+        socket.create_connection(("127.0.0.1", gateway.port), timeout=20) as connection,
+        pytest.raises(ssl.SSLError),
+    ):
+        context.wrap_socket(connection, server_hostname="localhost")
+    assert [record.message for record in caplog.records if "it speaks TLS" in record.message]
+    alive(gateway)
+
+
 @pytest.mark.parametrize(
     "chunks", [b"0\r\n\r\n", b"5\r\nhello\r\n0\r\n\r\n", b"ffffffffffffffff\r\n", b"x\r\n", b""]
 )

@@ -198,8 +198,8 @@ def test_the_file_of_keys_is_read_with_comments_and_users(tmp_path: Path) -> Non
         ("A/D1 0123456789abcdef\n", 0o600, "line 1: an id has"),
         ("AKID1 0123456789abcdef\nAKID1 0123456789abcdefg\n", 0o600, "line 2: the id AKID1 a second time"),
         ("AKID1 0123456789äbcdef\n", 0o600, "ascii"),
-        ("AKID1 0123456789abcdef\n", 0o644, "chmod 0600"),
-        ("AKID1 0123456789abcdef\n", 0o620, "chmod 0600"),
+        ("AKID1 0123456789abcdef\n", 0o644, "chmod g-w,o= "),
+        ("AKID1 0123456789abcdef\n", 0o620, "chmod g-w,o= "),
     ],
 )
 def test_a_file_of_keys_that_is_wrong_is_refused_without_showing_a_secret(

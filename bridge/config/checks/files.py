@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from bridge.access.accesskeys import CREATE as CREATE_KEYS
 from bridge.access.accesskeys import read_access_keys
+from bridge.access.users import CREATE as CREATE_USERS
 from bridge.access.users import read_users
 from bridge.config.checks.context import CheckContext, Finding, existing, read_only, unreadable
 from bridge.config.tomlfile import Keys
@@ -31,6 +33,10 @@ SECRETS: list[Keys] = [
     ("firehose", "tls", "key"),
     ("aws", "credentials", "iot", "key"),
 ]
+CREATE: dict[Keys, str] = {  # what to do if the file is missing
+    ("mqtt", "users_file"): CREATE_USERS,
+    ("firehose", "access_keys_file"): CREATE_KEYS,
+}
 CERTIFICATES: list[Keys] = [
     ("mqtt", "tls", "cert"),
     ("mqtt", "tls", "client_ca"),
@@ -113,24 +119,31 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
     for path in context.document.files:
         if path.stat().st_mode & stat.S_IWOTH:
             yield Finding("warning", f"{path}: every user of this machine can write it; chmod o-w {path}")
+    wrong = dict(_wrong_logins(context))
     for keys, path in _named(context, SECRETS):
         problem = unreadable(path)
         if problem:
-            yield context.error(keys, problem)
+            create = f"; {CREATE[keys].format(path=path)}" if keys in CREATE and not path.exists() else ""
+            yield context.error(keys, problem + create)
+        elif keys in wrong:
+            yield context.error(keys, wrong[keys])
         elif path.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             yield context.warning(keys, f"every user of this machine can read {path}; chmod o= {path}")
-    users = context.config.mqtt.users_file
-    if users is not None and not unreadable(users):
-        try:
+
+
+def _wrong_logins(context: CheckContext) -> Iterator[tuple[Keys, str]]:
+    """What the service would not accept in the files of users and of access keys."""
+    users, signing = context.config.mqtt.users_file, context.config.firehose.access_keys_file
+    try:
+        if users is not None:
             read_users(users)
-        except ConfigError as error:
-            yield context.error(("mqtt", "users_file"), str(error))
-    signing = context.config.firehose.access_keys_file
-    if signing is not None and not unreadable(signing):
-        try:
+    except ConfigError as error:
+        yield ("mqtt", "users_file"), str(error)
+    try:
+        if signing is not None:
             read_access_keys("firehose.access_keys_file", signing)
-        except ConfigError as error:
-            yield context.error(("firehose", "access_keys_file"), str(error))
+    except ConfigError as error:
+        yield ("firehose", "access_keys_file"), str(error)
 
 
 def rules(context: CheckContext) -> Iterator[Finding]:
