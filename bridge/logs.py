@@ -4,14 +4,16 @@
 
 * The entries of `extra=` become keys of the line, usually `client` and `stream`.
 * A line that repeats within `WINDOW` seconds is counted instead, and written once more at the end of the
-  window with `repeated=<count>`: a fault in a loop cannot fill the disk. Lines that answer an operator
-  (`extra=ANSWER`: the result of a reload) are always written at once.
+  window, with the time of its end and `repeated=<count>`: a fault in a loop cannot fill the disk. A single
+  repetition is left out. Lines that answer an operator (`extra=ANSWER`: the result of a reload) are always
+  written at once.
 * Of lines that differ only in their values (in the client, for example), `MOST_ALIKE` are written in a
   window; the last of the others is written at its end, with `alike=<count>`. This does not apply at level
   debug.
 * Under systemd (JOURNAL_STREAM names our stderr) each line begins with its priority, `<4>`, and has no time
   stamp, since the journal has both.
-* Characters that are not printable are escaped as in JSON, in both formats (`printable`).
+* Characters that are not printable are escaped as in JSON, in both formats, and URLs have no user, password,
+  query or fragment (`printable`).
 * Tracebacks are for level debug; otherwise an exception is one `error=` key.
 """
 
@@ -25,7 +27,7 @@ import threading
 import time
 from typing import Any, Literal, TextIO
 
-from bridge.printable import printable_json
+from bridge.printable import printable_json, without_credentials
 
 WINDOW = 10.0
 MOST_KEPT = 1000  # different lines remembered; others are written uncounted
@@ -69,7 +71,10 @@ class LineFormatter(logging.Formatter):
             fields["error"] = f"{type(error).__name__}: {error}"
             if logging.getLogger().isEnabledFor(logging.DEBUG):
                 fields["traceback"] = self.formatException(record.exc_info)
-        return fields
+        return {
+            key: without_credentials(value) if isinstance(value, str) else value
+            for key, value in fields.items()
+        }
 
 
 def _quoted(value: object) -> str:
@@ -138,13 +143,22 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         for key, (started, count, record) in list(self._seen.items()):
             if now >= started + self.window:
                 del self._seen[key]
-                if count:
-                    super().emit(logging.makeLogRecord(vars(record) | {"repeated": count}))
+                if count > 1:
+                    self._summarise(record, "repeated", count)
         for kind, (started, count, record) in list(self._alike.items()):
             if now >= started + self.window:
                 del self._alike[kind]
                 if count > MOST_ALIKE:
-                    super().emit(logging.makeLogRecord(vars(record) | {"alike": count - MOST_ALIKE}))
+                    self._summarise(record, "alike", count - MOST_ALIKE)
+
+    def _summarise(self, record: logging.LogRecord, key: str, count: int) -> None:
+        """Write the last of `count` lines that were not written, with the present time."""
+        written = time.time()
+        super().emit(
+            logging.makeLogRecord(
+                vars(record) | {key: count, "created": written, "msecs": written % 1 * 1000}
+            )
+        )
 
     def close(self) -> None:
         """Write the counts that are still open; logging calls this at the end of the process."""

@@ -1,12 +1,22 @@
-"""Escapes untrusted text for a terminal or a log.
+"""Escapes untrusted text for a terminal or a log, and cuts the credentials out of its URLs.
 
 Names, topics, payloads and replies of servers may contain anything. Control characters (C0 and C1) move the
 cursor or set colours, direction marks change how a text reads, and line ends forge lines. `str.isprintable`
 is false for all of them, and for half a surrogate pair. The log escapes in its formatter, the commands in
 their print helpers.
+
+A URL may carry a password before its host, and a token in its query or fragment (RFC 3986, sections 3.2.1,
+3.4 and 3.5). Errors of libraries repeat URLs, and people read errors who may not read the configuration.
 """
 
 from __future__ import annotations
+
+import re
+
+# Also urllib3's `url: /path?query`, which has no host.
+_URL = re.compile(r"""(://|(?<=url: )/)([^\s"<>]+)""")
+_HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(:\d+)?")
+_PUNCTUATION = "'`:;,.)]}"  # at the end, it belongs to the sentence
 
 
 def printable(text: str) -> str:
@@ -20,6 +30,23 @@ def printable_json(document: str) -> str:
     Between the values of `document` there may be only spaces; other white space is in strings.
     """
     return document if document.isprintable() else "".join(map(_escaped_json, document))
+
+
+def without_credentials(text: str) -> str:
+    """The text with each URL cut: without user, password, query and fragment."""
+    return _URL.sub(_cut, text) if "://" in text or "url: /" in text else text
+
+
+def _cut(found: re.Match[str]) -> str:
+    start, rest = found.groups()
+    url = rest.rstrip(_PUNCTUATION)
+    end = rest[len(url) :]
+    authority = re.split(r"[/?#]", url, maxsplit=1)[0]
+    host = authority.rpartition("@")[2]
+    if "@" in url[len(authority) :] and not _HOST.fullmatch(host):
+        return f"{start}...{end}"  # a password with `/`, `?` or `#`: no valid URL, but a password
+    path = re.split(r"[?#]", url[len(authority) :], maxsplit=1)[0]
+    return f"{start}{host}{path}{end}"
 
 
 def _escaped(char: str) -> str:

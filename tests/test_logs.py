@@ -157,6 +157,41 @@ def test_the_count_is_logged_without_another_line_when_the_window_ends(
     ]
 
 
+def test_the_count_has_the_time_at_which_it_is_written(logger: logging.Logger, output: io.StringIO) -> None:
+    logger.info("again")
+    for _ in range(2):
+        again = logger.makeRecord(logger.name, logging.INFO, __file__, 1, "again", (), None)
+        again.created = 0.0
+        logger.handle(again)
+    logger.info("other")
+    logger.handlers[0].close()
+    times = [line.split(" ", 1)[0] for line in output.getvalue().splitlines()]
+    assert (len(times), times) == (3, sorted(times))
+
+
+def test_a_line_that_repeats_once_is_written_once(logger: logging.Logger, output: io.StringIO) -> None:
+    logger.info("again")
+    logger.info("again")
+    logger.handlers[0].close()
+    assert output.getvalue().count("again") == 1
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_urls_in_the_log_have_no_credentials(
+    logger: logging.Logger, output: io.StringIO, style: Literal["text", "json"]
+) -> None:
+    logger.handlers[0].setFormatter(logs.LineFormatter(style))
+    logger.info(
+        "cannot post to %s: no route", "http://ann:SECRET@host:81/in?token=SECRET", extra={"stream": "s"}
+    )
+    logger.info('Max retries exceeded with url: /in?token=SECRET "x"')
+    logger.info("not a valid URL: http://ann:SEC/RET@host/ http://[::1]:80/a@b")
+    assert "SEC" not in output.getvalue()
+    assert "RET" not in output.getvalue()
+    assert "http://host:81/in: no route" in output.getvalue()
+    assert "http://[::1]:80/a@b" in output.getvalue()
+
+
 def test_the_journal_gets_priorities_instead_of_times() -> None:
     program = """
         import os

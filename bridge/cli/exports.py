@@ -117,7 +117,7 @@ def pause(
     The batch in flight ends first. A paused export keeps its position. It stays paused over restarts and
     reloads, and while messages wait for it, `retention = "exported"` keeps them.
     """
-    _apply("pauseExports", "paused", name, export, config, data_dir, as_json=as_json)
+    _apply("pauseExports", "paused", "it has no exports", name, export, config, data_dir, as_json=as_json)
 
 
 @app.command(
@@ -134,7 +134,7 @@ def resume(
     as_json: JsonOption = False,
 ) -> None:
     """Resume a paused export of a stream, or all."""
-    _apply("resumeExports", "resumed", name, export, config, data_dir, as_json=as_json)
+    _apply("resumeExports", "resumed", "nothing was paused", name, export, config, data_dir, as_json=as_json)
 
 
 @app.command(
@@ -154,10 +154,12 @@ def retry(
 
     Also one that has stopped. Without EXPORT, those that are paused, disabled or consumers are left out.
     """
-    _apply("retryExports", "retried", name, export, config, data_dir, as_json=as_json)
+    _apply("retryExports", "retried", "it has no exports", name, export, config, data_dir, as_json=as_json)
 
 
-def _apply(operation: str, done: str, name: str, export: str | None, *where: Any, as_json: bool) -> None:
+def _apply(
+    operation: str, done: str, nothing: str, name: str, export: str | None, *where: Any, as_json: bool
+) -> None:
     given = {} if export is None else {"export": export}
     names = operate(target_of(*where), operation, name=name, **given)["exports"]
     if as_json:
@@ -165,7 +167,7 @@ def _apply(operation: str, done: str, name: str, export: str | None, *where: Any
     elif names:
         output.echo(f"{done} {', '.join(names)}")
     else:
-        output.note(f"{name}: no export was {done}")
+        output.note(f"{name}: {nothing}")
 
 
 def export_rows(described: dict[str, Any]) -> list[dict[str, Any]]:
@@ -213,19 +215,21 @@ def export_state(row: dict[str, Any]) -> str:
     if row["disabled"]:
         return "disabled"
     if row["paused"]:
-        return f"paused{error}"
+        return f"paused; before{error}" if error else "paused"
     if not error or row["stopped"]:
         return row["errorMessage"] or "ok"
     parts = ["failing"]
     if row["nextAttemptTime"]:
-        parts = [f"retrying in {_span(row['nextAttemptTime'] - now)}"]
+        wait = _span(row["nextAttemptTime"] - now)
+        parts = [f"retrying in {wait}" if wait else "retrying now"]
     if row["failedAttempts"]:
         parts.append(f"{output.count(row['failedAttempts'], 'attempt')} failed")
-    if row["errorSince"]:
-        parts.append(f"for {_span(now - row['errorSince'])}")
+    if row["errorSince"] and (age := _span(now - row["errorSince"])):
+        parts.append(f"for {age}")
     return ", ".join(parts) + error
 
 
 def _span(millis: float) -> str:
-    """A duration in whole seconds."""
-    return format_duration(1000 * max(0, round(millis / 1000)))
+    """A duration in whole seconds; empty if it is less than half of one."""
+    seconds = round(millis / 1000)
+    return format_duration(1000 * seconds) if seconds > 0 else ""

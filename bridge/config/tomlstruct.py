@@ -29,6 +29,7 @@ from bridge import units
 from bridge.config.tomlfile import Document, Keys
 from bridge.errors import StreamBridgeError
 from bridge.model import mistake
+from bridge.printable import without_credentials
 from bridge.settingtypes import Bytes, Means, Millis, meanings
 
 # No setting is a secret: secrets are in files. This is for unknown keys, which have no type.
@@ -207,7 +208,10 @@ class Reader:
         raise ValueError("must be a path in quotes")
 
     def _shown(self, keys: Keys) -> str:
-        """The value as the file has it, cut if it is long; empty if it is a table or may be secret."""
+        """The value as the file has it, cut if it is long; empty if it is a table or may be secret.
+
+        URLs have no credentials.
+        """
         value: Any = self.document.data
         try:
             for key in keys:
@@ -216,7 +220,7 @@ class Reader:
             return ""
         if isinstance(value, dict) or (keys and isinstance(keys[-1], str) and _SECRET.search(keys[-1])):
             return ""
-        text = _toml(value)
+        text = without_credentials(_toml(value))
         return f" = {text if len(text) <= 60 else text[:57] + '...'}"
 
 

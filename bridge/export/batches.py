@@ -266,11 +266,12 @@ class Batches:
         return msgspec.structs.replace(config, reduce=rules)
 
     def _dead_letter(self, record: Record, reason: str, stream: str | None) -> None:
+        reason = shorten(reason)
         text = f"message {record.sequence_number} was rejected: {reason}"
         if self._position.cursor.error != text:
             log.warning("%s: %s", self._position.label, text)
         if stream is not None:
-            self._host.append(stream, dead_letter(*self._position.key, record, shorten(reason)))
+            self._host.append(stream, dead_letter(*self._position.key, record, reason))
 
 
 def size_of(batch: Batch) -> int:

@@ -15,6 +15,7 @@ from bridge.export.planning import Source
 from bridge.export.sizing import FIRST
 from bridge.model import ExportStatus
 from bridge.plugin.api import ExportConfig
+from bridge.printable import without_credentials
 from bridge.streams.layout import directory_name
 
 _ERROR_SIZE = 500
@@ -162,5 +163,8 @@ def start_of(config: ExportConfig) -> int:
 
 
 def shorten(reason: str) -> str:
-    """Shorten an error so that it fits in a cursor with a state, and make it valid UTF-8."""
-    return reason.encode(errors="backslashreplace")[:_ERROR_SIZE].decode(errors="ignore")
+    """Make an error fit to be stored and shown: without credentials of URLs, short, and valid UTF-8.
+
+    All errors of exporters come through here on their way into a cursor or a dead letter.
+    """
+    return without_credentials(reason).encode(errors="backslashreplace")[:_ERROR_SIZE].decode(errors="ignore")

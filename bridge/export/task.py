@@ -337,6 +337,7 @@ class Task:
 
     def _failed(self, reason: str, after: float | None, *, cut: bool = False) -> None:
         self._host.failures += 1
+        reason = shorten(reason)
         wait = self._backoff.failed(after, cut=cut)
         self._idle_at = max(self._idle_at, self._backoff.until)
         self.position.report(reason)
@@ -348,7 +349,7 @@ class Task:
 
     def _stop(self, reason: str) -> None:
         """Make no attempt until the configuration changes, or `retry`; a restart is not a change."""
-        cursor = self.position.cursor
+        cursor, reason = self.position.cursor, shorten(reason)
         cursor.stopped = cursors.fingerprint(self.config)
         cursor.fail(shorten(f"stopped: {reason}"))
         self._backoff.progressed()

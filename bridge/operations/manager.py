@@ -519,7 +519,7 @@ class StreamManager:
         return with_pauses(found, paused) if paused else found
 
     def pause(self, name: str, export: str | None, *, paused: bool) -> list[str]:
-        """pauseExports, resumeExports: one export of a stream, or all; returns which.
+        """pauseExports, resumeExports: one export of a stream, or all; returns which are paused, or were.
 
         The batch in flight ends first. A paused export keeps its position, and holds data back as before
         (`retention`). Raises StreamNotFound, ExportNotFound or StorageFailed.
@@ -531,13 +531,13 @@ class StreamManager:
             with _all_or_nothing("changed", name, self.store.data_dir):
                 stream.pause(tuple(sorted(fresh)))
             self._define_exports(stream, self.definitions[name])
-        return wanted
+        return wanted if paused else [identifier for identifier in wanted if identifier in known]
 
     def retry(self, name: str, export: str | None) -> list[str]:
         """retryExports: let one export of a stream, or all that may, make an attempt now; returns which.
 
         Also one that has stopped. Raises StreamNotFound, ExportNotFound, or InvalidRequest for an export that
-        is paused, disabled or a consumer.
+        is paused, disabled or a consumer, or if all of them are.
         """
         paused = self.stream(name).meta.paused
         resting: dict[str, str] = {}
@@ -551,6 +551,9 @@ class StreamManager:
         wanted = self._exports_of(name, export)
         if export in resting:
             raise InvalidRequest(f"export {export!r} of stream {name!r} {resting[export]}")
+        if wanted and resting.keys() >= set(wanted):
+            why = ", ".join(f"{identifier!r} {resting[identifier]}" for identifier in wanted)
+            raise InvalidRequest(f"stream {name!r} has no export to retry: {why}")
         wanted = [identifier for identifier in wanted if identifier not in resting]
         self._exports.retry(name, wanted)
         return wanted

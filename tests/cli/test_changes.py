@@ -133,10 +133,13 @@ def test_exports_are_paused_and_resumed_by_command_and_shown_so(on: Command) -> 
     assert states == {"one": False, "two": True}
     assert [line.split()[-1] for line in on("exports", "list", "jobs").splitlines()[1:]] == ["ok", "paused"]
     assert "two: nothing exported yet, 0 pending; paused" in on("streams", "describe", "jobs")
-    assert json.loads(on("exports", "resume", "jobs", "--json")) == {"exports": ["one", "two"]}
+    assert json.loads(on("exports", "resume", "jobs", "--json")) == {"exports": ["two"]}
+    assert on("exports", "resume", "jobs") == ""
     assert not any(row["paused"] for row in json.loads(on("exports", "jobs", "--json")))
     assert "no export 'three'" in on("exports", "pause", "jobs", "three", code=66)
     assert "is a consumer" in on("exports", "retry", "jobs", "one", code=1)
+    on("exports", "pause", "jobs", "two")
+    assert "'two' is paused; resume it" in on("exports", "retry", "jobs", code=1)
     assert "no stream nothing" in on("exports", "pause", "nothing", code=66)
 
 

@@ -105,6 +105,13 @@ def test_mistakes_of_the_text_are_errors_with_their_lines(path: Path) -> None:
     ]
 
 
+def test_a_misspelt_key_shows_no_credentials_of_a_url(path: Path) -> None:
+    export = '[[streams.a.export.http]]\nidentifier = "x"\nurii = "http://ann:S3CR3T@host/in?token=S3CR3T"\n'
+    found = "\n".join(check(path, f"[streams.a]\n{export}"))
+    assert 'urii = "http://host/in": unknown key; did you mean `uri`?' in found
+    assert "S3CR3T" not in found
+
+
 def test_a_port_that_is_taken_is_an_error_unless_the_service_itself_runs(path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

@@ -77,7 +77,7 @@ async def test_a_paused_export_sends_nothing_until_it_is_resumed(recorder: Path)
         assert numbers(out) == [0]
         paused, running_ = gateway.manager.export_statuses("s")
         assert (paused.paused, running_.paused) == (True, False)
-        assert gateway.manager.pause("s", None, paused=False) == ["out", "other"]
+        assert gateway.manager.pause("s", None, paused=False) == ["out"]
         await gateway.exported("s", 2)
     assert numbers(out) == [0, 1, 2]
 
@@ -180,7 +180,8 @@ async def test_what_cannot_be_retried_or_is_unknown_is_refused_by_name(recorder:
         for name, why in (("out", "resume it"), ("off", "disabled by its definition"), ("jobs", "consumer")):
             with pytest.raises(InvalidRequest, match=why):
                 gateway.manager.retry("s", name)
-        assert gateway.manager.retry("s", None) == []
+        with pytest.raises(InvalidRequest, match="no export to retry"):
+            gateway.manager.retry("s", None)
         with pytest.raises(ExportNotFound, match="did you mean 'out'"):
             gateway.manager.pause("s", "outt", paused=True)
 
@@ -226,3 +227,14 @@ async def test_a_pause_reaches_a_worker_that_was_killed(recorder: Path) -> None:
         await gateway.append("t", b"0")
         await gateway.exported("t", 0)  # the new worker works
         assert [row[0] for row in recorded(recorder / "out")] == [0]
+
+
+@scenario
+async def test_an_error_shows_no_credentials_of_a_url(tmp_path: Path) -> None:
+    source = SWITCHED.replace('"the tank is full"', 'f"POST {self.config.path}://u:S3@host/in?k=S3: no"')
+    drop_in(tmp_path, "switched", source.replace('self.config.path + ".down"', '"/"'))
+    async with running(tmp_path) as gateway:
+        gateway.create("s", {"switched": [{"identifier": "out", "path": str(tmp_path / "out")}]})
+        await gateway.append("s", b"0")
+        await until(lambda: gateway.status("s").error_message)
+        assert gateway.status("s").error_message == f"POST {tmp_path / 'out'}://host/in: no"
