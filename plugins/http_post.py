@@ -43,7 +43,7 @@ from bridge import (
     send_split,
 )
 from bridge.deflate import gzip
-from bridge.plugin.aws import Body, is_cut, is_unsent
+from bridge.plugin.aws import Body, cause, is_cut, is_unsent
 from bridge.plugin.records import JSON, TEXT, RecordEncoder
 
 NO_SUCH_ENCODING = 415
@@ -171,9 +171,9 @@ class HttpExporter(Exporter):
             response = self._session.send(request.prepare())
             answer = response.content[:200]
         except BotoCoreError as error:
-            raise Retry(
-                f"posting to {self.config.uri}: {error}", unsent=is_unsent(error), cut=is_cut(error)
-            ) from error
+            unsent = is_unsent(error)
+            text = cause(error) + ("; see uri" if unsent else "")
+            raise Retry(text, unsent=unsent, cut=is_cut(error)) from error
         if not 200 <= response.status_code < 300:
             # The reason is shown to the client that may have chosen this server: never include its answer.
             reason = f"{self.config.uri} answered {response.status_code}"

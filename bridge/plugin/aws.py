@@ -17,11 +17,13 @@ from __future__ import annotations
 import io
 import logging
 import re
+import ssl
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 20.0
 READ_TIMEOUT = 60.0
 MAX_CAUSE = 300  # characters of an error message, in the log
+_AMAZON = (".amazonaws.com", ".amazonaws.com.cn")
 
 # A request with one of these errors can never succeed unchanged. All other errors are retried: a vain
 # retry, shown in the status, is better than dropping what a corrected policy would have accepted.
@@ -367,7 +370,10 @@ def is_throttled(code: str) -> bool:
 
 
 def failure(error: BaseException, doing: str) -> Retry:
-    """Return the `Retry` for an error of boto3: what was done, what happened, and how long to wait."""
+    """Return the `Retry` for an error of boto3: what was done, what happened, and how long to wait.
+
+    If there was no connection, what was to be done with it does not matter.
+    """
     code = error_code(error)
     after = 1.0 if is_throttled(code) else None
     response = getattr(error, "response", None)
@@ -375,7 +381,13 @@ def failure(error: BaseException, doing: str) -> Retry:
         wait = response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("retry-after", "")
         if wait.isdecimal():
             after = min(float(wait), timedelta(minutes=5).total_seconds())
-    return Retry(f"{doing}: {cause(error)}", after=after, unsent=is_unsent(error), cut=is_cut(error))
+    text = cause(error)
+    server = _server(error)
+    if not server:
+        text = f"{doing}: {text}"
+    elif is_unsent(error) and not server.partition(":")[0].endswith(_AMAZON):
+        text += "; see endpoint_url"
+    return Retry(text, after=after, unsent=is_unsent(error), cut=is_cut(error))
 
 
 def safe_code(code: str) -> str:
@@ -390,12 +402,67 @@ def cause(error: BaseException) -> str:
     """
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
-        return str(error)[:MAX_CAUSE]
+        from botocore.exceptions import NoRegionError
+
+        if isinstance(error, NoRegionError):
+            return "there is no region; set `region` of the export, or of [aws]"
+        return (_connection_cause(error) or str(error))[:MAX_CAUSE]
     code = safe_code(error_code(error))
     status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     operation = getattr(error, "operation_name", "the request")
     log.info("%s was answered: %s", operation, str(error)[:MAX_CAUSE])
     return f"{operation} was answered {status} {code or 'without an error code'}"
+
+
+def _server(error: BaseException) -> str:
+    """Host and port of the server if this is an error of the connection to it; otherwise empty."""
+    from botocore import exceptions as botocore
+
+    if not isinstance(error, botocore.ConnectionError | botocore.HTTPClientError):
+        return ""
+    fields = error.kwargs
+    parts = urlsplit(str(fields.get("proxy_url") or fields.get("endpoint_url") or ""))
+    return parts.netloc.rpartition("@")[2]
+
+
+def _connection_cause(error: BaseException) -> str:
+    """What is wrong with a connection; empty if this is another error.
+
+    botocore and urllib3 repeat the URL, with the name of the object, and end with the cause.
+    """
+    from botocore import exceptions as botocore
+
+    if not (where := _server(error)):
+        return ""
+    if isinstance(error, botocore.ProxyConnectionError):
+        where = f"the proxy {where}"
+    why = _system_cause(error)
+    if isinstance(error, botocore.SSLError):
+        return f"no TLS with {where}: {why or error.kwargs.get('error')}"
+    if isinstance(error, botocore.ConnectTimeoutError):
+        return f"cannot connect to {where}: no answer in time"
+    if isinstance(error, botocore.EndpointConnectionError | botocore.ProxyConnectionError):
+        return f"cannot connect to {where}: {why or 'no connection'}"
+    if isinstance(error, botocore.ReadTimeoutError):
+        return f"no answer in time from {where}"
+    return f"the connection to {where} ended before its answer" + (f": {why}" if why else "")
+
+
+def _system_cause(error: BaseException | None) -> str:
+    """The operating system's words for the first cause of an error, such as `connection refused`."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        nested = getattr(error, "kwargs", {}).get("error")  # botocore keeps what urllib3 raised
+        error = (
+            error.__cause__ or error.__context__ or (nested if isinstance(nested, BaseException) else None)
+        )
+    for one in reversed(seen):
+        if isinstance(one, ssl.SSLCertVerificationError):
+            return one.verify_message
+        if isinstance(one, OSError) and one.strerror:
+            return one.strerror[:1].lower() + one.strerror[1:]
+    return ""
 
 
 def is_cut(error: BaseException) -> bool:

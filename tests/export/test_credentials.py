@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from botocore.exceptions import NoRegionError, ProfileNotFound
+from botocore.exceptions import EndpointConnectionError, NoRegionError, ProfileNotFound
 
 from benchmarks.testbed.aws import FakeAws, error
 from benchmarks.testbed.web import Web
@@ -241,8 +241,20 @@ def test_the_endpoint_of_the_aws_table_is_used_as_it_is(kind: str, config: dict[
     }
     cls, context = EXPORTERS[kind], Configured(AwsSettings(endpoint_url="http://localhost:1"))
     exporter = cls(convert_config(cls, {"identifier": "x", **config}), context)
-    with pytest.raises(Retry, match=f'Could not connect to the endpoint URL: "{url}'):
+    with pytest.raises(Retry, match=r"^cannot connect to localhost:1: [^:]*; see endpoint_url$") as failed:
         exporter.export(make_batch([json.dumps(messages.get(kind)).encode()]))
+    cause = failed.value.__cause__
+    assert isinstance(cause, EndpointConnectionError)
+    assert cause.kwargs["endpoint_url"].startswith(url)
+
+
+def test_an_error_for_want_of_a_region_says_where_to_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    with pytest.raises(NoRegionError) as missing:
+        aws.client(AwsSettings(), "kinesis")
+    reason = str(aws.failure(missing.value, "making the kinesis client"))
+    assert reason == "making the kinesis client: there is no region; set `region` of the export, or of [aws]"
 
 
 def test_a_plugin_may_provide_credentials(fake: FakeAws, tmp_path: Path) -> None:

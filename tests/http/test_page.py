@@ -56,7 +56,7 @@ def test_it_shows_what_is_stored_without_being_loaded_again(service: Service, pa
 
 def test_a_failing_export_shows_its_error(service: Service, page: Browser) -> None:
     service.publish(("sensors/a", b"21.5"))
-    page.until(f"{row('exports', 'office')}.innerText.includes('Could not connect')")
+    page.until(f"{row('exports', 'office')}.innerText.includes('cannot connect')")
     page.until("document.querySelector('#tiles').innerText.includes('1 of 1 exports retrying')")
 
 
