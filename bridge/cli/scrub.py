@@ -1,8 +1,9 @@
 """Removes secrets from a configuration and from texts, for a bundle that is given away.
 
 What is kept of a configuration is what is known to be harmless: numbers, sizes, durations, names of streams
-and topics, choices, hosts, and paths that lead to a file or directory. Every other text is removed, because a
-token may stand where nobody expects it: in a URL, a header, a template or a user name.
+and topics, choices, hosts with their ports, and paths to what is there or in a directory that is there. Every
+other text is removed, because a token may stand where nobody expects it: in a URL, a header, a template or a
+user name.
 
 Texts, such as log lines, lose what was removed from the configuration, the content of the files that hold
 secrets, the values of environment variables, and what looks like a password, token, key or URL parameter.
@@ -21,6 +22,7 @@ from bridge.config.tomlstruct import snake
 
 REMOVED = "<removed>"
 SHORTEST = 6  # characters of a text that is looked for elsewhere: shorter ones are words, too
+CONFIG = "STREAMBRIDGE_CONFIG"  # names a file, and is no secret
 MOST = 1024 * 1024  # bytes of a file that holds a secret
 
 # Texts of these keys are names and choices. `user` is that of a rule.
@@ -30,16 +32,19 @@ _HARMLESS = {
     "dead_letter_stream", "status_stream_name", "refused_stream", "stream", "publish", "subscribe", "read",
     "manage", "user", "region", "bucket", "prefix", "kinesis_stream_name", "delivery_stream_name",
     "compression", "export_format", "status_level", "value_type", "time_unit", "start_time", "name",
+    "filter",
 }  # fmt: skip
 _SECRET = re.compile(r"passw|secret|token|credential|api_?key|auth|cookie|signature", re.IGNORECASE)
 _FREE = {"tags", "headers", "rename"}  # tables whose values people choose
 _CHOICES = {"payload", "json", "cbor", "ndjson", "parquet", "none", "gzip"}
 _QUANTITY = re.compile(r"\d+(\.\d+)? ?[A-Za-z]{1,3}")
+_HOST = re.compile(r"[\w-]+(\.[\w-]+)+")
 _ADDRESS = re.compile(r"[\w.:\[\]-]*:\d+")
+_ROOT = Path("/")
 _TEXTS = (
     (re.compile(r"-----BEGIN [^-]+-----.*?(-----END [^-]+-----|\Z)", re.DOTALL), REMOVED),
     (re.compile(r"(\w+://)[^/\s@'\"]+@"), rf"\1{REMOVED}@"),
-    (re.compile(r"(\w+://[^\s'\"/?]+)[/?][^\s'\"]*"), rf"\1/{REMOVED}"),
+    (re.compile(r"(\w+://[^\s'\"/?#]+)[/?#][^\s'\"]*"), rf"\1/{REMOVED}"),
     (re.compile(r"([?&][\w.-]+=)[^&\s'\"]+"), rf"\1{REMOVED}"),
     (re.compile(r"\b(Bearer|Basic|Digest|AWS4-HMAC-SHA256)\s+\S+", re.IGNORECASE), rf"\1 {REMOVED}"),
     (re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]*"), REMOVED),
@@ -47,7 +52,8 @@ _TEXTS = (
     (re.compile(r"\$7\$\d+\$[A-Za-z0-9+/=]+\$[A-Za-z0-9+/=]+"), REMOVED),
     (
         re.compile(
-            r"([\w.-]*(?:passw\w*|secret\w*|token|credential\w*|api[_-]?key|authorization|cookie)[\w.-]*"
+            r"((?![\w.-]*_file\b)[\w.-]*"
+            r"(?:passw\w*|secret\w*|token|credential\w*|api[_-]?key|authorization|cookie)[\w.-]*"
             r"[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;]+)",
             re.IGNORECASE,
         ),
@@ -64,7 +70,7 @@ class Scrubber:
         self._base = base
         self._secrets: set[str] = set()
         for name, value in os.environ.items():
-            if name.startswith("STREAMBRIDGE_") or _SECRET.search(name):
+            if name != CONFIG and (name.startswith("STREAMBRIDGE_") or _SECRET.search(name)):
                 self.learn(value)
 
     def learn(self, text: str) -> None:
@@ -80,8 +86,10 @@ class Scrubber:
                 text = file.read(MOST).decode(errors="replace")
         except OSError:
             return
-        self.learn(text)
         for line in text.splitlines():
+            if line.startswith(f"{CONFIG}="):
+                continue
+            self.learn(line)
             if line.startswith("#"):
                 continue
             self.learn("\n".join(line.split()))
@@ -121,13 +129,12 @@ class Scrubber:
             return value
         if "://" in value:
             return self._url(value)
-        if _ADDRESS.fullmatch(value):
+        if _ADDRESS.fullmatch(value) or (name == "endpoint" and _HOST.fullmatch(value)):
             return value
         return self._path(value)
 
     def _url(self, value: str) -> str:
-        """Scheme, host and port of a URL."""
-        self.learn(value)
+        """Scheme, host and port of a URL. They stay elsewhere too: only its other parts are learned."""
         try:
             parts = urlsplit(value)
             port = f":{parts.port}" if parts.port is not None else ""
@@ -139,12 +146,12 @@ class Scrubber:
         return f"{parts.scheme}://{parts.hostname or ''}{port}{rest}"
 
     def _path(self, value: object) -> str:
-        """A path that is there; any other text is removed."""
+        """A path that is there, or whose directory is; any other text is removed, as it may be a token."""
         text = str(value)
         try:
             if "/" in text or "." in text:
                 path = self._base / Path(text).expanduser()
-                if path.exists():
+                if path.exists() or ("/" in text and path.parent != _ROOT and path.parent.is_dir()):
                     return text
         except (OSError, ValueError, RuntimeError):
             pass

@@ -166,3 +166,40 @@ def test_unknown_keys_lose_their_values(tmp_path: Path) -> None:
     files = bundle(config, tmp_path / "a.tar.gz", PATH=journal(tmp_path / "bin", "x"))
     assert all(SECRETS["unknown key"] not in text for text in files.values())
     assert json.loads(files["config.json"])["gateway"]["id"] == "plant"
+
+
+def test_hosts_ports_listeners_filters_and_paths_stay_everywhere(tmp_path: Path) -> None:
+    config, users = tmp_path / "here.toml", tmp_path / "users"
+    lost = tmp_path / "lost.pem"
+    kept = {
+        "mqtt://broker.example:1884": "url",
+        "tcp://127.0.0.1:18830": "listen",
+        "http://127.0.0.1:5999": "endpoint_url",
+        "abc.credentials.iot.eu-west-1.amazonaws.com": "endpoint",
+        "commands/press-7/#": "filter",
+        str(users): "users_file",
+        str(lost): "ca",
+    }
+    url, listen, endpoint_url, endpoint, topic_filter, *_ = kept
+    config.write_text(f"""
+[mqtt]
+listen = ["{listen}"]
+users_file = "{users}"
+[[upstream]]
+name = "head"
+url = "{url}"
+ca = "{lost}"
+[[upstream.mapping]]
+filter = "{topic_filter}"
+[aws]
+endpoint_url = "{endpoint_url}"
+[aws.credentials.iot]
+endpoint = "{endpoint}"
+""")
+    users.write_text(f"ann:{hash_password(b'x')}\n")
+    path = journal(tmp_path / "bin", *kept, f"configured by {config}")
+    files = bundle(config, tmp_path / "a.tar.gz", PATH=path, STREAMBRIDGE_CONFIG=str(config))
+    for text, key in kept.items():
+        assert json.dumps(text) in files["config.json"], key
+        assert text in files["log.txt"], key
+    assert f"configured by {config}" in files["log.txt"]
