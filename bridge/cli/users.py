@@ -18,7 +18,7 @@ from bridge.access.users import change_users, hash_password, read_users
 from bridge.cli import output
 from bridge.cli.changes import Sure, confirm
 from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, known_config
-from bridge.errors import ConfigError
+from bridge.errors import ConfigError, StreamBridgeError
 from bridge.streams.store import LOCK
 
 app = typer.Typer(
@@ -80,7 +80,7 @@ def add(user: NewUser, config: ConfigOption = DEFAULT_CONFIG, file: FileOption =
     """
     path = _path(config, file)
     if path.exists() and user in read_users(path):
-        raise typer.BadParameter(f"{path} has a user {user} already; change the password with `users passwd`")
+        raise StreamBridgeError(f"{path} has a user {user} already; change the password with `users passwd`")
     change_users(path, user, _hashed(user), owner=_owner(config, file))
     output.echo(f"added {user}")
     output.note(f"note: {RELOAD}")
@@ -105,7 +105,7 @@ def remove(
     """Remove a user. The last one cannot be removed, since nobody could log in then."""
     path = _known(config, file, user)
     if len(read_users(path)) == 1:
-        raise ConfigError(
+        raise StreamBridgeError(
             f"{path}: {user} is the last user, and the service refuses an empty users file; add another one "
             "first, or remove mqtt.users_file from the configuration"
         )
@@ -134,11 +134,11 @@ def _hashed(user: str) -> str:
     if sys.stdin.isatty():
         password = getpass(f"Password of {user}: ")
         if getpass("Repeat the password: ") != password:
-            raise typer.BadParameter("the two passwords differ")
+            raise StreamBridgeError("the two passwords differ; nothing was changed")
     else:
         password = sys.stdin.readline().rstrip("\r\n")
     if not password:
-        raise typer.BadParameter("the password is empty")
+        raise StreamBridgeError("the password is empty; nothing was changed")
     return hash_password(password.encode())
 
 
@@ -156,7 +156,7 @@ def _known(config: Path, file: Path | None, user: str) -> Path:
     path = _path(config, file)
     known = read_users(path)
     if user not in known:
-        raise ConfigError(f"{path}: there is no user {user}; the users are: {', '.join(known)}")
+        raise StreamBridgeError(f"{path}: there is no user {user}; the users are: {', '.join(known)}")
     return path
 
 
