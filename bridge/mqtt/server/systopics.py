@@ -161,8 +161,9 @@ class SysTopics:
             "publish/messages/dropped": counted["publish/dropped"],
             "publish/bytes/received": traffic.published_bytes,
             "publish/bytes/sent": broker.counts["delivered_bytes"],
-            "heap/current": _resident(),
-            "heap/maximum": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "heap/current": (heap := _resident()),
+            # The kernel counts what is resident now precisely, and brings the maximum up to date rarely.
+            "heap/maximum": max(heap, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         }
         yield "version", self._version
         yield "uptime", f"{int(self._runtime.now() - self._began)} seconds"
