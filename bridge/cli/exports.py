@@ -24,6 +24,7 @@ from bridge.cli.options import (
     data_directory,
 )
 from bridge.cli.plain import ListsByDefault
+from bridge.errors import StreamBridgeError
 from bridge.streams.reader import list_streams
 from bridge.units import format_duration
 
@@ -154,14 +155,20 @@ def retry(
 
     Also one that has stopped. Without EXPORT, those that are paused, disabled or consumers are left out.
     """
-    _apply("retryExports", "retried", "it has no exports", name, export, config, data_dir, as_json=as_json)
+    _apply("retryExports", "retried", "", name, export, config, data_dir, as_json=as_json)
 
 
 def _apply(
     operation: str, done: str, nothing: str, name: str, export: str | None, *where: Any, as_json: bool
 ) -> None:
+    """Carry out an operation, and say for which exports; `nothing` is why for none, an error if empty."""
     given = {} if export is None else {"export": export}
     names = operate(target_of(*where), operation, name=name, **given)["exports"]
+    if not names and not nothing:
+        raise StreamBridgeError(
+            f"{name}: nothing to retry: each export is paused, disabled or a consumer; see "
+            f"`streambridge exports {name}`, and resume one with `streambridge exports resume {name}`"
+        )
     if as_json:
         output.json({"exports": names})
     elif names:

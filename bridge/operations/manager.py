@@ -537,7 +537,7 @@ class StreamManager:
         """retryExports: let one export of a stream, or all that may, make an attempt now; returns which.
 
         Also one that has stopped. Raises StreamNotFound, ExportNotFound, or InvalidRequest for an export that
-        is paused, disabled or a consumer, or if all of them are.
+        is paused, disabled or a consumer.
         """
         paused = self.stream(name).meta.paused
         resting: dict[str, str] = {}
@@ -551,9 +551,6 @@ class StreamManager:
         wanted = self._exports_of(name, export)
         if export in resting:
             raise InvalidRequest(f"export {export!r} of stream {name!r} {resting[export]}")
-        if wanted and resting.keys() >= set(wanted):
-            why = ", ".join(f"{identifier!r} {resting[identifier]}" for identifier in wanted)
-            raise InvalidRequest(f"stream {name!r} has no export to retry: {why}")
         wanted = [identifier for identifier in wanted if identifier not in resting]
         self._exports.retry(name, wanted)
         return wanted

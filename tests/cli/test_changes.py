@@ -139,7 +139,7 @@ def test_exports_are_paused_and_resumed_by_command_and_shown_so(on: Command) -> 
     assert "no export 'three'" in on("exports", "pause", "jobs", "three", code=66)
     assert "is a consumer" in on("exports", "retry", "jobs", "one", code=1)
     on("exports", "pause", "jobs", "two")
-    assert "'two' is paused; resume it" in on("exports", "retry", "jobs", code=1)
+    assert "nothing to retry: each export is paused" in on("exports", "retry", "jobs", code=1)
     assert "no stream nothing" in on("exports", "pause", "nothing", code=66)
 
 
