@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import json
 import random
 import re
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -20,7 +23,7 @@ from benchmarks.testbed.forwarder import Forwarder
 from benchmarks.testbed.local import free_port
 from benchmarks.testbed.mosquitto import Mosquitto
 from bridge.access.users import hash_password
-from tests.export.process import Running
+from tests.export.process import ROOT, Running
 from tests.export.test_uplink import check_order
 
 DEADLINE = 120.0
@@ -263,7 +266,14 @@ class Login:
         self.client.loop_stop()
 
 
-@pytest.mark.slow(seconds=20)
+def queued(service: Running, client: str) -> int:
+    """How many messages a broker keeps for a client."""
+    command = [sys.executable, "-m", "bridge", "clients", "list", "--json", "-c", str(service.config)]
+    done = subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+    return int(next(one["queued"] for one in json.loads(done.stdout) if one["client"] == client))
+
+
+@pytest.mark.slow(seconds=30)
 def test_the_how_to_brings_commands_down_and_answers_up(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     certificate, users, secret = authority.issue("cloud"), tmp_path / "users", tmp_path / "secret"
@@ -296,7 +306,7 @@ def test_the_how_to_brings_commands_down_and_answers_up(tmp_path: Path) -> None:
     gateway_toml = toml_of("gateway", {'id = "north"': 'id = "north"\ndata_dir = "data"', **there})
     gateway_toml += toml_of("answers", there) + listen
     with ExitStack() as stack:
-        stack.enter_context(Running(tmp_path / "cloud", cloud_toml + quiet, port))
+        cloud = stack.enter_context(Running(tmp_path / "cloud", cloud_toml + quiet, port))
         gateway = stack.enter_context(Running(tmp_path / "gateway", gateway_toml + quiet, own))
         application = Login(port, "application", authority)
         stack.callback(application.close)
@@ -305,6 +315,18 @@ def test_the_how_to_brings_commands_down_and_answers_up(tmp_path: Path) -> None:
         got: list[tuple[str, bytes]] = []
         press.on_message = lambda _client, _data, message: got.append((message.topic, message.payload))
         press.on_connect = lambda client, *_: client.subscribe("commands/press-7/#", 1)
+
+        def press_gets(*payloads: bytes) -> None:
+            """What waits for the press comes when it is switched on; then it is switched off again."""
+            got.clear()
+            expected = [("commands/press-7/stop", payload) for payload in payloads]
+            press.connect("127.0.0.1", own)
+            press.loop_start()
+            # Around a kill, a command may come twice: also one of an earlier turn.
+            eventually(lambda: [one for one in dict.fromkeys(got) if one[1] in payloads] == expected)
+            press.disconnect()
+            press.loop_stop()
+
         press.connect("127.0.0.1", own)
         press.loop_start()
         stack.callback(press.loop_stop)
@@ -315,16 +337,38 @@ def test_the_how_to_brings_commands_down_and_answers_up(tmp_path: Path) -> None:
 
         eventually(came, pause=0.2)
         assert got[0] == ("commands/press-7/start", b"now")
+        # All that was sent so far has come when this has: the order holds.
+        application.client.publish("plants/north/commands/press-7/start", b"last", 1)
+        eventually(lambda: got[-1] == ("commands/press-7/start", b"last"))
         press.disconnect()
         press.loop_stop()
+
+        def send(payload: bytes) -> None:
+            topic = "plants/north/commands/press-7/stop"
+            application.client.publish(topic, payload, 1).wait_for_publish(30)
+
+        def at_the_gateway(payload: str) -> bool:
+            return any(row["payload"] == payload for row in gateway.read("commands"))
+
+        # The press is away. The cloud has the acknowledgement of its commands when the gateway ends.
+        for end, payloads in ((gateway.kill, (b"A1", b"A2")), (gateway.stop, (b"B1", b"B2"))):
+            for payload in payloads:
+                send(payload)
+            last = payloads[-1].decode()
+            eventually(lambda last=last: at_the_gateway(last), pause=0.3)
+            eventually(lambda: queued(cloud, "north-cloud") == 0, pause=0.3)
+            assert queued(gateway, "press-7") >= 2
+            end()
+            gateway.start()
+            press_gets(*payloads)
+        # The gateway is away.
         gateway.kill()
-        sent = application.client.publish("plants/north/commands/press-7/stop", b"later", 1)
-        sent.wait_for_publish(30)
+        send(b"later")
         gateway.start()
-        eventually(lambda: any(row["payload"] == "later" for row in gateway.read("commands")), pause=0.3)
+        eventually(lambda: at_the_gateway("later"), pause=0.3)
+        press_gets(b"later")
         press.connect("127.0.0.1", own)
         press.loop_start()
-        eventually(lambda: ("commands/press-7/stop", b"later") in got)
         press.publish("answers/press-7", b"done", 1).wait_for_publish(30)
         eventually(lambda: application.got == [("plants/north/answers/press-7", b"done")])
         press.disconnect()

@@ -24,7 +24,17 @@ from bridge.mqtt.wire import properties as p
 from tests.export.process import Running
 from tests.fakes.brokers import BrokerOfBytes
 
-from .harness import Bridge, Published, decoded, run_async, running, subscribe, until
+from .harness import (
+    Bridge,
+    Published,
+    copied,
+    decoded,
+    found_again,
+    run_async,
+    running,
+    subscribe,
+    until,
+)
 from .test_external import Device, stored
 
 HUB = """
@@ -209,13 +219,18 @@ def test_a_command_that_no_stream_can_ever_store_holds_nothing_up(
         run_async(main())
 
 
-def test_nothing_is_acknowledged_before_a_queue_of_a_client_that_is_away_has_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("topic", ["plain/{topic}", "in/{topic}"], ids=["no stream", "in a stream"])
+def test_nothing_is_acknowledged_before_a_queue_of_a_client_that_is_away_has_it(
+    tmp_path: Path, topic: str
+) -> None:
     async def main() -> None:
         async with BrokerOfBytes() as broker, asyncio.timeout(120):
-            settings = [upstream(broker.port, protocol="3.1.1", mapping=[Mapping(filter="cmd/#")])]
+            settings = [
+                upstream(broker.port, protocol="3.1.1", mapping=[Mapping(filter="cmd/#", topic=topic)])
+            ]
             async with running(tmp_path, upstreams=settings) as bridge:
                 away = await bridge.connect("away", clean=False)
-                await away.subscribe(("cmd/#", 1))
+                await away.subscribe(("+/cmd/#", 1))
                 away.abort()
                 await ready(bridge)
                 journaled: list[Any] = []
@@ -229,6 +244,42 @@ def test_nothing_is_acknowledged_before_a_queue_of_a_client_that_is_away_has_it(
                 bridge.broker.journal.after_commit = after_commit  # type: ignore[method-assign]
                 after_commit(journaled[0])
                 await until(lambda: broker.got("PUBACK 7"))
+
+    run_async(main())
+
+
+def test_commands_in_a_stream_are_still_in_the_queues_of_those_who_are_away_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    """Also what a member of a shared subscription has left to another one."""
+
+    async def main() -> None:
+        async with BrokerOfBytes() as broker, asyncio.timeout(120):
+            mapping = [Mapping(filter="cmd/#", topic="in/{topic}")]
+            settings = [upstream(broker.port, protocol="3.1.1", mapping=mapping)]
+            async with running(tmp_path, upstreams=settings) as bridge:
+                for name, topic_filter in (("press", "in/#"), ("one", "$share/g/in/#")):
+                    client = await bridge.connect(name, clean=False)
+                    await client.subscribe((topic_filter, 1))
+                    client.abort()
+                await until(lambda: broker.got("SUBSCRIBE"))
+                for number in (1, 2):
+                    broker.send("cmd/a", b"%d" % number, 1, number)
+                await until(lambda: broker.got("PUBACK 2"))
+                killed = copied(bridge)
+                two = await bridge.connect("two", clean=False)
+                await two.subscribe(("$share/g/in/#", 1))
+                two.abort()
+                (await bridge.connect("one")).abort()  # with a clean session: the old one ends
+                await until(lambda: bridge.stat("reassigned") == 2)
+                killed_later = copied(bridge)
+            for files, names in ((killed, ("press", "one")), (killed_later, ("press", "two"))):
+                async with found_again(bridge, files) as again:
+                    for name in names:
+                        client = await again.connect(name, clean=False)
+                        found = [await client.message() for _ in range(2)]
+                        assert [one.payload for one in found] == [b"1", b"2"]
+                        client.abort()
 
     run_async(main())
 

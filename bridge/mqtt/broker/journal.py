@@ -4,10 +4,10 @@ What it promises: what `after_commit` has confirmed survives the end of this pro
 power cut loses at most the last second (a thread syncs the file once a second). After a power cut it is not
 known which QoS 2 ids are still in use, so none is taken to be: stored twice is better than never.
 
-What it keeps: persistent sessions with their subscriptions; QoS 1 and 2 messages of ordinary topics until
-each persistent subscriber has acknowledged them; QoS 2 packet ids in use, in both directions; wills of
-persistent sessions that may still have to be published; retained messages. Messages on stream topics are in
-the stream.
+What it keeps: persistent sessions with their subscriptions; QoS 1 and 2 messages of ordinary topics and of
+upstreams until each persistent subscriber has acknowledged them; QoS 2 packet ids in use, in both directions;
+wills of persistent sessions that may still have to be published; retained messages. Messages that devices
+publish on stream topics are in the stream only.
 
 Its records are in `records.py`, its file in `journalfile.py`.
 """

@@ -157,11 +157,15 @@ class Publisher:
         else:
             self._counts["wills"] += 1
 
-    def bring(self, client: str, label: str, packet: Publish) -> list[Committer]:
+    def bring(
+        self, client: str, label: str, packet: Publish, *, keep_copies: bool = False
+    ) -> list[Committer]:
         """Publish a message that no connection has brought: a will, or one of another broker.
 
-        `client` is the publisher's client id, `label` its name in the log. Returns what must be committed
-        before the message counts as stored. Raises StreamError or RetainedFull, and then it is nowhere.
+        `client` is the publisher's client id, `label` its name in the log. `keep_copies`: the
+        journal keeps its copies for persistent sessions, also if it is in a stream. Returns what must be
+        committed before the message counts as stored. Raises StreamError or RetainedFull, and then it is
+        nowhere.
         """
         route = self._router.route(packet.topic)
         head = packet.head & 9  # its packet id is not the client's here: there is no QoS 2 to complete
@@ -181,7 +185,7 @@ class Publisher:
                 raise
             return list(places)
         began = self._turns.begin()
-        if self._router.publish(route, self._message(packet), None):
+        if self._router.publish(route, self._message(packet), keep_copies=keep_copies):
             touched.append(self._journal)
         self._turns.spend(began)
         return touched

@@ -220,11 +220,18 @@ class Router:
         self._prune()
 
     def publish(
-        self, route: Route, message: Message, origin: Session | None = None, packet_id: int = 0
+        self,
+        route: Route,
+        message: Message,
+        origin: Session | None = None,
+        packet_id: int = 0,
+        *,
+        keep_copies: bool = False,
     ) -> bool:
         """Give a message to all receivers and keep it if it is retained; streams are the caller's.
 
         `packet_id`: of QoS 2, from a persistent session; the journal has it in use with the message.
+        `keep_copies`: the journal keeps what persistent sessions are to be sent, also on a stream topic.
         Returns whether the journal must be committed before the message may be acknowledged.
         """
         waits = False
@@ -238,14 +245,15 @@ class Router:
             del receivers[origin]
             if wanted is not None:
                 receivers[origin] = wanted
+        # Of a message in a stream, that is the durable copy, unless the sender needs one for each session.
+        keep = keep_copies or not route.streams
         lasting: list[Outgoing] = []
         homes: list[Session] = []
         for session, receiver in receivers.items():
             qos = min(message.qos, receiver.qos)
             retain = message.retain and receiver.retain_as_published
             out = Outgoing(message, qos, retain, receiver.identifiers)
-            if qos and session.persistent and not route.streams:
-                # A stream's durable copy is in the stream; of other topics this is the only one.
+            if qos and session.persistent and keep:
                 lasting.append(out)
                 homes.append(session)
             else:
@@ -255,7 +263,7 @@ class Router:
                 chosen = share.choose(message)
                 if chosen is not None:
                     session, out = chosen
-                    if out.qos and session.persistent and not route.streams:
+                    if out.qos and session.persistent and keep:
                         lasting.append(out)
                         homes.append(session)
                     else:
@@ -277,12 +285,12 @@ class Router:
         chosen = share.choose(old.message) if share is not None else None
         if chosen is None:
             return False
-        self._put(*chosen, in_stream=bool(route.streams))
+        self._put(*chosen, keep=bool(old.number) or not route.streams)
         return True
 
-    def _put(self, session: Session, out: Outgoing, *, in_stream: bool) -> None:
-        """Give one session a message, which is in a stream or has its only durable copy here."""
-        if out.qos and session.persistent and not in_stream:
+    def _put(self, session: Session, out: Outgoing, *, keep: bool) -> None:
+        """Give one session a message; `keep`: the journal keeps it if the session is persistent."""
+        if out.qos and session.persistent and keep:
             self._journal.queued(out.message, [session], [out])
         session.outbox.put(out)
 
@@ -343,4 +351,4 @@ class Router:
         qos = min(message.qos, subscription.qos)
         identifiers = (subscription.identifier,) if subscription.identifier else ()
         out = Outgoing(message, qos, True, identifiers)
-        self._put(session, out, in_stream=bool(self._store.bound(name)))
+        self._put(session, out, keep=not self._store.bound(name))

@@ -130,7 +130,8 @@ class IntoBroker:
         properties[p.USER_PROPERTY] = [*properties.get(p.USER_PROPERTY, ()), self._mark]
         here = packet._replace(topic=topic.encode(), properties=properties)
         try:
-            touched = self._broker.publisher.bring(self._client, self._label, here)
+            # A device that was away waits for its command: it does not look for it in a stream.
+            touched = self._broker.publisher.bring(self._client, self._label, here, keep_copies=True)
         except PERMANENT as error:
             self._source.dropped(reason_of(error)[0], str(error))
             return ()
