@@ -25,11 +25,12 @@ exported, and `planned_ahead` instead of `planned` for a batch that does not beg
 such ranges it has neither key. A version that does not know the keys goes on from `position`, and exports
 the ranges once more.
 
-A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the range; a
-line that fails its check ends the file. A file that has grown is replaced by its compact form: it keeps the
-newest `KEPT_RANGES` ranges and joins older neighbours into one with the reason `joined:<count>`. `count`
-numbers of such a range were skipped; the others were exported. Losses are never joined, nor are ranges with
-pending numbers between them. `bridge.plugin.reports` describes how readers interpret the ranges.
+A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the range; the
+first time, a process also writes and syncs again what it has found there. A line that fails its check ends
+the file. A file that has grown is replaced by its compact form: it keeps the newest `KEPT_RANGES` ranges and
+joins older neighbours into one with the reason `joined:<count>`. `count` numbers of such a range were
+skipped; the others were exported. Losses are never joined, nor are ranges with pending numbers between them.
+`bridge.plugin.reports` describes how readers interpret the ranges.
 """
 
 from __future__ import annotations
@@ -321,8 +322,9 @@ class Skipped:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_new = not path.exists()
         self.ranges: list[tuple[int, int, str]] = []
+        self._found = b""  # what an earlier process wrote: it may have ended before its sync
+        self._is_synced = False  # that, and the file's name, by this process
         self._size = 0  # of the valid lines; the next write overwrites what a failed one left behind them
         self._lines = 0
         self._compact_size = KEPT_RANGES  # the number of ranges of a compact file
@@ -331,6 +333,7 @@ class Skipped:
             if not line.endswith(b"\n") or len(fields) != 4 or fields[3] != _checksum(*fields[:3]):
                 break
             self._join(int(fields[0]), int(fields[1]), fields[2])
+            self._found += line
             self._size += len(line)
             self._lines += 1
 
@@ -338,22 +341,23 @@ class Skipped:
         """Append durably the parts of these ranges that are not in it yet.
 
         `pending` are the numbers between them that the export has not passed. Raises OSError; the next call
-        overwrites what was written until then.
+        overwrites what was written until then. The first call also writes again what was found in the file:
+        a cursor may pass it only once it is on the disk, and a sync alone does not repair one that failed.
         """
         fresh = [(a, b, reason) for first, last, reason in ranges for a, b in self._new_parts(first, last)]
-        if not fresh:
+        if not fresh and (self._is_synced or not ranges):
             return
         data = _lines(fresh)
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, self._size)
-            Files().write(fd, [data], self._size)
+            Files().write(fd, [self._found, data], self._size - len(self._found))
             os.fdatasync(fd)
         finally:
             os.close(fd)
-        if self._is_new:
+        if not self._is_synced:
             Files().sync_directory(self._path.parent)
-            self._is_new = False
+            self._found, self._is_synced = b"", True
         self._size += len(data)
         self._lines += len(fresh)
         for entry in fresh:

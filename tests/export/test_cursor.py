@@ -112,6 +112,25 @@ def test_what_is_known_of_an_export_is_on_the_disk_once_it_is_written(
         assert on_the_disk(path) == path.read_bytes()
 
 
+def test_ranges_that_a_process_wrote_and_did_not_sync_are_on_the_disk_before_another_passes_them(
+    tmp_path: Path, on_the_disk: Callable[[Path], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.skipped"
+    Skipped(path).add([(0, 9, "filtered")])
+
+    def killed(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(os, "fdatasync", killed)
+        Skipped(path).add([(12, 14, "filtered")])
+    assert on_the_disk(path) != path.read_bytes()
+    skipped = Skipped(path)
+    skipped.add([(12, 14, "filtered")])
+    assert on_the_disk(path) == path.read_bytes()
+    assert Skipped(path).ranges == skipped.ranges == [(0, 9, "filtered"), (12, 14, "filtered")]
+
+
 def test_of_any_number_of_ranges_the_newest_are_exact_and_the_others_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "x.skipped"
     skipped, reasons = Skipped(path), {3000: "damaged", 5000: "unknown"}
