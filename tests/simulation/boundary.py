@@ -43,6 +43,7 @@ class Machine:
     log: Callable[[Process, logging.LogRecord], object] = staticmethod(lambda process, record: None)
     client: Callable[..., Any]  # makes an exporter's client of AWS
     entropy: randomness.Random
+    missing = ""  # the kind of an exporter whose plugin the worker cannot load
 
 
 MACHINE = Machine()
@@ -147,9 +148,15 @@ def _write(fd: int, data: Any) -> int:
 
 def _sync(fd: int) -> None:
     if _noted(fd):
-        _alive("sync", SLOW)
-        assert MACHINE.disk is not None
-        MACHINE.disk.do_sync(fd)
+        disk, kernel = MACHINE.disk, kernels.kernel()
+        assert disk is not None
+        upto = disk.begin_sync(fd)
+        if disk.slow:
+            with disk.syncs_slowly(lambda: kernel.now):
+                _alive("sync", disk.slow)
+        else:
+            _alive("sync", SLOW)
+        disk.do_sync(fd, upto)
 
 
 def _ftruncate(fd: int, size: int) -> None:
@@ -293,7 +300,7 @@ def leave() -> None:
     _real_exit(0)
 
 
-_real_exit, real_freeze = os._exit, gc.freeze
+_real_exit, real_freeze, real_collect = os._exit, gc.freeze, gc.collect
 _real_memfd = os.memfd_create
 
 
@@ -352,6 +359,7 @@ def install() -> None:
     socket.create_server = _create_server  # type: ignore[assignment]
     gc.freeze = lambda: None  # type: ignore[assignment]
     gc.set_threshold = lambda *_: None  # type: ignore[assignment]
+    gc.collect = lambda *_: 0  # type: ignore[assignment]
     logging.Logger.callHandlers = _call_handlers  # type: ignore[method-assign]
     logging.Logger.addHandler = _add_handler  # type: ignore[method-assign]
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

@@ -15,6 +15,7 @@ from .kernel import Kernel
 from .loop import Link
 
 ADDRESS = ("127.0.0.1", 1883)
+HERE, ELSEWHERE = ("127.0.0.1", 40001), ("10.0.0.1", 40000)  # whence a client connects
 WINDOW = 60  # messages in flight
 POISON = b"poison "  # in a payload that Kinesis never takes
 WILL_TOPIC, WILL_DELAY = "live/1/will", 1  # s
@@ -44,13 +45,14 @@ class Message:
 class Will:
     """What the broker is to publish if a connection ends without a DISCONNECT, and the client stays away."""
 
-    __slots__ = ("back", "left", "payload", "politely")
+    __slots__ = ("back", "left", "payload", "politely", "withdrawn")
 
     def __init__(self, payload: bytes) -> None:
         self.payload = payload
         self.left: float | None = None
         self.back: float | None = None
         self.politely = False
+        self.withdrawn = False  # its client's password has changed before it was due
 
 
 class Packet(NamedTuple):
@@ -108,14 +110,14 @@ class Client:
 
     def __init__(
         self, kernel: Kernel, name: str, random: Random, *, v5: bool, clean: bool, user: str = "",
-        password: str = "", expiry: int = 65_536, wills: bool = False,
+        password: str = "", expiry: int = 65_536, wills: bool = False, peer: tuple[str, int] = ELSEWHERE,
     ) -> None:  # fmt: skip
         """`clean` asks for a new session with each connection.
 
         With MQTT 5, a session outlives its connection by `expiry` s, and `wills` gives each connection one.
         """
         self.kernel, self.name, self._random, self.v5, self.clean = kernel, name, random, v5, clean
-        self.user, self.password = user, password
+        self.user, self.password, self.peer = user, password, peer
         self.link: Link | None = None
         self.connected = False
         self.away = True  # stays away until `start`
@@ -170,8 +172,9 @@ class Client:
         try:
             link: Link | None = None
             link = Link(
-                self.kernel, ADDRESS, lambda data: self._receive(link, data), lambda: self._lost_link(link)
-            )
+                self.kernel, ADDRESS, lambda data: self._receive(link, data), lambda: self._lost_link(link),
+                self.peer,
+            )  # fmt: skip
         except ConnectionRefusedError:
             self._again()
             return
@@ -350,12 +353,13 @@ class Subscriber(Client):
         self.subscribed_at: float | None = None
         self.got: list[Got] = []
         self._held: dict[int, bytes] = {}  # QoS 2: packet ids whose PUBREL has not come
-        # When it came back, when it had left, and whether its session was still there.
-        self.returns: list[tuple[float, float, bool]] = []
+        # When it came back and had left, whether its session was still there, and since when there was one.
+        self.returns: list[tuple[float, float, bool, float]] = []
 
     def ready(self) -> None:
         if self.left is not None and self.subscribed_at is not None:
-            self.returns.append((self.kernel.now, self.left, self.session_present))
+            since = self.subscribed_at
+            self.returns.append((self.kernel.now, self.left, self.session_present, since))
         if not self.session_present:
             self._held.clear()
             self.subscribed_at = None

@@ -24,6 +24,7 @@ from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError, ConnectionClosedError
 
+from bridge.filtered import from_extra, left_out
 from bridge.ingest.errors import CommitConflict
 from bridge.ingest.files import Target
 from bridge.ingest.job import Summary, ingest
@@ -32,11 +33,11 @@ from bridge.ingest.planner import RoundLimits, StreamId
 from bridge.ingest.state import StreamState, load_state
 from bridge.ingest.store import StorageLocation
 from bridge.ingest.worker import process, unpack
-from bridge.objectkeys import JOINED, LOSSES, REPORTS, parse_key
+from bridge.objectkeys import JOINED, LOSSES, REPORTS, ObjectKey, parse_key
 from bridge.ranges import Ranges, size
 
 from .bucket import ENDPOINT, At, Bucket, Place, nowhere
-from .table import Table
+from .table import LostAnswer, Table
 
 ATTEMPTS = 4  # at a task, as Spark makes them
 Row = tuple[str, str, int, int]  # gateway, stream, epoch, number
@@ -56,13 +57,14 @@ class TaskError(Exception):
 
 @dataclass(frozen=True)
 class RunFaults:
-    """How often, 0 to 1: of the steps of a run, but for `repeated`, which is of the tasks."""
+    """How often, 0 to 1: of the steps of a run, but for `repeated` (of the tasks) and `unanswered`."""
 
     killed: float = 0.0  # the driver
     task_killed: float = 0.0  # of a task's steps
     failed: float = 0.0  # a request fails, or its answer is lost
     unreadable: float = 0.0  # an object cannot be read, for a reason of its own
     repeated: float = 0.0  # two attempts at a task come to their end, and the answer of the first is lost
+    unanswered: float = 0.0  # of commits: the answer is lost, and it is tried again
 
 
 @dataclass
@@ -129,6 +131,8 @@ class _Driver:
         if self.random.random() < self.faults.killed:
             self._dead = True
             raise Killed(point)
+        if point == "committed" and self.random.random() < self.faults.unanswered:
+            raise LostAnswer(point)
         self._request(point)
 
     def _request(self, point: str) -> None:
@@ -238,6 +242,15 @@ class _Claim:
 Excused = Callable[[StreamId, int], bool]
 
 
+def absent(name: ObjectKey, body: bytes) -> set[int]:
+    """The numbers of an object that it declares as left out."""
+    declared = from_extra(body)
+    if declared is None:
+        return set()
+    bits = int.from_bytes(left_out(declared, name.first, name.last).bitmap, "little")
+    return {number for number in range(name.first, name.last + 1) if bits >> number - name.first & 1}
+
+
 def nothing(stream: StreamId, number: int) -> bool:
     """The gateway has lost and dropped nothing."""
     return False
@@ -268,6 +281,9 @@ class CloudCheck:
     def table(self) -> None:
         """Every row was appended, with its payload, and is there once; no row has gone; so says the state."""
         now = {file.path: file for file in self.the_table.now.files}
+        for path in now:
+            if f"{self.the_table.name}/{path}" not in self.the_table.bucket.objects:
+                raise CloudError(f"{path} is a file of the table, and has gone")
         removed = [self._files.pop(path) for path in self._files.keys() - now.keys()]
         before = Counter[Row]()  # what a compaction has merged must be in the new files
         for gone in removed:
@@ -294,8 +310,6 @@ class CloudCheck:
 
     def _content(self, path: str) -> Counter[Row]:
         names = ["gateway", "stream", "epoch", "sequence_number", "payload"]
-        if f"{self.the_table.name}/{path}" not in self.the_table.bucket.objects:
-            raise CloudError(f"{path} is a file of the table, and has gone")
         columns = self.the_table.content(path, names).to_pydict()
         rows: Counter[Row] = Counter()
         for *name, epoch, number, payload in zip(*(columns[name] for name in names), strict=True):
@@ -390,6 +404,12 @@ class CloudCheck:
             absent -= within if len(within) <= count else set()
         if absent:
             raise CloudError(f"{stream}: called complete, and these are not there: {sorted(absent)[:10]}")
+
+    def has(self, name: ObjectKey) -> bool:
+        """Whether the table has all numbers of an object, but for those that were left out."""
+        stream = StreamId.of(name)
+        there = Ranges([*self.numbers.get(stream, Ranges()), *self._left_out(stream)])
+        return there.covers(name.first, name.last)
 
     def _harmed(self, since: int) -> set[str]:
         """The keys of objects that somebody has harmed; those put back since then count too."""

@@ -1,6 +1,6 @@
 """The simulated disk: real files on a tmpfs, and a note of what of them is on the disk for sure.
 
-A sync makes what a file held then durable; a directory's sync, its names. A power cut (`cut`) leaves
+A sync makes what a file held when it began durable; a directory's sync, its names. A power cut (`cut`) leaves
 
 * of the names: a prefix of their changes, as a journal does, with all that were synced;
 * of a file's data: everything synced, and of the later writes none, all, the first few, or any of them,
@@ -10,7 +10,7 @@ A sync makes what a file held then durable; a directory's sync, its names. A pow
 as on ext4. `failing`: so many syncs fail, of files whose path has `failing_at` in it; what such a file held
 then can be read until it leaves the page cache, and is never on the disk unless it is written again, however
 the next sync ends. `refusing`: so many writes fail for want of room, to files with `refusing_at`. `lying`:
-syncs return and do nothing. `full`: no file grows.
+syncs return and do nothing. `full`: no file grows. `slow`: a sync takes up to so many seconds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import NoReturn
 
 SECTOR = 512
 REAL = {
@@ -49,15 +51,19 @@ class Node:
     def __init__(self, data: bytes = b"") -> None:
         self.durable = bytearray(data)
         self.pending: list[tuple[int, bytes | None]] = []  # offset and data; None: truncated there
+        self.written = 0  # how many writes there ever were; the last of them are pending
         self.forgotten = False  # the page cache has what a failed sync has not written
 
     def add(self, offset: int, data: bytes | None) -> None:
         self.pending.append((offset, data))
+        self.written += 1
 
-    def sync(self) -> None:
-        for offset, data in self.pending:
+    def sync(self, upto: int) -> None:
+        """Bring the first `upto` writes to the disk."""
+        number = max(upto - (self.written - len(self.pending)), 0)
+        for offset, data in self.pending[:number]:
             _apply(self.durable, offset, data)
-        self.pending.clear()
+        del self.pending[:number]
 
     def lost(self) -> None:
         """A sync has failed: the writes are forgotten, the sizes are not."""
@@ -131,10 +137,13 @@ class Disk:
         self.top = Dir()
         self.journal: list[Change] = []  # changes of names that may be lost
         self.strict, self.lying, self.full = True, False, False
+        self.slow = 0.0  # s that a sync may take
+        self._slowed: list[list[float]] = []  # when each sync began and ended
         self.failing = self.refusing = 0
         self.failing_at = self.refusing_at = ""
         self.open: dict[int, tuple[Node | Dir, str]] = {}
         self.on_failure: Callable[[], object] = lambda: None  # a sync has failed
+        self.failed_at: set[str] = set()  # paths where anything has failed
         REAL["mkdir"](root, 0o700)
 
     # -- where a path leads to
@@ -164,9 +173,13 @@ class Disk:
 
     # -- calls; each makes the real one first
 
+    def _fail(self, number: int, path: str) -> NoReturn:
+        self.failed_at.add(path)
+        raise OSError(number, os.strerror(number), path)
+
     def do_open(self, path: str, flags: int, mode: int = 0o777) -> int:
         if self.full and flags & os.O_CREAT and not os.path.lexists(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            self._fail(errno.ENOSPC, path)
         fd: int = REAL["open"](path, flags, mode)
         node = self._find(path)
         if node is None:
@@ -184,17 +197,25 @@ class Disk:
         assert isinstance(node, Node)
         if self.refusing > 0 and self.refusing_at in path:
             self.refusing -= 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            self._fail(errno.ENOSPC, path)
         if self.full:
             room = REAL["fstat"](fd).st_size - offset
             if room <= 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+                self._fail(errno.ENOSPC, path)
+            if room < len(data):
+                self.failed_at.add(path)
             data = data[:room]
         done: int = REAL["pwrite"](fd, data, offset)
         node.add(offset, bytes(data))
         return done
 
-    def do_sync(self, fd: int) -> None:
+    def begin_sync(self, fd: int) -> int:
+        """A sync begins: it covers what was written by now."""
+        node = self.open[fd][0]
+        return node.written if isinstance(node, Node) else 0
+
+    def do_sync(self, fd: int, upto: int) -> None:
+        """A sync that has begun ends."""
         node, path = self.open[fd]
         if self.lying:
             return
@@ -204,18 +225,37 @@ class Disk:
                 self.failing -= 1
                 self.on_failure()
                 node.lost()
-                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-            node.sync()
+                self._fail(errno.EIO, path)
+            node.sync(upto)
             if not self.strict:
                 self._commit(len(self.journal))
         else:
             if fails:
                 self.failing -= 1
                 self.on_failure()
-                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+                self._fail(errno.EIO, path)
             mine = [number for number, change in enumerate(self.journal) if any(c[0] is node for c in change)]
             if mine:
                 self._commit(mine[-1] + 1)
+
+    @contextmanager
+    def syncs_slowly(self, now: Callable[[], float]) -> Iterator[None]:
+        """A sync takes long."""
+        note = [now(), float("inf")]
+        self._slowed.append(note)
+        try:
+            yield
+        finally:
+            note[1] = now()
+
+    def syncing(self, begin: float, end: float) -> float:
+        """How many s of a time a slow sync was under way: a turn syncs all streams."""
+        total, done = 0.0, begin
+        for first, last in sorted(self._slowed):
+            first, last = max(first, done), min(last, end)
+            if last > first:
+                total, done = total + last - first, last
+        return total
 
     def _commit(self, number: int) -> None:
         for change in self.journal[:number]:
@@ -257,7 +297,7 @@ class Disk:
 
     def do_mkdir(self, path: str, mode: int = 0o777) -> None:
         if self.full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+            self._fail(errno.ENOSPC, path)
         REAL["mkdir"](path, mode)
         parent, name = self._parent(path)
         self._change((parent, name, Dir()))
@@ -320,6 +360,12 @@ class Disk:
                 fd = REAL["open"](place, os.O_WRONLY | os.O_CREAT, 0o600)
                 REAL["write"](fd, bytes(entry.durable))
                 REAL["close"](fd)
+
+    def clear(self) -> None:
+        """A new disk."""
+        self.journal.clear()
+        self.top = Dir()
+        self.write_out()
 
     def copy(self) -> Dir:
         """All files as they are now: a backup."""

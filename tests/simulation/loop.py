@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from .kernel import Kernel, Killed, Process, Thread
 
-CLIENT = ("10.0.0.1", 40000)
+HIGH_WATER = 64 * 1024  # bytes that a client has not taken: its protocol is told to pause, as asyncio does
 
 
 class _NoSelector:
@@ -198,18 +198,22 @@ class Link:
     """A connection of a client with the gateway."""
 
     def __init__(self, kernel: Kernel, address: tuple[str, int], receive: Callable[[bytes], object],
-                 lost: Callable[[], object]) -> None:  # fmt: skip
-        """Raises ConnectionRefusedError. What arrives at the client goes to `receive`."""
+                 lost: Callable[[], object], peer: tuple[str, int]) -> None:  # fmt: skip
+        """Raises ConnectionRefusedError. What arrives at the client, which is `peer`, goes to `receive`."""
         found = NETWORK.get(address)
         if found is None or found[0].dead:
             raise ConnectionRefusedError(address)
-        self.kernel, self._receive, self._lost = kernel, receive, lost
+        self.kernel, self._receive, self._lost, self.peer = kernel, receive, lost, peer
         self.process, make = found
         self.open = True  # for the client
         self.transport = ClientTransport(self)
         self._up: deque[bytes] = deque()
         self._going = self._finishing = False
         self._down_at = 0.0
+        self.stalled = False  # the client does not read
+        self._held: list[bytes] = []
+        self.untaken = 0  # bytes that the client has not read
+        self._paused = False
         with kernel.inside(self.process):
             self.protocol = make()
             self.protocol.connection_made(self.transport)
@@ -242,6 +246,22 @@ class Link:
     def close_now(self) -> None:
         self.kernel.later(self._delay(), self.process, self._end_at_the_gateway)
 
+    def stall(self, on: bool) -> None:
+        """The client stops reading, or goes on."""
+        self.stalled = on
+        if not on and self._held:
+            data = b"".join(self._held)
+            self._held.clear()
+            self.untaken = 0
+            self.down(data)
+        if not on and self._paused:
+            self._paused = False
+            self.kernel.later(self._delay(), self.process, self._resume)
+
+    def _resume(self) -> None:
+        if not self.transport.lost and not self._paused:
+            self.protocol.resume_writing()
+
     # -- on the way
 
     def _delay(self) -> float:
@@ -273,6 +293,13 @@ class Link:
 
     def down(self, data: bytes) -> None:
         """The gateway has written."""
+        if self.stalled:
+            self._held.append(data)
+            self.untaken += len(data)
+            if not self._paused and self.untaken > HIGH_WATER:
+                self._paused = True
+                self.protocol.pause_writing()
+            return
         self._down_at = max(self.kernel.now + self._delay(), self._down_at)
         self.kernel.later(self._down_at - self.kernel.now, None, self._deliver, data)
 
@@ -329,13 +356,13 @@ class ClientTransport(asyncio.Transport):
         return False
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self._link.untaken
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return CLIENT if name == "peername" else default
+        return self._link.peer if name == "peername" else default
 
     def pause_reading(self) -> None:
         self.reading = False
@@ -486,6 +513,9 @@ class PairTransport(ClientTransport):
         if sock.end.buffer:
             early, sock.end.buffer = bytes(sock.end.buffer), bytearray()
             loop.call_soon(self._receive, early)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
 
     def write(self, data: Any) -> None:
         if not self.closed:

@@ -1,69 +1,19 @@
 """What happens in a world: drawn from its seed before it begins, so that steps can be left out.
 
-A step is what is done, with its arguments, and how long the world waits after it. `words` says it as a person
-would.
+A step is what is done, with its arguments, and how long the world waits after it. Most are drawn one by one;
+some come as scenes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, NamedTuple
+
+from .scenes import TRIED, copy, scene
+from .steps import Step
 
 DEVICES = 3
 FAMILIES = ("safe", "plain", "both", "ring", "memory", "kin", "live", "aged")
-
-
-class Step(NamedTuple):
-    """One step; `wait` in seconds after it."""
-
-    do: str
-    arguments: tuple[Any, ...]
-    wait: float
-
-    def words(self) -> str:
-        text = WORDS[self.do]
-        return text.format(*self.arguments)
-
-
-WORDS = {
-    "publish": "device {0} publishes {1} messages on {2} with QoS {3}",
-    "append": "client asks to append {0} messages with ids to the stream ids, again after a lost answer: {1}",
-    "drop": "the connection of device {0} breaks",
-    "leave": "device {0} goes away (with DISCONNECT: {1})",
-    "come": "device {0} comes back",
-    "subscriber": "the subscriber goes away or comes back",
-    "kill": "the service is killed {0} {1}",
-    "cut": "the power is cut {0} {1}",
-    "stop": "the service is stopped, and started",
-    "worker": "the export worker is killed {0} {1}",
-    "link": "the link to the cloud is down: {0}",
-    "faults": "{0:.0%} of the requests to the cloud fail, of each kind",
-    "late": "a request that was under way arrives",
-    "syncs": "the next {0} syncs fail (of files with '{1}' in their path)",
-    "refuse": "the disk has no room for the next {0} writes (to files with '{1}' in their path)",
-    "lie": "syncs do nothing: {0}",
-    "full": "the disk is full: {0}",
-    "backup": "the data directory is copied",
-    "restore": "the service is killed, and its data directory is what was copied",
-    "clock": "the wall clock jumps by {0:.0f} s",
-    "revoke": "a reload takes the rights of device {0} on {1}, or gives them back",
-    "purge": "a client purges the stream both",
-    "drain": "a client purges what it has read of the dead letter stream",
-    "repeat": "client asks again to append {0} messages that were answered long ago",
-    "off": "the service ends ({1}), and nothing happens for {0:.0f} s",
-    "recreate": "a client deletes the stream fresh, and creates it",
-    "ntp": "the wall clock is set right",
-    "pause": "nothing happens for {0:.0f} s, and somebody looks",
-    "span": "something begins whose time is limited ({0}), {1} after {2:.0%} of it, and a look at {3:.0%}",
-    "room": "the disk works, and a client fills the stream exact until it takes no more",
-    "retain": "device {0} publishes {1} retained messages",
-    "fill": "a client fills the stream exact with {0} messages, or purges it",
-    "update": "a reload changes the limits of the stream ring, and an export",
-    "passwords": "a reload changes the password of device {0}",
-    "ingest": "an ingest run",
-    "harm": "somebody harms an object: {0}",
-}
 
 
 @dataclass
@@ -84,6 +34,11 @@ class Plan:
     restored: bool  # whether an old copy of the data directory comes back
     cuts: bool  # whether the power is ever cut: without, more is promised
     ntp: bool  # whether the wall clock is right from the start of each boot, and known to be
+    open: bool  # whether there are no rules: clients of other machines may do what rules do not speak of
+    sink: str  # the exporter of the stream kin
+    keyed: bool  # whether Kinesis gets a partition key, and so an order
+    replaced: bool  # whether the gateway's disk dies in the end
+    tight: bool  # whether the broker keeps little for a subscriber, and few retained messages
     steps: list[Step] = field(default_factory=list)
 
     @property
@@ -103,12 +58,12 @@ class Plan:
         return 4 if self.seed % 2 else 60
 
 
-def draw(seed: int, steps: int = 60) -> Plan:
+def draw(seed: int, steps: int = 46, scenes: int = 5) -> Plan:
     """The plan of a seed."""
     random = Random(f"plan {seed}")
     plan = Plan(
         seed=seed,
-        sync_interval=random.choice((200, 1000)),
+        sync_interval=random.choice((200, 200, 1000)),
         strict=random.random() < 0.7,
         segment=random.choice((1024, 4096, 65536)),
         linger=random.choice((1, 100, 400)),
@@ -118,9 +73,14 @@ def draw(seed: int, steps: int = 60) -> Plan:
         window=random.choice((4, 20, 600)),
         v5=[random.random() < 0.5 for _ in range(DEVICES)],
         lying=random.random() < 0.05,
-        restored=random.random() < 0.05,
+        restored=random.random() < 0.08,
         cuts=random.random() < 0.65,
         ntp=random.random() < 0.7,
+        open=random.random() < 0.2,
+        sink=random.choice(("kinesis", "kinesis", "firehose")),
+        keyed=random.random() < 0.5,
+        tight=random.random() < 0.6,
+        replaced=random.random() < 0.12,
     )
     # A world has a few kinds of trouble, so that each happens often in some worlds.
     troubles = [name for name in TROUBLES if random.random() < 0.4]
@@ -138,10 +98,10 @@ def draw(seed: int, steps: int = 60) -> Plan:
                     plan.steps.append(Step("room", (), wait))
         if random.random() < 0.16:
             plan.steps.append(_crash(random, plan))
-    if plan.restored:
-        first, second = sorted(random.sample(range(len(plan.steps)), 2))
-        plan.steps.insert(second, Step("restore", (), 0.3))
-        plan.steps.insert(first, Step("backup", (), 0.0))
+    for number in range(scenes):
+        at = random.randrange(len(plan.steps) + 1)
+        restores = plan.restored and not number
+        plan.steps[at:at] = copy(plan, random, random.randrange(DEVICES)) if restores else scene(plan, random)
     return plan
 
 
@@ -149,7 +109,8 @@ TROUBLES = {
     "drop": 4, "leave": 2, "subscriber": 2, "stop": 1, "worker": 3, "link": 2, "faults": 2, "late": 2,
     "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
     "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
-    "retain": 3, "room": 3, "span": 4, "recreate": 2, "ntp": 1,
+    "retain": 3, "room": 3, "span": 4, "recreate": 2, "ntp": 1, "slow": 1, "attempt": 1, "prune": 0.5,
+    "redefine": 0.5,
 }  # fmt: skip
 
 
@@ -219,6 +180,12 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
             return Step(what, (random.choice((2, 5, 20)),), wait)
         case "fill":
             return Step(what, (random.choice((0, 3, 12)),), wait)
+        case "slow":
+            return Step(what, (random.choice((0, 0.05, 0.5)),), wait)
+        case "attempt":
+            return Step(what, (random.choice(TRIED),), wait)
+        case "redefine":
+            return Step(what, (random.choice(("safe", "plain", "ring")), random.random()), wait)
         case "harm":
             return Step(what, (random.choice(("delete", "damage", "tear")),), wait)
         case _:

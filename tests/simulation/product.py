@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import base64
-import gc
-import json
 import random as randomness
 import sys
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -28,7 +26,7 @@ from bridge.service.service import Service
 from . import boundary
 from . import kernel as kernels
 from .boundary import MACHINE
-from .clients import POISON, PUBLISH, Client, Packet, _text
+from .clients import POISON
 from .kernel import Kernel
 
 if TYPE_CHECKING:
@@ -39,7 +37,19 @@ import bridge.export.wire
 import bridge.export.worker
 
 REGISTRY = discovery.load([])
-discovery.load = lambda directories=(): REGISTRY  # type: ignore[assignment]
+
+
+def _plugins(directories: Any = ()) -> Any:
+    """The plugins that this process can load."""
+    process = kernels.KERNEL.process if kernels.KERNEL is not None else None
+    if MACHINE.missing and process is not None and process.name == "worker":
+        found = copy(REGISTRY)
+        found.exporters = {kind: cls for kind, cls in REGISTRY.exporters.items() if kind != MACHINE.missing}
+        return found
+    return REGISTRY
+
+
+discovery.load = _plugins
 
 
 class System:
@@ -132,7 +142,7 @@ def reset() -> None:
         else:
             setattr(module, name, value)
     randomness.seed(0)
-    gc.collect(1)
+    boundary.real_collect(1)
 
 
 class Slow:
@@ -161,7 +171,10 @@ class Slow:
 
 
 class Kinesis:
-    """A stream of Kinesis. A record with `POISON` in it can never be accepted, nor any request with it."""
+    """A stream of Kinesis, or of Firehose.
+
+    Kinesis never accepts a record with `POISON` in it, nor any request with one.
+    """
 
     def __init__(self, world: World, random: Random) -> None:
         self.world, self.random = world, random
@@ -172,136 +185,36 @@ class Kinesis:
         return {"StreamDescriptionSummary": {"OpenShardCount": 1000}}
 
     def put_records(self, StreamName: str, Records: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: N803
-        if self.down or self.random.random() < self.faults:
-            raise botocore.exceptions.EndpointConnectionError(endpoint_url="https://kinesis.invalid")
+        self._connect()
         if any(POISON in record["Data"] for record in Records):
             error: Any = {"Error": {"Code": "ValidationException", "Message": "poison"}}
             raise botocore.exceptions.ClientError(
                 error | {"ResponseMetadata": {"HTTPStatusCode": 400}}, "PutRecords"
             )
-        answer, failed = [], 0
-        for record in Records:
+        failed, answers = self._put(Records, "ProvisionedThroughputExceededException")
+        return {"FailedRecordCount": failed, "Records": answers}
+
+    def put_record_batch(self, DeliveryStreamName: str, Records: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: N803
+        """Of Firehose, which takes any record."""
+        self._connect()
+        failed, answers = self._put(Records, "ServiceUnavailableException")
+        return {"FailedPutCount": failed, "RequestResponses": answers}
+
+    def _connect(self) -> None:
+        if self.down or self.random.random() < self.faults:
+            raise botocore.exceptions.EndpointConnectionError(endpoint_url="https://kinesis.invalid")
+
+    def _put(self, records: list[dict[str, Any]], code: str) -> tuple[int, list[dict[str, str]]]:
+        """Take some of the records, or lose the answer; returns how many failed, and the answers."""
+        answers, failed = [], 0
+        for record in records:
             if self.random.random() < self.faults * 2:
                 failed += 1
-                answer.append(
-                    {"ErrorCode": "ProvisionedThroughputExceededException", "ErrorMessage": "slower"}
-                )
+                answers.append({"ErrorCode": code, "ErrorMessage": "slower"})
             else:
-                self.records.append(record["Data"])
-                answer.append({"SequenceNumber": str(len(self.records)), "ShardId": "0"})
+                self.records.append(record["Data"].removesuffix(b"\n"))
+                self.world.checks.exports.arrived(self.records[-1])
+                answers.append({"RecordId": str(len(self.records))})
         if self.random.random() < self.faults:
             raise botocore.exceptions.ReadTimeoutError(endpoint_url="https://kinesis.invalid")
-        return {"FailedRecordCount": failed, "Records": answer}
-
-
-class Appended:
-    """One append with an id."""
-
-    def __init__(self, number: int, payload: bytes) -> None:
-        self.id, self.payload = f"id-{number}", payload
-        self.sent: list[float] = []
-        self.acked: float | None = None
-        self.number: int | None = None  # in the stream, from the first answer
-        self.rest = 0  # how often it is sent again after its answer
-        self.answers: list[tuple[float, float, int]] = []  # when it was asked and answered, and the number
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-class Appender(Client):
-    """Appends to the stream `ids` by requests; without an answer it asks again, with the same id."""
-
-    def __init__(self, kernel: Kernel, random: Random) -> None:
-        super().__init__(kernel, "appender", random, v5=False, clean=True)
-        self.all: list[Appended] = []
-        self.open: dict[str, Appended] = {}  # not answered, by request id
-        self._sent: set[str] = set()
-        self._requests = 0
-        self.refusals: list[str] = []
-        self._asked: dict[str, Callable[[dict[str, Any]], object]] = {}
-
-    def append(self, number: int, *, again: bool) -> None:
-        for _ in range(number):
-            one = Appended(len(self.all), f"append {len(self.all)}".encode())
-            one.rest = int(again)
-            self.all.append(one)
-            self._requests += 1
-            self.open[f"r{self._requests}"] = one
-        self._pump()
-
-    def repeat(self, number: int, *, latest: bool) -> None:
-        """Ask again for some that were answered, of all or of the latest."""
-        known = [one for one in self.all if one.acked is not None and not one.rest]
-        if latest:
-            known = known[-2 * number :]
-        for one in self._random.sample(known, min(number, len(known))):
-            if one not in self.open.values():
-                self._requests += 1
-                self.open[f"r{self._requests}"] = one
-        self._pump()
-
-    def ask(self, operation: str, body: dict[str, Any], done: Callable[[dict[str, Any]], object]) -> None:
-        """Make a request; `done` gets the reply, if one comes before the connection ends."""
-        if self.connected:
-            self._requests += 1
-            request = f"q{self._requests}"
-            self._asked[request] = done
-            data = json.dumps(body | {"requestId": request}).encode()
-            self.send(PUBLISH, 0, _text(f"streambridge/appender/{operation}") + data)
-
-    @property
-    def idle(self) -> bool:
-        return not self.open
-
-    def ready(self) -> None:
-        self._sent.clear()
-        self._asked.clear()
-        self._pump()
-
-    def _pump(self) -> None:
-        if not self.connected:
-            return
-        for request, one in list(self.open.items())[:20]:
-            if request not in self._sent:
-                self._sent.add(request)
-                one.sent.append(self.kernel.now)
-                body = {
-                    "name": "ids", "payload": _base64(one.payload), "messageId": _base64(one.id.encode()),
-                    "requestId": request,
-                }  # fmt: skip
-                data = json.dumps(body).encode()
-                self.send(PUBLISH, 0, _text("streambridge/appender/appendMessage") + data)
-
-    def handle(self, packet: Packet) -> None:
-        if packet.kind != PUBLISH:
-            return
-        at = 2 + int.from_bytes(packet.body[:2], "big")
-        qos = packet.flags >> 1 & 3
-        answer = json.loads(packet.body[at + (2 if qos else 0) :])
-        done = self._asked.pop(str(answer.get("requestId")), None)
-        if done is not None:
-            done(answer)
-        one = self.open.pop(str(answer.get("requestId")), None)
-        if one is None:
-            return
-        if "sequenceNumber" in answer:
-            one.answers.append((one.sent[-1], self.kernel.now, answer["sequenceNumber"]))
-            if one.acked is None:
-                one.acked, one.number = self.kernel.now, answer["sequenceNumber"]
-            if one.rest:
-                one.rest -= 1
-                self._requests += 1
-                self.open[f"r{self._requests}"] = one
-        else:
-            self.refusals.append(str(answer))
-            self._requests += 1
-            self.kernel.later(0.2, None, self._ask_again, f"r{self._requests}", one)
-            self.open[f"r{self._requests}"] = one
-            self._sent.add(f"r{self._requests}")
-        self._pump()
-
-    def _ask_again(self, request: str, one: Appended) -> None:
-        self._sent.discard(request)
-        self._pump()
+        return failed, answers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import time
@@ -94,7 +93,7 @@ def run(
     MACHINE.here = f"{Path.cwd()}/"
     prepare()
     one(draw(0), Path())  # what is imported and made once is there, then, in the child of each world
-    gc.collect()
+    boundary.real_collect()
     boundary.real_freeze()
     began = clock()
     crashes = acknowledged = number = broken = 0

@@ -12,16 +12,21 @@ from functools import partial
 from io import BytesIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bridge.ingest.columns import IDENTITY, MESSAGES, shaped
 from bridge.ingest.errors import CommitConflict
-from bridge.ingest.files import DataFile, DayFiles, Target, labelled, sweep_on_error
+from bridge.ingest.files import STATISTICS, DataFile, DayFiles, Target, labelled, sweep_on_error
 from bridge.ingest.sinks.base import Compacted, Content, Difference, Held, LiveFile, Standing, absent
 
 from .bucket import At, Bucket, Place, nowhere
 
 DAY_MS = 24 * 3600 * 1000
+
+
+class LostAnswer(Exception):  # noqa: N818 - named for what is the case
+    """Raised by `at` when a commit was made and nobody says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,11 @@ class Table:
 
 
 class TableSink:
-    """A sink. A commit calls `at("commit")` before it happens, and `at("committed")` after it."""
+    """A sink. A commit calls `at("commit")` before it happens, and `at("committed")` after it.
+
+    If that raises LostAnswer, the commit is tried again, as by the sinks of Iceberg and Delta, after
+    `at("commit again")`.
+    """
 
     def __init__(self, table: Table, at: At) -> None:
         self.memory, self.at = table, at
@@ -103,20 +112,38 @@ class TableSink:
 
     def commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         self.at("commit")
+        self._commit(previous, version, files)
+        try:
+            self.at("committed")
+        except LostAnswer:
+            self.at("commit again")
+            self._commit(previous, version, files)
+
+    def _commit(self, previous: int | None, version: int, files: Sequence[DataFile]) -> None:
         self.memory.schema = self.memory.schema or MESSAGES
         found = self.memory.now.pointer
         if found != version:  # otherwise an earlier attempt succeeded, and only its answer was lost
             if found != previous:
                 raise CommitConflict(f"{self.name}: another run committed first")
             self.add(version, self.memory.now.files, files)
-        self.at("committed")
 
     def add(self, pointer: int | None, kept: Sequence[LiveFile], files: Sequence[DataFile]) -> None:
         """Make a version of the files kept and added."""
         table = self.memory
+        for file in files:
+            self._check_bounds(file)
         table.commits += 1
         new = [LiveFile(file.path, file.day, file.size, file.rows, table.commits) for file in files]
         table.versions.append(Version(int(table.bucket.now() * 1000), pointer, (*kept, *new)))
+
+    def _check_bounds(self, file: DataFile) -> None:
+        """Raises AssertionError if a reader would skip rows of a file because of its bounds."""
+        rows = self.memory.content(file.path, [name for name in STATISTICS if name in file.bounds])
+        for name, (low, high) in file.bounds.items():
+            values = rows[name].cast(pa.int64()) if name == "ingest_time" else rows[name]
+            ends = pc.min_max(values).as_py()
+            assert low <= ends["min"], (file.path, name, low, ends)
+            assert ends["max"] <= high, (file.path, name, high, ends)
 
     def files(self) -> list[LiveFile]:
         self.at("files")

@@ -8,9 +8,6 @@ everything is checked once more.
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import json
 import logging
 import shutil
 import traceback
@@ -19,14 +16,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from . import boundary
+from . import boundary, settings
 from . import kernel as kernels
 from . import loop as loops
 from .boundary import MACHINE
 from .clients import ADDRESS, POISON, Device, Subscriber
 from .disk import Disk
 from .kernel import Kernel, Process
-from .plan import DEVICES, FAMILIES, Plan
+from .plan import DEVICES, Plan
+from .steps import Step
 
 WALL = 1_790_000_000.0
 QUIET = 120.0  # s of simulated time in which everything must settle
@@ -41,14 +39,14 @@ class BrokenError(AssertionError):
 
 def prepare() -> None:
     """Import everything now, and not in the process of each world."""
-    from . import checks, cloud, product, table  # noqa: F401
+    from . import checks, cloud, features, product, requests, table  # noqa: F401
 
 
 class World:
     """What one plan becomes."""
 
     def __init__(self, plan: Plan, place: Path) -> None:
-        from . import checks, cloud, product, table
+        from . import checks, cloud, features, product, requests, table
 
         self.plan, self.place = plan, place
         seed = plan.seed
@@ -62,7 +60,7 @@ class World:
         loops.Socket.by_number.clear()
         product.reset()
         MACHINE.entropy = Random(f"entropy {seed}")
-        MACHINE.boot = "boot 0"
+        MACHINE.boot, MACHINE.missing = "boot 0", ""
         self._set_clock()
         MACHINE.log = self._log
         MACHINE.client = self._client
@@ -78,7 +76,6 @@ class World:
         self.kinesis = product.Kinesis(self, Random(f"kinesis {seed}"))
         self.process: Process | None = None
         self.service: Any = None
-        self.powered = True
         self.cuts: list[float] = []  # when
         self.kills: list[float] = []
         self.starts: list[float] = []
@@ -95,6 +92,8 @@ class World:
         self.ring = plan.ring
         self.linger = plan.linger
         self.newest_first = plan.newest_first
+        self.kin_size = 20 * settings.KIN_SEGMENT
+        self.export_starts: dict[str, int] = {}  # by stream, where a reload has put the start of its export
         self._pending_cut = False
         self.devices = [
             Device(self.kernel, f"device-{n}", Random(f"device {n} {seed}"), v5=plan.v5[n], user=f"user{n}",
@@ -107,10 +106,15 @@ class World:
             self.kernel, "subscriber", Random(f"subscriber {seed}"), [("live/1/#", 1), ("live/2/#", 2)],
             v5=bool(seed % 2), expiry=SESSION,
         )  # fmt: skip
-        self.appender = product.Appender(self.kernel, Random(f"appender {seed}"))
-        self.clients = [*self.devices, self.subscriber, self.appender]
-        self.checks = checks.Checks(self)
+        self.slow = Subscriber(
+            self.kernel, "slow", Random(f"slow {seed}"), [("flood/#", 1)], v5=bool(seed % 3), expiry=65_536
+        )
+        self.appender = requests.Appender(self.kernel, Random(f"appender {seed}"))
+        self.guest = requests.Guest(self.kernel, Random(f"guest {seed}"))
+        self.clients = [*self.devices, self.subscriber, self.slow, self.appender, self.guest]
         self.cloud_random = Random(f"cloud {seed}")
+        self.checks = checks.Checks(self)
+        self.features = features.Features(self)
         self._write_config()
 
     # -- the story
@@ -127,6 +131,8 @@ class World:
             self._lines[key] += 1
             if self._lines[key] <= 5:
                 self.tell(f"    log: {record.levelname.lower()}: {stream}{': ' if stream else ''}{text}")
+            if stream and record.levelno == logging.WARNING:
+                self.checks.repaired(stream, text)
             if record.exc_info and record.exc_info[1] is not None:
                 if isinstance(record.exc_info[1], kernels.Killed):
                     return
@@ -136,108 +142,9 @@ class World:
     # -- the gateway
 
     def _write_config(self) -> None:
-        plan = self.plan
-        rules = []
-        for n in range(DEVICES):
-            may = [f"{family}/#" for family in FAMILIES if (n, family) not in self.revoked]
-            rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(may)}\nsubscribe = []\n')
-        order = f'order = "{"newest" if self.newest_first else "oldest"} first"\n'
-        s3 = order + (
-            f'bucket = "landing"\ntime_hint_millis = {self.linger}\nsize_hint_bytes = {plan.batch}\n'
-            "report_interval_millis = 500\n"
-        )
-        topics = {name: f"topics = {json.dumps(wanted)}\n" for name, wanted in plan.wanted.items()}
-        small = f"segment_size = {plan.segment}\n"
-        text = f"""
-[gateway]
-id = "g"
-data_dir = "{self.root}/data"
-memory_dir = "{self.place}/memory"
-sync_interval = {plan.sync_interval}
-[mqtt]
-listen = ["tcp://{ADDRESS[0]}:{ADDRESS[1]}"]
-users_file = "{self.place}/users"
-allow_anonymous = true
-{"".join(rules)}
-[[mqtt.acl]]
-user = ""
-publish = ["streambridge/%c/#", "streams/ids", "streams/exact"]
-subscribe = ["live/#"]
-manage = ["streams/both", "streams/exact", "streams/dead", "streams/fresh"]
-[export]
-threads = {plan.threads}
-plugin_dirs = []
-[http]
-listen = ""
-[greengrass]
-listen = ""
-[streams.safe]
-topics = ["safe/#"]
-flush_on_write = true
-{small}
-[[streams.safe.export.s3]]
-identifier = "lake"
-{s3}
-[streams.plain]
-topics = ["plain/#"]
-{small}
-[[streams.plain.export.s3]]
-identifier = "lake"
-{s3}{topics.get("plain", "")}
-[streams.both]
-topics = ["safe/both/#", "plain/both/#", "both/#"]
-flush_on_write = {"true" if plan.seed % 2 else "false"}
-{small}
-[streams.ring]
-topics = ["ring/#"]
-{small}
-limits = {{ max_messages = {self.ring} }}
-[[streams.ring.export.s3]]
-identifier = "lake"
-{s3}{topics.get("ring", "")}
-[streams.memory]
-topics = ["memory/#"]
-persistence = "Memory"
-[streams.kin]
-topics = ["kin/#"]
-flush_on_write = true
-retention = "exported"
-max_size = {max(20 * plan.segment, 65536)}
-{small}
-[[streams.kin.export.kinesis]]
-identifier = "kinesis"
-kinesis_stream_name = "out"
-batch_size = {1 + plan.seed % 20}
-dead_letter_stream = "dead"
-{order}
-[streams.aged]
-topics = ["aged/#"]
-{'limits = { max_age = "4s" }' if plan.age < 60 else 'time_to_live = "60s"'}
-segment_size = 1024
-[streams.dead]
-flush_on_write = true
-max_size = 2048
-segment_size = 1024
-[streams.exact]
-flush_on_write = {"true" if plan.seed % 2 else "false"}
-{small}
-limits = {{ max_messages = 25, max_bytes = 2000, discard = "new" }}
-[streams.ids]
-deduplication_window = "{plan.window}s"
-flush_on_write = {"false" if plan.seed % 3 else "true"}
-{small}
-limits = {{ max_messages = 100000, max_message_size = 5000 }}
-"""
-        (self.place / "config.toml").write_text(text)
-        lines = []
-        for n in range(DEVICES):
-            salt = b"0123456789abcdef"
-            digest = hashlib.pbkdf2_hmac("sha512", f"word{n}-{self.passwords[n]}".encode(), salt, 1, 64)
-            lines.append(
-                f"user{n}:$7$1${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n"
-            )
+        (self.place / "config.toml").write_text(settings.text(self))
         users = self.place / "users"
-        users.write_text("".join(lines))
+        users.write_text(settings.users(self))
         users.chmod(0o600)
 
     def start(self) -> None:
@@ -310,6 +217,7 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         text = self.disk.cut()
         shutil.rmtree(self.place / "memory", ignore_errors=True)
         self.disk.failing = self.disk.refusing = 0
+        self.disk.slow = 0.0
         MACHINE.boot = f"boot {len(self.cuts) + 1}"
         if not self.plan.ntp:
             self._set_clock()
@@ -332,18 +240,23 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         for step in self.plan.steps:
             self.ensure()
             self.tell(f"{step.words()}")
-            getattr(self, f"_do_{step.do}")(*step.arguments)
+            self.do(step)
             self.kernel.pass_time(step.wait)
         self.settle()
+
+    def do(self, step: Step) -> None:
+        """Make a step."""
+        do = getattr(self, f"_do_{step.do}", None) or getattr(self.features, step.do)
+        do(*step.arguments)
 
     def settle(self) -> None:
         """Heal all faults; everything must come to rest, and be right."""
         self.tell("all faults end")
-        self._do_full(False)
+        self.features.mend()
         self._do_lie(False)
-        self._do_link(False)
         self._do_faults(0.0)
-        self.disk.failing = self.disk.refusing = 0
+        self.features.plugin(False)
+        self.features.stall(False)
         assert self.process is not None
         self.process.calls_left = None
         self._heal_rights()
@@ -380,14 +293,14 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
             if family in ("safe", "plain") and n % 7 == 3:
                 topic = f"{family}/both/{device}"
             body = f"{who.name} {len(who.messages)} {self.random.randrange(10**6)} ".encode()
-            if family == "kin" and self.random.random() < 0.05:
+            if family == "kin" and self.random.random() < 0.03:
                 body += POISON
             expiry = EXPIRY if family == "live" and self.random.random() < 0.3 else 0
             who.publish(topic, body + b"." * self.random.choice((0, 5, 40, 200)), qos, expiry=expiry)
 
     def _do_retain(self, device: int, number: int) -> None:
         who = self.devices[device]
-        for _ in range(number):
+        for _ in range(number if self.features.may_retain(who) else 0):
             body = f"{who.name} {len(who.messages)} retained".encode()
             who.publish(f"live/1/kept/{device}", body, 1, retain=True)
 
@@ -569,6 +482,8 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         MACHINE.wall = max(MACHINE.wall + seconds, 0.0)  # Linux refuses a time before 1970
 
     def _do_revoke(self, device: int, family: str) -> None:
+        if self.plan.open:  # there is no rule
+            return
         key = device, family
         self.revoked_once = True
         if self.revoked.pop(key, None) is None:
@@ -581,8 +496,9 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
 
     def _do_passwords(self, device: int) -> None:
         self.passwords[device] += 1
-        self.reload()
         who = self.devices[device]
+        self.checks.sessions.password_changed(who)
+        self.reload()
         self.checks.password_changed(who)
         who.password = f"word{device}-{self.passwords[device]}"
 
@@ -593,11 +509,30 @@ limits = {{ max_messages = 100000, max_message_size = 5000 }}
         self.reload()
 
     def _do_ingest(self) -> None:
-        self.checks.ingest()
+        self.checks.lake.ingest()
 
     def _do_harm(self, how: str) -> None:
+        self.harm(how)
+
+    def harm(self, how: str) -> None:
+        """Somebody deletes, damages or tears an object."""
         data = [key for key in self.bucket.keys if key.startswith("gateway=")]
         if data:
             key = self.random.choice(data)
             if key not in self.bucket.harmed:
                 getattr(self.bucket, how)(key)
+
+    def advance_clock(self) -> None:
+        """The wall clock is later than it ever was."""
+        MACHINE.wall, MACHINE.synchronised = WALL + 10 * 365 * 86_400, True
+
+    def replace_disk(self) -> None:
+        """The gateway ends, and begins on an empty disk."""
+        assert self.process is not None
+        self.kernel.kill(self.process, -9)
+        self.tell("the disk is dead, and another one takes its place")
+        self.disk.clear()
+        shutil.rmtree(self.place / "memory", ignore_errors=True)
+        self.export_starts.clear()
+        self._write_config()
+        self.start()

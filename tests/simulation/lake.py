@@ -1,0 +1,213 @@
+"""Runs of the ingest job and of its operators' commands in a world, and what must be true after each.
+
+What a run may meet between any two of its steps: the gateway goes on, another run begins and ends, somebody
+harms an object that has been listed.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+from pyspark.sql.types import StructType
+
+from bridge.ingest.errors import CommitConflict, IngestError
+from bridge.ingest.source import ObjectReader
+from bridge.ingest.state import load_state
+from bridge.ingest.upkeep import accept, prune
+from bridge.objectkeys import parse_key, report_key
+
+from .cloud import CloudCheck, CloudError, Ended, RunFaults, absent, ingest_run
+
+if TYPE_CHECKING:
+    from .checks import Checks
+    from .world import World
+
+AT_ONCE = 2  # runs
+LATE = 3  # messages of the stream late
+READ = StructType().add("stream", "string").add("epoch", "string").add("sequence_number", "long")
+
+
+class LakeChecks:
+    """The truth about the lake of one world."""
+
+    def __init__(self, world: World, checks: Checks) -> None:
+        self.world, self._checks, self._random = world, checks, world.cloud_random
+        self.cloud = CloudCheck(world.bucket, world.table, checks.appended, left_out=checks.left_out)
+        self._running = 0
+
+    # -- runs
+
+    def ingest(self) -> None:
+        """One run, with faults; the world goes on meanwhile."""
+        if self._running >= AT_ONCE or self._checks.lied:
+            return
+        self._running += 1
+        faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.05, unanswered=0.2)
+        try:
+            self._is_right(self._run(faults=faults, full_every=self._random.choice((0, 0, 20))))
+        finally:
+            self._running -= 1
+
+    def _run(self, **options: Any) -> Ended:
+        world = self.world
+        return ingest_run(world.bucket, world.table, self._random, self._meanwhile, **options)
+
+    def _meanwhile(self, point: str) -> None:
+        drawn = self._random.random()
+        if drawn < 0.05:
+            self.world.kernel.pass_time(self._random.random() * 0.05)
+        elif drawn < 0.06:
+            self.world.harm(self._random.choice(("delete", "delete", "damage")))
+        elif drawn < 0.07:
+            self.ingest()
+        elif point == "commit again" and drawn < 0.6:  # the answer took long to be given up
+            self._publish("safe", 1)
+            self.world.kernel.pass_time(1.0)
+            self.ingest()
+
+    def _publish(self, family: str, number: int) -> None:
+        device = self.world.devices[0]
+        for _ in range(number):
+            device.publish(f"{family}/0", f"{device.name} {len(device.messages)} for the lake".encode(), 1)
+
+    def _is_right(self, ended: Ended) -> None:
+        try:
+            self.cloud.table()
+            if self._running == 1:  # what else happened is known to the outer one alone
+                self.cloud.run(ended, self._lost_at_gateway)
+        except CloudError as error:
+            self._checks.broken(f"the table: {error}")
+
+    def _lost_at_gateway(self, stream: Any, number: int) -> bool:
+        checks = self._checks
+        payload = checks.seen[stream.stream].get(number)
+        if stream.stream in self.world.plan.wanted and not (
+            payload and checks.wanted(stream.stream, payload)
+        ):
+            return True
+        before_start = number < checks.exports.latest_start(stream.stream)
+        lost = bool(checks.losses) and payload is None
+        return stream.stream == "ring" or before_start or lost
+
+    def at_rest(self) -> None:
+        """Nothing fails any more: the table gets everything."""
+        world, checks = self.world, self._checks
+        for key in sorted(world.bucket.harmed):
+            world.bucket.upload_again(key)
+        self._running = 1
+        self._is_right(ingest_run(world.bucket, world.table, self._random, retry_quarantined=True))
+        self._running = 0
+        rows = {
+            ("g", name, checks.epochs[name], number): payload
+            for name, exported in checks.exported.items()
+            for number, payload in exported.items()
+        }
+        try:
+            self.cloud.everything(rows)
+        except CloudError as error:
+            checks.broken(f"the table: {error}")
+        if world.export_starts:
+            self._read_at_once()
+
+    def _read_at_once(self) -> None:
+        """A DataFrame over the landing prefix has each number once, however the objects overlap."""
+        reader = ObjectReader(self.world.bucket.place(), READ, skip=False)
+        seen: set[tuple[str, str, int]] = set()
+        for part in reader.partitions():
+            for batch in reader.read(part):
+                columns = batch.to_pydict()
+                for row in zip(*(columns[name] for name in READ.names), strict=True):
+                    if row in seen:
+                        self._checks.broken(f"a DataFrame over the landing prefix has {row} twice")
+                    seen.add(row)
+        for key in self.world.bucket.keys:
+            name = parse_key(key)
+            if name is None:
+                continue
+            there = set(range(name.first, name.last + 1)) - absent(name, self.world.bucket.objects[key].body)
+            for number in sorted(there):
+                if (name.stream, str(name.epoch), number) not in seen:
+                    self._checks.broken(f"a DataFrame over the landing prefix lacks number {number} of {key}")
+
+    # -- upkeep
+
+    def tend(self) -> None:
+        """An operator prunes the landing prefix, or merges small files and expires old versions."""
+        if self._running or self._checks.lied or self.world.table.schema is None:
+            return
+        sink = self.world.table.sink()
+        try:
+            match self._random.randrange(3):
+                case 0:
+                    with suppress(CommitConflict):
+                        sink.compact(None)
+                case 1:
+                    sink.expire(0)
+                case _:
+                    self._prune()
+            self.cloud.table()
+        except CloudError as error:
+            self._checks.broken(f"the table: {error}")
+
+    def _prune(self) -> None:
+        bucket, sink = self.world.bucket, self._sink()
+        before = {key: bucket.objects[key].etag for key in bucket.keys}
+        refused = load_state(sink).quarantine.keys()
+        with suppress(IngestError, BotoCoreError, ClientError):
+            prune(bucket.place(), sink, 0, dry_run=False, trust_state=False)
+        for key in before.keys() - bucket.objects.keys():
+            name = parse_key(key)
+            if name is None or (key, before[key]) in refused:
+                self._checks.broken(f"pruning has deleted {key}, which is no object that the table has taken")
+            if not self.cloud.has(name):
+                self._checks.broken(f"pruning has deleted {key}, and the table lacks some of it")
+            bucket.harmed.discard(key)
+
+    def _sink(self) -> Any:
+        """The table's sink; nothing here needs the method `replace`, which it lacks."""
+        return self.world.table.sink()
+
+    # -- the end of a gateway
+
+    def replace_gateway(self) -> None:
+        """The gateway's disk dies, and another one takes its place: what was not uploaded is missing.
+
+        It stays missing until an operator accepts that, and nothing else is.
+        """
+        world, checks = self.world, self._checks
+        device = world.devices[0]
+        world.advance_clock()  # a report from before the last one, by its clock, would not count
+        for family in ("late", "safe"):
+            self._publish(family, LATE)
+        if not world.kernel.run(lambda: device.idle, 10) or not world.kernel.run(checks.exports_are_done, 20):
+            checks.broken("a client or an export is not served before the gateway is replaced")
+        world.kernel.pass_time(2.0)  # its report
+        epoch = world.service._manager.store.streams["late"].epoch
+        before = self._missing()  # what a power cut has taken
+        checks.over = True
+        world.replace_disk()
+        self._publish("safe", 1)
+        if not world.kernel.run(lambda: str(epoch) not in self._report(), 60):
+            checks.broken("the report of a gateway with a new disk has its old streams")
+        after = self._missing()
+        if after != before | {("late", epoch): LATE}:
+            checks.broken(f"before the gateway was replaced {before} was missing, and afterwards {after}")
+        accept(world.bucket.place(), self._sink(), ["g/late"])
+        if self._missing() != before:
+            checks.broken("the loss of a stream was accepted, and its messages are missing")
+
+    def _report(self) -> str:
+        """The gateway report that is in the bucket."""
+        return self.world.bucket.objects[report_key("g")].body.decode()
+
+    def _missing(self) -> dict[tuple[str, int], int]:
+        """How many messages of each stream and epoch a run calls missing."""
+        ended = ingest_run(self.world.bucket, self.world.table, self._random)
+        assert ended.summary is not None, ended.error
+        report = ended.summary.report
+        found = {(each.stream, each.epoch): each.missing for each in report.streams if each.missing}
+        if report.complete and found:
+            self._checks.broken(f"a verdict says complete, and {found} is missing")
+        return found
