@@ -4,8 +4,8 @@
 
 * The entries of `extra=` become keys of the line, usually `client` and `stream`.
 * A line that repeats within `WINDOW` seconds is counted instead, and written once more at the end of the
-  window, with the time of its end and `repeated=<count>`: a fault in a loop cannot fill the disk. A single
-  repetition is left out. Lines that answer an operator (`extra=ANSWER`: the result of a reload) are always
+  window, with the time of its end and, after more than one repetition, `repeated=<count>`: a fault in a loop
+  cannot fill the disk. Lines that answer an operator (`extra=ANSWER`: the result of a reload) are always
   written at once.
 * Of lines that differ only in their values (in the client, for example), `MOST_ALIKE` are written in a
   window; the last of the others is written at its end, with `alike=<count>`. This does not apply at level
@@ -143,21 +143,19 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         for key, (started, count, record) in list(self._seen.items()):
             if now >= started + self.window:
                 del self._seen[key]
-                if count > 1:
-                    self._summarise(record, "repeated", count)
+                if count:
+                    self._summarise(record, {"repeated": count} if count > 1 else {})
         for kind, (started, count, record) in list(self._alike.items()):
             if now >= started + self.window:
                 del self._alike[kind]
                 if count > MOST_ALIKE:
-                    self._summarise(record, "alike", count - MOST_ALIKE)
+                    self._summarise(record, {"alike": count - MOST_ALIKE})
 
-    def _summarise(self, record: logging.LogRecord, key: str, count: int) -> None:
-        """Write the last of `count` lines that were not written, with the present time."""
+    def _summarise(self, record: logging.LogRecord, counted: dict[str, int]) -> None:
+        """Write the last of the lines that were not written, with the present time and their number."""
         written = time.time()
         super().emit(
-            logging.makeLogRecord(
-                vars(record) | {key: count, "created": written, "msecs": written % 1 * 1000}
-            )
+            logging.makeLogRecord(vars(record) | counted | {"created": written, "msecs": written % 1 * 1000})
         )
 
     def close(self) -> None:

@@ -77,8 +77,8 @@ def test_the_list_of_packages_is_complete() -> None:
 
 def test_the_wheel_holds_the_tree_and_nothing_else(wheel: Path) -> None:
     expected = {path.relative_to(CHECKOUT).as_posix() for path in (CHECKOUT / "bridge").rglob("*.py")}
-    pages = ("http/page", "ingest/fleet")
-    expected |= {f"bridge/{page}.{kind}" for page in pages for kind in ("html", "css", "js")}
+    pages = [*(CHECKOUT / "bridge/http/page").iterdir(), *(CHECKOUT / "bridge/ingest").glob("fleet.[hcj]*")]
+    expected |= {path.relative_to(CHECKOUT).as_posix() for path in pages}
     expected.add("bridge/py.typed")
     for top, inside in INSIDE.items():
         suffixes = {"plugins": {".py"}, "config": {".toml"}}.get(top)

@@ -471,7 +471,8 @@ def write_package(folder: Path) -> list[Path]:
     """
     bridge = Path(__file__).resolve().parents[1]
     folder.mkdir(parents=True, exist_ok=True)
-    shared = ("__init__.py", "deflate.py", "errors.py", "objectkeys.py", "printable.py", "ranges.py")
+    names = ("__init__", "deflate", "errors", "filtered", "objectkeys", "printable", "ranges")
+    shared = [f"{name}.py" for name in names]
     own = (bridge / "ingest").rglob("*")
     modules = [
         *(bridge / name for name in shared),

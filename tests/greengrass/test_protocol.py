@@ -84,7 +84,7 @@ def test_nonsense_in_a_good_frame_gets_an_answer_of_its_operation(server: Server
         for op, body, status in (
             (2, {}, 3),
             (2, {"definition": {"name": "a/b", "strategyOnFull": 0}}, 3),
-            (2, {"definition": {"name": "x", "strategyOnFull": "RejectNewData"}}, 3),
+            (2, {"definition": {"name": "x", "strategyOnFull": "Reject"}}, 3),
             (2, {"definition": {"name": "x"}}, 3),
             (2, {"definition": []}, 3),
             (2, {"definition": {"name": "x", "strategyOnFull": 0, "exportDefinition": {"kinesis": {}}}}, 3),

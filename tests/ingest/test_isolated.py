@@ -34,10 +34,10 @@ class Deadly(importlib.abc.MetaPathFinder):
         def patched(module):
             load(module)
             check = module._check
-            def fatal(columns, key):
+            def fatal(columns, *more):
                 if columns["topic"][0].as_py() == "deadly":
                     ctypes.string_at(0)
-                check(columns, key)
+                check(columns, *more)
             module._check = fatal
         found.loader.exec_module = patched
         return found

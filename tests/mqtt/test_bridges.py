@@ -132,4 +132,4 @@ async def test_mqtt_3_1_is_served(bridge: Bridge) -> None:
     client = await bridge.open()
     assert (await client.connect("old", **options)).body == b"\0\0", "3.1 has no Session Present"
     assert (await client.message()).payload == b"kept"
-    assert [one[3] for one in bridge.front.clients(9) if one[0] == "old"] == ["MQTT 3.1"]
+    assert [one.protocol for one in bridge.front.clients() if one.id == "old"] == ["MQTT 3.1"]
