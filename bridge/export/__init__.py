@@ -44,7 +44,7 @@ Modules, each importing only those above it (`make lint` checks it):
     cursor       the file of a position; planning: which messages make a batch; sizing: how large an
                  attempt may be; backoff: when the next one is
     host         what the worker offers all exports: clients, appends, hooks; and whose plugin runs
-    position     one export's cursor with its files; lanes: where the next batch begins
+    position     one export's cursor with its files; order: where the next batch begins
     batches      one export's planned batch
     task         one export: its state, its steps, and the context of its exporter
     scheduler    the pool: picks tasks and runs them

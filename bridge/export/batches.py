@@ -13,7 +13,7 @@ from enum import Enum, auto
 import msgspec
 
 from bridge.export.host import Host
-from bridge.export.lanes import Lanes
+from bridge.export.order import Order
 from bridge.export.planning import Planner, intersection
 from bridge.export.position import Position, shorten
 from bridge.export.sizing import Sizing, Slices
@@ -44,18 +44,18 @@ class Batches:
         self._may_have_arrived = False  # an attempt of the planned batch had no answer
         self._handled = 0  # the settled messages of the planned batch
         self._sizing = Sizing()
-        self._lanes = Lanes(position.source, planner, host.tuning.behind)
+        self._order = Order(position.source, planner, host.tuning.behind)
         self._slices = Slices()
         self._in_order = True  # the planned batch comes after all that were settled
 
     def due(self) -> float:
         """The monotonic time of the next batch, if none is planned; infinite if nothing is pending."""
-        return self._lanes.due(self._position.cursor)
+        return self._order.due(self._position.cursor)
 
     @property
     def skips_backlog(self) -> bool:
         """Whether the next batch is of new messages, which go before a backlog."""
-        return self._lanes.skips_backlog(self._position.cursor)
+        return self._order.skips_backlog(self._position.cursor)
 
     def resume(self) -> None:
         """Continue from the position, which was just read."""
@@ -142,16 +142,16 @@ class Batches:
     def _plan(self, exporter: Exporter, config: ExportConfig) -> Sequence[Record] | NoBatch:
         """Fix the boundaries of the next batch."""
         cursor = self._position.cursor
-        if self._lanes.look(cursor, config):
+        if self._order.look(cursor, config):
             self._slices = Slices()  # after an outage the link may be another one
         limit = self._sizing.limit
-        self._planner.limit(self._slices.bounded(limit) if self._lanes.has_backlog(cursor) else limit)
+        self._planner.limit(self._slices.bounded(limit) if self._order.has_backlog(cursor) else limit)
         self._in_order = not config.newest_first
         if not self._in_order:
             self._planner.state = TransformState()  # the records of the last batch may be newer
-        first, plan = self._lanes.plan(cursor, config)
+        first, plan = self._order.plan(cursor, config)
         if plan is None:
-            return NoBatch.LATER if self._lanes.has_backlog(cursor) else NoBatch.NOT_DUE
+            return NoBatch.LATER if self._order.has_backlog(cursor) else NoBatch.NOT_DUE
         self._skip(plan.skipped, exporter)
         cursor.skipped += plan.position - first
         cursor.settle(first, plan.position - 1)

@@ -20,7 +20,7 @@ If the export has rules or transforms with a state (`bridge.plugin.transform`), 
 follow, one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's
 area, and a slot whose area does not match is invalid. Area and slot are written together, with one sync.
 
-With `order = "newest first"` (`lanes`), `body` also has `ahead`, the ranges above `position` that are
+With `order = "newest first"` (`order`), `body` also has `ahead`, the ranges above `position` that are
 exported, and `planned_ahead` instead of `planned` for a batch that does not begin at `position`. Without
 such ranges it has neither key. A version that does not know the keys goes on from `position`, and exports
 the ranges once more.

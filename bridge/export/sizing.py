@@ -14,7 +14,7 @@ So the limit follows the link within a few breaks, whatever its rate, and on a l
 soon none. At most about `2/PARTS` of a window is wasted, on average a fraction of that; of the first window,
 about `SHORT` seconds if that is more.
 
-While newer messages go before a backlog (`lanes`), they wait for the request under way. So a request is a
+While newer messages go before a backlog (`order`), they wait for the request under way. So a request is a
 slice then: as large as the link moves in `SLICE` seconds. More would make new messages late, and less would
 slow the backlog down, since each request costs a round trip and its headers.
 """

@@ -28,7 +28,7 @@ class Tuning(Struct, frozen=True, kw_only=True):
     max_backoff: float = 300.0
     hang: float | None = None  # overrides Exporter.timeout
     drain: float = 10.0  # seconds for batches in flight before the worker is replaced
-    behind: float = 5.0  # seconds that new messages may be late before a backlog is made of them (`lanes`)
+    behind: float = 5.0  # seconds that new messages may be late before a backlog is made of them (`order`)
     max_memory: int | None = None  # bytes of RSS; None: a quarter of the machine's, at least 256 MiB
 
 

@@ -25,15 +25,8 @@ from msgspec import Struct
 
 from bridge.errors import NotEnoughMessages, StreamBridgeError, StreamNotFound, Unauthorized
 from bridge.http.clients import ORDERS
-from bridge.http.state import (
-    ExportState,
-    Readiness,
-    ServiceState,
-    StreamState,
-    UpstreamState,
-    lost,
-)
-from bridge.net.httpserver import HttpRequest, HttpResponse, Route
+from bridge.http.state import ServiceState, lost
+from bridge.net.httpserver import JSON, HttpRequest, HttpResponse, Route, json_response
 from bridge.operations.catalog import Found, Read
 from bridge.operations.reading import ReadMessagesOptions
 from bridge.printable import printable
@@ -52,7 +45,6 @@ LOOKED_THROUGH = 5_000  # messages, for those on a topic filter
 ROOM = 1024 * 1024  # bytes of messages that are read for one document
 SHOWN = 500  # bytes of a payload
 TEXT = 1_000  # characters of a parameter
-JSON = "application/json"
 
 
 class QueryError(ValueError):
@@ -76,30 +68,10 @@ class Totals(Struct, rename="camel", kw_only=True):
     lost: int
 
 
-class Status(Struct, rename="camel", kw_only=True):
-    """/status.json: a `ServiceState`, bounded."""
+class Status(ServiceState, rename="camel", kw_only=True):
+    """/status.json: a `ServiceState` with at most `ROWS` streams and exports, and the sums of all."""
 
-    gateway: str
-    version: str
-    started: int
-    time: int
-    readiness: Readiness
     totals: Totals
-    streams: list[StreamState]
-    exports: list[ExportState]
-    connections: int
-    counts: dict[str, dict[str, int]]
-    upstreams: list[UpstreamState]
-    worker_running: bool
-    worker_restarts: int
-    worker_memory: int
-    disk_free: int
-    disk_size: int
-    storage_error: str | None
-    loop_delay: float
-    clock_synchronised: bool
-    clock_steps: int
-    clock_step: int
 
 
 class Tailed(Struct, rename="camel", kw_only=True):
@@ -305,13 +277,9 @@ def _bounded(state: ServiceState, stream: str = "", export: str = "") -> Status:
         dropped=sum(sum(s.dropped.values()) for s in state.streams),
         lost=lost(state),
     )
-    same = {
-        name: getattr(state, name)
-        for name in Status.__struct_fields__
-        if name not in ("streams", "exports", "totals")
-    }
-    return Status(streams=streams, exports=exports, totals=totals, **same)
+    shown = msgspec.structs.asdict(state) | {"streams": streams, "exports": exports}
+    return Status(**shown, totals=totals)
 
 
 def _failure(status: HTTPStatus, why: str) -> HttpResponse:
-    return HttpResponse(status, JSON, msgspec.json.encode({"error": why}) + b"\n")
+    return json_response({"error": why}, status)

@@ -13,15 +13,21 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from bridge.http import metrics
-from bridge.http.documents import JSON, Documents
+from bridge.http.documents import Documents
 from bridge.http.observer import SHARE, Observer
 from bridge.http.requests import MAX_REQUEST, Requests
 from bridge.http.visitors import Visitors
 from bridge.net.addresses import host_and_port, is_loopback
-from bridge.net.httpserver import HttpError, HttpLimits, HttpRequest, HttpResponse, HttpServer, Route
+from bridge.net.httpserver import (
+    HttpError,
+    HttpLimits,
+    HttpRequest,
+    HttpResponse,
+    HttpServer,
+    Route,
+    json_response,
+)
 from bridge.net.limits import ConnectionLimits
 
 if TYPE_CHECKING:
@@ -115,7 +121,7 @@ class HttpFrontEnd:
         """Alive: the event loop answers. Able to store: the data directory was writable."""
         error = await self._observer.storage_error()
         status = HTTPStatus.OK if error is None else HTTPStatus.SERVICE_UNAVAILABLE
-        return _json(status, {"ok": error is None, "storage": error or "writable"})
+        return json_response({"ok": error is None, "storage": error or "writable"}, status)
 
     async def _readiness(self, request: HttpRequest) -> HttpResponse:
         """Ready: messages are received, and all streams can store them.
@@ -124,7 +130,7 @@ class HttpFrontEnd:
         """
         await self._observer.storage_error()
         found = self._observer.readiness()
-        return _json(HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE, found)
+        return json_response(found, HTTPStatus.OK if found.ok else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 async def _only(methods: tuple[str, ...], route: Route, request: HttpRequest) -> HttpResponse:
@@ -132,10 +138,6 @@ async def _only(methods: tuple[str, ...], route: Route, request: HttpRequest) ->
     if request.method not in methods:
         raise HttpError(HTTPStatus.METHOD_NOT_ALLOWED, methods)
     return await route(request)
-
-
-def _json(status: HTTPStatus, value: object) -> HttpResponse:
-    return HttpResponse(status, JSON, msgspec.json.encode(value) + b"\n")
 
 
 def _page() -> HttpResponse:

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 from bridge.access.logins import Reason
 from bridge.net.addresses import is_loopback
-from bridge.net.httpserver import HttpError, HttpRequest, HttpResponse, Route
+from bridge.net.httpserver import JSON, HttpError, HttpRequest, HttpResponse, Route, json_response
 
 if TYPE_CHECKING:
     from bridge.access.logins import Access
@@ -151,11 +151,11 @@ class Visitors:
         found: dict[str, object] = {"user": None, "users": self._access.has_users, "look": look}
         if session is not None:
             found |= {"user": session.user, "token": session.token}
-        return _json(found)
+        return json_response(found)
 
     async def _log_in(self, request: HttpRequest) -> HttpResponse:
         ensure_same_origin(request)
-        if content_type(request) != "application/json":
+        if content_type(request) != JSON:
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
         try:
             login = msgspec.json.decode(await request.body(), type=Login)
@@ -170,7 +170,7 @@ class Visitors:
         while len(self._sessions) >= MOST:
             del self._sessions[next(iter(self._sessions))]
         self._sessions[_digest(cookie)] = session
-        answer = _json({"user": session.user, "token": session.token})
+        answer = json_response({"user": session.user, "token": session.token})
         return answer._replace(
             fields={"Set-Cookie": f"{self._cookie}={cookie}; Path=/; HttpOnly; SameSite=Strict"}
         )
@@ -179,7 +179,7 @@ class Visitors:
         await self.actor(request)
         self._sessions.pop(self._key(request), None)
         ended = f"{self._cookie}=; Path=/; HttpOnly; SameSite=Strict; Max-Age=0"
-        return _json({"user": None})._replace(fields={"Set-Cookie": ended})
+        return json_response({"user": None})._replace(fields={"Set-Cookie": ended})
 
 
 def ensure_same_origin(request: HttpRequest) -> None:
@@ -196,10 +196,6 @@ def content_type(request: HttpRequest) -> str:
 
 def _digest(cookie: str) -> bytes:
     return hashlib.sha256(cookie.encode()).digest()
-
-
-def _json(value: object) -> HttpResponse:
-    return HttpResponse(HTTPStatus.OK, "application/json", msgspec.json.encode(value) + b"\n")
 
 
 def _credentials(header: str) -> tuple[str, bytes]:

@@ -39,6 +39,7 @@ from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import h11
+import msgspec
 
 from bridge.net.addresses import host_and_port
 from bridge.net.flow import Flow
@@ -47,6 +48,7 @@ from bridge.net.limits import ConnectionLimits, keep_alive
 from bridge.net.listening import Listening, listen
 from bridge.net.tls import Acceptor
 
+JSON = "application/json"
 LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
 TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client (RFC 8446, 5.1), and of no HTTP request
 
@@ -122,6 +124,11 @@ Route = Callable[[HttpRequest], Awaitable[HttpResponse]]
 def plain(status: HTTPStatus) -> HttpResponse:
     """The response to a rejected request: the status as text."""
     return HttpResponse(status, "text/plain; charset=utf-8", f"{status.value} {status.phrase}\n".encode())
+
+
+def json_response(value: object, status: HTTPStatus = HTTPStatus.OK) -> HttpResponse:
+    """A response with a value as JSON, on a line of its own."""
+    return HttpResponse(status, JSON, msgspec.json.encode(value) + b"\n")
 
 
 class HttpServer:

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from bridge.errors import InvalidDefinition, InvalidRequest
 from bridge.export.cursor import MAX_AHEAD, SLOT, Cursor, CursorFile, Skipped
-from bridge.export.lanes import Lanes
+from bridge.export.order import Order
 from bridge.export.planning import Plan, Planner, Source
 from bridge.export.sizing import SLICE, Slices
 from bridge.export.wire import Tuning
@@ -508,12 +508,12 @@ class Pending:
         return Plan(position, end - 1, list(range(position, end)), [])  # type: ignore[arg-type]
 
 
-def steps(seed: int, config: BatchedConfig) -> Iterator[tuple[Cursor, Lanes, int, int]]:
+def steps(seed: int, config: BatchedConfig) -> Iterator[tuple[Cursor, Order, int, int]]:
     """Batches of an export while messages come faster than they go, and then no more."""
     chance = random.Random(seed)
     source = Source("a", Path(), 7)
     planner = Pending(source, chance)
-    cursor, lanes = Cursor(epoch=7, kind="k"), Lanes(source, cast("Planner", planner), 5)
+    cursor, order = Cursor(epoch=7, kind="k"), Order(source, cast("Planner", planner), 5)
     for step in range(20_000):
         if step < 2000:
             source.next += chance.choice((0, 3, 30))
@@ -522,12 +522,12 @@ def steps(seed: int, config: BatchedConfig) -> Iterator[tuple[Cursor, Lanes, int
         elif cursor.position == source.next:
             return
         if chance.random() < 0.01:  # a new worker
-            lanes = Lanes(source, cast("Planner", planner), 5)
-        lanes.look(cursor, config)
-        _, plan = lanes.plan(cursor, config)
+            order = Order(source, cast("Planner", planner), 5)
+        order.look(cursor, config)
+        _, plan = order.plan(cursor, config)
         if plan is not None:
             first, last = cast("int", plan.records[0]), cast("int", plan.records[-1])
-            yield cursor, lanes, first, last
+            yield cursor, order, first, last
             cursor.settle(first, last)
     raise AssertionError("it does not come to an end")
 
@@ -548,9 +548,9 @@ def test_on_a_link_that_is_always_too_slow_the_ranges_are_bounded_and_each_messa
 
 def test_oldest_first_the_numbers_ascend() -> None:
     at = 0
-    for cursor, lanes, first, last in steps(1, OLDEST):
+    for cursor, order, first, last in steps(1, OLDEST):
         assert first == at
-        assert not lanes.has_backlog(cursor)
+        assert not order.has_backlog(cursor)
         at = last + 1
 
 

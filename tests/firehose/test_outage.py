@@ -19,6 +19,7 @@ from benchmarks.testbed.local import free_port
 from tests.export.harness import Bucket
 from tests.export.process import DEADLINE, Running
 from tests.firehose.harness import KEY, ROLE, SECRET, client, keys_file, records
+from tests.http.conftest import eventually
 
 HINTS = {"SizeInMBs": 1, "IntervalInSeconds": 1}
 
@@ -199,10 +200,7 @@ def test_what_a_client_has_defined_survives_a_kill_and_a_deletion_continues(
             service.start()
             found = one.describe_delivery_stream(DeliveryStreamName="plant")["DeliveryStreamDescription"]
             assert found["DeliveryStreamStatus"] == "DELETING"
-        deadline = time.monotonic() + DEADLINE
-        while one.list_delivery_streams()["DeliveryStreamNames"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        eventually(lambda: not one.list_delivery_streams()["DeliveryStreamNames"], DEADLINE, 0.1)
     finally:
         link.close()
     assert lines(bucket) == [b"kept"]
@@ -237,10 +235,7 @@ def test_a_declared_stream_is_a_gateway_in_front_of_the_delivery_stream_in_aws(
         service.kill()
         service.start()
         assert one.list_tags_for_delivery_stream(DeliveryStreamName="plant")["Tags"], "the start has kept it"
-        deadline = time.monotonic() + DEADLINE
-        while {record["Data"] for record in aws.taken} != {b"a", b"b"}:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        eventually(lambda: {record["Data"] for record in aws.taken} == {b"a", b"b"}, DEADLINE)
         with pytest.raises(ClientError, match="UnrecognizedClientException"):
             client(url(service), KEY + "X", SECRET).list_delivery_streams()
     finally:

@@ -113,13 +113,13 @@ class Service:
         return self.process.wait(timeout=60)
 
 
-def eventually(look: Callable[[], Found | None], seconds: float = 30) -> Found:
+def eventually(look: Callable[[], Found | None], seconds: float = 30, pause: float = 0.02) -> Found:
     """What `look` gives as soon as it gives something."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         if found := look():
             return found
-        time.sleep(0.02)
+        time.sleep(pause)
     raise AssertionError("it did not come about")
 
 

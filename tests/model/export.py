@@ -128,7 +128,7 @@ class Exports:
             self._each(
                 "plan", self._plan, f"{room}.planning:Planner.plan", f"{room}.batches:Batches._plan",
                 f"{room}.cursor:Cursor.plan", f"{room}.cursor:Skipped.add",
-                f"{room}.lanes:Lanes.plan",
+                f"{room}.order:Order.plan",
             ),
             self._each("write the cursor", self._write, f"{room}.position:Position.write"),
             self._each(

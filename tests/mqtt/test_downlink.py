@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import paho.mqtt.client as paho
@@ -25,8 +26,10 @@ from benchmarks.testbed.mosquitto import Mosquitto
 from bridge.access.users import hash_password
 from tests.export.process import ROOT, Running
 from tests.export.test_uplink import check_order
+from tests.http import conftest
 
 DEADLINE = 120.0
+eventually = partial(conftest.eventually, seconds=DEADLINE, pause=0.05)
 BREAKS = 8
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "commands.md"
 
@@ -117,13 +120,6 @@ def publish(port: int, topic: str, *payloads: bytes) -> None:
     finally:
         client.disconnect()
         client.loop_stop()
-
-
-def eventually(condition: Callable[[], object], pause: float = 0.05) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(pause)
 
 
 def subscribed(gateway: Running, port: int) -> None:

@@ -314,12 +314,8 @@ class Router:
         self._send_some(session, line, found, done)
 
     def _candidates(self, topic_filter: str) -> list[str]:
-        live = [] if self.live is None else self.live.names(topic_filter)
-        return (
-            [*self.retained.candidates(topic_filter), *live]
-            if live
-            else (self.retained.candidates(topic_filter))
-        )
+        kept = self.retained.candidates(topic_filter)
+        return kept if self.live is None else [*kept, *self.live.names(topic_filter)]
 
     def anyone_names(self, level: str) -> bool:
         """Whether a subscription begins with this level: below `$`, no wildcard stands for it (4.7.2)."""

@@ -400,24 +400,22 @@ class Connection(Flow):
                             if qos:
                                 acks += b"\x40\x02"
                                 acks += packet_id
-                elif state is State.OPEN:
-                    if head & 0xD0 == EXPENSIVE and turns.over:
-                        turns.wait(self)
-                        break
-                    self.traffic.others += 1
-                    self.traffic.other_bytes += end - pos
-                    pos = end
-                    self._handle(batch, head, d[body:end])
-                    if self.state is State.CLOSED:
-                        return size
+                elif state is State.OPEN and head & 0xD0 == EXPENSIVE and turns.over:
+                    turns.wait(self)
+                    break
                 else:
-                    self.state = state = NEXT[state, CONNECT]
-                    self.hold("connect")
                     self.traffic.others += 1
                     self.traffic.other_bytes += end - pos
-                    pos = end
-                    self.traffic.connects += 1
-                    self._connect(d[body:end])
+                    pos = end  # it counts as received, whatever becomes of it
+                    if state is State.OPEN:
+                        self._handle(batch, head, d[body:end])
+                        if self.state is State.CLOSED:
+                            return size
+                    else:
+                        self.traffic.connects += 1
+                        self.state = state = NEXT[state, CONNECT]
+                        self.hold("connect")
+                        self._connect(d[body:end])
                 pos = end
         finally:
             broker.counts["received"] += published

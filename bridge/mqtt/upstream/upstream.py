@@ -233,7 +233,7 @@ class Upstream:
             if self._stopping:
                 return
             self._inbox.append((self._connection, packet))
-            self._inbox_bytes += len(packet.payload) + 200
+            self._inbox_bytes += _room_for(packet)
             wake, self._scheduled = not self._scheduled, True
         if wake:
             self._loop.call_soon_threadsafe(self._take)
@@ -287,7 +287,7 @@ class Upstream:
                     if packet.qos:
                         batch.acks.append((connection, packet.number, packet.qos))
                 inbox.popleft()
-                taken += len(packet.payload) + 200
+                taken += _room_for(packet)
             self._inbox_bytes -= taken
             self._room.notify_all()
             if inbox and not self._stopping:
@@ -355,3 +355,8 @@ class Upstream:
         if now >= self._logged.get(kind, -LOGGED) + LOGGED:
             self._logged[kind] = now
             log.warning("dropped a message of %s: %s (counted in the metrics)", self.settings.url, why)
+
+
+def _room_for(packet: Publish) -> int:
+    """The bytes that a message takes in the inbox, roughly."""
+    return len(packet.payload) + 200

@@ -7,11 +7,10 @@ Oldest first, a batch begins at the position, and what has been exported ahead o
 first, a batch begins at `live`, provided that one is due there. Otherwise it comes from the backlog, which
 is due at once, from its oldest message on.
 
-When the first message of the live lane has waited for more than `behind` longer than a batch may wait, as
-after an outage, the lane jumps to the newest messages. What it leaves out joins the backlog. Each jump can
-leave one more range of exported numbers on its far side. At `MAX_AHEAD` ranges there is no jump; the
-smallest part of the backlog is sent first then, since the two ranges around it become one, and the lane can
-jump again.
+When the first of the new messages has waited for more than `behind` longer than a batch may wait, as after an
+outage, `live` jumps to the newest messages. What it leaves out joins the backlog. Each jump can leave one
+more range of exported numbers on its far side. At `MAX_AHEAD` ranges there is no jump; the smallest part of
+the backlog is sent first then, since the two ranges around it become one, and `live` can jump again.
 
 A jump is not written anywhere. A new worker begins behind the highest exported number, and jumps by itself.
 """
@@ -26,7 +25,7 @@ from bridge.export.planning import Plan, Planner, Source
 from bridge.plugin.api import ExportConfig
 
 
-class Lanes:
+class Order:
     """Chooses the next batch of one export. Other threads only ask when it is due, and which kind it is."""
 
     def __init__(self, source: Source, planner: Planner, behind: float) -> None:
@@ -55,7 +54,7 @@ class Lanes:
         return self._planner.due(cursor.position) if self._source.next > cursor.position else math.inf
 
     def look(self, cursor: Cursor, config: ExportConfig) -> bool:
-        """Before a batch is planned, let the live lane jump if it is behind; return whether it did."""
+        """Before a batch is planned, let `live` jump if it is behind; return whether it did."""
         self._stuck = False
         if not config.newest_first:
             self._live = 0
