@@ -78,7 +78,7 @@ def p99(took: list[float]) -> float:
     return sorted(took)[len(took) * 99 // 100]
 
 
-@pytest.mark.slow(seconds=60)
+@pytest.mark.slow(seconds=8)
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_by_strangers_makes_no_message_three_times_as_slow(gateway: Gateway, name: str) -> None:
     port, data = FLOODS[name]
