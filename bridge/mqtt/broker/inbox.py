@@ -74,16 +74,16 @@ class Batch:
         self.touched: dict[Committer, None] = {}
         # QoS 2 ids that are in use only if the commit succeeds, and where their messages are if it does
         self.ids: dict[int, dict[Stream, int]] = {}
-        self.waiting = 0  # commits, and one more until all of them are known
+        self.waiting = 0  # commits
         self.error: StreamError | None = None
-        self.failed: set[Committer] = set()  # only kept when several are touched
+        self.failed: frozenset[Committer] = frozenset()  # only kept when several are touched
         self.close: tuple[str, str, int] | None = None  # counter, text, reason: close after these acks
 
     def committed(self, error: StreamError | None, committer: Committer | None = None) -> None:
         """Something that it touched is committed, or has failed to be."""
         if error is not None:
             if committer is not None:
-                self.failed.add(committer)
+                self.failed |= {committer}
             self.error = self.error or error
             # The connection closes once everything before is answered: store nothing behind a failure.
             self.inbox.line.hold("failed")
@@ -138,21 +138,26 @@ class Inbox:
             return
         if not batch.acks and batch.close is None:
             return  # QoS 0 alone: no client waits for it
-        batch.waiting = len(touched) + 1
         self._batches.append(batch)
-        several = len(touched) > 1
-        for committer in touched:
-            committer.after_commit(
-                partial(batch.committed, committer=committer) if several else batch.committed
-            )
-        batch.committed(None)
+        batch.waiting = len(touched)
+        if batch.waiting == 1:
+            for committer in touched:
+                committer.after_commit(batch.committed)
+        elif touched:
+            batch.waiting += 1  # none may be the last before all of them are known
+            for committer in touched:
+                committer.after_commit(partial(batch.committed, committer=committer))
+            batch.committed(None)
+        else:
+            self.settle()
         if len(self._batches) > UNSENT_BATCHES:
             self._held = True
             self.line.hold("commits")
 
     def settle(self) -> None:
         """Send the acknowledgements of all leading batches that are committed, in one write."""
-        batches, last = self._batches, None
+        batches = self._batches
+        last: Batch | None = None
         acks: bytearray | None = None
         while batches and not batches[0].waiting:
             batch = batches.popleft()
