@@ -6,6 +6,9 @@
   same time; the loop continues to read sockets. Never two syncs of one stream at a time: the kernel reports
   an error to only one of them. On a slow disk the next group waits for the clients that have just been
   notified (see `pace`).
+* A disk whose last `PROVEN` syncs took less than `QUICK` each is faster than a change of threads and back
+  is worth. Then a small group that is alone in its turn is synced on the loop. A single slower sync ends
+  that until the disk has proven itself again.
 * On a full disk, space is freed at once and the group is written again. First obsolete files are deleted,
   then segments that the stream's settings allow to drop, then exported segments of other streams on the same
   file system. The loop waits for the disk meanwhile: this is rare, and nothing else could be stored.
@@ -27,6 +30,9 @@ from bridge.streams.stream import DISK_ROOM, Stream
 
 HIGH = 8 * 1024 * 1024
 LOW = 1024 * 1024
+QUICK = 0.001  # seconds
+PROVEN = 16  # syncs
+SMALL = 100  # messages: while a larger group is synced, the loop has better things to do
 FULL_DISK = "the file system is full"
 
 
@@ -45,6 +51,7 @@ class Committer:
         self._syncing: dict[Stream, asyncio.Future[None]] = {}
         self._freeing = False
         self._paces: dict[Stream, Pace] = {}  # of streams on a slow disk
+        self._proven = 0  # quick syncs in a row
         self._held: dict[Stream, Timer] = {}  # streams whose next group waits for more messages
         self.under_pressure = False
         self.on_pressure: list[Callable[[bool], None]] = []
@@ -64,7 +71,7 @@ class Committer:
                 if stream in self._paces and stream.settings.flush and self._hold(stream):
                     continue
                 try:
-                    self._start(stream)
+                    self._start(stream, alone=len(dirty) == 1)
                 except Exception as error:  # the other streams are not affected
                     self._on_event(stream.name, f"internal error: {error!r}")
                     stream.fail(OSError(0, repr(error)))
@@ -89,28 +96,46 @@ class Committer:
             self._paces[stream].end_wait(self._runtime.now())  # timers may be early
         self.schedule(stream)
 
-    def _start(self, stream: Stream) -> None:
+    def _start(self, stream: Stream, *, alone: bool) -> None:
         staged = stream.begin()
         if staged is None:
             return
-        if stream.settings.flush:
+        if not stream.settings.flush:
+            self._write(stream, staged, sync=False)
+        elif alone and self._proven >= PROVEN and not self._flights and len(staged.group.parts) <= 2 * SMALL:
+            self._write(stream, staged, sync=True)
+        else:
             self._flights += 1
             stream.pin()
             self._submit(stream, staged, first=True)
-            return
+
+    def _write(self, stream: Stream, staged: Staged, *, sync: bool) -> None:
+        """Write a group on the loop."""
         error: OSError | None = None
+        first = sync
         while True:
             try:
-                stream.write(staged, sync=False)
+                stream.write(staged, sync=sync)
             except OSError as caught:
                 error = caught.with_traceback(None)  # the traceback would keep the group in memory
             if error is None:
                 break
-            again, error, _ = self._retry(stream, staged, error, first=False)
+            again, error, first = self._retry(stream, staged, error, first=first)
             if again is None:
                 break
             staged, error = again, None
+        if sync:
+            self._rate(stream, staged, error)
         stream.finish(staged, error)
+
+    def _rate(self, stream: Stream, staged: Staged, error: BaseException | None) -> None:
+        """Note how long a sync took."""
+        self._proven = self._proven + 1 if error is None and staged.took < QUICK else 0
+        if error is not None or staged.took < SLOW:
+            self._paces.pop(stream, None)
+        else:
+            under_way = len(staged.group.parts) // 2 + stream.queue.pending
+            self._paces.setdefault(stream, Pace()).synced(self._runtime.now(), staged.took, under_way)
 
     def _retry(
         self, stream: Stream, staged: Staged, error: OSError, *, first: bool
@@ -154,11 +179,7 @@ class Committer:
         else:
             if error is not None and not isinstance(error, OSError):
                 error = OSError(0, repr(error))
-            if error is not None or staged.took < SLOW:
-                self._paces.pop(stream, None)
-            else:
-                under_way = len(staged.group.parts) // 2 + stream.queue.pending
-                self._paces.setdefault(stream, Pace()).synced(self._runtime.now(), staged.took, under_way)
+            self._rate(stream, staged, error)
             stream.finish(staged, error)
         stream.unpin()
         self.update_pressure(stream)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from pathlib import Path
 
 from bridge.errors import StreamError
 from bridge.operations.manager import committed
-from bridge.streams.committer import HIGH, LOW
+from bridge.streams.committer import HIGH, LOW, PROVEN, QUICK, SMALL
 from bridge.streams.layout import Files
 from bridge.streams.meta import StorageSettings
 from bridge.streams.pace import LONGEST, SHARE, SLOW, Pace
@@ -268,5 +269,79 @@ def test_a_group_of_many_small_messages_between_large_ones_is_stored_completely(
             assert payloads(stream) == sent
         async with house.stream() as stream:
             assert payloads(stream) == sent
+
+    run(work())
+
+
+class Counted(Files):
+    """A disk whose syncs take `seconds`; counts those in threads and those on the event loop."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.in_threads = self.on_the_loop = 0
+        self.fails = False
+
+    def sync(self, fd: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.on_the_loop += 1
+        else:
+            self.in_threads += 1
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.EIO, "injected")
+        time.sleep(self.seconds)
+
+
+def test_a_disk_that_has_proven_quick_is_not_worth_a_thread_until_it_stalls(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = Counted()
+        async with house.stream(flush=True) as stream:
+            await put(stream, *(b"large" for _ in range(SMALL + 1)))
+            for number in range(2 * PROVEN):
+                await put(stream, b"%d" % number)
+            before, disk.in_threads, disk.on_the_loop = disk.in_threads, 0, 0
+            assert before >= PROVEN
+            await put(stream, b"on the loop")
+            assert (disk.in_threads, disk.on_the_loop) == (0, 1)
+            await put(stream, *(b"large" for _ in range(SMALL + 1)))
+            assert (disk.in_threads, disk.on_the_loop) == (1, 1)
+            disk.seconds = 2 * QUICK
+            await put(stream, b"stalls")
+            disk.seconds = 0.0
+            await put(stream, b"in a thread again")
+            assert (disk.in_threads, disk.on_the_loop) == (2, 2)
+
+    run(work())
+
+
+def test_a_sync_that_fails_on_the_loop_loses_nothing_and_ends_the_trust(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = Counted()
+        async with house.stream(flush=True) as stream:
+            for number in range(2 * PROVEN):
+                await put(stream, b"%d" % number)
+            disk.in_threads = 0
+            disk.fails = True
+            assert await put(stream, b"again") == [2 * PROVEN]
+            assert "s: sync failed (injected); written again to a new segment" in house.events
+            await put(stream, b"after")
+            assert payloads(stream) == [*(b"%d" % n for n in range(2 * PROVEN)), b"again", b"after"]
+
+    run(work())
+
+
+def test_several_streams_at_once_are_synced_in_threads_on_any_disk(house: House) -> None:
+    async def work() -> None:
+        house.files = disk = Counted()
+        async with house.store() as store:
+            streams = [store.create(f"s{n}", StorageSettings(flush=True), b"{}") for n in range(2)]
+            for number in range(2 * PROVEN):
+                await put(streams[0], b"%d" % number)
+            disk.on_the_loop = disk.in_threads = 0
+            for stream in streams:
+                stream.append(b"t", b"x")
+            for stream in streams:
+                await committed(stream)
+            assert (disk.in_threads, disk.on_the_loop) == (2, 0)
 
     run(work())
