@@ -171,6 +171,10 @@ class CorruptData(StreamError):
         self.segment = segment
 
 
+class EncryptionKeyError(StreamBridgeError):
+    """Raised when a key of encryption at rest is missing, cannot be read, or is another one."""
+
+
 class DataDirectoryBusy(StreamBridgeError):
     """Raised when another process already writes to the data directory."""
 

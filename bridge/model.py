@@ -2,8 +2,8 @@
 
 Names on the wire are the SDK's (camelCase), with its defaults and ranges (package `stream-manager` 1.1.2,
 module `stream_manager.data`). Enumerations are sent as numbers. The SDK does not know the extensions
-(`topics`, `limits`, `retention`, `deduplicationWindowMillis`, `description`, `tags`, `delivery`), which are
-never sent to it.
+(`topics`, `limits`, `retention`, `deduplicationWindowMillis`, `description`, `tags`, `delivery`,
+`encryption`), which are never sent to it.
 
 The keys of `exportDefinition` are the kinds of the loaded exporter plugins; each kind checks its own list of
 configurations.
@@ -106,6 +106,39 @@ class MessageStreamDefinition(Struct, rename="camel", kw_only=True, frozen=True,
     description: Annotated[str, Meta(max_length=1000)] = ""
     tags: Annotated[dict[TagName, TagValue], Meta(max_length=16)] = {}
     delivery: Delivery | None = None
+    encryption: bool = False
+
+
+class EncryptionStatus(Struct, rename="camel", kw_only=True, frozen=True):
+    """Whether what a stream stores is encrypted.
+
+    `state` is in the words of the Firehose API: "ENABLING" and "DISABLING" until the change has reached the
+    newest segment. Of all segments with messages, `unencrypted_segments` are not encrypted: they are from a
+    time without encryption, and go as retention removes them.
+    """
+
+    state: Literal["ENABLED", "ENABLING", "DISABLED", "DISABLING"]
+    encrypted_segments: int
+    unencrypted_segments: int
+
+    @property
+    def text(self) -> str:
+        """For people: "on, 2 older segments are not encrypted"."""
+        on = self.state in ("ENABLED", "ENABLING")
+        other = self.unencrypted_segments if on else self.encrypted_segments
+        if not other:
+            return "on" if on else "off"
+        what = "not encrypted" if on else "encrypted"
+        return f"{'on' if on else 'off'}, {other} older segment{'s are' if other > 1 else ' is'} {what}"
+
+
+def encryption_status(*, wanted: bool, active: bool, encrypted: int, unencrypted: int) -> EncryptionStatus:
+    """The status of a stream that is to be encrypted (`wanted`), and whose newest segment is (`active`)."""
+    if wanted:
+        state: Literal["ENABLED", "ENABLING", "DISABLED", "DISABLING"] = "ENABLED" if active else "ENABLING"
+    else:
+        state = "DISABLING" if active else "DISABLED"
+    return EncryptionStatus(state=state, encrypted_segments=encrypted, unencrypted_segments=unencrypted)
 
 
 class StorageStatus(Struct, rename="camel", kw_only=True, frozen=True):
@@ -171,6 +204,7 @@ class MessageStreamInfo(Struct, rename="camel", kw_only=True, frozen=True):
     oldest_ingest_time: int | None = None
     newest_ingest_time: int | None = None
     topic_count: int | None = None
+    encryption: EncryptionStatus | None = None
 
 
 def identifiers(definition: MessageStreamDefinition) -> list[str]:

@@ -27,7 +27,7 @@ import typer  # noqa: E402
 
 import bridge  # noqa: E402
 import bridge.streams  # noqa: E402
-from bridge import filtered, objectkeys  # noqa: E402
+from bridge import encryption, filtered, objectkeys  # noqa: E402
 from bridge.cli import app  # noqa: E402
 from bridge.config import settings  # noqa: E402
 from bridge.consumers import journal as consumer_journal  # noqa: E402
@@ -386,6 +386,7 @@ def file_format() -> str:
         ("The format, and earlier ones", formats),
         ("Names", layout),
         ("Segments and indexes", segment),
+        ("Encryption", encryption),
         ("Definitions", meta),
         ("Drops", drops),
         ("Export positions", cursor),

@@ -19,6 +19,7 @@ from bridge.cli import (
     demo,
     exports,
     integrity,
+    keys,
     manual,
     output,
     plugins,
@@ -33,6 +34,7 @@ from bridge.errors import (
     ConfigError,
     CorruptData,
     DataDirectoryBusy,
+    EncryptionKeyError,
     StreamBridgeError,
     StreamNotFound,
 )
@@ -42,6 +44,7 @@ _CODES: dict[type[Exception], output.ExitCode] = {
     ConfigError: output.ExitCode.CONFIG,
     CorruptData: output.ExitCode.DAMAGED,
     DataDirectoryBusy: output.ExitCode.BUSY,
+    EncryptionKeyError: output.ExitCode.CONFIG,
     StreamNotFound: output.ExitCode.NOT_FOUND,
 }
 
@@ -74,6 +77,7 @@ app.add_typer(exports.app, name="exports")
 app.add_typer(plugins.app, name="plugins")
 app.add_typer(clients.app, name="clients")
 app.add_typer(users.app, name="users")
+app.add_typer(keys.app, name="keys")
 app.command(
     epilog="""\b
 Examples:

@@ -13,7 +13,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from bridge.cli import output
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, act_as_owner, data_directory
+from bridge.cli.options import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    JsonOption,
+    KeyFileOption,
+    act_as_owner,
+    data_directory,
+    keys_of,
+)
 from bridge.model import plain_definition
 from bridge.streams import verify as integrity
 from bridge.streams.verify import Checked
@@ -40,14 +48,20 @@ Exit codes:
 """
 )
 def verify(
-    directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
+    directory: Directory = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Check all stored messages and drop records.
 
-    Changes nothing; the service may be running.
+    Changes nothing; the service may be running. Without the key, encrypted messages are not decrypted: only
+    their framing and checksums are checked.
     """
+    data_dir = data_directory(config, directory, "as `verify DIR`")
+    keys = keys_of(config, data_dir, key_file)
     with _bar("bytes") as progress:
-        found = integrity.verify(data_directory(config, directory, "as `verify DIR`"), progress)
+        found = integrity.verify(data_dir, progress, keys if keys.configured else None)
     _print(found, as_json, "damaged")
 
 
@@ -64,19 +78,24 @@ Exit codes:
 """
 )
 def repair(
-    directory: Directory = None, config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False
+    directory: Directory = None,
+    config: ConfigOption = DEFAULT_CONFIG,
+    key_file: KeyFileOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Quarantine damaged data and rebuild indexes.
 
     Reports the messages that were lost. The service must be stopped.
     """
     data_dir = data_directory(config, directory, "as `repair DIR`")
+    keys = keys_of(config, data_dir, key_file)
     act_as_owner(data_dir)
     with _bar("segments") as progress:
         found = integrity.repair(
             data_dir,
             lambda name: msgspec.json.encode(plain_definition(name)),
             progress,
+            keys,
         )
     _print(found, as_json, "damaged, now repaired")
 
@@ -125,6 +144,11 @@ def _print_stream(checked: Checked) -> None:
         f"{output.count(checked.segments, 'segment')}, {output.count(checked.frames, 'frame')}, "
         f"{output.count(checked.total_bytes, 'byte')}"
     )
+    if checked.unopened:
+        output.echo(
+            f"  encrypted: {output.count(checked.unopened, 'frame')} could not be decrypted without the key; "
+            "their checksums are right"
+        )
     for problem in checked.problems:
         lost = f"; {output.lost_to_damage(problem.lost)}" if problem.lost else ""
         output.echo(f"  {problem.path}: {problem.what}{lost}")

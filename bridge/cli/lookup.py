@@ -13,7 +13,7 @@ import msgspec
 from bridge.consumers import consumer
 from bridge.errors import CorruptData, StreamNotFound
 from bridge.export.cursor import stored_status
-from bridge.model import ExportStatus, MessageStreamDefinition, with_pauses
+from bridge.model import ExportStatus, MessageStreamDefinition, encryption_status, with_pauses
 from bridge.plugin.consumer import KIND
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.streams.segment import StreamMessage
@@ -81,7 +81,7 @@ def describe_stream(
         "name": meta.name,
         "epoch": meta.epoch,
         "directory": str(directory),
-        **_contents(directory),
+        **_contents(directory, wanted=definition.encryption),
         "exportStatuses": (
             with_pauses(_exports(data_dir, meta, definition), meta.paused) if statuses is None else statuses
         ),
@@ -100,22 +100,20 @@ def _exports(data_dir: Path, meta: StreamMeta, definition: MessageStreamDefiniti
                 yield stored_status(data_dir, meta.name, meta.epoch, kind, identifier)
 
 
-def _contents(directory: Path) -> dict[str, Any]:
-    """The contents of a stream; times in ms."""
+def _contents(directory: Path, *, wanted: bool) -> dict[str, Any]:
+    """The contents of a stream; times in ms. `wanted`: its definition says that it is encrypted."""
     oldest = end = messages = size = 0
     lost: Sequence[tuple[int, int]] = ()
     times: list[int] = []
+    encrypted, unencrypted, is_sealed = 0, 0, False
     if directory.is_dir():
         with closing(StreamReader(directory)) as reader:
             oldest, end = reader.bounds()
             messages, size = end - oldest - reader.dropped(oldest, end), reader.total_bytes()
             lost = reader.lost()
-            times = [
-                message.ingest_time
-                for number in (oldest, end - 1)
-                if oldest < end
-                for message in reader.read(number, end=end, max_messages=1, max_bytes=1)
-            ]
+            firsts = [reader.time_of(number, end) for number in (oldest, end - 1) if oldest < end]
+            times = [first[1] for first in firsts if first is not None]
+            encrypted, unencrypted, is_sealed = reader.encryption()
     return {
         "messages": messages,
         "oldestIngestTime": next(iter(times), None),
@@ -126,6 +124,9 @@ def _contents(directory: Path) -> dict[str, Any]:
             "newestSequenceNumber": end - 1,
             "totalBytes": size,
         },
+        "encryption": encryption_status(
+            wanted=wanted, active=is_sealed, encrypted=encrypted, unencrypted=unencrypted
+        ),
     }
 
 

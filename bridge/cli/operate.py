@@ -19,9 +19,10 @@ from bridge import cbor, errors
 from bridge.access.rules import TRUSTED
 from bridge.cli import output
 from bridge.cli.lookup import find
-from bridge.cli.options import act_as_owner, data_directory, known_config
+from bridge.cli.options import act_as_owner, data_directory, keys_of, known_config
 from bridge.control import MAX_FRAME, SOCKET
 from bridge.control.client import Control
+from bridge.encryption import Keys
 from bridge.errors import InvalidDefinition, StreamBridgeError, StreamNotFound
 from bridge.export.cursor import forget_stream
 from bridge.export.settings import ExportSettings
@@ -39,14 +40,16 @@ class Target(NamedTuple):
 
     data_dir: Path
     plugin_dirs: list[Path]
+    keys: Keys
 
 
 def target_of(config: Path, data_dir: Path | None) -> Target:
     """The target of the options --config and --data-dir; raises ConfigError."""
     directory = data_directory(config, data_dir)
+    keys = keys_of(config, directory)
     if data_dir is None:
-        return Target(directory, known_config(config, ("export", "plugin_dirs")).export.plugin_dirs)
-    return Target(directory, ExportSettings().plugin_dirs)
+        return Target(directory, known_config(config, ("export", "plugin_dirs")).export.plugin_dirs, keys)
+    return Target(directory, ExportSettings().plugin_dirs, keys)
 
 
 def plugins(config: Path, data_dir: Path | None) -> discovery.Registry:
@@ -79,7 +82,9 @@ def statuses(data_dir: Path, name: str) -> list[ExportStatus] | None:
     """The status of a stream's exports from the running service; None if it is stopped."""
     if not (data_dir / SOCKET).is_socket() or not is_running(data_dir):
         return None
-    info = operate(Target(data_dir, []), "describeMessageStream", name=name)["messageStreamInfo"]
+    info = operate(Target(data_dir, [], Keys(data_dir)), "describeMessageStream", name=name)[
+        "messageStreamInfo"
+    ]
     return msgspec.convert(info["exportStatuses"], list[ExportStatus])
 
 
@@ -90,6 +95,7 @@ async def _here(target: Target, operation: str, body: bytes) -> bytes:
         data_dir,
         on_event=lambda stream, what: output.note(f"{stream}: {what}"),
         floor=lambda name, epoch: first_free(data_dir, name, epoch),
+        keys=target.keys,
     ) as store:
         manager = StreamManager(store, discovery.load(target.plugin_dirs), _Stopped(data_dir))
         try:

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from bridge import encryption
 from bridge.config import tomlfile
 from bridge.config.settings import Config, load, understand
 from bridge.config.tomlfile import Keys
@@ -22,6 +23,8 @@ from bridge.streams.reader import StreamMeta, list_streams
 from bridge.streams.store import LOCK, user_name
 
 DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
+KEY_FILE = "STREAMBRIDGE_KEY_FILE"
+_CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
 
 ConfigOption = Annotated[
     Path,
@@ -36,6 +39,18 @@ DataDirOption = Annotated[
         help="Use this data directory instead of the configured one.",
         metavar="DIRECTORY",
         show_default="gateway.data_dir of the configuration",
+    ),
+]
+
+
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--key-file",
+        envvar=KEY_FILE,
+        help="The file with the key of encrypted streams.",
+        metavar="FILE",
+        show_default="encryption.key_file of the configuration",
     ),
 ]
 
@@ -113,6 +128,23 @@ def data_directory(config: Path, data_dir: Path | None, option: str = "--data-di
         )
     formats.find(directory)  # one of a newer version is refused
     return directory
+
+
+def find_credentials() -> None:
+    """Outside of the service, use its credentials, or else their source."""
+    if "CREDENTIALS_DIRECTORY" not in os.environ:
+        source = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises
+        os.environ["CREDENTIALS_DIRECTORY"] = source
+
+
+def keys_of(config: Path, data_dir: Path, key_file: Path | None = None) -> encryption.Keys:
+    """The keys of a data directory, with the key file of the configuration unless another one is given."""
+    if key_file is None and KEY_FILE in os.environ:
+        key_file = Path(os.environ[KEY_FILE])
+    if key_file is None and config.exists():
+        find_credentials()
+        key_file = known_config(config).encryption.key_file
+    return encryption.Keys(data_dir, key_file)
 
 
 def act_as_owner(data_dir: Path) -> None:

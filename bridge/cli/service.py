@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import typer
 
 from bridge.cli import output, users
 from bridge.cli.install import install_service
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, load_config
+from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, find_credentials, load_config
 from bridge.errors import ConfigError
 
 app = typer.Typer()
@@ -38,9 +36,6 @@ def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     service.run(settings)
 
 
-_CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
-
-
 @app.command(
     epilog="""\b
 Examples:
@@ -57,9 +52,7 @@ def check(config: ConfigOption = DEFAULT_CONFIG, as_json: JsonOption = False) ->
     """
     from bridge.config.checks import examine
 
-    if "CREDENTIALS_DIRECTORY" not in os.environ:  # systemd sets it for the service; use its source instead
-        source = next((path for path in _CREDENTIALS if os.path.isdir(path)), _CREDENTIALS[-1])  # noqa: PTH112 - never raises
-        os.environ["CREDENTIALS_DIRECTORY"] = source
+    find_credentials()
     settings, findings = examine(config)
     failed = any(finding.level == "error" for finding in findings)
     if as_json:

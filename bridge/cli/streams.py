@@ -32,8 +32,10 @@ from bridge.cli.options import (
     ConfigOption,
     DataDirOption,
     JsonOption,
+    KeyFileOption,
     StreamArgument,
     data_directory,
+    keys_of,
 )
 from bridge.config.render import stream_table
 from bridge.errors import StreamNotFound
@@ -179,6 +181,7 @@ def describe(
             *_limits(definition),
             ("persistence", definition["persistence"]),
             ("flush on write", "yes" if definition["flushOnWrite"] else "no"),
+            ("encryption", info["encryption"].text),
             ("topics", " ".join(definition["topics"]) or "-"),
             *((("damage", output.lost_to_damage(info["lost"])),) if info["lost"] else ()),
             *(("export", export) for export in exports),
@@ -245,6 +248,7 @@ def read(
     topic: TopicOption = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
+    key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print messages: number, time, topic and payload; with --json one object per line.
@@ -257,7 +261,8 @@ def read(
     _check_filter(topic)
     since = None if from_time is None else _parse_time(from_time)
     directory = data_directory(config, data_dir)
-    with closing(StreamReader(messages_of(directory, name))) as reader:
+    keys = keys_of(config, directory, key_file)
+    with closing(StreamReader(messages_of(directory, name), keys=keys)) as reader:
         oldest, end = reader.bounds()
         if since is not None:
             start = first_since(reader, oldest, end, since)
@@ -308,12 +313,14 @@ def tail(
     topic: TopicOption = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
+    key_file: KeyFileOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print the newest messages, then new ones as they arrive, until Ctrl-C."""
     _check_filter(topic)
-    directory = messages_of(data_directory(config, data_dir), name)
-    with closing(StreamReader(directory)) as reader:
+    found = data_directory(config, data_dir)
+    directory, keys = messages_of(found, name), keys_of(config, found, key_file)
+    with closing(StreamReader(directory, keys=keys)) as reader:
         oldest, end = reader.bounds()
         position = max(oldest, end - count)
         while directory.is_dir():

@@ -86,6 +86,12 @@ def _memory_dir(data_dir: Path) -> Path:
     return Path("/dev/shm") / f"{name}-{os.getuid()}"  # noqa: S108 - see above
 
 
+class Encryption(Struct, frozen=True, kw_only=True):
+    """[encryption]: the key of the streams with `encryption = true`."""
+
+    key_file: Path | None = None
+
+
 class Log(Struct, frozen=True, kw_only=True):
     """[log]: what is written to stderr."""
 
@@ -104,6 +110,7 @@ class Config(Struct, frozen=True, kw_only=True):
     http: HttpConfig = HttpConfig()
     export: ExportSettings = msgspec.field(default_factory=ExportSettings)
     aws: AwsSettings = msgspec.field(default_factory=AwsSettings)
+    encryption: Encryption = Encryption()
     log: Log = Log()
     upstream: list[UpstreamSettings] = []
     streams: dict[str, MessageStreamDefinition] = {}

@@ -20,6 +20,11 @@ If the export has rules or transforms with a state (`bridge.plugin.transform`), 
 follow, one for each slot. `transform` in `body` is then `length u32 | crc32 u32` of the content of the slot's
 area, and a slot whose area does not match is invalid. Area and slot are written together, with one sync.
 
+In a cursor of an encrypted stream, `sealed` is true. `state` and the areas are then sealed
+(`bridge.encryption`) with the context "cursor\\0", the names of the stream's directory and of the file, each
+with "\\0", and the epoch u64 (little-endian). The first and the last 16 bytes of a sealed area follow its
+check in `transform`, the rest is the area.
+
 With `order = "newest first"` (`order`), `body` also has `ahead`, the ranges above `position` that are
 exported, and `planned_ahead` instead of `planned` for a batch that does not begin at `position`. Without
 such ranges it has neither key. A version that does not know the keys goes on from `position`, and exports
@@ -43,6 +48,7 @@ import struct
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from errno import EACCES
 from operator import itemgetter
 from pathlib import Path
 
@@ -50,7 +56,8 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from bridge.deflate import crc32
-from bridge.errors import CorruptData
+from bridge.encryption import Keys, opening_of
+from bridge.errors import CorruptData, EncryptionKeyError
 from bridge.model import ExportStatus
 from bridge.objectkeys import JOINED, LOSSES
 from bridge.plugin.api import ExportConfig
@@ -65,6 +72,7 @@ MAX_AHEAD = 56
 _MAGIC = b"SBCURSR1"
 _HEAD = struct.Struct(">8sQI")
 _SEAL = struct.Struct(">II")  # of an area
+_AROUND = 16  # bytes before and behind what of a sealed area is in the area
 
 
 class Cursor(Struct, kw_only=True):
@@ -100,6 +108,7 @@ class Cursor(Struct, kw_only=True):
     error_since: int = 0
     ahead: list[Pair] | UnsetType = UNSET
     planned_ahead: Pair | UnsetType = UNSET
+    sealed: bool | UnsetType = UNSET  # only in the file
 
     def fail(self, error: str | None) -> None:
         """Set the error, and note since when there is one; None clears both."""
@@ -226,28 +235,77 @@ def forget_others(data_dir: Path, name: str, identifiers: set[str]) -> None:
             path.unlink()
 
 
+class Sealing:
+    """Encrypts what an exporter and transforms remember of messages."""
+
+    def __init__(self, keys: Keys, path: Path, epoch: int) -> None:
+        """`path` is the cursor's file."""
+        names = b"".join(name.encode() + b"\0" for name in (path.parent.name, path.name))
+        self._keys, self._context = keys, b"cursor\0" + names + epoch.to_bytes(8, "little")
+
+    def seal(self, plain: bytes) -> bytes:
+        """Encrypt; raises OSError."""
+        try:
+            return self._keys.seal(self._context, b"", plain)
+        except EncryptionKeyError as error:
+            raise OSError(EACCES, str(error)) from None
+
+    def open(self, sealed: bytes) -> bytes:
+        """Decrypt; raises CorruptData or EncryptionKeyError."""
+        return self._keys.open(self._context, b"", sealed)
+
+
+def openings(data_dir: Path) -> set[int]:
+    """The numbers of the opening keys that cursors need; raises OSError."""
+    found = set[int]()
+    for path in (data_dir / "exports").glob("*/*.cursor"):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for _, cursor in _slots(fd):
+                if cursor.sealed is True:
+                    found |= {opening_of(part) for part in (cursor.state, cursor.transform) if part}
+        finally:
+            os.close(fd)
+    return found
+
+
 class CursorFile:
     """The file of one cursor, open for writing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sealing: Sealing | None = None) -> None:
+        """`sealing` is needed to write `encrypted`."""
         Files().make_directory(path.parent)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         Files().sync_directory(path.parent)
-        self._generation = max((generation for generation, _ in _slots(self._fd)), default=0)
-        self._areas: list[bytes | None] = [None, None]  # what is in them; None: unknown
+        self._sealing, self.encrypted = sealing, False  # what is written
+        found = _slots(self._fd)
+        self._generation = max((generation for generation, _ in found), default=0)
+        self._areas: list[tuple[bytes, bool, bytes] | None] = [None, None]  # content, encrypted, check
+        self._is_sealed = [False, False]
+        for generation, cursor in found:
+            self._is_sealed[generation % 2] = cursor.sealed is True
 
     def fill(self, cursor: Cursor) -> None:
-        """Write each invalid slot, so that no later write needs space; raises OSError."""
+        """Write each invalid slot, so that no later write needs space; raises OSError.
+
+        If it is to be encrypted, also those that are not.
+        """
         for _ in range(2 - len(_slots(self._fd))):
             self.write(cursor)
+        if self.encrypted and not all(self._is_sealed):
+            self.write(cursor)  # which replaces both
 
     @staticmethod
-    def read(path: Path) -> Cursor | None:
-        """Read a cursor; None for an empty file. Raises CorruptData if there is no valid slot."""
+    def read(path: Path, sealing: Sealing | None = None) -> Cursor | None:
+        """Read a cursor; None for an empty file. Raises CorruptData if there is no valid slot.
+
+        Without `sealing`, the `state` and `transform` of an encrypted one stay encrypted. Else raises
+        EncryptionKeyError, too.
+        """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = _slots(fd)
+            found = _slots(fd, sealing)
             if found:
                 return max(found, key=itemgetter(0))[1]
             if os.fstat(fd).st_size == 0:
@@ -257,37 +315,70 @@ class CursorFile:
         raise CorruptData(f"{path}: it has no valid cursor")
 
     def write(self, cursor: Cursor) -> None:
-        """Write durably into the slot that is not the newest; raises OSError."""
-        generation, transform = self._generation + 1, cursor.transform
-        number = generation % 2
-        if transform:
-            cursor = msgspec.structs.replace(cursor, transform=_seal(transform))
+        """Write durably into the slot that is not the newest; raises OSError.
+
+        The first encrypted write replaces both slots and their areas.
+        """
+        generation, plain, transform = self._generation + 1, cursor, cursor.transform
+        number, area, encrypted = generation % 2, transform, self.encrypted
+        if transform or encrypted:
+            known, state = self._areas[number], cursor.state
+            if known is None or known[:2] != (transform, encrypted):
+                area, check = self._encoded(transform)
+            else:
+                area, check = b"", known[2]
+            if encrypted and state:
+                state = self._encrypt(state)
+            sealed = encrypted or UNSET
+            cursor = msgspec.structs.replace(cursor, state=state, transform=check, sealed=sealed)
         body = msgspec.msgpack.encode(cursor)
         head = _HEAD.pack(_MAGIC, generation, len(body))
         slot = head + crc32(body, crc32(head)).to_bytes(4, "big") + body
         if len(slot) > SLOT:
             raise ValueError(f"a cursor of {len(slot)} bytes does not fit in its slot")
-        if transform and transform != self._areas[number]:
-            self._write_area(number, transform)
+        if encrypted and not self._is_sealed[number]:
+            self._wipe_area(number)
+        if area:
+            self._areas[number] = None
+            self._write_area(number, area)
+            self._areas[number] = transform, encrypted, cursor.transform
         Files().write(self._fd, [slot.ljust(SLOT, b"\0")], number * SLOT)
         os.fdatasync(self._fd)
-        self._generation = generation
+        self._generation, self._is_sealed[number] = generation, encrypted
+        if encrypted and not self._is_sealed[1 - number]:
+            self.write(plain)
+
+    def _encoded(self, transform: bytes) -> tuple[bytes, bytes]:
+        """An area, and what the slot holds of it."""
+        if not transform or not self.encrypted:
+            return transform, _seal(transform) if transform else b""
+        sealed = self._encrypt(transform)
+        area = sealed[_AROUND:-_AROUND]
+        return area, _seal(area) + sealed[:_AROUND] + sealed[-_AROUND:]
+
+    def _encrypt(self, content: bytes) -> bytes:
+        assert self._sealing is not None
+        return self._sealing.seal(content)
+
+    def _wipe_area(self, number: int) -> None:
+        """Leave nothing in an area of what was not encrypted."""
+        if os.fstat(self._fd).st_size >= _area(2):
+            Files().write(self._fd, [bytes(AREA)], _area(number))
 
     def _write_area(self, number: int, content: bytes) -> None:
         """Write the area of a slot that does not count any more; the first time, make room for both."""
         end = _area(2)
         if (size := os.fstat(self._fd).st_size) < end:
             Files().write(self._fd, [bytes(end - size)], size)
-        self._areas[number] = None
         Files().write(self._fd, [content], _area(number))
-        self._areas[number] = content
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
 
-def _slots(fd: int) -> list[tuple[int, Cursor]]:
+def _slots(fd: int, sealing: Sealing | None = None) -> list[tuple[int, Cursor]]:
+    """The valid slots with their generations; decrypted, if there is `sealing`."""
     found = []
     for number in range(2):
         data = os.pread(fd, SLOT, number * SLOT)
@@ -297,13 +388,18 @@ def _slots(fd: int) -> list[tuple[int, Cursor]]:
         body = data[_HEAD.size + 4 : _HEAD.size + 4 + length]
         crc = int.from_bytes(data[_HEAD.size : _HEAD.size + 4], "big")
         if magic == _MAGIC and len(body) == length and crc32(body, crc32(data[: _HEAD.size])) == crc:
-            with contextlib.suppress(msgspec.MsgspecError, struct.error):
+            with contextlib.suppress(msgspec.MsgspecError, struct.error, CorruptData):
                 cursor = msgspec.msgpack.decode(body, type=Cursor)
                 if cursor.transform:
-                    content = os.pread(fd, AREA, _area(number))[: _SEAL.unpack(cursor.transform)[0]]
-                    if _seal(content) != cursor.transform:
+                    check, around = cursor.transform[: _SEAL.size], cursor.transform[_SEAL.size :]
+                    content = os.pread(fd, AREA, _area(number))[: _SEAL.unpack(check)[0]]
+                    if _seal(content) != check:
                         continue
-                    cursor.transform = content
+                    cursor.transform = around[:_AROUND] + content + around[_AROUND:]
+                if cursor.sealed is True and sealing is not None:
+                    cursor.state = sealing.open(cursor.state) if cursor.state else b""
+                    cursor.transform = sealing.open(cursor.transform) if cursor.transform else b""
+                    cursor.sealed = UNSET
                 found.append((generation, cursor))
     return found
 

@@ -26,6 +26,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.encryption import Keys
 from bridge.filtered import MAX_SPAN
 from bridge.plugin.api import Batching, BatchLimits, ExportConfig, Record
 from bridge.plugin.transform import TransformState
@@ -48,8 +49,9 @@ Transform = Callable[[list[Record], str, ExportConfig, TransformState], list[Rec
 class Source:
     """A stream in the worker. The main thread updates the numbers when messages are committed."""
 
-    def __init__(self, name: str, directory: Path, epoch: int) -> None:
-        self.name, self.directory, self.epoch = name, directory, epoch
+    def __init__(self, name: str, directory: Path, epoch: int, keys: Keys | None = None) -> None:
+        self.name, self.directory, self.epoch, self.keys = name, directory, epoch, keys
+        self.encrypted = False  # what new segments are
         self.revision = 0  # of the definition of its exports
         self.oldest = 0
         self.next = 0
@@ -330,7 +332,7 @@ class Planner:
 
     def _stream(self) -> StreamReader:
         if self._reader is None:
-            self._reader = StreamReader(self._source.directory)
+            self._reader = StreamReader(self._source.directory, keys=self._source.keys)
         return self._reader
 
     def _decode(self, data: bytes, frame: Frame) -> list[Record]:

@@ -38,6 +38,9 @@ class Position:
         self._host, self._kind, self._contiguous = host, kind, contiguous
         directory = cursors.stream_directory(host.data_dir, source.name)
         self._path = directory / f"{directory_name(config.identifier)}.cursor"
+        self._sealing = (
+            None if source.keys is None else cursors.Sealing(source.keys, self._path, source.epoch)
+        )
         self._file: cursors.CursorFile | None = None  # the first step opens it
         self._is_deleted = False
         self.dirty = False
@@ -68,7 +71,7 @@ class Position:
             if before is not None and before.is_loaded:
                 found = msgspec.structs.replace(before.cursor)
             elif self._path.exists():
-                found = cursors.CursorFile.read(self._path)
+                found = cursors.CursorFile.read(self._path, self._sealing)
         except CorruptData as error:
             fresh.fail(f"{error}; exporting again from {fresh.position}")
             log.error("%s: %s", self.label, fresh.error)
@@ -95,8 +98,9 @@ class Position:
             loaded.fail(self.cursor.error)
         # Only a contiguous exporter reports gaps; for the others a count is enough.
         skipped = cursors.Skipped(self._path.with_suffix(".skipped")) if self._contiguous else None
-        file = cursors.CursorFile(self._path)
+        file = cursors.CursorFile(self._path, self._sealing)
         try:
+            file.encrypted = self.source.encrypted
             file.fill(loaded)
         except OSError:
             file.close()
@@ -118,6 +122,7 @@ class Position:
     def write(self, *, force: bool = False) -> None:
         """Write the cursor if it has changed; raises OSError."""
         if self._file is not None and not self._is_deleted and (force or self.dirty):
+            self._file.encrypted = self.source.encrypted
             self._file.write(self.cursor)
             self.dirty = False
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from bridge import logs
+from bridge.encryption import Keys
 from bridge.export import wire
 from bridge.export.cursor import forget_others, forget_stream, highest_exported, stored_status
 from bridge.export.planning import Planner, Source
@@ -83,6 +84,7 @@ class ExportSupervisor:
         append_status: Callable[[str, bytes], Awaitable[object] | None],
         damaged: Callable[[str, str], None] | None = None,
         tuning: wire.Tuning | None = None,
+        keys: Keys | None = None,
     ) -> None:
         """`append_status` appends to a stream, or raises; if it returns an awaitable, the message counts
         as appended after that. `damaged` is called with (stream, detail) when stored data failed its check.
@@ -90,6 +92,7 @@ class ExportSupervisor:
         self._data_dir, self._gateway, self._export, self._aws = data_dir, gateway, export, aws
         self._append_status, self._damaged = append_status, damaged
         self._tuning = tuning or wire.Tuning()
+        self._keys = keys or Keys(data_dir)
         self._streams: dict[str, _Stream] = {}
         self._revision = 0  # of the newest definition of any stream
         self._changed: set[str] = set()
@@ -141,7 +144,9 @@ class ExportSupervisor:
             }
         exports = definition.export_definition
         self._revision += 1
-        stream.define = wire.Define(name, self._revision, directory, epoch, exports, sorted(paused))
+        stream.define = wire.Define(
+            name, self._revision, directory, epoch, exports, sorted(paused), definition.encryption
+        )
         configs = [config for configs in exports.values() for config in configs]
         before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]
         origins = {
@@ -181,7 +186,7 @@ class ExportSupervisor:
         stream = self._streams.get(name)
         if stream is None or stream.define is None or self._writer is None:
             return {}
-        source = Source(name, stream.define.directory, stream.define.epoch)
+        source = Source(name, stream.define.directory, stream.define.epoch, self._keys)
         source.next = stream.next
         with closing(Planner(source, None)) as planner:
             return {
@@ -316,7 +321,12 @@ class ExportSupervisor:
             for key, s in self._suspicions.items()
             if s.reason
         ]
-        self._send(wire.Hello(self._data_dir, self._gateway, self._export, self._aws, self._tuning, crashes))
+        key_file = self._keys.key_file
+        self._send(
+            wire.Hello(
+                self._data_dir, self._gateway, self._export, self._aws, self._tuning, crashes, key_file
+            )
+        )
         self._changed.update(self._streams)
         self._send_updates()
         if self._stopping:

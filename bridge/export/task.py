@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from bridge.errors import CorruptData
+from bridge.errors import CorruptData, EncryptionKeyError
 from bridge.export import cursor as cursors
 from bridge.export.backoff import Backoff
 from bridge.export.batches import Batches, NoBatch, size_of
@@ -218,6 +218,8 @@ class Task:
             self._stop(str(error))
         except CorruptData as error:
             self._host.damaged(self.source.name, str(error))
+            self._failed(str(error), None)
+        except EncryptionKeyError as error:
             self._failed(str(error), None)
         except BaseException as error:
             if not isinstance(error, OSError):

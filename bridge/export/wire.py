@@ -55,12 +55,14 @@ class Hello(WorkerMessage, frozen=True, array_like=True, tag=True):
     aws: AwsSettings
     tuning: Tuning
     crashes: list[Crash]
+    key_file: Path | None = None  # of encryption at rest
 
 
 class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
     """To the worker: a stream and its exports from now on; `revision` increases with each.
 
-    `paused` are the identifiers of those that are paused by hand.
+    `paused` are the identifiers of those that are paused by hand. `encrypted` is `encryption` of its
+    definition.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
     epoch: int
     exports: dict[str, list[dict[str, Any]]]
     paused: list[str] = []
+    encrypted: bool = False
 
 
 class Try(WorkerMessage, frozen=True, array_like=True, tag=True):

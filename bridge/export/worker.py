@@ -32,6 +32,7 @@ import msgspec
 
 from bridge import process
 from bridge.durable import make_directory
+from bridge.encryption import Keys
 from bridge.errors import InvalidRequest
 from bridge.export import cursor, wire
 from bridge.export.host import Host, memory_used
@@ -117,6 +118,7 @@ class Worker:
         self._registry = discovery.load(hello.export.plugin_dirs)
         aws.use_provider(lambda settings: self._registry.hook.aws_credentials(settings=settings))
         self._hello = hello
+        self._keys = Keys(hello.data_dir, hello.key_file)
         self._crashes = {(crash.stream, crash.identifier): crash for crash in hello.crashes}
         self._max_memory = hello.tuning.max_memory or max(_memory() // 4, 256 * 1024 * 1024)
         link = Link(hello.export.max_bandwidth, lambda: self._scheduler.working())
@@ -219,7 +221,13 @@ class Worker:
             self._forget(message.name)
             source = None
         if source is None:
-            source = self._sources[message.name] = Source(message.name, message.directory, message.epoch)
+            source = self._sources[message.name] = Source(
+                message.name, message.directory, message.epoch, self._keys
+            )
+        if source.encrypted is not message.encrypted:
+            source.encrypted = message.encrypted
+            for task in self._scheduler.of_stream(message.name):
+                task.position.dirty = True
         source.revision = message.revision
         wanted = []
         broken = self._broken[message.name] = []

@@ -347,6 +347,7 @@ class Observer:
             oldest_time=self._time_of(stream) if stream.oldest < stream.next_sequence else None,
             rate=rate,
             limits=self._limits_of(definition),
+            encryption=stream.encryption().text,
             dropped={reason: number for reason, number in counters.items() if reason in DROPS},
             rejected={reason: number for reason, number in counters.items() if reason in REFUSALS},
             deduplicated=counters.get("deduplicated", 0),
@@ -424,11 +425,11 @@ def _times_of(wanted: Mapping[Key, Number]) -> dict[Key, tuple[int, int]]:
     for key, (directory, number, end) in wanted.items():
         try:
             with closing(StreamReader(directory)) as reader:
-                rows = reader.read(number, end=end, max_messages=1, max_bytes=1)
+                first = reader.time_of(number, end)
         except (OSError, CorruptData):
             continue
-        if rows:
-            found[key] = (number, rows[0].ingest_time)
+        if first is not None:
+            found[key] = (number, first[1])
     return found
 
 

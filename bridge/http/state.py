@@ -25,7 +25,8 @@ UNSTORED = ("dropped_", "rejected_")  # counters of front ends: messages that th
 class StreamState(Struct, rename="camel", kw_only=True):
     """One stream. `dropped` and `rejected` (refused) count messages by reason since the start.
 
-    `failures` counts other failures with its files, by kind. `deleting`: it goes once all of it is exported.
+    `failures` counts other failures with its files, by kind. `encryption` is for people: "on, 2 older
+    segments are not encrypted". `deleting`: it goes once all of it is exported.
     """
 
     name: str
@@ -43,6 +44,7 @@ class StreamState(Struct, rename="camel", kw_only=True):
     oldest_time: int | None
     rate: float | None
     limits: list[str]
+    encryption: str
     dropped: dict[str, int]
     rejected: dict[str, int]
     deduplicated: int

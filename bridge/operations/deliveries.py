@@ -11,8 +11,8 @@ consumers, do not matter here. All else that the API stores is `delivery` in the
     ListDeliveryStreams              -                 those that the caller may describe
     ListTagsForDeliveryStream        read or manage    describe
     PutRecord, PutRecordBatch        publish           append
-    StartDeliveryStreamEncryption    manage            refused: streams are not encrypted yet
-    StopDeliveryStreamEncryption     manage            refused
+    StartDeliveryStreamEncryption    manage            update: new segments are encrypted
+    StopDeliveryStreamEncryption     manage            update
     TagDeliveryStream                manage            update
     UntagDeliveryStream              manage            update
     UpdateDestination                manage            update, if the version is the current one
@@ -27,6 +27,9 @@ leaves room, these rules apply:
   records, also if it is DELETING already.
 * A stream that the configuration declares is neither deleted nor given another destination here. Its topics
   would lose their stream, and messages on them would be acknowledged but not stored.
+* Encryption is that of the gateway, with its own key, which stands for AWS_OWNED_CMK. A stream is ENABLING or
+  DISABLING until its newest segment is as it should be: for the time of a commit at most. Older segments stay
+  as they are until they are exported and dropped.
 * A record id is `<epoch>-<number>`: it never comes twice on a gateway, and names the stored message.
 * A result means that the records are stored, in a stream with `flush_on_write` on the disk. A record that
   cannot be stored fails alone, with ServiceUnavailableException; it can be sent again.
@@ -37,7 +40,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -338,7 +341,7 @@ def _create(call: Call, request: Create) -> Created:
     ):
         raise InvalidRequest("a gateway has no other sources; use DeliveryStreamType DirectPut")
     if request.encryption is not None:
-        _refuse_encryption(request.encryption)
+        _check_key(request.encryption)
     new = _destination(request)
     if new.bucket_arn is None or new.role_arn is None:
         raise InvalidRequest("the destination needs BucketARN and RoleARN")
@@ -352,6 +355,7 @@ def _create(call: Call, request: Create) -> Created:
         retention="exported",
         export_definition={destinations.KIND: [destinations.export_of(new, None)]},
         delivery=destinations.delivery_of(new, Delivery(tags=_tags(request.tags or ()), created=_now())),
+        encryption=request.encryption is not None,
     )
     call.manager.create(checked(call, definition, None))
     return Created(ARN + request.stream)
@@ -389,7 +393,10 @@ def _describe(call: Call, request: Describe) -> Described:
             "DeliveryStreamName": request.stream,
             "DeliveryStreamARN": ARN + request.stream,
             "DeliveryStreamStatus": "DELETING" if delivery.deleting else "ACTIVE",
-            "DeliveryStreamEncryptionConfiguration": {"Status": "DISABLED"},
+            "DeliveryStreamEncryptionConfiguration": {
+                "Status": call.manager.stream(request.stream).encryption().state,
+                **({"KeyType": "AWS_OWNED_CMK"} if definition.encryption else {}),
+            },
             "DeliveryStreamType": "DirectPut",
             "VersionId": str(export.get("version", 1)),
             **{name: millis / 1000 for name, millis in times.items() if millis is not None},
@@ -468,27 +475,40 @@ def _update(call: Call, request: UpdateDestination) -> Done:
     return Done()
 
 
-def _refuse_encryption(encryption: Encryption) -> NoReturn:
+def _check_key(encryption: Encryption) -> None:
     if encryption.key_type == "CUSTOMER_MANAGED_CMK":
-        raise KeyUnavailable("a gateway has no access to keys of AWS KMS")
-    raise InvalidRequest("this gateway does not encrypt its streams; encrypt the disk below data_dir instead")
+        raise KeyUnavailable(
+            "a gateway has no access to keys of AWS KMS; use AWS_OWNED_CMK, for which its own key stands"
+        )
 
 
 def _start_encryption(call: Call, request: StartEncryption) -> Done:
-    _active(_found(call.manager, request.stream)[0])
-    _refuse_encryption(request.encryption or Encryption("AWS_OWNED_CMK"))
+    if request.encryption is not None:
+        _check_key(request.encryption)
+    return _encrypt(call, request.stream, wanted=True)
 
 
 def _stop_encryption(call: Call, request: OfStream) -> Done:
-    _active(_found(call.manager, request.stream)[0])
-    raise InvalidRequest("this gateway does not encrypt its streams; there is nothing to stop")
+    return _encrypt(call, request.stream, wanted=False)
+
+
+def _encrypt(call: Call, name: str, *, wanted: bool) -> Done:
+    definition, _, _ = _found(call.manager, name)
+    _active(definition)
+    if definition.encryption is not wanted:
+        if name in call.manager.declared:
+            raise InvalidRequest(
+                f"the gateway's configuration declares the stream {name!r}; set `encryption` there"
+            )
+        _change(call, definition, encryption=wanted)
+    return Done()
 
 
 async def _put(call: Call, request: Put) -> PutDone:
     stream, (result,) = await _append(call, request.stream, [request.record])
     if isinstance(result, StreamError):
         raise result
-    return PutDone(f"{stream.epoch}-{result}")
+    return PutDone(f"{stream.epoch}-{result}", stream.settings.encryption)
 
 
 async def _put_batch(call: Call, request: PutBatch) -> PutBatchDone:
@@ -506,7 +526,7 @@ async def _put_batch(call: Call, request: PutBatch) -> PutBatchDone:
         for result in results
     ]
     failed = [entry for entry in entries if entry.error_code]
-    return PutBatchDone(len(failed), entries)
+    return PutBatchDone(len(failed), entries, stream.settings.encryption)
 
 
 async def _append(
@@ -549,8 +569,12 @@ DELIVERIES: dict[str, Operation] = {
     "ListTagsForDeliveryStream": Operation(ListTags, ("read", "manage"), _list_tags),
     "PutRecord": Operation(Put, ("publish",), _put),
     "PutRecordBatch": Operation(PutBatch, ("publish",), _put_batch),
-    "StartDeliveryStreamEncryption": Operation(StartEncryption, ("manage",), _start_encryption),
-    "StopDeliveryStreamEncryption": Operation(OfStream, ("manage",), _stop_encryption),
+    "StartDeliveryStreamEncryption": Operation(
+        StartEncryption, ("manage",), _start_encryption, lambda _: "encrypted from now on"
+    ),
+    "StopDeliveryStreamEncryption": Operation(
+        OfStream, ("manage",), _stop_encryption, lambda _: "no longer encrypted"
+    ),
     "TagDeliveryStream": Operation(TagStream, ("manage",), _tag, lambda _: "updated"),
     "UntagDeliveryStream": Operation(UntagStream, ("manage",), _untag, lambda _: "updated"),
     "UpdateDestination": Operation(UpdateDestination, ("manage",), _update, lambda _: "updated"),

@@ -123,6 +123,7 @@ def settings_of(definition: MessageStreamDefinition) -> StorageSettings:
         free_exported=definition.retention == "exported",
         dedup_window=definition.deduplication_window_millis,
         limits=MessageLimits() if limits is None else _message_limits(limits),
+        encryption=definition.encryption,
     )
 
 
@@ -391,6 +392,7 @@ class StreamManager:
         self._check_starts(stream, old, definition)
         stream.exported_upto = None  # of the old exports; `_report` sets that of the new ones
         with _all_or_nothing("updated", stream.name, self.store.data_dir):
+            self.store.admit(settings_of(definition))
             kept = tuple(one for one in stream.meta.paused if one in identifiers(definition))
             stream.configure(settings_of(definition), msgspec.json.encode(definition), kept)
         # Without a notification in between: front ends would take the stream and its topics for deleted.
@@ -496,6 +498,7 @@ class StreamManager:
             oldest_ingest_time=self._time_of(stream, stream.oldest if newest is not None else None),
             newest_ingest_time=self._time_of(stream, newest),
             topic_count=None if topics is None else len(topics),
+            encryption=stream.encryption(),
         )
 
     def _time_of(self, stream: Stream, number: int | None) -> int | None:

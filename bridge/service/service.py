@@ -35,13 +35,16 @@ from bridge.access.logins import Access
 from bridge.config import settings as configuration
 from bridge.config.settings import Config
 from bridge.control.server import ControlFrontEnd
-from bridge.errors import ConfigError, StreamBridgeError
+from bridge.encryption import Keys
+from bridge.errors import ConfigError, CorruptData, StreamBridgeError
+from bridge.export import cursor
 from bridge.export.supervisor import ExportSupervisor
 from bridge.firehose.frontend import FirehoseFrontEnd
 from bridge.greengrass.frontend import GreengrassFrontEnd
 from bridge.http.frontend import HttpFrontEnd
 from bridge.http.observer import Observer
 from bridge.mqtt import MqttFrontEnd
+from bridge.mqtt.broker import journalfile
 from bridge.mqtt.server import clients
 from bridge.operations.catalog import NewDeliveries, Operations
 from bridge.operations.manager import StreamManager, first_free
@@ -63,6 +66,22 @@ def notify(state: str) -> None:
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def _collect_keys(keys: Keys, store: StreamStore) -> None:
+    """Delete the keys that nothing is encrypted with any more."""
+
+    def used() -> set[int] | None:
+        found = store.openings()
+        if found is not None:
+            found |= cursor.openings(store.data_dir) | journalfile.openings(store.data_dir)
+        return found
+
+    try:
+        if number := keys.collect(used):
+            log.info("%d keys deleted that nothing is encrypted with any more", number)
+    except (OSError, CorruptData) as error:
+        log.warning("keys that nothing is encrypted with are kept: %s", error)
 
 
 async def _trim() -> None:
@@ -114,13 +133,16 @@ class Service:
                 log.warning("plugin not loaded: %s", found.error, extra={"plugin": found.name})
         began = time.monotonic()
         gateway = config.gateway
+        keys = Keys(gateway.data_dir, config.encryption.key_file)
         store = StreamStore(
             gateway.data_dir,
             gateway.memory_dir,
             on_event=_on_event,
             floor=lambda name, epoch: first_free(gateway.data_dir, name, epoch),
             most=_most_streams(),
+            keys=keys,
         )
+        _collect_keys(keys, store)
         log.info(
             "opened %s in %.3f s",
             _count_streams(len(store.streams)),
@@ -136,6 +158,7 @@ class Service:
                 aws=config.aws,
                 append_status=self._append_status,
                 damaged=self._damaged,
+                keys=keys,
             )
             self._manager = manager = StreamManager(store, registry, exports)
             stack.callback(manager.close)

@@ -13,6 +13,7 @@ Layout on disk
 --------------
     <data_dir>/format                         which format all this has, see `formats.py`
     <data_dir>/lock/                          held (flock) by the writing process
+    <data_dir>/keys/                          of encrypted streams, see `bridge.encryption`
     <data_dir>/streams/<directory>/           one per stream; the escaped name, see `layout.py`
         meta.0, meta.1                        two copies of the definition, see `meta.py`
         <first sequence number>.seg           segments, see `segment.py`
@@ -23,7 +24,8 @@ Layout on disk
 Modules, from the bottom up (`make lint` enforces the order):
 
 * `layout` (names, system calls), `sums` (checksums of many long parts of a file), `segment` and `meta` (byte
-  layouts of segments and definitions), `headers` (of a message), `drops` (which numbers are gone, and why)
+  layouts of segments and definitions), `headers` (of a message), `drops` (which numbers are gone, and why),
+  `sealing` (encrypts and decrypts frames)
 * `formats` (which format the directory has, and bringing an earlier one to it)
 * `reader` (read only, for any process), `recovery` (opening the files after a stop or a crash)
 * `queue` (what is not committed yet), `staging` (plans where a group is written), `directory` (the files as

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bridge.clock import Clock
+from bridge.encryption import Keys
 from bridge.errors import CorruptData
+from bridge.model import EncryptionStatus, encryption_status
 from bridge.streams import recovery
 from bridge.streams.drops import DropLog, DropReason
 from bridge.streams.layout import Files
@@ -20,6 +22,7 @@ from bridge.streams.log import SegmentLog
 from bridge.streams.meta import Meta, StorageSettings
 from bridge.streams.reader import StreamReader
 from bridge.streams.recovery import Damage
+from bridge.streams.sealing import Sealing
 from bridge.streams.segment import Frame, SegmentSummary
 
 Ranges = list[tuple[int, int]]  # of numbers, both ends included
@@ -39,24 +42,26 @@ class Contents:
         on_event: Callable[[str, str], None],
         clock: Clock,
         floor: int = 0,
+        keys: Keys | None = None,
     ) -> None:
-        """Open the files; raises OSError.
+        """Open the files; raises OSError, or StorageFailed if they are encrypted and a key is missing.
 
         `home` holds the definition, `data` the segments. `floor` is the lowest number that the next message
         may have. `delete` is called when there are obsolete files.
         """
         self.files, self.home, self.directory, self.meta = files, home, data, meta
-        self.clock = clock
+        self.clock, self.keys = clock, keys
         self._delete, self._on_event = delete, on_event
         self.counters: dict[str, int] = {}
         self.exported_upto: int | None = None  # all exports have passed the numbers below; None: no exports
         self.oldest = 0  # all numbers below are gone
         self._damaged = set[int]()  # segments with damage that could not be set aside yet
+        sealing = Sealing(keys, data.name) if keys is not None else None
         damage = recovery.repair_drops(files, data, meta)
         self.drops = DropLog(files, data)
         if self.drops.ranges:  # also when the segment with the last frame has lost that frame
             floor = max(floor, self.drops.ranges[-1].last + 1)
-        self.log = SegmentLog(files, data, meta, self.drops, clock)  # policies only read it
+        self.log = SegmentLog(files, data, meta, self.drops, clock, sealing)  # policies only read it
         self.log.open(floor)
         self.obsolete = self.log.obsolete
         clock.observe(self.log.active.index.last_age)
@@ -103,6 +108,15 @@ class Contents:
         """Increase a counter that operators see."""
         self.counters[what] = self.counters.get(what, 0) + number
 
+    def encryption(self) -> EncryptionStatus:
+        """Whether what is stored is encrypted."""
+        return encryption_status(
+            wanted=self.settings.encryption,
+            active=self.log.active.opening is not None,
+            encrypted=len(self.log.filled) - self.log.unencrypted,
+            unencrypted=self.log.unencrypted,
+        )
+
     # -- reading ---------------------------------------------------------------------------------
     def live_messages(self) -> int:
         """How many messages can be read: numbers that were given and not dropped."""
@@ -110,7 +124,7 @@ class Contents:
 
     def reader(self) -> StreamReader:
         """A new reader of the files; the caller closes it."""
-        return StreamReader(self.directory, self.files, self.drops)
+        return StreamReader(self.directory, self.files, self.drops, self.keys)
 
     def newest(self) -> int | None:
         """The number of the newest message that can be read; None if there is none."""
@@ -124,8 +138,8 @@ class Contents:
     def ingest_time(self, number: int) -> int | None:
         """When a message was received, Unix time in ms; None if it cannot be read now."""
         with contextlib.suppress(OSError, CorruptData), contextlib.closing(self.reader()) as reader:
-            for message in reader.read(number, end=number + 1, max_messages=1, max_bytes=1):
-                return message.ingest_time
+            found = reader.time_of(number, number + 1)
+            return None if found is None else found[1]
         return None
 
     def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:

@@ -4,6 +4,8 @@
 
 * 1: up to the first builds. There was no file `format`, and `lock` was a file
 * 2: frames have an age (`segment`), and `lock` is a directory
+* 3: something may be encrypted (`bridge.encryption`). A directory of format 2 becomes one of format 3 with
+  its first encrypted stream: until then, earlier builds still open it
 
 Upgrade: the first start of a newer build writes the new number with "upgrading", replaces the segments one by
 one, each atomically, and takes "upgrading" away when all streams have been opened. Each segment says its own
@@ -34,6 +36,7 @@ from bridge.streams.segment import COVERED, FRAME, FRAME_MAGIC, HEADER, SEGMENT_
 
 NAME = "format"
 PRESENT = 2
+ENCRYPTED = 3
 _WORDS = "streambridge data format "
 _OLD_MAGIC = b"SBSEG\0\0\1"
 _OLD_FRAME_MAGIC = b"SBF1"
@@ -62,10 +65,10 @@ def find(data_dir: Path) -> Format:
     number, _, rest = text.removeprefix(_WORDS).partition(" ")
     if not text.startswith(_WORDS) or not number.isdecimal() or check != _check(text):
         return Format(1)
-    if int(number) > PRESENT:
+    if int(number) > ENCRYPTED:
         raise OtherFormat(
             f"{data_dir}: was written by a newer streambridge (format {number}; this one knows up to "
-            f"{PRESENT}); install that version again; nothing was changed"
+            f"{ENCRYPTED}); install that version again; nothing was changed"
         )
     return Format(int(number), bool(rest))
 

@@ -25,6 +25,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from bridge.clock import Clock
+from bridge.errors import EncryptionKeyError, StorageFailed
 from bridge.streams import layout, recovery, segment
 from bridge.streams.directory import Directory, ObsoleteSegments
 from bridge.streams.drops import DropLog
@@ -32,6 +33,7 @@ from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
 from bridge.streams.queue import Group
 from bridge.streams.recovery import Damage
+from bridge.streams.sealing import Sealing
 from bridge.streams.segment import HEADER, Indexer, SegmentSummary
 from bridge.streams.staging import OpenSegment, Staged, Stager
 
@@ -39,11 +41,21 @@ from bridge.streams.staging import OpenSegment, Staged, Stager
 class SegmentLog:
     """Appends commit groups to a stream's segments, and removes segments from its front."""
 
-    def __init__(self, files: Files, directory: Path, meta: Meta, drops: DropLog, clock: Clock) -> None:
-        self._drops, self._clock = drops, clock
+    def __init__(
+        self,
+        files: Files,
+        directory: Path,
+        meta: Meta,
+        drops: DropLog,
+        clock: Clock,
+        sealing: Sealing | None = None,
+    ) -> None:
+        self._drops, self._clock, self._sealing = drops, clock, sealing
+        self.encrypts = meta.settings.encryption  # whether new segments are sealed; `sealing` is needed then
+        self.openings: dict[int, int] = {}  # of the segments that are encrypted, by first number
         self._files, self._path, self._meta = files, directory, meta
         self.directory = Directory(files, directory)
-        self._stager = Stager(directory, meta.salt)
+        self._stager = Stager(directory, meta.epoch, meta.salt, sealing)
         self.sizes: dict[int, int] = {}  # of all segments by first number, ascending
         self.total_bytes = 0  # their sum
         self.closing: list[OpenSegment] = []
@@ -69,37 +81,88 @@ class SegmentLog:
         for base, following in zip_longest(bases, bases[1:]):
             if following is not None and layout.file_name(base, layout.INDEX) in found:
                 self._resize(base, found[layout.file_name(base)].stat().st_size)
+                self._note_opening(base, self._opening_of(base))
                 continue
             path = layout.segment_path(self._path, base)
             if not path.stat().st_size:
                 if following is None:
-                    self._take(self._stager.new(base))
+                    self._take(self._stager.new(base, None))
                     continue
                 if not self._drops.live(base, following - 1):
                     self.obsolete.pending.append(path)
                     continue
-            examined = recovery.examine(
-                self._files, self._path, base, self._meta, following, drops=self._drops
-            )
+            examined = self._examined(base, following)
             self.damage += examined.damage
             self._resize(base, examined.summary.size)
-            item = self._reopened(path, examined.summary)
+            self._note_opening(base, examined.opening)
+            item = self._reopened(path, examined.summary, examined.opening)
             if following is not None:
                 self.closing.append(item)  # it may be in the page cache only: no index before a sync
             else:
                 self.active = item
         if not bases:
-            self._take(self._create(first, lazily=True))
+            self._take(self._create(first, None, lazily=True))
         self.next = self.active.index.next
 
-    def _reopened(self, path: Path, summary: SegmentSummary) -> OpenSegment:
+    def _examined(self, base: int, following: int | None) -> recovery.Examined:
+        """Raises OSError, or StorageFailed if the key of an encrypted segment is not there."""
+        try:
+            return recovery.examine(
+                self._files, self._path, base, self._meta, following, self._drops, self._sealing
+            )
+        except EncryptionKeyError as error:
+            raise StorageFailed(str(error)) from None
+
+    def _opening_of(self, base: int) -> int | None:
+        """The key that a sealed segment's frames are encrypted with, also if its header is damaged."""
+        if self._sealing is None:
+            return None
+        fd = self._files.open(layout.segment_path(self._path, base), os.O_RDONLY)
+        try:
+            data = self._files.read(fd, HEADER.size, 0)
+            if segment.decode_header(data) is None:
+                data = self._files.read(fd, os.fstat(fd).st_size, 0)
+        finally:
+            os.close(fd)
+        return recovery.opening_of(data, self._meta.epoch, self._meta.salt, base)
+
+    def _note_opening(self, base: int, opening: int | None) -> None:
+        """Note whether a segment is encrypted; raises StorageFailed if its key is not there."""
+        self.openings.pop(base, None)
+        if opening is None:
+            return
+        self.openings[base] = opening
+        if self._sealing is None or not self._sealing.knows(opening):
+            what = "no key is configured" if self._sealing is None else self._sealing.missing(opening)
+            raise StorageFailed(f"{layout.segment_path(self._path, base)} is encrypted: {what}")
+
+    def renew(self) -> None:
+        """Continue in a new segment if the active one is encrypted and should not be, or the other way round.
+
+        Nothing may be in flight. Raises OSError.
+        """
+        if (self.active.opening is not None) is not self.encrypts:
+            self.replace_active()
+
+    @property
+    def filled(self) -> list[int]:
+        """The segments with messages, by first number."""
+        return [
+            base for base in self.sizes if base != self.active.index.base or self.active.size > HEADER.size
+        ]
+
+    @property
+    def unencrypted(self) -> int:
+        """How many of them are not encrypted."""
+        return sum(1 for base in self.filled if base not in self.openings)
+
+    def _reopened(self, path: Path, summary: SegmentSummary, opening: int | None) -> OpenSegment:
         fd = self._files.open(path, os.O_RDWR)
         index = Indexer(summary.base)
         index.next, index.entries = summary.next, summary.entries
         index.last_age, index.data_bytes = summary.last_age, summary.data_bytes
-        return OpenSegment(
-            path, fd, index, summary.size
-        )  # what is synced is unknown: the next sync covers all of it
+        # What is synced is unknown: the next sync covers all of it.
+        return OpenSegment(path, fd, index, summary.size, opening=opening)
 
     def close(self) -> None:
         """Close the files, without a sync."""
@@ -121,9 +184,23 @@ class SegmentLog:
         """
         at = self._clock.wall(), self._clock.now()
         self.directory.remove_leftovers()
-        if self._tainted:
+        if self._tainted or self.active.opening != self._wanted():
             self.replace_active()
         return self._stager.stage(group, self.next, self.active, at, segment_size, sync=sync)
+
+    def _wanted(self, *, lazily: bool = False) -> int | None:
+        """The key that new segments are sealed with; None if they are not encrypted. Raises OSError.
+
+        `lazily`: also None if a full disk has no room for the key; `stage` asks again.
+        """
+        if not self.encrypts or self._sealing is None:
+            return None
+        try:
+            return self._sealing.opening()
+        except OSError as error:
+            if not lazily or error.errno not in FULL:
+                raise
+            return None
 
     def write(self, staged: Staged, *, sync: bool) -> None:
         """Write a staged group to the files; raises OSError. May run in a thread.
@@ -207,11 +284,11 @@ class SegmentLog:
         `first` skips numbers: the new segment begins there. `lazily`: on a full disk, make its file with the
         first group.
         """
-        base = max(self.next, first or 0)
-        if base == self.active.index.base and not self._tainted:
+        base, opening = max(self.next, first or 0), self._wanted(lazily=lazily)
+        if base == self.active.index.base and not self._tainted and self.active.opening == opening:
             return  # it is empty already
         old = self.active
-        fresh = self._create(base, lazily=lazily or old.fd < 0)
+        fresh = self._create(base, opening, lazily=lazily or old.fd < 0)
         if old.fd < 0:
             self._resize(old.index.base, None)
             if old.index.base != base:
@@ -224,16 +301,19 @@ class SegmentLog:
         self.next = base
         self._tainted = False
 
-    def _header(self, base: int) -> bytes:
-        return segment.encode_header(base, self._meta.epoch, self._clock.wall(), self._meta.salt)
+    def _header(self, item: OpenSegment) -> bytes:
+        created = self._clock.wall()
+        return segment.encode_header(
+            item.index.base, self._meta.epoch, created, self._meta.salt, item.opening
+        )
 
     def _make(self, item: OpenSegment) -> None:
         """Make the file of a new segment; raises OSError, and then there is none."""
-        item.fd = self.directory.make(item.path, self._header(item.index.base))
+        item.fd = self.directory.make(item.path, self._header(item))
 
-    def _create(self, base: int, *, lazily: bool) -> OpenSegment:
+    def _create(self, base: int, opening: int | None, *, lazily: bool) -> OpenSegment:
         """A new segment; `lazily`: on a full disk its file is made with the first group. Raises OSError."""
-        fresh = self._stager.new(base)
+        fresh = self._stager.new(base, opening)
         try:
             self._make(fresh)
         except OSError as error:
@@ -244,6 +324,9 @@ class SegmentLog:
     def _take(self, fresh: OpenSegment) -> None:
         self.active = fresh
         self._resize(fresh.index.base, fresh.size)
+        self.openings.pop(fresh.index.base, None)
+        if fresh.opening is not None:
+            self.openings[fresh.index.base] = fresh.opening
 
     # -- syncing ---------------------------------------------------------------------------------
     def unsynced(self) -> list[tuple[OpenSegment, int]]:
@@ -287,7 +370,7 @@ class SegmentLog:
                 end = item.size  # what is on the disk is damaged too: copied unchanged
             elif end < item.size:
                 lost.append((frames[-1].next if frames else item.index.base, item.index.next - 1))
-            fd = self.directory.rewrite(item.path, [self._header(item.index.base), data[HEADER.size : end]])
+            fd = self.directory.rewrite(item.path, [self._header(item), data[HEADER.size : end]])
             self.directory.retire(item.fd)
             item.fd, item.room = fd, 0
             if end < item.size:
@@ -313,6 +396,7 @@ class SegmentLog:
         self.total_bytes += (size or 0) - self.sizes.get(base, 0)
         if size is None:
             self.sizes.pop(base, None)
+            self.openings.pop(base, None)
         else:
             self.sizes[base] = size
 
@@ -344,9 +428,7 @@ class SegmentLog:
         return self._examine(base).damage
 
     def _examine(self, base: int) -> recovery.Examined:
-        examined = recovery.examine(
-            self._files, self._path, base, self._meta, self.following(base), self._drops
-        )
+        examined = self._examined(base, self.following(base))
         self._resize(base, examined.summary.size)
         self._write_index(layout.segment_path(self._path, base), examined.summary)
         self.damage += examined.damage

@@ -38,7 +38,7 @@ class StorageSettings(msgspec.Struct, frozen=True):
     """How a stream is stored. Sizes in bytes, times in ms.
 
     `overwrite`: a full stream drops its oldest segments instead of rejecting data. `free_exported`: a full
-    stream first drops segments that all its exports have passed.
+    stream first drops segments that all its exports have passed. `encryption`: new segments are encrypted.
     """
 
     max_size: int = 256 * 1024 * 1024
@@ -50,6 +50,7 @@ class StorageSettings(msgspec.Struct, frozen=True):
     free_exported: bool = False
     dedup_window: int | None = None
     limits: MessageLimits = MessageLimits()
+    encryption: bool = False
 
 
 class Meta(msgspec.Struct, frozen=True):

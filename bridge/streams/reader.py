@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote
 
-from bridge.errors import CorruptData
+from bridge.encryption import Keys
+from bridge.errors import CorruptData, EncryptionKeyError
 from bridge.streams import formats, layout, meta, segment
 from bridge.streams.drops import LOSSES, DropLog, Drops
+from bridge.streams.sealing import Opener, Sealing
 from bridge.streams.segment import FRAME, HEADER, Frame, StreamMessage
 
 CHUNK = 64 * 1024  # larger ones cost a page fault for each page of every read
@@ -78,7 +80,7 @@ def stream_directories(data_dir: Path) -> list[Path]:
 class _SegmentFile:
     """One open segment file, and the known positions of its frames."""
 
-    def __init__(self, files: layout.Files, path: Path, base: int) -> None:
+    def __init__(self, files: layout.Files, path: Path, base: int, sealing: Sealing | None) -> None:
         self.base, self._files = base, files
         self.fd = files.open(path, os.O_RDONLY)
         self.offsets = [(base, HEADER.size)]  # (first number, offset) of some frames
@@ -90,6 +92,9 @@ class _SegmentFile:
         formats.refuse_old(path, head)
         header = segment.decode_header(head)
         self._salt = header[2] if header is not None else None
+        self._opener: Opener | None = None
+        if header is not None and segment.opening_in(head) is not None:
+            self._opener = _refuse(path) if sealing is None else sealing.opener(header[1], base)
         try:
             summary = segment.decode_index(path.with_suffix(layout.INDEX).read_bytes())
         except OSError:
@@ -121,8 +126,20 @@ class _SegmentFile:
             return end if frame.next <= number else end - size, max(CHUNK, size)
         return offset, CHUNK
 
+    def opened(self, start: int, limit: int) -> Iterator[tuple[bytes, Frame]]:
+        """As `frames`, decrypted; raises EncryptionKeyError."""
+        opener = self._opener
+        if opener is None:
+            yield from self.frames(start, limit)
+            return
+        for data, frame in self.frames(start, limit):
+            opened = opener(data, frame)
+            if opened is None:
+                return
+            yield opened
+
     def frames(self, start: int, limit: int | None) -> Iterator[tuple[bytes, Frame]]:
-        """The sound frames with numbers from `start` on, each with its buffer.
+        """The sound frames with numbers from `start` on, each with its buffer, as they are stored.
 
         Stops at the end of the file, at a frame that begins at `limit` or above, or at the first frame that
         is not sound. Without a limit the last frames may be uncommitted, and may disappear.
@@ -154,14 +171,32 @@ class _SegmentFile:
             size = max(size, wanted)
 
 
+def _refuse(path: Path) -> Opener:
+    def opened(data: bytes, frame: Frame) -> None:
+        raise EncryptionKeyError(
+            f"{path}: these messages are encrypted, and no key is configured; set key_file in [encryption] "
+            "to the file with the key"
+        )
+
+    return opened
+
+
 class StreamReader:
     """Reads one stream's messages by number. Not for use by several threads at once."""
 
     def __init__(
-        self, directory: Path, files: layout.Files | None = None, drops: Drops | None = None
+        self,
+        directory: Path,
+        files: layout.Files | None = None,
+        drops: Drops | None = None,
+        keys: Keys | None = None,
     ) -> None:
-        """`drops` are the writer's, for a reader in its process; other readers read them from the file."""
+        """`drops` are the writer's, for a reader in its process; other readers read them from the file.
+
+        Without `keys`, reading messages of an encrypted stream raises EncryptionKeyError.
+        """
         self.directory = directory
+        self._sealing = Sealing(keys, directory.name) if keys is not None and keys.configured else None
         self._files = files or layout.Files()
         self._bases = layout.segment_bases(directory)
         self._log = DropLog(self._files, directory) if drops is None else None
@@ -275,8 +310,33 @@ class StreamReader:
             self._part = key, (decode(data, frame), ends)
         return self._part[1]
 
-    def frames(self, start: int, end: int) -> Iterator[tuple[bytes, Frame]]:
-        """The sound frames with numbers of start..end-1, in order, each with its buffer."""
+    def time_of(self, number: int, end: int) -> tuple[int, int] | None:
+        """The first message from `number` on, below `end`: its number and ingest time; None if there is none.
+
+        Needs no key. Raises CorruptData.
+        """
+        for _, frame in self.frames(number, end, opened=False):
+            for first, _ in self._drops.live(max(number, frame.base), min(end, frame.next) - 1):
+                return first, frame.time
+        return None
+
+    def encryption(self) -> tuple[int, int, bool]:
+        """How many segments with messages are encrypted, how many are not, and whether the newest is."""
+        found, is_sealed = [0, 0], False
+        self._refresh()
+        for base in self._bases:
+            with suppress(FileNotFoundError), layout.segment_path(self.directory, base).open("rb") as file:
+                head = file.read(HEADER.size + FRAME.size)
+                is_sealed = segment.is_encrypted(head)
+                if segment.frame_at(head, HEADER.size) is not None:
+                    found[is_sealed] += 1
+        return found[True], found[False], is_sealed
+
+    def frames(self, start: int, end: int, *, opened: bool = True) -> Iterator[tuple[bytes, Frame]]:
+        """The sound frames with numbers of start..end-1, in order, each with its buffer.
+
+        `opened`: decrypted, if they are encrypted; raises EncryptionKeyError without the key.
+        """
         position, delivered, retried = start, False, False
         while position < end:
             base = self._base_for(position)
@@ -285,7 +345,8 @@ class StreamReader:
             limit = min(end, next((b for b in self._bases if b > base), end))
             try:
                 # from the limit on, there may be remains of a failed write
-                for data, frame in self._segment(base).frames(max(position, base), limit):
+                item = self._segment(base)
+                for data, frame in (item.opened if opened else item.frames)(max(position, base), limit):
                     yield data, frame
                     delivered = delivered or self._drops.first_live(max(position, frame.base)) < frame.next
                     position = frame.next
@@ -335,7 +396,8 @@ class StreamReader:
     def _segment(self, base: int) -> _SegmentFile:
         if self._open is None or self._open.base != base or not self._open.has_header:
             self.close()
-            self._open = _SegmentFile(self._files, layout.segment_path(self.directory, base), base)
+            path = layout.segment_path(self.directory, base)
+            self._open = _SegmentFile(self._files, path, base, self._sealing)
         return self._open
 
 
@@ -343,9 +405,9 @@ def first_since(reader: StreamReader, low: int, high: int, millis: int) -> int:
     """The first number whose message is not older than `millis`; ingest times grow with the numbers."""
     while low < high:
         middle = (low + high) // 2
-        found = reader.read(middle, end=high, max_messages=1, max_bytes=1)
-        if found and found[0].ingest_time < millis:
-            low = found[0].sequence_number + 1
+        found = reader.time_of(middle, high)
+        if found is not None and found[1] < millis:
+            low = found[0] + 1
         else:
             high = middle
     return low

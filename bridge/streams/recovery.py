@@ -21,13 +21,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.encryption import opening_of as opening_number
 from bridge.objectkeys import MAX_SEQUENCE
 from bridge.streams import drops as record
 from bridge.streams import formats, layout, segment
 from bridge.streams.drops import Drop, Drops
 from bridge.streams.layout import FULL, Files
 from bridge.streams.meta import Meta
-from bridge.streams.segment import HEADER, Indexer, SegmentSummary
+from bridge.streams.sealing import Opener, Sealing
+from bridge.streams.segment import FRAME, HEADER, SEALED, Indexer, SegmentSummary
 
 _BACK = "messages that were dropped may be back"
 
@@ -41,10 +43,11 @@ class Damage(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """A segment after it was examined and repaired."""
+    """A segment after it was examined and repaired. `opening`: whose key its frames are sealed with."""
 
     summary: SegmentSummary
     damage: list[Damage]
+    opening: int | None = None
 
 
 def read_index(directory: Path, base: int, size: int) -> SegmentSummary | None:
@@ -57,13 +60,31 @@ def read_index(directory: Path, base: int, size: int) -> SegmentSummary | None:
     return summary if summary is not None and (summary.base, summary.size) == (base, size) else None
 
 
+def opening_of(data: bytes, epoch: int, salt: int, base: int) -> int | None:
+    """The key that a segment is sealed with, also if its header is damaged; None if it is not encrypted."""
+    if segment.decode_header(data) == (base, epoch, salt):
+        return segment.opening_in(data)
+    pos: int | None = HEADER.size
+    while pos is not None:
+        for frame in segment.scan(data, pos, salt):
+            return opening_number(segment.body_of(data, frame)[1]) if frame.columns & SEALED else None
+        pos = segment.resync(data, pos, salt) if len(data) > pos else None
+    return None
+
+
 def examine(
-    files: Files, directory: Path, base: int, meta: Meta, following: int | None, drops: Drops
+    files: Files,
+    directory: Path,
+    base: int,
+    meta: Meta,
+    following: int | None,
+    drops: Drops,
+    sealing: Sealing | None = None,
 ) -> Examined:
     """Check every frame of a segment and repair what is wrong, as described above.
 
     `following` is the first number of the next segment, None for the last one. Holes that `drops` explains
-    are no damage. Raises OSError; then nothing has changed.
+    are no damage. Raises OSError or EncryptionKeyError; then nothing has changed.
     """
     path = layout.segment_path(directory, base)
     fd = files.open(path, os.O_RDWR)
@@ -75,18 +96,21 @@ def examine(
     finally:
         os.close(fd)
     formats.refuse_old(path, data)
-    index, holes, spans, end = walk(data, base, following, meta.salt)
+    opening = opening_of(data, meta.epoch, meta.salt, base)
+    opened = sealing.opener(meta.epoch, base) if sealing is not None and opening is not None else None
+    index, holes, spans, end = walk(data, base, following, meta.salt, opened)
     holes = [part for first, last in holes for part in drops.live(first, last)]
     header_ok = segment.decode_header(data) == (base, meta.epoch, meta.salt)
     if not header_ok and not spans:
         written = len(data.rstrip(b"\0")) >= HEADER.size
         if written:
             keep(files, directory, path, "damaged")
-        rewrite(files, path, base, meta, [])
+        rewrite(files, path, base, meta, [], opening)
         lost = drops.live(base, following - 1) if following is not None and following > base else []
         index.next = following if following is not None else base
         what = "its header is damaged" if written else "its header is incomplete"
-        return Examined(index.summary(HEADER.size), [Damage(path, what, lost)] if size or lost else [])
+        found = [Damage(path, what, lost)] if size or lost else []
+        return Examined(index.summary(HEADER.size), found, opening)
     lost = list(holes)
     pattern = segment.filling(meta.salt)
     claimed = segment.frame_at(data, end)
@@ -105,7 +129,8 @@ def examine(
     # Damage among dropped messages loses nothing, but a reader does not get past it.
     whole = all(a == b for (_, a), (b, _) in pairwise([(0, HEADER.size), *spans]))
     if header_ok and whole and end == size and not holes:
-        return Examined(index.summary(size), [Damage(path, "what followed it is gone", lost)] if lost else [])
+        found = [Damage(path, "what followed it is gone", lost)] if lost else []
+        return Examined(index.summary(size), found, opening)
     if header_ok and whole and not lost:
         tail = data[end : segment.written_end(data, end, pattern)]
         kept = not tail or keep_tail(files, directory, base, end, tail)
@@ -117,9 +142,9 @@ def examine(
             os.close(fd)
         what = f"a torn tail of {len(tail)} bytes was cut off"
         torn = Damage(path, what if kept else f"{what}; the full disk had no room to keep it", [])
-        return Examined(index.summary(end), [torn] if tail else [])
+        return Examined(index.summary(end), [torn] if tail else [], opening)
     keep(files, directory, path, "damaged")
-    rewrite(files, path, base, meta, [data[a:b] for a, b in spans])
+    rewrite(files, path, base, meta, [data[a:b] for a, b in spans], opening)
     repaired = Indexer(base)
     offset = HEADER.size
     for a, b in spans:
@@ -128,8 +153,26 @@ def examine(
         offset += b - a
     repaired.next = index.next
     return Examined(
-        repaired.summary(offset), [Damage(path, "it is damaged; its sound frames were kept", lost)]
+        repaired.summary(offset), [Damage(path, "it is damaged; its sound frames were kept", lost)], opening
     )
+
+
+def openings_kept(directory: Path, meta: Meta) -> set[int]:
+    """The keys that files in the quarantine are sealed with; raises OSError."""
+    found, place = set[int](), directory / layout.QUARANTINE
+    for path in place.iterdir() if place.is_dir() else ():
+        data = path.read_bytes()
+        if path.suffix == ".tail":  # it begins where a frame did
+            frame = segment.frame_at(data, 0)
+            is_sealed = frame is not None and frame.columns & SEALED
+            opening = opening_number(data[FRAME.size :]) if is_sealed else None
+        else:
+            opening = opening_of(
+                data, meta.epoch, meta.salt, layout.base_of(path.name[: layout.DIGITS + 4]) or 0
+            )
+        if opening is not None:
+            found.add(opening)
+    return found
 
 
 def check_drops(directory: Path, meta: Meta | None) -> tuple[str, list[Drop]]:
@@ -171,9 +214,12 @@ def repair_drops(files: Files, directory: Path, meta: Meta) -> list[Damage]:
 
 
 def walk(
-    data: bytes, base: int, following: int | None, salt: int
+    data: bytes, base: int, following: int | None, salt: int, opened: Opener | None = None
 ) -> tuple[Indexer, list[tuple[int, int]], list[tuple[int, int]], int]:
-    """(index, holes in the numbers, byte ranges of sound frames, where the last sound frame ends)."""
+    """(index, holes in the numbers, byte ranges of sound frames, where the last sound frame ends).
+
+    With `opened` a frame is sound if it can be decrypted, too.
+    """
     index, holes, spans = Indexer(base), [], []
     pos: int | None = HEADER.size
     end = HEADER.size
@@ -181,6 +227,8 @@ def walk(
         start = pos
         for frame in segment.scan(data, pos, salt):
             if frame.base < index.next or (following is not None and frame.next > following):
+                break
+            if opened is not None and opened(data, frame) is None:
                 break
             if frame.base > index.next:
                 holes.append((index.next, frame.base - 1))
@@ -218,7 +266,9 @@ def keep_tail(files: Files, directory: Path, base: int, offset: int, data: bytes
     return True
 
 
-def rewrite(files: Files, path: Path, base: int, meta: Meta, frames: list[bytes]) -> None:
+def rewrite(
+    files: Files, path: Path, base: int, meta: Meta, frames: list[bytes], opening: int | None
+) -> None:
     """Replace a segment by one with these frames, atomically and durably; deletes its index."""
     files.unlink(path.with_suffix(layout.INDEX))
-    files.replace(path, b"".join([segment.encode_header(base, meta.epoch, 0, meta.salt), *frames]))
+    files.replace(path, b"".join([segment.encode_header(base, meta.epoch, 0, meta.salt, opening), *frames]))

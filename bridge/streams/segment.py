@@ -8,7 +8,7 @@ All numbers are little-endian.
     (then, in the last segment of a stream with `flush_on_write`: preallocated space)
     frame    = magic u32 | crc u32 | length u32 | columns u16 | zero u16 | number u32
                | base u64 | time u64 | age u64                                            44 bytes
-               body (`length` bytes)
+               body (`length` bytes), sealed if columns & 4
     body     = sizes u32 x 2 x number (topic, payload, topic, payload, ...)
                [sizes u32 x number of the headers]   if columns & 1
                [sizes u32 x number of the ids]       if columns & 2
@@ -17,6 +17,11 @@ All numbers are little-endian.
     index    = magic "SBIDX\\0\\0\\2" | base u64 | next u64 | size u64 | last age u64
                | data bytes u64 | entries u32 | crc u32,                                  56 bytes
                then entries x (sequence u64 | offset u64)
+
+A segment of an encrypted stream has the magic "SBSEG\\0\\0\\3", and the number of its opening key in place
+of `created`. Its frames are sealed with that key, as `bridge.encryption` describes: the context is
+"segment\\0", the name of the stream's directory, "\\0", epoch u64 and base u64 of the segment; from `length`
+on, the frame's header is authenticated too. The crc covers the sealed body.
 
 Invariants
 * A frame is one commit group: it is there completely or not at all. Its CRC-32 covers everything after
@@ -46,9 +51,11 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from bridge.deflate import crc32
+from bridge.encryption import OVERHEAD
 from bridge.streams.sums import Sums
 
 SEGMENT_MAGIC = b"SBSEG\0\0\2"
+SEALED_MAGIC = b"SBSEG\0\0\3"
 INDEX_MAGIC = b"SBIDX\0\0\2"
 FRAME_MAGIC = 0x32464253  # "SBF2"
 HEADER = struct.Struct("<8sQQQII")
@@ -57,7 +64,7 @@ COVERED = struct.Struct("<IHHIQQQ")  # what of a frame's header its crc covers
 INDEX = struct.Struct("<8sQQQQQII")
 ENTRY = struct.Struct("<QQ")
 PAIR = struct.Struct("<II")
-HEADERS, IDS = 1, 2
+HEADERS, IDS, SEALED = 1, 2, 4
 RECORD_OVERHEAD = 8
 INDEX_STEP = 64 * 1024
 SECTOR = 512
@@ -66,7 +73,7 @@ PIECES = 128
 PIECE = 64 * 1024  # bytes of a buffer to write: larger ones are mapped again each time, page by page
 SMALL = 4096  # bytes: it is faster to copy fewer than to pass them as buffers of their own
 _FRAME_MAGIC_BYTES = FRAME_MAGIC.to_bytes(4, "little")
-_WIDTHS = (2, 3, 3, 4)  # sizes per message, by columns
+_WIDTHS = (2, 3, 3, 4) * 2  # sizes per message, by columns
 _SWAP = sys.byteorder == "big"
 
 
@@ -103,7 +110,8 @@ class Frame(Struct, frozen=True, gc=False):
     @property
     def data_bytes(self) -> int:
         """Bytes of topics, payloads, headers and ids."""
-        return self.end - self.start - FRAME.size - 4 * self.width * self.number
+        framing = FRAME.size + 4 * self.width * self.number
+        return self.end - self.start - framing - (OVERHEAD if self.columns & SEALED else 0)
 
 
 class SegmentSummary(NamedTuple):
@@ -117,9 +125,12 @@ class SegmentSummary(NamedTuple):
     entries: list[tuple[int, int]]
 
 
-def encode_header(base: int, epoch: int, created: int, salt: int) -> bytes:
-    """A segment's first 40 bytes."""
-    head = HEADER.pack(SEGMENT_MAGIC, base, epoch, created, salt, 0)[:-4]
+def encode_header(base: int, epoch: int, created: int, salt: int, opening: int | None = None) -> bytes:
+    """A segment's first 40 bytes; `opening` is the number of the key that its frames are sealed with."""
+    if opening is None:
+        head = HEADER.pack(SEGMENT_MAGIC, base, epoch, created, salt, 0)[:-4]
+    else:
+        head = HEADER.pack(SEALED_MAGIC, base, epoch, opening, salt, 0)[:-4]
     return head + crc32(head).to_bytes(4, "little")
 
 
@@ -130,7 +141,20 @@ def decode_header(data: bytes) -> tuple[int, int, int] | None:
     ):
         return None
     magic, base, epoch, _, salt, _ = HEADER.unpack_from(data)
-    return (base, epoch, salt) if magic == SEGMENT_MAGIC else None
+    return (base, epoch, salt) if magic in (SEGMENT_MAGIC, SEALED_MAGIC) else None
+
+
+def is_encrypted(header: bytes) -> bool:
+    """Whether a segment that begins like this is encrypted."""
+    return header.startswith(SEALED_MAGIC)
+
+
+def opening_in(header: bytes) -> int | None:
+    """The number of the opening key in a sound header; None if the segment is not encrypted."""
+    return int(HEADER.unpack_from(header)[3]) if is_encrypted(header) else None
+
+
+Seal = Callable[[bytes, bytes], bytes]  # what of a frame's header is authenticated, and its body
 
 
 def _sizes(parts: Sequence[bytes]) -> bytes:
@@ -150,11 +174,12 @@ def encode_frame(
     parts: Sequence[bytes],
     headers: dict[int, bytes] | None = None,
     ids: dict[int, bytes] | None = None,
+    seal: Seal | None = None,
 ) -> list[bytes]:
     """Encode one commit group as buffers, to be written one after the other.
 
     `parts` alternates topics and payloads; `headers` and `ids` are by position in the group, absent ones are
-    empty.
+    empty. `seal` encrypts the body.
     """
     number = len(parts) // 2
     sizes, data, columns = _sizes(parts), _joined(parts), 0
@@ -164,6 +189,11 @@ def encode_frame(
                 values = [column.get(i, b"") for i in range(number)]
                 sizes, data, columns = sizes + _sizes(values), data + _joined(values), columns | bit
     length = len(sizes) + sum(map(len, data))
+    if seal is not None:
+        covered = COVERED.pack(length + OVERHEAD, columns | SEALED, 0, number, base, time, age)
+        body = seal(covered, b"".join([sizes, *data]))
+        check = crc32(body, crc32(covered, salt))
+        return [_FRAME_MAGIC_BYTES + check.to_bytes(4, "little") + covered, body]
     covered = COVERED.pack(length, columns, 0, number, base, time, age) + sizes
     if length < SMALL:
         covered += b"".join(data)
@@ -208,8 +238,7 @@ def is_sound(data: bytes, frame: Frame, salt: int) -> bool:
 
 def fits(frame: Frame) -> bool:
     """Whether a frame is long enough for the sizes of its messages."""
-    size = frame.end - frame.start - FRAME.size
-    return frame.columns < 4 and size >= 4 * frame.number * _WIDTHS[frame.columns]
+    return frame.columns < len(_WIDTHS) and frame.data_bytes >= 0
 
 
 def filling(salt: int) -> bytes:
@@ -257,6 +286,8 @@ def is_torn(data: bytes, frame: Frame, pattern: bytes) -> bool:
 def _covers_more_than_a_payload(data: bytes, frame: Frame, zeros: int) -> bool:
     if not fits(frame):
         return False
+    if frame.columns & SEALED:  # what is encrypted does not end with zeros
+        return frame.end - zeros >= 8
     bounds = _bounds(data, frame)
     if zeros < bounds[0]:
         return True
@@ -311,6 +342,19 @@ def ids_of(data: bytes, frame: Frame) -> dict[int, bytes]:
         return {}
     bounds = _bounds(data, frame)[-frame.number - 1 :]
     return {frame.base + i: data[a:b] for i, (a, b) in enumerate(pairwise(bounds)) if b > a}
+
+
+def body_of(data: bytes, frame: Frame) -> tuple[bytes, memoryview]:
+    """What of a sealed frame's header is authenticated, and its sealed body."""
+    start = frame.start + FRAME.size
+    return data[frame.start + FRAME.size - COVERED.size : start], memoryview(data)[start : frame.end]
+
+
+def unsealed(data: bytes, frame: Frame, body: bytes) -> tuple[bytes, Frame]:
+    """A sealed frame with its body decrypted, in a buffer of its own."""
+    head = data[frame.start : frame.start + FRAME.size]
+    columns, end = frame.columns & ~SEALED, FRAME.size + len(body)
+    return head + body, Frame(frame.base, frame.number, frame.time, frame.age, columns, 0, end)
 
 
 def scan(data: bytes, pos: int, salt: int) -> Iterator[Frame]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+from bridge.encryption import OVERHEAD
 from bridge.streams import layout, segment
 from bridge.streams.queue import Group
-from bridge.streams.segment import FRAME, HEADER, Frame, Indexer
+from bridge.streams.sealing import Sealing
+from bridge.streams.segment import FRAME, HEADER, HEADERS, IDS, SEALED, Frame, Indexer, Seal
 
 ROOM = 128 * 1024
 SMALL = 8 * 1024  # for a larger group, preallocation costs more than it saves in the journal
@@ -25,7 +27,7 @@ class OpenSegment:
     """A segment that is open or, with `fd` below 0, has no file yet.
 
     It holds committed frames up to `size`; up to `synced` they are on the disk. If `room` is larger, the file
-    is preallocated up to there.
+    is preallocated up to there. Its frames are sealed with the key of this `opening`; None: they are not.
     """
 
     path: Path
@@ -34,6 +36,7 @@ class OpenSegment:
     size: int = HEADER.size
     synced: int = 0
     room: int = 0
+    opening: int | None = None
 
 
 @dataclass(slots=True)
@@ -56,13 +59,22 @@ class Staged:
 class Stager:
     """Plans the frames of one stream's groups."""
 
-    def __init__(self, directory: Path, salt: int) -> None:
-        self._directory, self._salt = directory, salt
+    def __init__(self, directory: Path, epoch: int, salt: int, sealing: Sealing | None) -> None:
+        self._directory, self._epoch, self._salt, self._sealing = directory, epoch, salt, sealing
         self._pattern = segment.filling(salt)
+        self._seals: tuple[OpenSegment, Seal] | None = None
 
-    def new(self, base: int) -> OpenSegment:
+    def new(self, base: int, opening: int | None) -> OpenSegment:
         """A segment without a file."""
-        return OpenSegment(layout.segment_path(self._directory, base), -1, Indexer(base))
+        return OpenSegment(layout.segment_path(self._directory, base), -1, Indexer(base), opening=opening)
+
+    def _seal(self, target: OpenSegment) -> Seal | None:
+        """What seals the frames of a segment."""
+        if target.opening is None or self._sealing is None:
+            return None
+        if self._seals is None or self._seals[0] is not target:
+            self._seals = target, self._sealing.sealer(self._epoch, target.index.base)
+        return self._seals[1]
 
     def stage(
         self,
@@ -82,15 +94,16 @@ class Stager:
         staged = Staged(group, base, [], [], base)
         number = len(group.parts) // 2
         target, offset, low = active, active.size, 0
-        if offset + group.size + FRAME.size <= segment_size:
+        framing = FRAME.size + (OVERHEAD if active.opening is not None else 0)
+        if offset + group.size + framing <= segment_size:
             self._add(staged, target, offset, group, at, end_of_room)
             return staged
         ends = list(accumulate(group.record_sizes(), initial=0))
         while low < number:
-            room = segment_size - offset - FRAME.size
+            room = segment_size - offset - framing
             high = bisect_right(ends, ends[low] + room) - 1
             if high <= low and offset > HEADER.size:
-                target, offset = self.new(staged.next), HEADER.size
+                target, offset = self.new(staged.next, active.opening), HEADER.size
                 staged.opened.append(target)
                 continue
             high = max(high, low + 1)  # a message larger than a segment gets one of its own
@@ -107,8 +120,11 @@ class Stager:
         at: tuple[int, int],
         end_of_room: int,
     ) -> int:
-        buffers = segment.encode_frame(staged.next, *at, self._salt, group.parts, group.headers, group.ids)
-        columns = (1 if group.headers else 0) | (2 if group.ids else 0)
+        seal = None if target.opening is None else self._seal(target)
+        buffers = segment.encode_frame(
+            staged.next, *at, self._salt, group.parts, group.headers, group.ids, seal
+        )
+        columns = (HEADERS if group.headers else 0) | (IDS if group.ids else 0) | (SEALED if seal else 0)
         end = offset + sum(map(len, buffers))
         frame = Frame(staged.next, len(group.parts) // 2, *at, columns, offset, end)
         room = b""

@@ -32,10 +32,18 @@ import msgspec
 
 from bridge.clock import NAME as CLOCK
 from bridge.clock import Clock, System
-from bridge.errors import DataDirectoryBusy, OtherFormat, StorageFailed, StreamError
+from bridge.encryption import Keys, is_used
+from bridge.errors import (
+    DataDirectoryBusy,
+    EncryptionKeyError,
+    KeyUnavailable,
+    OtherFormat,
+    StorageFailed,
+    StreamError,
+)
 from bridge.objectkeys import MAX_SEQUENCE
 from bridge.runtime import LoopRuntime, Runtime
-from bridge.streams import drops, formats, layout, meta
+from bridge.streams import drops, formats, layout, meta, recovery
 from bridge.streams.committer import Committer
 from bridge.streams.formats import Format
 from bridge.streams.layout import Files
@@ -96,13 +104,18 @@ class StreamStore:
         runtime: Runtime | None = None,
         link: bool = True,
         most: int | None = None,
+        keys: Keys | None = None,
     ) -> None:
-        """Open the directory, or make it; raises DataDirectoryBusy, OtherFormat or OSError.
+        """Open the directory, or make it.
+
+        Raises DataDirectoryBusy, OtherFormat, EncryptionKeyError or OSError.
 
         `floor` returns the lowest number that the next message of a stream (name, epoch) may have. `runtime`
         is the running event loop's, unless another one is given; `close` closes it. `link`: whether to link
         `<data_dir>/memory` to `memory_dir`. `most` is how many streams are opened: each keeps a file open.
+        `keys` are those of the directory; without them, encrypted streams cannot be opened.
         """
+        self.keys = keys or Keys(data_dir)
         self._most = most
         self.data_dir, self.files, self._on_event, self._floor = data_dir, files or Files(), on_event, floor
         self.streams: dict[str, Stream] = {}
@@ -115,14 +128,18 @@ class StreamStore:
         self.files.make_directory(self._root)
         self._lock = self._take_lock()
         try:
+            for path in self.keys.check():
+                log.error("%s: both its copies are damaged; restore it from a backup", path)
             self.clock = Clock(
                 data_dir / CLOCK, self.files.replace, system, empty=not any(self._root.iterdir())
             )
             self._memory = self._prepare_memory(memory_dir, link)
-            self._upgrading = found != Format(formats.PRESENT)
+            encrypted = found.number == formats.ENCRYPTED or is_used(data_dir)
+            self._format = formats.ENCRYPTED if encrypted else formats.PRESENT
+            self._upgrading = found != Format(self._format)
             if self._upgrading:  # a new directory has nothing that could have another format
                 self._upgrading = any(self._root.iterdir())
-                formats.save(self.files, data_dir, Format(formats.PRESENT, upgrading=self._upgrading))
+                formats.save(self.files, data_dir, Format(self._format, upgrading=self._upgrading))
             for directory in sorted(self._root.iterdir()):
                 if directory.name.startswith("."):
                     shutil.rmtree(directory)
@@ -130,7 +147,7 @@ class StreamStore:
                     self._open(directory)
             self.clock.observed()
             if self._upgrading and not self.unopened:
-                formats.save(self.files, data_dir, Format(formats.PRESENT))
+                formats.save(self.files, data_dir, Format(self._format))
         except BaseException:
             os.close(self._lock)
             raise
@@ -242,6 +259,11 @@ class StreamStore:
 
     def _start(self, directory: Path, known: Meta) -> Stream:
         data = self._data_of(directory, known.settings)
+        if known.settings.encryption and not self.keys.configured:
+            raise EncryptionKeyError(
+                f"{directory}: stream {known.name!r} is encrypted, and no key is configured; set key_file in "
+                "[encryption] to the file with the key. Nothing was changed"
+            )
         if self._upgrading and (number := formats.upgrade(self.files, directory, known.salt)):
             log.info(
                 "%d segments were brought to this version's format", number, extra={"stream": known.name}
@@ -264,6 +286,7 @@ class StreamStore:
             on_event=self._on_event,
             clock=self.clock,
             floor=floor,
+            keys=self.keys if self.keys.configured else None,
         )
 
     def _reserve(self, directory: Path, known: Meta, first: int, ahead: int = RESERVE) -> Meta:
@@ -273,10 +296,49 @@ class StreamStore:
         meta.save(self.files, directory, fresh)
         return fresh
 
+    # -- encryption ------------------------------------------------------------------------------
+    @property
+    def encrypts(self) -> bool:
+        """Whether a stream is encrypted: then all else with messages is, too."""
+        return any(stream.settings.encryption for stream in self.streams.values())
+
+    def admit(self, settings: StorageSettings) -> None:
+        """Raise KeyUnavailable or OSError if a stream with these settings cannot be stored here.
+
+        Earlier builds refuse the directory from the first encrypted stream on.
+        """
+        if not settings.encryption:
+            return
+        if not self.keys.configured:
+            raise KeyUnavailable(
+                "a stream cannot be encrypted without a key; set key_file in [encryption] of the "
+                "configuration, and restart the service"
+            )
+        if self._format != formats.ENCRYPTED:
+            formats.save(self.files, self.data_dir, Format(formats.ENCRYPTED, upgrading=self._upgrading))
+            self._format = formats.ENCRYPTED
+        try:
+            self.keys.own()
+        except EncryptionKeyError as error:
+            raise KeyUnavailable(str(error)) from None
+
+    def openings(self) -> set[int] | None:
+        """The numbers of the opening keys that streams need; None if that is not known of all."""
+        if self.unopened:
+            return None
+        found = set[int]()
+        for stream in self.streams.values():
+            found.update(stream.log.openings.values(), recovery.openings_kept(stream.directory, stream.meta))
+        return found
+
     # -- streams ---------------------------------------------------------------------------------
     def create(self, name: str, settings: StorageSettings, definition: bytes) -> Stream:
-        """Create a stream, durably; raises OSError, or StorageFailed. The name must be free."""
+        """Create a stream, durably. The name must be free.
+
+        Raises OSError, StorageFailed or KeyUnavailable.
+        """
         self._check_number()
+        self.admit(settings)
         directory = self._root / layout.directory_name(name)
         fresh = self._root / f".new-{directory.name}"
         shutil.rmtree(fresh, ignore_errors=True)
@@ -359,6 +421,7 @@ class StreamStore:
         if self.clock.watch(active=True):
             self.clock.try_save()
         self.runtime.close()
+        self.keys.close()
         with contextlib.suppress(OSError):  # shared, or not empty
             self._memory.rmdir()
         os.close(self._lock)
@@ -373,7 +436,11 @@ async def in_slices(streams: Sequence[Stream]) -> AsyncIterator[Sequence[Stream]
 
 @contextlib.asynccontextmanager
 async def open_stopped(
-    data_dir: Path, *, on_event: Event, floor: Callable[[str, int], int] = lambda name, epoch: 0
+    data_dir: Path,
+    *,
+    on_event: Event,
+    floor: Callable[[str, int], int] = lambda name, epoch: 0,
+    keys: Keys | None = None,
 ) -> AsyncIterator[StreamStore]:
     """The streams of a service that is stopped, for a command; raises as `StreamStore`.
 
@@ -385,7 +452,7 @@ async def open_stopped(
         there = link.readlink() if link.is_symlink() else link
         exists = os.path.isdir(link)  # noqa: PTH112 - Path.is_dir raises where it may not look
         memory = there if exists else Path(temporary)
-        store = StreamStore(data_dir, memory, on_event=on_event, floor=floor, link=False)
+        store = StreamStore(data_dir, memory, on_event=on_event, floor=floor, link=False, keys=keys)
         try:
             yield store
         finally:

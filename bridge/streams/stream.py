@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from bridge.clock import Clock
+from bridge.encryption import OVERHEAD, Keys
 from bridge.errors import MessageTooLarge, StorageFailed, StreamError, StreamFull
 from bridge.objectkeys import MAX_SEQUENCE
 from bridge.streams import meta as metadata
@@ -40,6 +41,7 @@ FULL_FOR = 60.0  # seconds after a rejected message in which a stream counts as 
 DISK_ROOM = 16 * 1024  # bytes freed on a full disk in addition to the group's own: blocks, records
 NEAR_LAST = MAX_SEQUENCE - 2**32  # from here on each append is checked; a group has fewer messages
 FRAMING = 2 * (FRAME.size + HEADER.size)  # bytes that a group may need in addition to its messages
+SEALING = 2 * OVERHEAD  # and if it is encrypted
 
 
 class Stream(Contents):
@@ -60,6 +62,7 @@ class Stream(Contents):
         on_event: Callable[[str, str], None],
         clock: Clock,
         floor: int = 0,
+        keys: Keys | None = None,
     ) -> None:
         """As `Contents`; `soon` is a `Runtime`'s, the other callables are a `Committer`'s."""
         self._soon = soon
@@ -73,6 +76,7 @@ class Stream(Contents):
             on_event=on_event,
             clock=clock,
             floor=floor,
+            keys=keys,
         )
         self.error: StreamError | None = None
         self._rejected = "", 0.0, 0  # why a message did not fit, when, and its provisional number
@@ -122,7 +126,12 @@ class Stream(Contents):
                     raise
         self.meta = fresh
 
+    @property
+    def _framing(self) -> int:
+        return FRAMING + SEALING if self.log.encrypts else FRAMING
+
     def _apply(self) -> None:
+        self.log.encrypts = self.settings.encryption
         if self.window is not None:
             self.window.configure(self.settings.dedup_window)
         if self.limits is not None:
@@ -240,9 +249,9 @@ class Stream(Contents):
         if self.closed or guarded or self.log.next > NEAR_LAST:
             self._room = -1
         elif settings.overwrite:
-            self._room = settings.max_size - FRAMING
+            self._room = settings.max_size - self._framing
         else:
-            self._room = settings.max_size - self.log.total_bytes - self.queue.flight_size - FRAMING
+            self._room = settings.max_size - self.log.total_bytes - self.queue.flight_size - self._framing
         self._room = min(self._room, self.queue.group.size + PRESSURE_STEP)
 
     def _check(self, topic: bytes, data: int, size: int) -> None:
@@ -275,12 +284,12 @@ class Stream(Contents):
 
     def _check_size(self, data: int, size: int) -> None:
         settings = self.settings
-        if size + FRAMING > settings.max_size:
+        if size + self._framing > settings.max_size:
             raise MessageTooLarge(
                 f"stream {self.name!r}: a message of {data} bytes is larger than the stream "
                 f"(maxSize {settings.max_size}); send smaller messages or raise maxSize"
             )
-        needed = self.queue.size + size + FRAMING
+        needed = self.queue.size + size + self._framing
         if settings.overwrite or self.log.total_bytes + needed <= settings.max_size:
             return
         if settings.free_exported:
@@ -329,7 +338,7 @@ class Stream(Contents):
         while True:
             try:
                 if self.settings.overwrite:
-                    self._drop_segments(segment_limits.make_room(self, group.size + FRAMING))
+                    self._drop_segments(segment_limits.make_room(self, group.size + self._framing))
                 staged = self._stage(group)
                 break
             except OSError as error:
@@ -529,9 +538,10 @@ class Stream(Contents):
             return
         for base in sorted(self._damaged & self.log.sizes.keys()):
             self.repair(base)
+        self.log.renew()
         self._drop_segments(segment_limits.expired(self, now))
         if self.settings.overwrite:
-            self._drop_segments(segment_limits.make_room(self, FRAMING))
+            self._drop_segments(segment_limits.make_room(self, self._framing))
         elif self.settings.free_exported:  # it holds more than `max_size` if that was lowered
             self._drop_segments(segment_limits.exported(self, 0))
         if self.limits is not None:

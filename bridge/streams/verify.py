@@ -1,7 +1,9 @@
 """Checks a data directory without changing it, and repairs it.
 
 `verify` reads every frame of every segment, the indexes, both copies of each definition and the records of
-drops. The service may be running; what it is writing at that moment does not count as damage.
+drops. The service may be running; what it is writing at that moment does not count as damage. With the keys,
+it also decrypts what is encrypted. Without them it checks framing, lengths and checksums, and reports how
+many frames it could not decrypt: that is no damage.
 
 `repair` needs a stopped service. It opens every stream, which repairs what a crash has left and damaged
 records of drops. It checks every frame, quarantines damage, and rebuilds indexes and lost definitions (with
@@ -19,11 +21,13 @@ from urllib.parse import unquote
 
 from msgspec import Struct
 
+from bridge.encryption import Keys
 from bridge.streams import formats, layout, meta, recovery, segment
 from bridge.streams.drops import LOSSES, NAME, DropLog
 from bridge.streams.layout import Files
 from bridge.streams.meta import Meta, StorageSettings
 from bridge.streams.reader import stream_directories
+from bridge.streams.sealing import Opener, Sealing
 from bridge.streams.store import MEMORY, open_stopped
 
 Progress = Callable[[str, int, int], None]  # stream, bytes read, bytes in all
@@ -40,7 +44,8 @@ class Problem(Struct, rename="camel"):
 class Checked(Struct, rename="camel"):
     """One stream as it was found. Sizes in bytes.
 
-    `messages` can be read. `lost` are the numbers lost to earlier damage, and `quarantined` its files: these
+    `messages` can be read, with the key of the `encrypted` segments. `unopened` frames were not decrypted,
+    for lack of the key. `lost` are the numbers lost to earlier damage, and `quarantined` its files: these
     are no current problems.
     """
 
@@ -51,18 +56,25 @@ class Checked(Struct, rename="camel"):
     messages: int = 0
     segments: int = 0
     frames: int = 0
+    encrypted: int = 0
+    unopened: int = 0
     total_bytes: int = 0
     lost: list[tuple[int, int]] = []
     quarantined: list[str] = []
     problems: list[Problem] = []
 
 
-def verify(data_dir: Path, progress: Progress = lambda *_: None) -> list[Checked]:
-    """Check all streams of a data directory, read only. Raises OSError if it cannot be read."""
-    return [_verify(data_dir, directory, progress) for directory in stream_directories(data_dir)]
+def verify(data_dir: Path, progress: Progress = lambda *_: None, keys: Keys | None = None) -> list[Checked]:
+    """Check all streams of a data directory, read only; with `keys`, also what is encrypted.
+
+    Raises OSError if it cannot be read, or EncryptionKeyError if the key is missing or another one.
+    """
+    if keys is not None:
+        keys.check()
+    return [_verify(data_dir, directory, progress, keys) for directory in stream_directories(data_dir)]
 
 
-def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
+def _verify(data_dir: Path, directory: Path, progress: Progress, keys: Keys | None) -> Checked:
     known, bad = meta.load(directory)
     name = known.name if known is not None else unquote(directory.name)
     data = _data_of(data_dir, directory, known)
@@ -90,7 +102,7 @@ def _verify(data_dir: Path, directory: Path, progress: Progress) -> Checked:
     for number, base in enumerate(bases):
         following = bases[number + 1] if number + 1 < len(bases) else None
         with contextlib.suppress(FileNotFoundError):  # retention has deleted it meanwhile
-            _check(found, drops, data, base, following, known)
+            _check(found, drops, data, base, following, known, keys)
         done += sizes[number]
         progress(name, done, sum(sizes))
     live = drops.live(found.oldest, found.newest) if found.oldest <= found.newest else []
@@ -125,19 +137,36 @@ def _size(path: Path) -> int:
 
 
 def _check(
-    found: Checked, drops: DropLog, data: Path, base: int, following: int | None, known: Meta | None
+    found: Checked,
+    drops: DropLog,
+    data: Path,
+    base: int,
+    following: int | None,
+    known: Meta | None,
+    keys: Keys | None = None,
 ) -> None:
     path = layout.segment_path(data, base)
     content = path.read_bytes()
     formats.refuse_old(path, content)
     header = segment.decode_header(content)
     salt = known.salt if known is not None else header[2] if header is not None else 0
-    index, holes, spans, end = recovery.walk(content, base, following, salt)
+    epoch = known.epoch if known is not None else header[1] if header is not None else 0
+    opening = recovery.opening_of(content, epoch, salt, base)
+    opened: Opener | None = None
+    if opening is not None and keys is not None:
+        if keys.knows(opening):
+            opened = Sealing(keys, data.name).opener(epoch, base)
+        else:
+            found.problems.append(Problem(str(path), f"it cannot be decrypted: {keys.missing(opening)}"))
+    index, holes, spans, end = recovery.walk(content, base, following, salt, opened)
     pattern = segment.filling(salt)
     written = segment.written_end(content, end, pattern)
     found.segments += 1
     found.total_bytes += len(content) if written > end else end
-    found.frames += sum(1 for a, b in spans for _ in segment.scan(content[a:b], 0, salt))
+    frames = sum(1 for a, b in spans for _ in segment.scan(content[a:b], 0, salt))
+    found.frames += frames
+    found.encrypted += opening is not None
+    found.unopened += frames if opening is not None and opened is None else 0
     found.newest = max(found.newest, index.next - 1)
     expected = (base, known.epoch, known.salt) if known is not None else header
     if len(content) >= segment.HEADER.size and (header is None or header != expected):
@@ -171,13 +200,19 @@ def _follows(data: Path, base: int) -> int | None:
 
 
 def repair(
-    data_dir: Path, definition: Callable[[str], bytes], progress: Progress = lambda *_: None
+    data_dir: Path,
+    definition: Callable[[str], bytes],
+    progress: Progress = lambda *_: None,
+    keys: Keys | None = None,
 ) -> list[Checked]:
     """Repair a data directory; returns each stream as it is afterwards, with what was wrong.
 
     `definition` returns the definition to store for a stream (by name) that has lost it. Raises
-    DataDirectoryBusy while the service runs, or OSError.
+    DataDirectoryBusy while the service runs, EncryptionKeyError without the key of encrypted streams, or
+    OSError.
     """
+    keys = keys or Keys(data_dir)
+    keys.check()
     repaired: dict[str, list[Problem]] = {}
     for directory in stream_directories(data_dir):
         problem = _rebuild_definition(directory, definition)
@@ -189,15 +224,15 @@ def repair(
         problem = Problem(path, rest) if path.startswith(str(data_dir)) else Problem(str(data_dir), what)
         repaired.setdefault(stream, []).append(problem)
 
-    asyncio.run(_repair(data_dir, note, progress))
-    after = verify(data_dir)
+    asyncio.run(_repair(data_dir, note, progress, keys))
+    after = verify(data_dir, keys=keys)
     for checked in after:
         checked.problems = repaired.get(checked.name, [])
     return after
 
 
-async def _repair(data_dir: Path, note: Callable[[str, str], None], progress: Progress) -> None:
-    async with open_stopped(data_dir, on_event=note) as store:
+async def _repair(data_dir: Path, note: Callable[[str, str], None], progress: Progress, keys: Keys) -> None:
+    async with open_stopped(data_dir, on_event=note, keys=keys) as store:
         for stream in store.streams.values():
             bases = list(stream.log.sizes)[:-1]  # opening has checked the last one
             for done, base in enumerate(bases, 1):

@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 
 from bridge.config.render import NOT_SETTINGS, stream_settings, stream_table
 from bridge.config.settings import load, stream_definition
+from bridge.encryption import new_master
 from bridge.enums import named
 from bridge.errors import InvalidDefinition, StreamBridgeError
 from bridge.model import MessageStreamDefinition
@@ -203,13 +204,15 @@ def test_every_definition_survives_the_configuration_a_request_and_the_command(
 
 
 def test_what_describe_prints_can_be_given_to_create(tmp_path: Path, manager: StreamManager) -> None:
+    env = {"STREAMBRIDGE_KEY_FILE": str(tmp_path / "key")}
+    (tmp_path / "key").write_text(new_master())
     for seed in (1, 2):
         found = definition(random.Random(seed), manager)
         data = tmp_path / f"data{seed}"
         (data / "streams").mkdir(parents=True, mode=0o700)
         settings = [f"{key}={text}" for key, text in stream_settings(found)]
         target = ("--data-dir", data)
-        done = streambridge("streams", "create", found.name, *settings, *target)
+        done = streambridge("streams", "create", found.name, *settings, *target, env=env)
         assert done.returncode == 0, done.stderr
         shown = streambridge("streams", "describe", found.name, "--json", *target).stdout
         assert json.loads(shown)["definition"] == by_name(

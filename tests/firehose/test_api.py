@@ -12,6 +12,7 @@ import pytest
 from botocore.exceptions import ClientError
 
 from bridge.access.rules import AccessRule
+from bridge.encryption import new_master
 from bridge.model import MIB
 from bridge.mqtt.settings import MqttConfig
 from bridge.operations.deliveries import DELIVERIES, MAX_RECORD
@@ -169,13 +170,6 @@ LAMBDA = {"Enabled": True, "Processors": [{"Type": "Lambda", "Parameters": []}]}
             },
             "KinesisStreamAsSource",
         ),
-        (
-            {
-                "ExtendedS3DestinationConfiguration": S3,
-                "DeliveryStreamEncryptionConfigurationInput": {"KeyType": "AWS_OWNED_CMK"},
-            },
-            "does not encrypt",
-        ),
     ],
 )
 def test_what_a_gateway_cannot_do_is_refused_with_the_reason(
@@ -200,20 +194,64 @@ def test_a_bucket_that_the_configuration_does_not_allow_is_refused(tmp_path: Pat
     assert code(error) == "AccessDeniedException"
 
 
-def test_encryption_is_refused_as_aws_refuses_a_key(gateway: Gateway) -> None:
+def encryption(gateway: Gateway, name: str = "plant") -> dict[str, str]:
+    found = gateway.client().describe_delivery_stream(DeliveryStreamName=name)["DeliveryStreamDescription"]
+    shown: dict[str, str] = found["DeliveryStreamEncryptionConfiguration"]
+    return shown
+
+
+def test_without_a_key_and_with_a_key_of_kms_a_stream_is_not_encrypted(gateway: Gateway) -> None:
     gateway.create()
     client = gateway.client()
     own = {"KeyType": "CUSTOMER_MANAGED_CMK", "KeyARN": "arn:aws:kms:eu-central-1:123456789012:key/a"}
-    with pytest.raises(client.exceptions.InvalidKMSResourceException):
-        client.start_delivery_stream_encryption(
-            DeliveryStreamName="plant", DeliveryStreamEncryptionConfigurationInput=own
-        )
-    with pytest.raises(client.exceptions.InvalidArgumentException, match="does not encrypt"):
-        client.start_delivery_stream_encryption(DeliveryStreamName="plant")
-    with pytest.raises(client.exceptions.InvalidArgumentException, match="nothing to stop"):
-        client.stop_delivery_stream_encryption(DeliveryStreamName="plant")
+    owned = {"KeyType": "AWS_OWNED_CMK"}
+    for given in (own, owned):
+        with pytest.raises(client.exceptions.InvalidKMSResourceException):
+            client.start_delivery_stream_encryption(
+                DeliveryStreamName="plant", DeliveryStreamEncryptionConfigurationInput=given
+            )
+        with pytest.raises(client.exceptions.InvalidKMSResourceException):
+            client.create_delivery_stream(
+                DeliveryStreamName="other",
+                ExtendedS3DestinationConfiguration=S3,
+                DeliveryStreamEncryptionConfigurationInput=given,
+            )
+    client.stop_delivery_stream_encryption(DeliveryStreamName="plant")  # it is not encrypted: nothing to do
     with pytest.raises(client.exceptions.ResourceNotFoundException):
         client.stop_delivery_stream_encryption(DeliveryStreamName="other")
+    assert encryption(gateway) == {"Status": "DISABLED"}
+
+
+def test_encryption_is_started_and_stopped_and_described_in_the_words_of_aws(tmp_path: Path) -> None:
+    secret, gateway = b"a-secret-that-nobody-may-read", Gateway(tmp_path)
+    gateway.key_file = tmp_path / "key"
+    gateway.key_file.write_text(new_master())
+    enabled = {"Status": "ENABLED", "KeyType": "AWS_OWNED_CMK"}
+    with gateway:
+        client = gateway.client()
+        gateway.create()
+        put = client.put_record(DeliveryStreamName="plant", Record={"Data": b"before"})
+        assert put["Encrypted"] is False
+        client.start_delivery_stream_encryption(DeliveryStreamName="plant")
+        client.start_delivery_stream_encryption(DeliveryStreamName="plant")
+        assert encryption(gateway) == enabled
+        assert client.put_record(DeliveryStreamName="plant", Record={"Data": secret})["Encrypted"] is True
+        many = client.put_record_batch(DeliveryStreamName="plant", Records=[{"Data": secret}])
+        assert many["Encrypted"] is True
+        client.create_delivery_stream(
+            DeliveryStreamName="other",
+            ExtendedS3DestinationConfiguration=S3,
+            DeliveryStreamEncryptionConfigurationInput={"KeyType": "AWS_OWNED_CMK"},
+        )
+        assert encryption(gateway, "other") == enabled
+        assert gateway.stored() == [b"before", secret, secret]
+        files = [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+        assert not [path for path in files if secret in path.read_bytes()]
+        client.stop_delivery_stream_encryption(DeliveryStreamName="plant")
+        assert encryption(gateway) == {"Status": "DISABLED"}
+        gateway.manager.declared = frozenset(["other"])
+        with pytest.raises(client.exceptions.InvalidArgumentException, match="set `encryption` there"):
+            client.stop_delivery_stream_encryption(DeliveryStreamName="other")
 
 
 def test_streams_are_listed_in_pages(gateway: Gateway) -> None:

@@ -16,6 +16,7 @@ import cbor2
 import uvloop
 
 from bridge.access.logins import Access
+from bridge.encryption import Keys
 from bridge.greengrass.frontend import Bounds, GreengrassFrontEnd
 from bridge.greengrass.settings import GreengrassConfig
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
@@ -87,6 +88,7 @@ class Server:
         self.access = access or MqttConfig()
         self.data_dir, self._root = root / "data", root
         self.config = GreengrassConfig(listen=f"127.0.0.1:{port}", token_file=token_file)
+        self.key_file: Path | None = None
         self.store: StreamStore
         self.manager: StreamManager
         self.front: Any
@@ -116,7 +118,12 @@ class Server:
         self._loop.close()
 
     async def _start(self) -> None:
-        self.store = StreamStore(self.data_dir, self._root / "memory", on_event=lambda stream, what: None)
+        self.store = StreamStore(
+            self.data_dir,
+            self._root / "memory",
+            on_event=lambda stream, what: None,
+            keys=Keys(self.data_dir, self.key_file),
+        )
         self.manager = StreamManager(self.store, discovery.load([]), self.exports, self.read_step)
         self.operations = Operations(self.manager, self.allow, self.read_bytes)
         self.front = self.front_end()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bridge.clock import System
+from bridge.encryption import Keys, new_master
 from bridge.operations.manager import committed
 from bridge.streams.layout import Files
 from bridge.streams.meta import StorageSettings
@@ -24,13 +25,22 @@ from ..fakes.clock import Shifted
 class House:
     """A data directory in which a test opens and reopens the store."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, encrypted: bool = False, key_file: Path | None = None) -> None:
+        """`encrypted`: new streams are, with the key in `key_file`."""
+        self.encrypted, self.key_file = encrypted, key_file or root / "key"
+        if encrypted and not self.key_file.exists():
+            root.mkdir(parents=True, exist_ok=True)
+            self.key_file.write_text(new_master())
         self.data_dir = root / "data"
         self.memory_dir = root / "memory"
         self.files = Files()
         self.system: System = Shifted()  # the machine's clocks
         self.events: list[str] = []
         self.floors: dict[str, int] = {}
+
+    def keys(self) -> Keys:
+        """The keys of the directory, as another process has them."""
+        return Keys(self.data_dir, self.key_file if self.encrypted else None)
 
     @asynccontextmanager
     async def store(self) -> AsyncIterator[StreamStore]:
@@ -41,6 +51,7 @@ class House:
             floor=lambda name, epoch: self.floors.get(name, 0),
             files=self.files,
             system=self.system,
+            keys=self.keys(),
         )
         try:
             yield store
@@ -52,7 +63,7 @@ class House:
         """The stream of this name, made with these settings if it is not there."""
         async with self.store() as store:
             if name not in store.streams:
-                store.create(name, StorageSettings(**settings), b"{}")
+                store.create(name, StorageSettings(**({"encryption": self.encrypted} | settings)), b"{}")
             yield store.streams[name]
 
     def directory(self, name: str = "s") -> Path:
@@ -60,8 +71,8 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> House:
-    return House(tmp_path)
+def house(tmp_path: Path, request: pytest.FixtureRequest) -> House:
+    return House(tmp_path, encrypted=getattr(request, "param", False))
 
 
 async def put(stream: Stream, *payloads: bytes, topic: bytes = b"t", ids: bool = False) -> list[int]:

@@ -35,6 +35,7 @@ CHECKS = (
     streams.places,
     streams.stopped,
     streams.refused_messages,
+    streams.encrypted,
     upstreams.upstreams,
     upstreams.loops,
     files.secrets,

@@ -17,13 +17,15 @@ from bridge.access.accesskeys import read_access_keys
 from bridge.access.users import CREATE as CREATE_USERS
 from bridge.access.users import read_users
 from bridge.config.checks.context import CheckContext, Finding, existing, read_only, unreadable
-from bridge.config.tomlfile import Keys
-from bridge.errors import ConfigError
+from bridge.config.tomlfile import Keys as Place
+from bridge.encryption import CREATE as CREATE_KEY
+from bridge.encryption import Keys
+from bridge.errors import ConfigError, EncryptionKeyError
 from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
 
 EXPIRES_SOON = timedelta(days=30)
-SECRETS: list[Keys] = [
+SECRETS: list[Place] = [
     ("mqtt", "users_file"),
     ("mqtt", "tls", "key"),
     ("mqtt", "external", "password_file"),
@@ -32,12 +34,14 @@ SECRETS: list[Keys] = [
     ("firehose", "access_keys_file"),
     ("firehose", "tls", "key"),
     ("aws", "credentials", "iot", "key"),
+    ("encryption", "key_file"),
 ]
-CREATE: dict[Keys, str] = {  # what to do if the file is missing
+CREATE: dict[Place, str] = {  # what to do if the file is missing
     ("mqtt", "users_file"): CREATE_USERS,
     ("firehose", "access_keys_file"): CREATE_KEYS,
+    ("encryption", "key_file"): CREATE_KEY,
 }
-CERTIFICATES: list[Keys] = [
+CERTIFICATES: list[Place] = [
     ("mqtt", "tls", "cert"),
     ("mqtt", "tls", "client_ca"),
     ("mqtt", "external", "ca"),
@@ -131,7 +135,7 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
             yield context.warning(keys, f"every user of this machine can read {path}; chmod o= {path}")
 
 
-def _wrong_logins(context: CheckContext) -> Iterator[tuple[Keys, str]]:
+def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
     """What the service would not accept in the files of users and of access keys."""
     users, signing = context.config.mqtt.users_file, context.config.firehose.access_keys_file
     try:
@@ -144,6 +148,11 @@ def _wrong_logins(context: CheckContext) -> Iterator[tuple[Keys, str]]:
             read_access_keys("firehose.access_keys_file", signing)
     except ConfigError as error:
         yield ("firehose", "access_keys_file"), str(error)
+    try:
+        if context.config.encryption.key_file is not None and context.knows("gateway", "data_dir"):
+            Keys(context.config.gateway.data_dir, context.config.encryption.key_file).check()
+    except EncryptionKeyError as error:
+        yield ("encryption", "key_file"), str(error)
 
 
 def rules(context: CheckContext) -> Iterator[Finding]:
@@ -206,7 +215,7 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
             yield context.error((section, "tls", "key"), f"{tls.key} does not match {tls.cert}: {reason}")
 
 
-def _named(context: CheckContext, places: list[Keys]) -> Iterator[tuple[Keys, Path]]:
+def _named(context: CheckContext, places: list[Place]) -> Iterator[tuple[Place, Path]]:
     """The keys at which the configuration names a file, and the files."""
     for keys in places:
         value: object = context.config

@@ -15,12 +15,12 @@ import msgspec
 from bridge.config.checks.context import CheckContext, DeclaredExport, Finding, existing
 from bridge.config.settings import keys_to, sentence
 from bridge.config.tomlfile import Keys
-from bridge.config.tomlstruct import dotted
+from bridge.config.tomlstruct import dotted, snake
 from bridge.errors import InvalidDefinition
 from bridge.export.cursor import stopped_with
 from bridge.model import MessageStreamDefinition, Persistence, StrategyOnFull
 from bridge.operations.validate import mistakes
-from bridge.plugin.api import ExportConfig
+from bridge.plugin.api import ExportConfig, appends_to
 from bridge.streams.reader import StreamMeta, StreamReader, list_damaged, list_streams
 from bridge.units import format_size
 
@@ -106,11 +106,50 @@ def refused_messages(context: CheckContext) -> Iterator[Finding]:
         )
 
 
+def encrypted(context: CheckContext) -> Iterator[Finding]:
+    """Check that there is a key for encrypted streams, and that nothing of them is stored unencrypted."""
+    wanted = [stream for stream in context.config.streams.values() if stream.encryption]
+    if not context.knows("streams"):
+        return
+    if context.knows("encryption", "key_file") and context.config.encryption.key_file is None:
+        for stream in wanted:
+            yield context.error(
+                ("streams", stream.name, "encryption"),
+                "there is no key; set key_file in [encryption]: `streambridge keys new FILE` makes one",
+            )
+    stored = _stored(context)[0]
+    plain = {name for name in stored if not _definition(stored[name]).encryption}
+    plain -= context.config.streams.keys()
+    plain |= {stream.name for stream in context.config.streams.values() if not stream.encryption}
+    for stream in wanted:
+        for kind, exports in stream.export_definition.items():
+            for number, raw in enumerate(exports):
+                for path, name in appends_to(raw).items():
+                    if name in plain:
+                        keys = map(snake, path)
+                        yield context.warning(
+                            ("streams", stream.name, "export", kind, number, *keys),
+                            f"messages of this encrypted stream are stored in {name!r}, which is not "
+                            "encrypted; set `encryption = true` there too",
+                        )
+    refused = context.config.mqtt.refused_stream
+    if wanted and refused in plain and context.knows("mqtt", "refused_stream"):
+        yield context.warning(
+            ("mqtt", "refused_stream"),
+            f"messages for encrypted streams that can never be stored there are stored in {refused!r}, which "
+            "is not encrypted; set `encryption = true` there too",
+        )
+
+
+def _definition(stored: StreamMeta) -> MessageStreamDefinition:
+    return msgspec.json.decode(stored.definition, type=MessageStreamDefinition)
+
+
 def _compared(
     context: CheckContext, stream: MessageStreamDefinition, stored: StreamMeta
 ) -> Iterator[Finding]:
     """Compare a definition with the stored one."""
-    before = msgspec.json.decode(stored.definition, type=MessageStreamDefinition)
+    before = _definition(stored)
     keys: Keys = ("streams", stream.name)
     if context.knows(*keys, "persistence") and stream.persistence is not before.persistence:
         yield context.error(

@@ -27,6 +27,7 @@ function showStream(found, ready) {
     ["Size", `${size(s.size)} of ${size(s.maxSize)}`, `${Math.round(100 * s.size / s.maxSize)} %`],
     ["Topics", found.topics.join(", ") || `streams/${s.name}`],
     ["Limits", s.limits[0], s.limits.slice(1).join(", ")],
+    ["Encryption", ...s.encryption.split(", ")],
   ];
   const wanted = JSON.stringify(facts);
   if ($("facts").shown !== wanted) {

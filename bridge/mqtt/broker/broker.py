@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bridge.mqtt.broker.inbox import Inbox
 from bridge.mqtt.broker.journal import Journal
+from bridge.mqtt.broker.journalfile import NAME
 from bridge.mqtt.broker.line import GONE
 from bridge.mqtt.broker.message import Subscription
 from bridge.mqtt.broker.publishing import Publisher
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
     from bridge.clock import Clock
+    from bridge.encryption import Keys
     from bridge.errors import StreamBridgeError, StreamError
     from bridge.mqtt.broker.inbox import Batch
     from bridge.mqtt.broker.line import Line
@@ -110,12 +112,17 @@ class Broker:
         limits: Limits,
         directory: Path,
         requests: Requests,
+        keys: Keys | None = None,
+        encrypts: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`directory` is where the journal is; `requests` answers what clients publish on request topics."""
+        """`directory` is where the journal is; `requests` answers what clients publish on request topics.
+
+        `encrypts` returns whether a stream is encrypted: then the journal is too, with `keys`.
+        """
         self.runtime, self.store, self.clock, self.access, self.limits = runtime, store, clock, access, limits
         self.reports = Reports(runtime.now)
         self.counts = self.reports.counts
-        self.journal = Journal(directory / "sessions.journal", clock.boot, runtime)
+        self.journal = Journal(directory / NAME, clock.boot, runtime, keys, encrypts)
         self.turns = Turns(runtime)
         self.router = Router(store, self.journal, limits, clock, self.turns, runtime)
         self.sessions = Sessions(
@@ -136,7 +143,7 @@ class Broker:
         await find_stored_ids(self)
         self.journal.snapshot = lambda: snapshot(self)
         self.journal.open()
-        self.store.on_bindings_changed.append(self.router.forget_routes)
+        self.store.on_bindings_changed += [self.router.forget_routes, self.journal.renew]
         self.revoke()  # the users file may have changed since the stop
         for session in self.sessions.all():
             self._await_will(session)
@@ -146,7 +153,8 @@ class Broker:
         """Bring the journal to the disk; sessions stay as they are."""
         self.sessions.stop()
         self.journal.close()
-        self.store.on_bindings_changed.remove(self.router.forget_routes)
+        for changed in (self.router.forget_routes, self.journal.renew):
+            self.store.on_bindings_changed.remove(changed)
 
     def revoke(self) -> None:
         """Close the connections of clients that could no longer log in, and drop their wills.

@@ -9,6 +9,8 @@ upstreams until each persistent subscriber has acknowledged them; QoS 2 packet i
 wills of persistent sessions that may still have to be published; retained messages. Messages that devices
 publish on stream topics are in the stream only.
 
+While a stream is encrypted, so is this file: its messages may have the same secrets.
+
 Its records are in `records.py`, its file in `journalfile.py`.
 """
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from pathlib import Path
 
+    from bridge.encryption import Keys
     from bridge.errors import StreamError
     from bridge.mqtt.broker.message import Message, Subscription
     from bridge.mqtt.broker.outbox import Outgoing
@@ -70,13 +73,18 @@ class Journal:
         path: Path,
         boot: str,
         runtime: Runtime,
+        keys: Keys | None = None,
+        encrypts: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`boot` names this boot of the machine; empty if that is not known."""
+        """`boot` names this boot of the machine; empty if that is not known.
+
+        `encrypts` returns whether the file is to be encrypted, with `keys`.
+        """
         self._path, self._boot = path, boot
         self.replay_points: dict[str, ReplayPoint] = {}
         self.snapshot: Callable[[], Iterable[Record]] = tuple
         self._numbers = 0
-        self._file = JournalFile(path, runtime, self._bodies)
+        self._file = JournalFile(path, runtime, self._bodies, keys, encrypts)
 
     @property
     def failed(self) -> bool:
@@ -99,6 +107,10 @@ class Journal:
     def open(self) -> None:
         """Begin to write, with a snapshot; see `JournalFile.open`."""
         self._file.open()
+
+    def renew(self) -> None:
+        """Streams have changed: encrypt the file if one of them is encrypted now."""
+        self._file.renew()
 
     def after_commit(self, done: Callable[[StreamError | None], None]) -> None:
         """Call `done` once all records so far are in the file."""

@@ -6,6 +6,9 @@ Layout: frames, one after the other. A frame whose CRC is wrong ends the file (a
     | length u32 BE| CRC-32 u32  | msgpack array [kind, ...], see `records.py`       |
     +--------------+-------------+---------------------------------------------------+
 
+While a stream is encrypted, the bodies are too, and the highest bit of their length is set: they are sealed
+as `bridge.encryption` describes, with the context "journal".
+
 States:
 
     writing     what one turn gives is appended at its end, and synced within `SYNC_INTERVAL`
@@ -26,17 +29,22 @@ from typing import TYPE_CHECKING
 
 from bridge.deflate import crc32
 from bridge.durable import make_directory, sync_directory
-from bridge.errors import StorageFailed, StreamError
+from bridge.encryption import opening_of
+from bridge.errors import CorruptData, EncryptionKeyError, StorageFailed, StreamError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
+    from bridge.encryption import Keys
     from bridge.runtime import Runtime, Timer
 
 log = logging.getLogger(__name__)
 
 _FRAME = struct.Struct(">II")
+DIRECTORY, NAME = "mqtt", "sessions.journal"
+_SEALED = 0x80000000
+_CONTEXT = b"journal"
 SLACK = 4 * 1024 * 1024  # bytes of dead records that do not yet make a snapshot worth while
 SYNC_INTERVAL = 1.0
 RETRY_INTERVAL = 1.0
@@ -64,9 +72,21 @@ class _Copy:
 class JournalFile:
     """The file that bodies of records are written to."""
 
-    def __init__(self, path: Path, runtime: Runtime, snapshot: Callable[[], Iterable[bytes]]) -> None:
-        """`snapshot` returns the bodies of everything that is alive."""
+    def __init__(
+        self,
+        path: Path,
+        runtime: Runtime,
+        snapshot: Callable[[], Iterable[bytes]],
+        keys: Keys | None = None,
+        encrypts: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`snapshot` returns the bodies of everything that is alive.
+
+        `encrypts` returns whether to encrypt them with `keys`.
+        """
         self.path, self._runtime, self._snapshot = path, runtime, snapshot
+        self._keys, self._encrypts = keys, encrypts
+        self._sealed = False  # what the last snapshot was
         self.failed = False
         self._open = False
         self._fd = -1
@@ -80,16 +100,20 @@ class JournalFile:
         self._copying = False  # a thread is at work on a copy, which may have been dropped since
 
     def read(self) -> Iterator[bytes]:
-        """The bodies that an earlier process wrote; call it before `open`."""
+        """The bodies that an earlier process wrote; call it before `open`. Raises EncryptionKeyError."""
         data = self.path.read_bytes() if self.path.exists() else b""
         pos = 0
-        while pos + _FRAME.size <= len(data):
-            length, check = _FRAME.unpack_from(data, pos)
-            body = data[pos + _FRAME.size : pos + _FRAME.size + length]
-            if len(body) < length or crc32(body) != check:
-                break
-            yield body
-            pos += _FRAME.size + length
+        for body, is_sealed, end in _frames(data):
+            if is_sealed:
+                if self._keys is None:
+                    raise EncryptionKeyError(f"{self.path} is encrypted, and no key is configured")
+                try:
+                    yield self._keys.open(_CONTEXT, b"", body)
+                except CorruptData:
+                    break
+            else:
+                yield body
+            pos = end
         if pos < len(data):
             log.warning("%s: %d bytes at the end are damaged and were left out", self.path, len(data) - pos)
 
@@ -108,11 +132,17 @@ class JournalFile:
             self._write_timer = self._runtime.later(RETRY_INTERVAL, self._write)
         self._open = True
 
+    def renew(self) -> None:
+        """Replace the file by an encrypted one, if that is wanted now and was not before."""
+        if self._open and not self._sealed and self._encrypts():
+            self.failed = True  # nothing is confirmed until then
+            self._write_in(0)
+
     def add(self, body: bytes) -> None:
         """Write a body at the end of this turn. Before `open` and after `close` nothing is written."""
         if not self._open:
             return
-        self._buffer += _framed(body)
+        self._buffer += self._framed(body)
         if self._write_timer is None:
             self._write_timer = self._runtime.soon(self._write)
 
@@ -129,7 +159,7 @@ class JournalFile:
                 self.failed = False
                 self._buffer = []  # the snapshot has it
             else:
-                self._append(b"".join(_framed(body)))
+                self._append(b"".join(self._framed(body)))
         except OSError as problem:
             self._cannot_write(problem)
             self._write_in(RETRY_INTERVAL)
@@ -244,12 +274,19 @@ class JournalFile:
         if self._unsynced:
             self._must_sync()
 
+    def _framed(self, body: bytes) -> tuple[bytes, bytes]:
+        flag = 0
+        if self._sealed and self._keys is not None:
+            flag, body = _SEALED, self._keys.seal(_CONTEXT, b"", body)
+        return _FRAME.pack(len(body) | flag, crc32(body)), body
+
     # -- snapshots ------------------------------------------------------------
 
     def _snapshot_frames(self) -> bytes:
         frames: list[bytes] = []
+        self._sealed = self._encrypts()
         for body in self._snapshot():
-            frames += _framed(body)
+            frames += self._framed(body)
         return b"".join(frames)
 
     def _write_snapshot(self) -> None:
@@ -309,8 +346,24 @@ class JournalFile:
             self._copy = None
 
 
-def _framed(body: bytes) -> tuple[bytes, bytes]:
-    return _FRAME.pack(len(body), crc32(body)), body
+def _frames(data: bytes) -> Iterator[tuple[bytes, bool, int]]:
+    """The bodies up to damage, with whether they are sealed, and where they end."""
+    pos = 0
+    while pos + _FRAME.size <= len(data):
+        length, check = _FRAME.unpack_from(data, pos)
+        is_sealed, length = bool(length & _SEALED), length & ~_SEALED
+        body = data[pos + _FRAME.size : pos + _FRAME.size + length]
+        if len(body) < length or crc32(body) != check:
+            return
+        pos += _FRAME.size + length
+        yield body, is_sealed, pos
+
+
+def openings(data_dir: Path) -> set[int]:
+    """The numbers of the opening keys that the journal of a data directory needs; raises OSError."""
+    path = data_dir / DIRECTORY / NAME
+    data = path.read_bytes() if path.exists() else b""
+    return {opening_of(body) for body, is_sealed, _ in _frames(data) if is_sealed}
 
 
 def write_all(fd: int, data: bytes, offset: int) -> None:

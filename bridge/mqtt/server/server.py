@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from bridge.access.proofs import authorities
 from bridge.errors import ConfigError
 from bridge.mqtt.broker.broker import Broker
+from bridge.mqtt.broker.journalfile import DIRECTORY
 from bridge.mqtt.server import requests
 from bridge.mqtt.server.connection import Connection
 from bridge.mqtt.server.connections import Connections, Listener
@@ -51,8 +52,10 @@ class Server:
             manager.store.clock,
             access,
             config.limits,
-            manager.store.data_dir / "mqtt",
+            manager.store.data_dir / DIRECTORY,
             lambda *packet: requests.take(self.connections, operations, *packet),
+            manager.store.keys,
+            lambda: manager.store.encrypts,
         )
         self.broker.publisher.refused_stream = config.refused_stream
         self.connections = Connections(config, self.broker, runtime, under_pressure=manager.under_pressure)

@@ -1,0 +1,86 @@
+"""`streambridge keys ...`: the key of encrypted streams."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bridge.cli import output
+from bridge.cli.options import (
+    DEFAULT_CONFIG,
+    ConfigOption,
+    DataDirOption,
+    KeyFileOption,
+    act_as_owner,
+    data_directory,
+    keys_of,
+)
+from bridge.encryption import new_master
+from bridge.errors import StreamBridgeError
+
+app = typer.Typer(help="Make and replace the key of encrypted streams.", no_args_is_help=True)
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  streambridge keys new /etc/streambridge/encryption.key
+  streambridge keys new - | systemd-creds encrypt --with-key=tpm2 - /etc/credstore.encrypted/encryption.key
+"""
+)
+def new(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make; `-` is standard output.")],
+) -> None:
+    """Make a key file.
+
+    Keep a copy of it elsewhere: without it, nobody can read what is encrypted.
+    """
+    if str(path) == "-":
+        output.echo(new_master().rstrip())
+        return
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise StreamBridgeError(f"{path}: this file exists; a key is never overwritten") from None
+    with os.fdopen(fd, "w") as file:
+        file.write(new_master())
+        file.flush()
+        os.fsync(fd)
+    output.echo(f"{path}: a new key; set key_file in [encryption] to it, and keep a copy elsewhere")
+
+
+@app.command(
+    epilog="""\b
+Examples:
+  sudo streambridge keys rotate
+  streambridge keys rotate --key-file both.key
+"""
+)
+def rotate(
+    config: ConfigOption = DEFAULT_CONFIG,
+    data_dir: DataDirOption = None,
+    key_file: KeyFileOption = None,
+) -> None:
+    """Replace the key; no message is encrypted anew.
+
+    Puts a new key before the one in the key file, encrypts the keys of the data directory with it, and
+    removes the old one from the key file. If the file has several keys already, the first one stays, and no
+    other is made: this completes a rotation that was interrupted. The service may run.
+    """
+    directory = data_directory(config, data_dir)
+    keys = keys_of(config, directory, key_file)
+    if keys.key_file is not None and os.access(keys.key_file.parent, os.W_OK):
+        number, finished = keys.rotate()
+    else:
+        act_as_owner(directory)
+        number, finished = keys.rotate()
+    output.echo(
+        f"{output.count(number, 'key')} of {directory} encrypted anew with the first key of {keys.key_file}"
+    )
+    if not finished:
+        output.note(
+            f"{keys.key_file}: this file cannot be changed here; remove all keys but the first from it"
+        )
