@@ -37,6 +37,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "uplink": (),
     "wire": (),
     "live": (),
+    "flash": (),
     "firehose": (),
     "ingest_spark": ("--rows", "3000000", "--rounds", "2"),
     "ingest_tables": (),

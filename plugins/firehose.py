@@ -45,7 +45,9 @@ class FirehoseExporter(Exporter):
     kind: ClassVar[str] = "firehose"
     Config: ClassVar[type[ExportConfig]] = FirehoseConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
-    limits: ClassVar[BatchLimits] = BatchLimits(record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+    limits: ClassVar[BatchLimits] = BatchLimits(
+        record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES, by_record=True
+    )
     any_order: ClassVar[bool] = True
 
     config: FirehoseConfig

@@ -78,7 +78,7 @@ class HttpExporter(Exporter):
 
     kind: ClassVar[str] = "http"
     Config: ClassVar[type[ExportConfig]] = HttpConfig
-    limits: ClassVar[BatchLimits] = BatchLimits(records=500)
+    limits: ClassVar[BatchLimits] = BatchLimits(records=500, by_record=True)
     any_order: ClassVar[bool] = True
 
     config: HttpConfig

@@ -43,7 +43,9 @@ class IotAnalyticsExporter(Exporter):
     kind: ClassVar[str] = "iotAnalytics"
     Config: ClassVar[type[ExportConfig]] = IotAnalyticsConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
-    limits: ClassVar[BatchLimits] = BatchLimits(records=100, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+    limits: ClassVar[BatchLimits] = BatchLimits(
+        records=100, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES, by_record=True
+    )
     any_order: ClassVar[bool] = True
 
     config: IotAnalyticsConfig

@@ -72,7 +72,9 @@ class KinesisExporter(Exporter):
     kind: ClassVar[str] = "kinesis"
     Config: ClassVar[type[ExportConfig]] = KinesisConfig
     timeout: ClassVar[float] = 3600.0  # a full request over a very slow link
-    limits: ClassVar[BatchLimits] = BatchLimits(records=500, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES)
+    limits: ClassVar[BatchLimits] = BatchLimits(
+        records=500, record_bytes=MAX_RECORD, batch_bytes=MAX_BYTES, by_record=True
+    )
     any_order: ClassVar[bool] = True
 
     config: KinesisConfig

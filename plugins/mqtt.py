@@ -166,7 +166,7 @@ class MqttExporter(Exporter):
 
     kind: ClassVar[str] = "mqtt"
     Config: ClassVar[type[ExportConfig]] = MqttConfig
-    limits: ClassVar[BatchLimits] = BatchLimits(records=RECORDS)
+    limits: ClassVar[BatchLimits] = BatchLimits(records=RECORDS, by_record=True)
     any_order: ClassVar[bool] = True
 
     config: MqttConfig

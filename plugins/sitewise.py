@@ -234,7 +234,7 @@ class SitewiseExporter(Exporter):
 
     kind: ClassVar[str] = "IotSitewise"
     Config: ClassVar[type[ExportConfig]] = SitewiseConfig
-    limits: ClassVar[BatchLimits] = BatchLimits(records=MAX_ENTRIES)
+    limits: ClassVar[BatchLimits] = BatchLimits(records=MAX_ENTRIES, by_record=True)
     any_order: ClassVar[bool] = True
 
     config: SitewiseConfig

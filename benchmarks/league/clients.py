@@ -22,13 +22,15 @@ QUIET = 6.0  # seconds without a message after which there are no more, where a 
 PATIENCE = 10.0  # seconds for an answer
 
 
-def payload(number: int) -> bytes:
-    """The payload of a message."""
-    return (b"%010d" % number * (SIZE // 10 + 1))[:SIZE]
+def payload(number: int, size: int = SIZE) -> bytes:
+    """The payload of a message, of `size` bytes."""
+    return (b"%010d" % number * (size // 10 + 1))[:size]
 
 
 class Client(Protocol):
     """One connection to a contender. All methods raise OSError or ValueError if it fails."""
+
+    size: int  # of payloads, in bytes
 
     def prepare(self, *, again: bool = False) -> None:
         """Make what stores messages, and be ready to publish; `again`: it should be there."""
@@ -45,6 +47,8 @@ class Client(Protocol):
 
 class Wire:
     """A socket with a deadline for each answer."""
+
+    size = SIZE
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -106,11 +110,13 @@ class Mqtt(Wire):
     def publish(self, numbers: range) -> Iterator[int]:
         """As `Client`."""
         topic = b"\0\7bench/a"
-        length = len(topic) + 2 + SIZE
+        length = len(topic) + 2 + self.size
         head = b"\x32" + bytes((length & 0x7F | 0x80, length >> 7)) + topic
         ids = {number % 60_000 + 1: number for number in numbers}
         self.socket.sendall(
-            b"".join(head + struct.pack(">H", packet_id) + payload(n) for packet_id, n in ids.items())
+            b"".join(
+                head + struct.pack(">H", packet_id) + payload(n, self.size) for packet_id, n in ids.items()
+            )
         )
         for _ in ids:
             answer = self.take(4)
@@ -259,7 +265,9 @@ class Nats(Wire):
     def publish(self, numbers: range) -> Iterator[int]:
         """As `Client`."""
         self.socket.sendall(
-            b"".join(b"PUB m.a in.ack.%d %d\r\n%s\r\n" % (n, SIZE, payload(n)) for n in numbers)
+            b"".join(
+                b"PUB m.a in.ack.%d %d\r\n%s\r\n" % (n, self.size, payload(n, self.size)) for n in numbers
+            )
         )
         for _ in numbers:
             subject, _, body = self._message()

@@ -14,7 +14,7 @@ settle the outcome.
 
 One export's life
 -----------------
-    idle --a batch is due----------> planned (boundaries durable) --export()--> settled --> idle
+    idle --a batch is due----------> planned (boundaries written) --export()--> settled --> idle
                                         ^                              |
                                         +----- backoff <--- Retry -----+
 
@@ -22,13 +22,13 @@ Invariants
 ----------
 1. A cursor never leads: a position, and the ranges ahead of it, are written only after every record in them
    was accepted, rejected or found to be dropped. It may lag: after a crash the planned batch is sent again.
-2. The boundaries of a batch are durable before its first attempt, so every attempt has the same. If the
-   link cuts attempts, the batch is sent in parts (`sizing`). A batch that is one object gets a lower end,
-   and so another name, instead: only after the exporter found nothing under the old name (`landed`). The
-   new boundaries, too, are durable before the attempt.
-3. Each export has at most one batch in flight. A thread that hangs keeps its export, but the pool gets
-   another thread in its place.
-4. The worker may die at any instant, also by SIGKILL. Only time is lost.
+2. The boundaries of a batch are durable before its first attempt, so every attempt has the same. Where the
+   destination sees no batches (`BatchLimits.by_record`), they survive a crash, and not always a power cut.
+   If the link cuts attempts, the batch is sent in parts (`sizing`). A batch that is one object gets a lower
+   end, and so another name, instead: only after the exporter found nothing under the old name (`landed`).
+   The new boundaries, too, are durable before the attempt. 3. Each export has at most one batch in flight.
+   A thread that hangs keeps its export, but the pool gets another thread in its place. 4. The worker may
+   die at any instant, also by SIGKILL. Only time is lost.
 
 Which plugin killed the worker
 ------------------------------

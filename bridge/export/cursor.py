@@ -5,11 +5,14 @@
     <data_dir>/exports/<stream>/<identifier>.skipped                ranges never exported, with reasons;
                                                                     only for `contiguous` exporters
 
-A cursor file has two slots of 4096 bytes, written in turn; the valid slot with the higher generation
-counts. A torn write therefore costs one step back, and a write needs no rename and no directory sync.
-Both slots are written when an export begins, so that later writes are in place and need no space: a
-batch is sent only after its boundaries are written here, and on a full disk it is exports that free
-space. (A file system that never writes in place, such as btrfs, can still fail; then exports wait.)
+A cursor file has two slots of 4096 bytes; the valid slot with the higher generation counts. A write goes
+into the slot that is not the newest one on the disk. A torn write therefore costs one step back, and a
+write needs no rename and no directory sync. A write without a sync survives the end of the process; until
+the next sync, further writes go into the same slot, with a generation that is higher by two, and the other
+slot is what a power cut leaves. Both slots are written when an export begins, so that later writes are in
+place and need no space: a batch is sent only after its boundaries are written here, and on a full disk it
+is exports that free space. (A file system that never writes in place, such as btrfs, can still fail; then
+exports wait.)
 
     slot = magic "SBCURSR1" | generation u64 | length u32 | crc32 u32 (of the head and the body) | body
 
@@ -29,6 +32,10 @@ With `order = "newest first"` (`order`), `body` also has `ahead`, the ranges abo
 exported, and `planned_ahead` instead of `planned` for a batch that does not begin at `position`. Without
 such ranges it has neither key. A version that does not know the keys goes on from `position`, and exports
 the ranges once more.
+
+If writes may be without a sync (`position`), `body` has `reserved`, a number above which nothing is sent
+before the next sync, and `boot`, the boot id. The numbers of a stream go on after `reached`; in another
+boot after `reserved`.
 
 A line of `.skipped` is `first last reason crc32`, appended and synced before the cursor passes the range; the
 first time, a process also writes and syncs again what it has found there. A line that fails its check ends
@@ -55,6 +62,7 @@ from pathlib import Path
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from bridge import clock
 from bridge.deflate import crc32
 from bridge.encryption import Keys, opening_of
 from bridge.errors import CorruptData, EncryptionKeyError
@@ -82,7 +90,8 @@ class Cursor(Struct, kw_only=True):
     `planned`, or `planned_ahead`, is the batch whose boundaries are fixed and that is not settled yet.
     `start` is the configured start sequence number from which the export began. `reached` is the highest
     number that may have been sent or was passed, -1 if none; it never decreases, and a start beyond the
-    newest message does not count. `transform` is the state of the transforms at `position`. `skipped`
+    newest message does not count. `reserved` is a number that stands for it in another boot than `boot`: then
+    a later `reached` may be lost. `transform` is the state of the transforms at `position`. `skipped`
     counts the numbers that the position has passed without exporting or rejecting a message. `stopped` is
     the `fingerprint` of the configuration with which the exporter raised `Stopped`; empty while the export
     may run. `limit` is that of `sizing`, 0 for none. `error_since` is when the export began to report
@@ -109,6 +118,14 @@ class Cursor(Struct, kw_only=True):
     ahead: list[Pair] | UnsetType = UNSET
     planned_ahead: Pair | UnsetType = UNSET
     sealed: bool | UnsetType = UNSET  # only in the file
+    reserved: int | UnsetType = UNSET
+    boot: str | UnsetType = UNSET
+
+    def sent(self, boot: str) -> int:
+        """The highest number that may have been sent, as known in this boot; -1 if none."""
+        if self.reserved is UNSET or (boot and boot == self.boot):
+            return self.reached
+        return max(self.reached, self.reserved)
 
     def fail(self, error: str | None) -> None:
         """Set the error, and note since when there is one; None clears both."""
@@ -207,17 +224,18 @@ def stored_status(data_dir: Path, stream: str, epoch: int, kind: str, identifier
     return found.status(identifier)
 
 
-def highest_exported(data_dir: Path, name: str, epoch: int) -> int:
+def highest_exported(data_dir: Path, name: str, epoch: int, boot: str | None = None) -> int:
     """The highest number that any export of the stream may have sent; -1 if none.
 
-    Numbering continues after it when a power cut lost an unflushed tail that was already exported.
+    Numbering continues after it when a power cut lost an unflushed tail that was already exported. `boot`
+    is the boot id, by default that of the machine.
     """
-    highest = -1
+    highest, boot = -1, clock.System().boot if boot is None else boot
     for path in stream_directory(data_dir, name).glob("*.cursor"):
         with contextlib.suppress(CorruptData, OSError):
             cursor = CursorFile.read(path)
             if cursor is not None and cursor.epoch == epoch:
-                highest = max(highest, cursor.reached)
+                highest = max(highest, cursor.sent(boot))
     return highest
 
 
@@ -281,6 +299,8 @@ class CursorFile:
         self._sealing, self.encrypted = sealing, False  # what is written
         found = _slots(self._fd)
         self._generation = max((generation for generation, _ in found), default=0)
+        os.fdatasync(self._fd)  # an earlier process may have ended before its next sync
+        self._is_synced = True  # the newest slot
         self._areas: list[tuple[bytes, bool, bytes] | None] = [None, None]  # content, encrypted, check
         self._is_sealed = [False, False]
         for generation, cursor in found:
@@ -314,13 +334,21 @@ class CursorFile:
             os.close(fd)
         raise CorruptData(f"{path}: it has no valid cursor")
 
-    def write(self, cursor: Cursor) -> None:
-        """Write durably into the slot that is not the newest; raises OSError.
+    def write(self, cursor: Cursor, *, sync: bool = True) -> None:
+        """Write into the slot that is not the newest on the disk, durably if `sync`; raises OSError.
 
-        The first encrypted write replaces both slots and their areas.
+        With a state of transforms it is always durable: slot and area are two writes, and a process that is
+        killed between them must leave the newest slot as it was. So is the first encrypted write, which
+        replaces both slots and their areas.
         """
-        generation, plain, transform = self._generation + 1, cursor, cursor.transform
-        number, area, encrypted = generation % 2, transform, self.encrypted
+        plain, transform, encrypted = cursor, cursor.transform, self.encrypted
+        if transform or (encrypted and not all(self._is_sealed)):
+            sync = True
+            if not self._is_synced:
+                os.fdatasync(self._fd)
+                self._is_synced = True
+        generation = self._generation + (1 if self._is_synced else 2)
+        number, area = generation % 2, transform
         if transform or encrypted:
             known, state = self._areas[number], cursor.state
             if known is None or known[:2] != (transform, encrypted):
@@ -343,8 +371,9 @@ class CursorFile:
             self._write_area(number, area)
             self._areas[number] = transform, encrypted, cursor.transform
         Files().write(self._fd, [slot.ljust(SLOT, b"\0")], number * SLOT)
-        os.fdatasync(self._fd)
-        self._generation, self._is_sealed[number] = generation, encrypted
+        if sync:
+            os.fdatasync(self._fd)
+        self._generation, self._is_synced, self._is_sealed[number] = generation, sync, encrypted
         if encrypted and not self._is_sealed[1 - number]:
             self.write(plain)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from bridge import clock
 from bridge.export import wire
 from bridge.export.planning import Transform
 from bridge.model import MIB
@@ -68,6 +69,7 @@ class Host:
         self.batch_bytes = max((memory - IDLE_MEMORY) // (3 * hello.export.threads), LEAST_BATCH)
         self.data_dir, self.gateway, self.tuning = hello.data_dir, hello.gateway, hello.tuning
         self.allow, self.link, self.progress = hello.export.allow, link, progress
+        self.boot = clock.System().boot
         self.failures = 0  # attempts so far that ended with an error
         self._aws, self._hook, self._parent = hello.aws, registry.hook, parent
         self._grown: dict[Key, int] = {}  # bytes of growth in each export's plugin

@@ -53,6 +53,7 @@ class Source:
         self.name, self.directory, self.epoch, self.keys = name, directory, epoch, keys
         self.encrypted = False  # what new segments are
         self.revision = 0  # of the definition of its exports
+        self.loses_tail = True  # a power cut may take messages that were exported
         self.oldest = 0
         self.next = 0
 

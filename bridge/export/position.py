@@ -1,12 +1,29 @@
-"""The position of one export: its cursor in memory, and its files."""
+"""The position of one export: its cursor in memory, and its files.
+
+Each write is synced, so that the boundaries of a batch are on the disk before its first attempt. A
+destination that takes each message for itself (`BatchLimits.by_record`) never sees boundaries. For it, a
+write is synced only
+
+* `SYNC_INTERVAL` after the first one that was not: so much may be sent again after a power cut,
+* before a number is sent that could be given again: if the stream may lose messages in a power cut, the
+  cursor on the disk has a number above all that are sent until the next sync (`Cursor.reserved`), up to
+  `MOST_RESERVED` numbers ahead,
+* with the state of a transform, an error, and the end of the worker.
+
+A write without a sync survives the end of all processes, so a killed worker repeats its batch with the same
+boundaries.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
+from msgspec import UNSET
 
 from bridge.errors import CorruptData
 from bridge.export import cursor as cursors
@@ -14,11 +31,13 @@ from bridge.export.host import Host
 from bridge.export.planning import Source
 from bridge.export.sizing import FIRST
 from bridge.model import ExportStatus
-from bridge.plugin.api import ExportConfig
+from bridge.plugin.api import BatchLimits, ExportConfig
 from bridge.printable import without_credentials
 from bridge.streams.layout import directory_name
 
 _ERROR_SIZE = 500
+SYNC_INTERVAL = 5.0  # seconds
+LEAST_RESERVED, MOST_RESERVED = 16, 10_000
 
 log = logging.getLogger("bridge.export")
 
@@ -30,12 +49,13 @@ class Position:
     """
 
     def __init__(
-        self, host: Host, source: Source, kind: str, config: ExportConfig, *, contiguous: bool
+        self, host: Host, source: Source, kind: str, config: ExportConfig, limits: BatchLimits
     ) -> None:
         self.key = source.name, config.identifier
         self.label = f"export {config.identifier} ({kind}) of {source.name}"  # in the log
         self.source = source
-        self._host, self._kind, self._contiguous = host, kind, contiguous
+        self._host, self._kind, self._contiguous = host, kind, limits.contiguous
+        self._by_record = limits.by_record
         directory = cursors.stream_directory(host.data_dir, source.name)
         self._path = directory / f"{directory_name(config.identifier)}.cursor"
         self._sealing = (
@@ -44,6 +64,8 @@ class Position:
         self._file: cursors.CursorFile | None = None  # the first step opens it
         self._is_deleted = False
         self.dirty = False
+        self.sync_at = math.inf  # the monotonic time when what is written must be synced
+        self._reserved = self._reached = -1  # of the last cursor that was synced
         # The export of the same name that this one has replaced: it knows what its last write did not.
         self.replaced: Position | None = None
         self.cursor = self._fresh(config)
@@ -77,7 +99,7 @@ class Position:
             log.error("%s: %s", self.label, fresh.error)
         else:
             if found is not None and found.epoch == self.source.epoch:
-                fresh.reached = found.reached
+                fresh.reached = found.reached = found.sent(self._host.boot)
             if found is None or found.epoch != self.source.epoch or found.kind != self._kind:
                 self._path.with_suffix(".skipped").unlink(missing_ok=True)
                 found = None
@@ -106,6 +128,7 @@ class Position:
             file.close()
             raise
         self.cursor, self.skipped, self._file = loaded, skipped, file
+        self._reached = loaded.reached
         self._host.changed(self.source.name)
         return found is not None
 
@@ -119,17 +142,54 @@ class Position:
         since = stored.error_since or self.cursor.error_since
         return msgspec.structs.replace(stored, error_message=self.cursor.error, error_since=since)
 
-    def write(self, *, force: bool = False) -> None:
-        """Write the cursor if it has changed; raises OSError."""
-        if self._file is not None and not self._is_deleted and (force or self.dirty):
-            self._file.encrypted = self.source.encrypted
-            self._file.write(self.cursor)
+    def write(self, *, sync: bool = False) -> None:
+        """Write the cursor if it has changed, durably with `sync` or if it must be; raises OSError."""
+        sync = sync or self.sync_at <= time.monotonic()
+        if self._file is None or self._is_deleted or not (sync or self.dirty):
+            return
+        self._file.encrypted = self.source.encrypted
+        if not sync and self._by_record and not self.cursor.transform and self._is_covered:
+            self._file.write(self.cursor, sync=False)
+            self.sync_at = min(self.sync_at, time.monotonic() + SYNC_INTERVAL)
             self.dirty = False
+        else:
+            ahead = max(2 * (self.cursor.reached - self._reached), LEAST_RESERVED)
+            self._write_durably(min(ahead, MOST_RESERVED) if self._reserves else 0)
 
-    def try_write(self) -> None:
+    @property
+    def _reserves(self) -> bool:
+        return self._by_record and self.source.loses_tail
+
+    @property
+    def _is_covered(self) -> bool:
+        """Whether no number that may have been sent can be given again."""
+        return not self.source.loses_tail or self.cursor.reached <= self._reserved
+
+    def _write_durably(self, ahead: int) -> None:
+        assert self._file is not None
+        cursor = self.cursor
+        cursor.reserved, cursor.boot = (cursor.reached + ahead, self._host.boot) if ahead else (UNSET, UNSET)
+        self._file.write(cursor)
+        self._reached, self._reserved, self.sync_at = cursor.reached, cursor.reached + ahead, math.inf
+        self.dirty = False
+
+    def try_write(self, *, sync: bool = False) -> None:
         """Write; a failure is logged and left to the next write."""
+        with self._logging():
+            self.write(sync=sync)
+
+    def finish(self) -> None:
+        """Write for the last time, when nothing more is sent: no number stays reserved. As `try_write`."""
+        is_stale = self.dirty or self.sync_at < math.inf or self.cursor.reserved is not UNSET
+        if is_stale and self._file is not None and not self._is_deleted:
+            with self._logging():
+                self._file.encrypted = self.source.encrypted
+                self._write_durably(0)
+
+    @contextlib.contextmanager
+    def _logging(self) -> Iterator[None]:
         try:
-            self.write()
+            yield
         except OSError as error:
             log.error("%s: its position was not written: %s", self.label, error)
 
@@ -139,7 +199,7 @@ class Position:
         if self.cursor.error != error:
             self.cursor.fail(error)
             self.dirty = True
-            self.try_write()  # the command reads the files
+            self.try_write(sync=True)  # the command reads the files
             self._host.changed(self.source.name)
 
     def save_state(self, state: bytes) -> None:
@@ -147,7 +207,7 @@ class Position:
         if len(state) > cursors.MAX_STATE:
             raise ValueError(f"the state of an export may have at most {cursors.MAX_STATE} bytes")
         self.cursor.state = state
-        self.write(force=True)
+        self.write(sync=True)
 
     def forget(self, *, keep: bool) -> None:
         """End all writes. Remove the files, unless another export of the same name is to `keep` them."""

@@ -115,7 +115,7 @@ class Scheduler:
         """After `stop`: write the cursors of all exports that are not running, and close them."""
         tasks = [task for task in self._tasks() if not task.running and not task.deleted]
         for task in tasks:
-            task.position.try_write()
+            task.position.finish()
         for task in tasks:  # after all writes: with the link down, closing takes long
             task.close()
 

@@ -145,7 +145,14 @@ class ExportSupervisor:
         exports = definition.export_definition
         self._revision += 1
         stream.define = wire.Define(
-            name, self._revision, directory, epoch, exports, sorted(paused), definition.encryption
+            name,
+            self._revision,
+            directory,
+            epoch,
+            definition.flush_on_write,
+            exports,
+            sorted(paused),
+            definition.encryption,
         )
         configs = [config for configs in exports.values() for config in configs]
         before, stream.identifiers = stream.identifiers, [str(config.get("identifier")) for config in configs]

@@ -72,7 +72,7 @@ class Task:
         self.deadline = 0.0  # when the step under way counts as hung
         self.alone = False  # never at the same time as another suspect
         self.deleted = self.closed = False
-        self.position = Position(host, source, kind, config, contiguous=exporter.limits.contiguous)
+        self.position = Position(host, source, kind, config, exporter.limits)
         self.key, self.label = self.position.key, self.position.label
         self._host, self._cls = host, exporter
         self._exporter: Exporter | None = None
@@ -147,10 +147,11 @@ class Task:
         if self._updated:
             return 0.0
         if self._rests:
-            return self._backoff.due if self.position.dirty else NEVER
+            return self._backoff.due if self.position.dirty else max(self._backoff.due, self.position.sync_at)
         if cursor.batch:
             return max(self._backoff.due, self._paid_at)
-        return max(self._backoff.due, self._paid_at, min(self._batches.due(), self._idle_at))
+        soonest = min(self._batches.due(), self._idle_at, self.position.sync_at)
+        return max(self._backoff.due, self._paid_at, soonest)
 
     def hold(self, seconds: float, reason: str, *, alone: bool) -> None:
         """Make no attempt for `seconds`: this export was in flight when a worker died."""
@@ -205,6 +206,7 @@ class Task:
                 self._export(exporter, batch)
                 return
             if batch is NoBatch.LATER:
+                self.position.write()
                 return
             if batch is NoBatch.SETTLED:
                 self._settled()

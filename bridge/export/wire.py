@@ -61,14 +61,15 @@ class Hello(WorkerMessage, frozen=True, array_like=True, tag=True):
 class Define(WorkerMessage, frozen=True, array_like=True, tag=True):
     """To the worker: a stream and its exports from now on; `revision` increases with each.
 
-    `paused` are the identifiers of those that are paused by hand. `encrypted` is `encryption` of its
-    definition.
+    `paused` are the identifiers of those that are paused by hand. `flush`: messages are synced before they
+    are committed. `encrypted` is `encryption` of its definition.
     """
 
     name: str
     revision: int
     directory: Path
     epoch: int
+    flush: bool
     exports: dict[str, list[dict[str, Any]]]
     paused: list[str] = []
     encrypted: bool = False

@@ -224,6 +224,8 @@ class Worker:
             source = self._sources[message.name] = Source(
                 message.name, message.directory, message.epoch, self._keys
             )
+            source.loses_tail = not message.flush
+        source.loses_tail |= not message.flush  # of the time before, something may not be synced yet
         if source.encrypted is not message.encrypted:
             source.encrypted = message.encrypted
             for task in self._scheduler.of_stream(message.name):

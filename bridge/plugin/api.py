@@ -10,9 +10,10 @@ What streambridge promises to an exporter
 * Batches come one at a time; the next one comes when every record of this one is accepted or rejected.
 * Batches come in sequence order, unless the exporter takes `any_order` and its user wants the newest first.
 * A batch stays within `limits`; streambridge rejects a record larger than `limits.record_bytes`.
-* A retried batch, also after a crash, has the same `first` and `last`. It may have fewer records: the
-  others come in another attempt. A batch of a `contiguous` exporter is shortened, with a lower `last`,
-  only after `landed` has returned that nothing of it is at the destination.
+* A retried batch, also after a crash, has the same `first` and `last` (with `by_record`, not always after a
+  power cut). It may have fewer records: the others come in another attempt. A batch of a `contiguous`
+  exporter is shortened, with a lower `last`, only after `landed` has returned that nothing of it is at the
+  destination.
 
 What an exporter promises to streambridge
 -----------------------------------------
@@ -90,6 +91,10 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
     batches wherever numbers are missing and never sends a batch in parts. An exporter that also has
     `declares_filtered` tells its destination which numbers of first..last filters have left out (`topics`,
     `reduce`, plugins): its batches end only where numbers were dropped from the stream.
+
+    `by_record`: the destination takes each record for itself and sees no batches. Then the boundaries need
+    not survive a power cut: what was sent in the seconds before it comes again, perhaps in other batches.
+    They survive a crash. This saves most writes of the position, which spares flash memory.
     """
 
     records: int | None = None
@@ -97,6 +102,7 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
     batch_bytes: int | None = None
     contiguous: bool = False
     declares_filtered: bool = False
+    by_record: bool = False
 
 
 class Outcome(Struct, frozen=True, kw_only=True):

@@ -35,7 +35,7 @@ from bridge.streams.queue import Group
 from bridge.streams.recovery import Damage
 from bridge.streams.sealing import Sealing
 from bridge.streams.segment import HEADER, Indexer, SegmentSummary
-from bridge.streams.staging import OpenSegment, Staged, Stager
+from bridge.streams.staging import ROOM, SMALL, SYNCS, OpenSegment, Staged, Stager
 
 
 class SegmentLog:
@@ -63,6 +63,7 @@ class SegmentLog:
         self._tainted = False  # a failed write has left bytes in the active file that are no data
         self._suspect = False  # a sync failed; the kernel may not report the lost writes again
         self.obsolete = ObsoleteSegments(self.directory, drops)
+        self._room = 0  # bytes to preallocate for groups that are synced in the background
         self.frozen = False  # files are being rewritten: none may be deleted
 
     # -- opening and closing ---------------------------------------------------------------------
@@ -186,7 +187,8 @@ class SegmentLog:
         self.directory.remove_leftovers()
         if self._tainted or self.active.opening != self._wanted():
             self.replace_active()
-        return self._stager.stage(group, self.next, self.active, at, segment_size, sync=sync)
+        room = ROOM if sync else self._room
+        return self._stager.stage(group, self.next, self.active, at, segment_size, room=room)
 
     def _wanted(self, *, lazily: bool = False) -> int | None:
         """The key that new segments are sealed with; None if they are not encrypted. Raises OSError.
@@ -345,6 +347,9 @@ class SegmentLog:
 
     def synced(self, work: list[tuple[OpenSegment, int]]) -> None:
         """Note that these are on the disk, and finish the closing segments."""
+        covered = sum(max(0, size - item.synced) for item, size in work)
+        if work:
+            self._room = min(SYNCS * covered, ROOM) if covered <= SMALL else 0
         for item, size in work:
             item.synced = max(item.synced, size)
         for item in [item for item in self.closing if item.synced >= item.size]:

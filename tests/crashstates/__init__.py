@@ -54,7 +54,8 @@ What is checked (`check`, `judge`)
 * What was purged, and answered, is not back.
 * A second start finds the same and nothing to repair, and `verify` finds nothing wrong after it. Before the
   first start, `verify` reads any state without an error of its own.
-* A cursor is never ahead of what the destination has accepted, knows of everything that was sent, has the
+* A cursor is never ahead of what the destination has accepted, knows of everything that was sent (after a
+  power cut not with `by_record`; then no number that was sent is given again), has the
   boundaries of a batch that is under way, and names why it has skipped a number. No number that was sent is
   given again.
 * Sessions, retained messages and messages that wait for a subscriber are there as of the last quiet time. A

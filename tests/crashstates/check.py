@@ -38,6 +38,7 @@ NEW_BOOT = "the boot after the crash"
 DECLARED = {
     "synced": StorageSettings(flush=True, segment_size=4096, max_size=65536),
     "written": StorageSettings(segment_size=2048, max_size=65536),
+    "loose": StorageSettings(segment_size=2048),
 }
 SPARE = b"after the crash"
 
@@ -330,12 +331,13 @@ def _cursors(data: Path) -> Iterator[tuple[str, tuple[Cursor | None, tuple[tuple
 
 
 def _opened(data: Path, memory: Path, model: str, events: list[str]) -> StreamStore:
+    system = _system(model)
     return StreamStore(
         data,
         memory,
         on_event=lambda stream, what: events.append(f"{stream}: {what}"),
-        floor=lambda name, epoch: highest_exported(data, name, epoch) + 1,
-        system=_system(model),
+        floor=lambda name, epoch: highest_exported(data, name, epoch, system.boot) + 1,
+        system=system,
     )
 
 
@@ -559,7 +561,9 @@ def _of_export(name: str, batches: list[tuple[int, int]], promised: Promised, fo
     ahead = [n for n in range(cursor.position) if n not in accepted and n not in passed]
     if ahead:
         yield f"{name}: the cursor is at {cursor.position}, and not accepted nor skipped: {ahead[:20]}"
-    for first, last in batches:
+    # A power cut may take what was not synced of the position of an export by record.
+    by_record = name == "loose" and promised.model != KILLED
+    for first, last in batches if not by_record else ():
         if cursor.planned != (first, last) and cursor.position <= last:
             yield f"{name}: {first} to {last} was sent, the cursor has {cursor.position}, {cursor.planned}"
         if cursor.reached < last:

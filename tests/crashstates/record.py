@@ -56,9 +56,17 @@ class Sink(Exporter):
         return False
 
 
+class Loose(Sink):
+    """The same, for a destination that takes each message for itself."""
+
+    kind = "loose"
+    limits = BatchLimits(records=7, by_record=True)
+
+
 @hookimpl
 def register_exporters(register):
     register(Sink)
+    register(Loose)
 '''
 
 
@@ -329,19 +337,21 @@ strategy_on_full = "OverwriteOldestData"
 
 
 async def cursors(root: Path) -> Recording:
-    """Exports of a stream that is synced and of one that is not, with gaps, over a restart."""
+    """Exports of a stream that is synced and of two that are not, with gaps, over a restart."""
     export = """
-[[streams.{0}.export.sink]]
+[[streams.{0}.export.{2}]]
 identifier = "out"
 path = "{1}-{0}"
 """
-    config = _STREAMS + "".join(export.format(name, root / "told") for name in ("synced", "written"))
+    config = _STREAMS + '\n[streams.loose]\ntopics = ["loose/#"]\nsegment_size = 2048\n'
+    for name, kind in ("synced", "sink"), ("written", "sink"), ("loose", "loose"):
+        config += export.format(name, root / "told", kind)
     recorder = Recorder(root, config)
 
     async def work(label: str) -> None:
         device = await recorder.client(f"device-{label}")
         for burst in range(4):
-            for name in ("synced", "written"):
+            for name in ("synced", "written", "loose"):
                 await device.put(
                     f"{name}/a", *[b"%s-%d-%d" % (label.encode(), burst, n) + b"z" * 40 for n in range(9)]
                 )

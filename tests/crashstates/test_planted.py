@@ -111,6 +111,12 @@ FAULTS: dict[str, tuple[str, str, Fault, str]] = {
         lacks("fdatasync", r"\.cursor$"),
         "was sent",
     ),
+    "numbers are sent that no cursor on the disk has reserved": (
+        "cursors",
+        ORDERED,
+        lacks("fdatasync", r"/loose/out\.cursor$", kept=3),
+        "would be given again",
+    ),
     "the name of a cursor is not synced": (
         "cursors",
         UNJOURNALED,

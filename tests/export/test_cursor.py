@@ -10,11 +10,15 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bridge.errors import CorruptData
 from bridge.export.cursor import SLOT, Cursor, CursorFile, Skipped, highest_exported, stream_directory
+from bridge.export.planning import Source
+from bridge.export.position import Position
+from bridge.plugin.api import BatchedConfig, BatchLimits
 from bridge.plugin.transform import MAX_STATE
 from tests.export.harness import drop_in, numbers, recorded, running, until
 
@@ -198,6 +202,82 @@ def test_half_a_cursor_that_a_full_disk_took_is_an_error_and_costs_no_other_step
     assert found is not None
     assert found.position == 3
     file.close()
+
+
+def test_until_the_next_sync_writes_leave_alone_what_is_on_the_disk(
+    tmp_path: Path, on_the_disk: Callable[[Path], bytes]
+) -> None:
+    def position(data: bytes) -> int:
+        place = tmp_path / "copy"
+        place.write_bytes(data)
+        found = CursorFile.read(place)
+        return found.position if found else -1
+
+    path = tmp_path / "c.cursor"
+    written(path, 0, 1)
+    file = CursorFile(path)
+    for first in range(2, 30, 7):
+        file.write(Cursor(epoch=7, kind="k", position=first))
+        known = on_the_disk(path)
+        assert position(known) == first
+        for step in range(first, first + 7):
+            file.write(Cursor(epoch=7, kind="k", position=step), sync=False)
+            now = path.read_bytes()
+            assert position(now) == step
+            # A power cut leaves any of the two slots as it was or as it is, or torn.
+            for slot in (0, SLOT):
+                torn = now[:slot] + known[slot : slot + SLOT] + now[slot + SLOT :]
+                assert position(torn) in (first, step)
+                is_newest = known[slot : slot + SLOT] != now[slot : slot + SLOT]
+                if is_newest:
+                    assert position(now[:slot] + b"x" * SLOT + now[slot + SLOT :]) == first
+    file.close()
+    again = CursorFile(path)  # after a kill: what the process has left is on the disk before it is replaced
+    assert on_the_disk(path) == path.read_bytes()
+    again.close()
+
+
+class Machine:
+    """What a position needs of the worker."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir, self.boot = data_dir, "first"
+
+    def changed(self, stream: str) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_few_writes_are_synced_for_a_destination_without_batches_and_no_number_is_given_twice(
+    tmp_path: Path, on_the_disk: Callable[[Path], bytes], flush: bool
+) -> None:
+    source = Source("a", tmp_path, 7)
+    source.loses_tail = not flush
+    machine: Any = Machine(tmp_path)
+    config = BatchedConfig(identifier="x")
+    position = Position(machine, source, "k", config, BatchLimits(by_record=True))
+    position.load(config, lambda: 0)
+    (path,) = stream_directory(tmp_path, "a").iterdir()
+    known, syncs, copy = on_the_disk(path), 0, stream_directory(tmp_path / "cut", "a") / path.name
+    copy.parent.mkdir(parents=True)
+    for number in range(2000):
+        position.cursor.plan(number, number)
+        position.dirty = True
+        position.write()  # and then it is sent
+        if on_the_disk(path) != known:
+            known, syncs = on_the_disk(path), syncs + 1
+            copy.write_bytes(known)
+        if not flush:  # else the stream itself has the number
+            assert highest_exported(tmp_path / "cut", "a", 7, "second") >= number
+            assert highest_exported(tmp_path, "a", 7, "") >= number
+        assert highest_exported(tmp_path, "a", 7, "first") == number
+        position.cursor.settle(number, number)
+        position.cursor.unplan()
+    assert syncs < 20
+    position.finish()
+    position.close()
+    assert on_the_disk(path) == path.read_bytes()
+    assert highest_exported(tmp_path, "a", 7, "second") == 1999, "a clean stop leaves nothing reserved"
 
 
 def test_numbering_continues_after_what_was_planned(tmp_path: Path) -> None:

@@ -7,6 +7,10 @@ overwritten, and one with the same rows counts as delivered.
 
 With the newest first, a batch begins anywhere in what is pending, and the position has ranges.
 
+Or the destination takes each message for itself (`by_record`): then a write of the cursor may be without a
+sync. It survives the worker, and a power cut may take it. The cursor on the disk has a number above all
+that are sent until the next sync.
+
 Each message has an identity of its own, so that a number that is given to two messages is seen.
 
 Not modelled: rejected records and the dead-letter stream, exporters that send a batch in parts, several
@@ -40,6 +44,7 @@ class Defect(Enum):
     TRIM_EARLY = "retention frees what was sent and not accepted"
     UNRECORDED = "dropped messages are passed over without a record"
     RECORD_LATE = "the cursor passes dropped messages before they are recorded"
+    UNRESERVED = "a number is sent above what the cursor on the disk has reserved"
     JUMPED = "the position moves behind a batch that was sent before older messages"
 
 
@@ -81,7 +86,9 @@ class Export(NamedTuple):
     made: int = 0
     dropped: frozenset[int] = frozenset()  # by a limit, by retention, or skipped
     freed: frozenset[int] = frozenset()  # of these by retention: all exports have passed them
-    disk: Cursor = Cursor()
+    disk: Cursor = Cursor()  # what another worker reads
+    synced: Cursor = Cursor()  # what a power cut leaves at the least, with `by_record`
+    reserved: int = -1  # no number above is sent before the next sync
     cursor: Cursor = Cursor()  # the worker's
     doubtful: bool = False  # an attempt of the planned batch had no answer
     told: frozenset[int] = frozenset()  # in the file of skipped ranges
@@ -103,7 +110,7 @@ class State(NamedTuple):
 class Exports:
     """The model. `messages` of the two streams; at most so many lost answers and drops by a limit.
 
-    `newest_first` is the order of both exports.
+    `newest_first` is the order of both exports; `by_record`: their destination sees no batches.
     """
 
     def __init__(
@@ -113,10 +120,11 @@ class Exports:
         lost: int = 1,
         limited: int = 1,
         newest_first: bool = False,
+        by_record: bool = False,
         defect: Defect = Defect.NONE,
     ) -> None:
         self.messages, self.lost, self.limited, self.defect = messages, lost, limited, defect
-        self.newest_first = newest_first
+        self.newest_first, self.by_record = newest_first, by_record
         room, streams = "bridge.export", "bridge.streams"
         self.transitions = (
             self._each(
@@ -297,9 +305,18 @@ class Exports:
         return export._replace(told=export.told.union(numbers))
 
     def _write(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
-        """The cursor is written to the slot that is not the newest, and synced."""
-        if export.cursor != export.disk:
-            yield "the cursor is written and synced", export._replace(disk=export.cursor)
+        """The cursor is written to the slot that is not the newest on the disk, and synced if it must be."""
+        cursor = export.cursor
+        if not self.by_record:
+            if cursor != export.disk:
+                yield "the cursor is written and synced", export._replace(disk=cursor)
+            return
+        if cursor != export.synced:
+            for reserved in (cursor.reached + 1, cursor.reached + 2):
+                after = export._replace(disk=cursor, synced=cursor, reserved=reserved)
+                yield f"the cursor is synced, and reserves up to {reserved}", after
+        if cursor != export.disk and (cursor.reached <= export.reserved or self.defect is Defect.UNRESERVED):
+            yield "the cursor is written", export._replace(disk=cursor)
 
     def _send(self, state: State, export: Export, at: int) -> Iterator[tuple[str, Export]]:
         """The planned batch is sent, if its boundaries are on the disk."""
@@ -434,11 +451,25 @@ class Exports:
         return export._replace(log=export.log[: export.committed])
 
     def _cut(self, state: State) -> Steps[State]:
-        """Any tail of a stream may be gone; cursors are synced."""
+        """Any tail of a stream may be gone; cursors are as they were synced, or as written since."""
         for killed in self._without_worker(state):
-            for one in self._tails(killed.exports[0]):
-                for other in self._tails(killed.exports[1]):
-                    yield "the power is cut", killed._replace(exports=(one, other))
+            for first in self._left(killed.exports[0]):
+                for second in self._left(killed.exports[1]):
+                    for one in self._tails(first):
+                        for other in self._tails(second):
+                            yield "the power is cut", killed._replace(exports=(one, other))
+
+    def _left(self, export: Export) -> Iterator[Export]:
+        """What may be left of the cursor."""
+        if not self.by_record:
+            yield export
+            return
+        for found in {export.disk, export.synced}:
+            cursor = found._replace(reached=max(found.reached, export.reserved))
+            yield export._replace(
+                disk=cursor, synced=cursor, reserved=-1, cursor=cursor, moved=True,
+                doubtful=cursor.planned is not None,
+            )  # fmt: skip
 
     def _tails(self, export: Export) -> Iterator[Export]:
         for kept in range(len(export.log) + 1):

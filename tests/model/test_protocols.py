@@ -53,6 +53,8 @@ def test_the_commit_protocol_holds(model: Commit, crashes: int) -> None:
         pytest.param(Exports((2, 0)), 2, id="lost_answers_and_limits"),
         pytest.param(Exports((3, 0), lost=0, limited=0), 2, id="three_messages"),
         pytest.param(Exports((2, 0), newest_first=True), 2, id="newest_first"),
+        pytest.param(Exports((2, 0), by_record=True, lost=0), 2, id="by_record"),
+        pytest.param(Exports((3, 0), by_record=True, lost=0, limited=0), 1, id="by_record_three_messages"),
         pytest.param(Exports((3, 0), lost=0, newest_first=True), 1, id="newest_first_three_messages"),
     ],
 )
@@ -156,6 +158,7 @@ EXPORT = {
     E.TRIM_EARLY: "retention frees only what has arrived",
     E.UNRECORDED: PASSED,
     E.RECORD_LATE: PASSED,
+    E.UNRESERVED: NUMBER,
     E.JUMPED: "below what has arrived nothing is left out without a record",
 }
 
@@ -199,7 +202,8 @@ def test_it_is_found_in_the_commit_protocol_if(defect: D) -> None:
 
 @pytest.mark.parametrize("defect", EXPORT, ids=sentence)
 def test_it_is_found_in_the_export_protocol_if(defect: E) -> None:
-    model = Exports((2, 0), newest_first=defect is E.JUMPED, defect=defect)
+    by_record = defect is E.UNRESERVED
+    model = Exports((2, 0), newest_first=defect is E.JUMPED, by_record=by_record, defect=defect)
     assert found(model, 1).broken == EXPORT[defect]
 
 

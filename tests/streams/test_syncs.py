@@ -154,6 +154,33 @@ def test_the_writer_readers_and_verify_report_the_same_size_with_preallocated_sp
     run(work())
 
 
+def test_syncs_of_a_slow_stream_leave_the_size_of_its_file_as_it_is_and_those_of_a_fast_one_do_not(
+    house: House,
+) -> None:
+    """A sync of a file that has grown costs flash memory seven pages of the file system's journal."""
+
+    async def work() -> None:
+        async with house.store() as store:
+            stream = store.create("s", StorageSettings(), b"{}")
+            (path,) = stream.directory.glob("*.seg")
+            sizes = []
+            for number in range(60):
+                await put(stream, b"%3d" % number * 100)
+                await store.committer.sync([stream])
+                sizes.append(path.stat().st_size)
+            assert len(set(sizes[2:])) <= 2
+            assert sizes[-1] > stream.total_bytes
+            assert verify(house.data_dir)[0].problems == []
+            for _ in range(20):
+                await put(stream, *[b"x" * 1000] * 20)
+                await store.committer.sync([stream])
+            assert path.stat().st_size - stream.total_bytes < 1000
+            assert len(payloads(stream)) == 460
+        assert path.stat().st_size == stream.total_bytes, "a clean stop leaves no preallocated space"
+
+    run(work())
+
+
 def test_with_too_few_threads_streams_are_committed_by_the_existing_ones(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
