@@ -10,7 +10,7 @@ import errno
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -117,20 +117,25 @@ def main() -> None:
     """Run the command line and exit."""
     try:
         app(prog_name="streambridge")
-    except StreamBridgeError as error:
+    except (Exception, KeyboardInterrupt) as error:
+        fail(error)
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Report an expected error in one line, and exit; any other is raised again."""
+    if isinstance(error, KeyboardInterrupt):
+        sys.exit(output.ExitCode.INTERRUPTED)
+    if isinstance(error, StreamBridgeError):
         _print_error(str(error))
         sys.exit(
             next((code for kind, code in _CODES.items() if isinstance(error, kind)), output.ExitCode.FAILED)
         )
-    except KeyboardInterrupt:
-        sys.exit(output.ExitCode.INTERRUPTED)
-    except OSError as error:
-        if error.errno is None:
-            raise
-        path = f"{error.filename}: " if error.filename else ""
-        user = denied(Path(error.filename)) if path and error.errno == errno.EACCES else ""
-        _print_error(f"{path}{error.strerror}{user}")
-        sys.exit(output.ExitCode.FAILED)
+    if not isinstance(error, OSError) or error.errno is None:
+        raise error
+    path = f"{error.filename}: " if error.filename else ""
+    user = denied(Path(error.filename)) if path and error.errno == errno.EACCES else ""
+    _print_error(f"{path}{error.strerror}{user}")
+    sys.exit(output.ExitCode.FAILED)
 
 
 def _print_error(message: str) -> None:

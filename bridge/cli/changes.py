@@ -20,7 +20,6 @@ import typer
 from bridge.cli import output
 from bridge.cli.operate import Target, operate, target_of
 from bridge.cli.options import (
-    DEFAULT_CONFIG,
     ConfigOption,
     DataDirOption,
     JsonOption,
@@ -28,7 +27,7 @@ from bridge.cli.options import (
     complete_export,
     known_config,
 )
-from bridge.config.settings import RENAMED, explained, stream_definition, wire_name
+from bridge.config.settings import DEFAULT_CONFIG, RENAMED, explained, stream_definition, wire_name
 from bridge.config.tomlstruct import keys_of, snake
 from bridge.errors import InvalidDefinition, InvalidRequest, StreamBridgeError
 from bridge.model import MessageStreamDefinition, identifiers

@@ -10,7 +10,8 @@ import typer
 from bridge.cli import output
 from bridge.cli.changes import Sure, confirm
 from bridge.cli.operate import operate, target_of
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, DataDirOption, JsonOption
+from bridge.cli.options import ConfigOption, DataDirOption, JsonOption
+from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import StreamBridgeError
 from bridge.streams.store import is_running
 

@@ -14,7 +14,6 @@ from bridge.cli import output
 from bridge.cli.lookup import describe_stream, find
 from bridge.cli.operate import operate, statuses, target_of
 from bridge.cli.options import (
-    DEFAULT_CONFIG,
     ConfigOption,
     DataDirOption,
     JsonOption,
@@ -24,6 +23,7 @@ from bridge.cli.options import (
     data_directory,
 )
 from bridge.cli.plain import ListsByDefault
+from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import StreamBridgeError
 from bridge.streams.reader import list_streams
 from bridge.units import format_duration

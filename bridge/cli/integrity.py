@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from bridge.cli import output
 from bridge.cli.options import (
-    DEFAULT_CONFIG,
     ConfigOption,
     JsonOption,
     KeyFileOption,
@@ -22,6 +21,7 @@ from bridge.cli.options import (
     data_directory,
     keys_of,
 )
+from bridge.config.settings import DEFAULT_CONFIG
 from bridge.model import plain_definition
 from bridge.streams import verify as integrity
 from bridge.streams.verify import Checked

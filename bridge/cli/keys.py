@@ -10,7 +10,6 @@ import typer
 
 from bridge.cli import output
 from bridge.cli.options import (
-    DEFAULT_CONFIG,
     ConfigOption,
     DataDirOption,
     KeyFileOption,
@@ -18,6 +17,7 @@ from bridge.cli.options import (
     data_directory,
     keys_of,
 )
+from bridge.config.settings import DEFAULT_CONFIG
 from bridge.encryption import new_master
 from bridge.errors import StreamBridgeError
 

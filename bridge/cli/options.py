@@ -12,17 +12,15 @@ import typer
 
 from bridge import encryption
 from bridge.config import tomlfile
-from bridge.config.settings import Config, load, understand
+from bridge.config.settings import DEFAULT_CONFIG, Config, load_config, understand
 from bridge.config.tomlfile import Keys
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.model import MessageStreamDefinition, identifiers
-from bridge.plugin.discovery import shipped
 from bridge.streams import formats
 from bridge.streams.layout import STREAMS
 from bridge.streams.reader import StreamMeta, list_streams
 from bridge.streams.store import LOCK, user_name
 
-DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
 KEY_FILE = "STREAMBRIDGE_KEY_FILE"
 _CREDENTIALS = ("/run/credentials/streambridge.service", "/etc/credstore")
 
@@ -83,16 +81,6 @@ StreamArgument = Annotated[
     str, typer.Argument(metavar="STREAM", help="The stream's name.", autocompletion=complete_stream)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-
-
-def load_config(path: Path) -> Config:
-    """Load the configuration; raises ConfigError, which says how to begin if there is none yet."""
-    if path == DEFAULT_CONFIG and not path.exists():
-        begin = f"cp {shipped('config') / 'streambridge.toml'} ."
-        raise ConfigError(
-            f"{path}: there is no such file; begin with the sample: `{begin}`, then use it with --config"
-        )
-    return load(path)
 
 
 def known_config(path: Path, *needed: Keys) -> Config:

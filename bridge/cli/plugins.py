@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from bridge.cli import output, skeleton
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption
+from bridge.cli.options import ConfigOption, JsonOption
 from bridge.cli.plain import ListsByDefault
-from bridge.config.settings import Config, load
+from bridge.config.settings import DEFAULT_CONFIG, Config, load
 from bridge.errors import PluginError
 from bridge.plugin import discovery
 

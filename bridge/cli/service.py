@@ -6,8 +6,8 @@ import typer
 
 from bridge.cli import output, users
 from bridge.cli.install import install_service
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, find_credentials, load_config
-from bridge.errors import ConfigError
+from bridge.cli.options import ConfigOption, JsonOption, find_credentials
+from bridge.config.settings import DEFAULT_CONFIG
 
 app = typer.Typer()
 
@@ -26,14 +26,10 @@ Signals:
 )
 def run(config: ConfigOption = DEFAULT_CONFIG) -> None:
     """Run the service until SIGTERM or Ctrl-C."""
-    settings = load_config(config)
     # Imported here, since the other commands do not need the broker and its dependencies.
-    from bridge.config.checks import blockers
     from bridge.service import service
 
-    if problems := blockers(config, settings):  # before any file is created
-        raise ConfigError("\n".join(problems))
-    service.run(settings)
+    service.start(config)
 
 
 @app.command(

@@ -28,7 +28,6 @@ from bridge.cli.lookup import (
 )
 from bridge.cli.operate import plugins, statuses
 from bridge.cli.options import (
-    DEFAULT_CONFIG,
     ConfigOption,
     DataDirOption,
     JsonOption,
@@ -38,6 +37,7 @@ from bridge.cli.options import (
     keys_of,
 )
 from bridge.config.render import stream_table
+from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import StreamNotFound
 from bridge.model import MAX_INT64, MessageStreamDefinition
 from bridge.streams.reader import StreamReader, first_since, list_damaged, list_streams

@@ -35,10 +35,10 @@ import typer
 from bridge.cli import output
 from bridge.cli.lookup import describe_stream
 from bridge.cli.operate import statuses
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, data_directory
+from bridge.cli.options import ConfigOption, data_directory
 from bridge.cli.scrub import Scrubber, secret_files
 from bridge.config import tomlfile
-from bridge.config.settings import Config, understand
+from bridge.config.settings import DEFAULT_CONFIG, Config, understand
 from bridge.streams import verify as integrity
 from bridge.streams.reader import list_damaged, list_streams
 from bridge.streams.store import is_running

@@ -17,7 +17,8 @@ import typer
 from bridge.access.users import change_users, hash_password, read_users
 from bridge.cli import output
 from bridge.cli.changes import Sure, confirm
-from bridge.cli.options import DEFAULT_CONFIG, ConfigOption, JsonOption, known_config
+from bridge.cli.options import ConfigOption, JsonOption, known_config
+from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.streams.store import LOCK
 

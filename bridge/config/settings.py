@@ -43,6 +43,8 @@ from bridge.plugin.api import Exporter
 from bridge.plugin.aws import AwsSettings
 from bridge.settingtypes import Means, Millis, meanings
 
+DEFAULT_CONFIG = Path("/etc/streambridge/streambridge.toml")
+
 Exporters = Callable[[], Mapping[str, type[Exporter]]]  # by kind; called when they are needed
 
 # The keys of a stream that differ from the SDK's field names.
@@ -114,6 +116,16 @@ class Config(Struct, frozen=True, kw_only=True):
     log: Log = Log()
     upstream: list[UpstreamSettings] = []
     streams: dict[str, MessageStreamDefinition] = {}
+
+
+def load_config(path: Path) -> Config:
+    """Load the configuration; raises ConfigError, which says how to begin if there is none yet."""
+    if path == DEFAULT_CONFIG and not path.exists():
+        begin = f"cp {discovery.shipped('config') / 'streambridge.toml'} ."
+        raise ConfigError(
+            f"{path}: there is no such file; begin with the sample: `{begin}`, then use it with --config"
+        )
+    return load(path)
 
 
 def load(path: Path, exporters: Exporters | None = None) -> Config:

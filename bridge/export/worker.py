@@ -49,6 +49,7 @@ STOPPED, ORPHANED, HUNG, MEMORY = 0, 3, 4, 5
 LOCK_TIMEOUT = 30.0
 _PR_SET_PDEATHSIG = 1
 _STATUS_EVERY = 0.1
+_RESTS_AFTER = 2.0  # seconds without a message or a change; then the main thread wakes only for its heartbeat
 _LOG_LINES = 200  # per second; further lines are dropped
 
 log = logging.getLogger("bridge.export")
@@ -149,13 +150,18 @@ class Worker:
         return data
 
     def _loop(self) -> int:
-        beat_at, failures = 0.0, 0
+        beat_at, rests_at, failures = 0.0, 0.0, 0
         incoming = select.poll()  # not select(): the descriptor may be above 1,023
         incoming.register(self._connection, select.POLLIN)
         for message in self._early:
             self._handle(message)
         while True:
-            if incoming.poll(_STATUS_EVERY * 1000):
+            now = time.monotonic()
+            if self._changed_streams or self._ending is not None or not self._scheduler.is_quiet():
+                rests_at = now + _RESTS_AFTER
+            wait = _STATUS_EVERY if now < rests_at else max(beat_at - now, _STATUS_EVERY)
+            if incoming.poll(wait * 1000):
+                rests_at = now + wait + _RESTS_AFTER
                 for message in self._frames.feed(self._receive()):
                     self._handle(message)
             self._send_statuses()

@@ -15,8 +15,6 @@ from bridge.errors import ConfigError
 from bridge.mqtt.server import clients
 from bridge.mqtt.server.server import Server
 from bridge.mqtt.upstream.intake import IntoBroker, IntoStreams
-from bridge.mqtt.upstream.requests import Requests
-from bridge.mqtt.upstream.upstream import Upstream
 from bridge.runtime import LoopRuntime
 
 if TYPE_CHECKING:
@@ -24,6 +22,7 @@ if TYPE_CHECKING:
 
     from bridge.access.logins import Access
     from bridge.mqtt.settings import MqttConfig, UpstreamSettings
+    from bridge.mqtt.upstream.upstream import Upstream
     from bridge.net.connected import Connected
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
@@ -140,6 +139,8 @@ class MqttFrontEnd:
         client_id = settings.client_id or f"{self._gateway}-{name}"
         identify = None if user is None else partial(self._access.identify, f"upstream:{name}", user)
         former = self._upstreams[name].filters if name in self._upstreams else ()
+        from bridge.mqtt.upstream.upstream import Upstream  # paho takes 5 MiB, and few gateways need it
+
         try:
             intake = IntoBroker(self._server.broker, name, settings.mapping, self._gateway, identify)
         except ValueError as error:
@@ -156,6 +157,9 @@ class MqttFrontEnd:
         )
 
     def _make_external(self) -> Upstream:
+        from bridge.mqtt.upstream.requests import Requests
+        from bridge.mqtt.upstream.upstream import Upstream
+
         settings, manager = self._config.external, self._operations.manager
         requests = Requests(settings, self._operations, self._access, self._config.max_packet)
         return Upstream(

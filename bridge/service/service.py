@@ -33,6 +33,7 @@ import uvloop
 from bridge import logs, process
 from bridge.access.logins import Access
 from bridge.config import settings as configuration
+from bridge.config.checks import blockers
 from bridge.config.settings import Config
 from bridge.control.server import ControlFrontEnd
 from bridge.encryption import Keys
@@ -88,6 +89,18 @@ async def _trim() -> None:
     while True:
         await asyncio.sleep(process.TRIM_INTERVAL)
         await asyncio.to_thread(process.trim_memory)
+
+
+def start(path: Path) -> None:
+    """Run the service with this configuration until a signal stops it.
+
+    Raises StreamBridgeError or OSError if it cannot start; what this machine lacks is found before any file
+    is made.
+    """
+    config = configuration.load_config(path)
+    if problems := blockers(path, config):
+        raise ConfigError("\n".join(problems))
+    run(config)
 
 
 def run(config: Config) -> None:

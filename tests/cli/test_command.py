@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bridge.access.users import hash_password, read_users
-from bridge.cli.options import DEFAULT_CONFIG
+from bridge.config.settings import DEFAULT_CONFIG
 from tests.cli.conftest import CHECKOUT, COMMAND, Fill, environment, streambridge
 
 
