@@ -21,6 +21,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from . import kernel as kernels
@@ -364,6 +366,7 @@ def install() -> None:
     logging.Logger.addHandler = _add_handler  # type: ignore[method-assign]
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.logAsyncioTasks = False
+    metadata.version = cache(metadata.version)  # it searches the path
     uuid.uuid4 = lambda: uuid.UUID(bytes=_urandom(16), version=4)
     secrets.randbits = lambda bits: MACHINE.entropy.getrandbits(bits)
     secrets.token_bytes = lambda size=32: _urandom(size)

@@ -23,8 +23,9 @@ import gzip
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.filtered import from_extra
@@ -58,6 +59,7 @@ def _said(body: bytes) -> tuple[bytes, bytes | None]:
     return gzip.decompress(body), from_extra(body)
 
 
+@cache
 def streams_of(topic: str) -> list[str]:
     """The streams that a topic is bound to."""
     family, _, rest = topic.partition("/")
@@ -65,6 +67,14 @@ def streams_of(topic: str) -> list[str]:
     if family in ("safe", "plain") and rest.startswith("both/"):
         found.append("both")
     return found
+
+
+class _Seen(NamedTuple):
+    """What a stream had: its rows, how often each payload, and the newest message of each client."""
+
+    rows: list[tuple[int, bytes, bytes]]
+    times: Counter[bytes]
+    newest: dict[str, int]
 
 
 class Checks:
@@ -82,6 +92,10 @@ class Checks:
         self.filled = any(step.do in ("full", "refuse") for step in world.plan.steps)
         self._known: dict[bytes, Message] = {}
         self._known_of: dict[str, int] = defaultdict(int)
+        self._open: list[Message] = []  # not acknowledged
+        self._looked_at: dict[str, int] = defaultdict(int)  # how many of a device's messages
+        self._acked: dict[str, dict[bytes, Message]] = defaultdict(dict)  # by stream
+        self._before: dict[str, _Seen] = {}  # by stream: what was right at the last look
         self.over = False  # the gateway is another one now
         self._purged_upto = 0  # of the stream both, as a reply has said
         self._purging: set[bytes] = set()  # what may be gone because of a purge
@@ -90,6 +104,7 @@ class Checks:
         self.sessions = SessionChecks(world, self)
         self.exports = ExportChecks(world, self)
         self.lake = LakeChecks(world, self)
+        self.first = ""  # what was broken first
         self._room = 0  # how many messages of one size the stream exact has room for
         store = world.bucket.store
 
@@ -108,18 +123,52 @@ class Checks:
         world.bucket.store = noted  # type: ignore[method-assign]
 
     def broken(self, text: str) -> NoReturn:
+        """A promise is broken: note it, if it is the first, and raise BrokenError.
+
+        Where the product calls a checker, as with an upload, it takes the error for one of its own, and goes
+        on. The world ends at its next step all the same, with what was noted.
+        """
         from .world import BrokenError
 
+        self.first = self.first or text
         raise BrokenError(text)
+
+    def whole(self) -> None:
+        """Raise BrokenError if a promise was broken, whoever was told."""
+        if self.first:
+            self.broken(self.first)
 
     # -- what was sent
 
     def message(self, payload: bytes) -> Message | None:
+        known = self._known.get(payload)
+        return known if known is not None else self._learn().get(payload)
+
+    def _learn(self) -> dict[bytes, Message]:
+        """All messages by payload."""
         for device in self.world.devices:
             for message in device.messages[self._known_of[device.name] :]:
                 self._known[message.payload] = message
             self._known_of[device.name] = len(device.messages)
-        return self._known.get(payload)
+        return self._known
+
+    def _answered(self, name: str) -> dict[bytes, Message]:
+        """What was acknowledged of a stream's messages, by payload."""
+        open_ = []
+        for message in self._open + [one for d in self.world.devices for one in self._fresh(d)]:
+            if message.acked is None:
+                open_.append(message)
+                continue
+            for stream in streams_of(message.topic):
+                self._acked[stream][message.payload] = message
+        self._open = open_
+        return self._acked[name]
+
+    def _fresh(self, device: Device) -> list[Message]:
+        """The messages of a device that nobody has looked at."""
+        at = self._looked_at[device.name]
+        self._looked_at[device.name] = len(device.messages)
+        return device.messages[at:]
 
     # -- when a loss is allowed
 
@@ -327,9 +376,12 @@ class Checks:
 
     def _sent(self, name: str, rows: list[tuple[int, bytes, bytes]]) -> None:
         """Nothing is invented, in the wrong stream, out of order, or there too often."""
-        times: Counter[bytes] = Counter()
-        newest: dict[str, int] = {}
-        for number, topic, payload in rows:
+        before = self._before.get(name)
+        if before is None or rows[: len(before.rows)] != before.rows:
+            before = _Seen([], Counter(), {})
+        times, newest, latest = before.times, before.newest, max(self.losses, default=-1.0)
+        self._before[name] = before._replace(rows=rows)
+        for number, topic, payload in rows[len(before.rows) :]:
             message = self.message(payload)
             if message is None:
                 self.broken(f"{name}: number {number} was never sent: {payload!r}")
@@ -339,7 +391,7 @@ class Checks:
             times[payload] += 1
             if times[payload] == 1:
                 # A power cut may take an unsynced message and leave a later one.
-                again = not self.flushed(name) and any(cut > message.sent[0] for cut in self.losses)
+                again = not self.flushed(name) and latest > message.sent[0]
                 # What is dropped first, and then sent again, is stored at the end.
                 again |= name in ("ring", "aged", "kin") or payload in self._purging
                 if newest.get(message.client, -1) > message.number and not (again and len(message.sent) > 1):
@@ -354,9 +406,7 @@ class Checks:
                     f"{name}: QoS {message.qos}: {payload!r} is there {times[payload]} times, and was sent "
                     f"{len(message.sent)} times"
                 )
-            elif (
-                message.qos == 2 and name != "ring" and not any(cut > message.sent[0] for cut in self.losses)
-            ):
+            elif message.qos == 2 and name != "ring" and latest <= message.sent[0]:
                 self.broken(f"{name}: QoS 2: {payload!r} is there twice")
 
     def _right(self, name: str, message: Message) -> None:
@@ -420,20 +470,17 @@ class Checks:
         sent = set(self.world.kinesis.records) if name == "kin" else set()
         if name == "kin":
             sent |= set(self.dead())
-        for device in self.world.devices:
-            for message in device.messages:
-                if (
-                    message.acked is not None
-                    and name in streams_of(message.topic)
-                    and message.payload not in there
-                    and message.payload not in sent
-                    and not (name == "both" and message.payload in self._purging)
-                    and not self._excused(name, self._stored_since(message))
-                ):
-                    self.broken(
-                        f"{name}: {message.payload!r} (QoS {message.qos}) was acknowledged at "
-                        f"{message.acked - 1000:.6f}, and is gone"
-                    )
+        for payload, message in self._answered(name).items():
+            if (
+                payload not in there
+                and payload not in sent
+                and not (name == "both" and payload in self._purging)
+                and not self._excused(name, self._stored_since(message))
+            ):
+                self.broken(
+                    f"{name}: {payload!r} (QoS {message.qos}) was acknowledged at "
+                    f"{message.acked - 1000:.6f}, and is gone"
+                )
 
     @staticmethod
     def _stored_since(message: Message) -> float:
@@ -574,10 +621,12 @@ class Checks:
     def _object(self, key: str, body: bytes) -> None:
         """An object has arrived."""
         name = parse_key(key)
-        if name is None or self.over:
+        if name is None:
+            return
+        self.exports.upload(name.stream, name.epoch, name.first, name.last)
+        if self.over:
             return
         numbers = []
-        self.exports.upload(name.stream, name.epoch, name.first, name.last)
         for line in gzip.decompress(body).splitlines():
             row = json.loads(line)
             number, payload = row["sequence_number"], base64.b64decode(row["payload"])
@@ -663,12 +712,14 @@ class Checks:
         self.same_room()
         self.look()
         self._aged()
+        self.whole()
         self.lake.at_rest()
         if world.plan.replaced:
             self.lake.replace_gateway()
         world.tell("the service is stopped")
         world._do_stop()
         self._verify()
+        self.whole()
 
     def _clients_are_done(self) -> bool:
         world = self.world

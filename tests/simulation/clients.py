@@ -124,6 +124,7 @@ class Client:
         self._buffer = bytearray()
         self._pid = 0
         self._attempts = 0
+        self._vain = 0  # connections in a row on which nothing was acknowledged
         self.connections = 0
         self.session_present = False
         self.expiry = expiry
@@ -196,7 +197,10 @@ class Client:
 
     def _again(self) -> None:
         self._attempts += 1
-        self.kernel.later(0.005 + self._random.random() * 0.05, None, self._connect, self._attempts)
+        longer = 2 ** min(max(self._vain - 3, 0), 5)
+        self.kernel.later(
+            (0.005 + self._random.random() * 0.05) * longer, None, self._connect, self._attempts
+        )
 
     def _lost_link(self, link: Link | None) -> None:
         if link is self.link:
@@ -228,6 +232,7 @@ class Client:
                     return
                 self.connected = True
                 self.connections += 1
+                self._vain += 1
                 self.session_present = bool(packet.body[0])
                 for will in (self.wills or ())[:-1]:
                     will.back = will.back or self.kernel.now
@@ -255,6 +260,10 @@ class Client:
 
     def handle(self, packet: Packet) -> None:
         """A packet has come."""
+
+    def served(self) -> None:
+        """Something was acknowledged."""
+        self._vain = 0
 
 
 class Device(Client):
@@ -318,6 +327,7 @@ class Device(Client):
                 message.refused = True
             else:
                 message.acked = self.kernel.now
+                self.served()
         elif packet.kind == PUBREC and message is not None and message.qos == 2:
             if reason >= 0x80:
                 del self.flying[pid]
@@ -326,6 +336,7 @@ class Device(Client):
                 message.received = self.kernel.now
                 if message.acked is None:
                     message.acked = self.kernel.now
+                    self.served()
                 self.send(PUBREL, 2, packet.body[:2])
         elif packet.kind == PUBCOMP and message is not None and message.received is not None:
             del self.flying[pid]

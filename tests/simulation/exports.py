@@ -29,15 +29,12 @@ class ExportChecks:
         self._passed: list[tuple[float, int]] = []  # when, and how far, the export of kin had come
         self._numbers: dict[bytes, int] = {}  # of kin
         self._latest: dict[str, int] = {}
-        self._went_back = ""
 
     # -- positions
 
     def looked(self) -> None:
         """Somebody has looked at all streams."""
         world = self.world
-        if self._went_back:
-            self._checks.broken(self._went_back)
         for number, payload in self._checks.seen["kin"].items():
             self._numbers.setdefault(payload, number)
         upto = (
@@ -57,8 +54,8 @@ class ExportChecks:
             return
         number = self._numbers.get(payload)
         passed = max((upto for at, upto in self._passed if at < world.kernel.now - WRITTEN), default=0)
-        if number is not None and number < passed:  # raised later: the exporter would take it for an answer
-            self._went_back = f"kin: number {number} is sent again, and the export had come to {passed}"
+        if number is not None and number < passed:
+            self._checks.broken(f"kin: number {number} is sent again, and the export had come to {passed}")
 
     # -- exports that start over
 

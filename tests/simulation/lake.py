@@ -36,6 +36,7 @@ class LakeChecks:
         self.world, self._checks, self._random = world, checks, world.cloud_random
         self.cloud = CloudCheck(world.bucket, world.table, checks.appended, left_out=checks.left_out)
         self._running = 0
+        self._used = False
 
     # -- runs
 
@@ -44,6 +45,7 @@ class LakeChecks:
         if self._running >= AT_ONCE or self._checks.lied:
             return
         self._running += 1
+        self._used = True
         faults = RunFaults(0.002, 0.005, 0.002, 0.002, 0.05, unanswered=0.2)
         try:
             self._is_right(self._run(faults=faults, full_every=self._random.choice((0, 0, 20))))
@@ -92,8 +94,10 @@ class LakeChecks:
         return stream.stream == "ring" or before_start or lost
 
     def at_rest(self) -> None:
-        """Nothing fails any more: the table gets everything."""
+        """Nothing fails any more: the table gets everything. In some worlds nobody looks, which saves time."""
         world, checks = self.world, self._checks
+        if not (self._used or world.plan.replaced or world.export_starts or world.plan.seed % 3 == 0):
+            return
         for key in sorted(world.bucket.harmed):
             world.bucket.upload_again(key)
         self._running = 1

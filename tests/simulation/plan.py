@@ -96,7 +96,7 @@ def draw(seed: int, steps: int = 46, scenes: int = 5) -> Plan:
                 plan.steps.append(_use(random, trouble.arguments[1], wait))
                 if trouble.arguments[1] == "exact":
                     plan.steps.append(Step("room", (), wait))
-        if random.random() < 0.16:
+        if random.random() < 0.3:
             plan.steps.append(_crash(random, plan))
     for number in range(scenes):
         at = random.randrange(len(plan.steps) + 1)
@@ -115,7 +115,7 @@ TROUBLES = {
 
 
 def _publish(random: Random, wait: float) -> Step:
-    number = random.choice((1, 2, 5, 20, 80, 300))
+    number = random.choice((1, 2, 5, 20, 120, 500))
     family = random.choices(FAMILIES, (6, 5, 3, 3, 1, 3, 2, 1))[0]
     return Step(
         "publish", (random.randrange(DEVICES), number, family, random.choice((0, 1, 1, 1, 2, 2))), wait

@@ -41,6 +41,8 @@ def one(plan: Plan, place: Path) -> Result:
         world.run()
     except (Exception, Killed) as error:
         result.error = f"{type(error).__name__}: {error}"
+        if world is not None and world.checks.first:
+            result.error = f"BrokenError: {world.checks.first}"
         result.trace = traceback.format_exc()
     finally:
         if world is not None:
@@ -95,7 +97,7 @@ def run(
     one(draw(0), Path())  # what is imported and made once is there, then, in the child of each world
     boundary.real_collect()
     boundary.real_freeze()
-    began = clock()
+    began, before = clock(), _processor()
     crashes = acknowledged = number = broken = 0
     print(f"seed {seed}", flush=True)
     while (number < worlds) if worlds is not None else (clock() - began < seconds):
@@ -110,13 +112,20 @@ def run(
             broken += 1
             print(f"seed {seed + number}: {result.error[-400:]}", flush=True)
         number += 1
-    spent = clock() - began
-    each = [round(count * 60 / spent) for count in (crashes, acknowledged)]
+    spent, used = clock() - began, _processor() - before
+    each = [round(count * 60 / used) for count in (crashes, acknowledged)]
     print(
         f"{number} worlds, {crashes} crashes with a restart, {acknowledged} messages acknowledged in "
-        f"{spent:.0f} s: {each[0]} crashes and {each[1]} messages a minute"
+        f"{spent:.0f} s, {used:.0f} s of them on the processor: {each[0]} crashes and {each[1]} messages a "
+        "minute of it"
     )
     return 1 if broken else 0
+
+
+def _processor() -> float:
+    """Seconds of processor time of this process and of the worlds that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def report(seed: int, result: Result, patience: float) -> None:

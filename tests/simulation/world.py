@@ -39,6 +39,9 @@ class BrokenError(AssertionError):
 
 def prepare() -> None:
     """Import everything now, and not in the process of each world."""
+    MACHINE.entropy = Random(0)
+    import pandas  # noqa: F401, ICN001 - pyarrow imports it at its first use, a second of each world
+
     from . import checks, cloud, features, product, requests, table  # noqa: F401
 
 
@@ -137,7 +140,7 @@ class World:
                 if isinstance(record.exc_info[1], kernels.Killed):
                     return
                 trace = "".join(traceback.format_exception(record.exc_info[1]))
-                raise BrokenError(f"an internal error: {text}\n{trace}")
+                self.checks.broken(f"an internal error: {text}\n{trace}")
 
     # -- the gateway
 
@@ -242,7 +245,9 @@ class World:
             self.tell(f"{step.words()}")
             self.do(step)
             self.kernel.pass_time(step.wait)
+            self.checks.whole()
         self.settle()
+        self.checks.whole()
 
     def do(self, step: Step) -> None:
         """Make a step."""
