@@ -18,7 +18,9 @@ import cbor2
 import pytest
 
 from bridge.consumers.journal import highest_delivered, path_of
+from bridge.mqtt.wire import properties as p
 from bridge.operations.manager import first_free
+from tests.fakes.clock import Shifted
 from tests.mqtt.harness import Bridge, Client, bridge_test, copied, found_again, publish, until
 
 IDS = count()
@@ -354,6 +356,27 @@ async def test_a_restart_keeps_leases_deliveries_and_what_was_acknowledged_out_o
         assert await one.ack(ack=[0, 4, 8, 2]) == [2]
         assert status(again).exported_messages_count == 5
         assert status(again).last_exported_sequence_number == 9
+
+
+@bridge_test
+async def test_a_lease_lasts_its_time_after_a_power_cut_that_took_the_clock_back(bridge: Bridge) -> None:
+    """The clock on the disk is older than the lease, and learns the time only from what is read after it."""
+    one = await worker(bridge, ackDeadlineMillis=30_000)
+    await append(bridge, "in/a")
+    bridge.system.sleep(100)
+    assert await one.fetch() == first(0)
+    for name in ("away", "later"):  # what the second one is answered follows in the journal that one has gone
+        client = await bridge.connect(name, level=5, properties={p.SESSION_EXPIRY: 1000})
+        await client.subscribe(("x", 1))
+        client.disconnect()
+        assert await client.closed()
+    async with found_again(bridge, copied(bridge), Shifted("another", synchronised=False)) as again:
+        one = Worker(await again.connect("w"), "w")
+        assert await one.fetch() == []
+        again.system.sleep(29)
+        assert await one.fetch() == []
+        again.system.sleep(2)
+        assert await one.fetch() == first(0, times=2)
 
 
 @bridge_test
