@@ -19,6 +19,7 @@ from bridge.config import settings
 from bridge.errors import StorageFailed
 from bridge.streams.meta import StorageSettings
 from bridge.streams.store import StreamStore
+from bridge.streams.verify import verify
 
 from .export.harness import RECORDER, drop_in, running
 from .fakes.clock import Shifted
@@ -59,11 +60,13 @@ class Counting(Shifted):
 
 
 @asynccontextmanager
-async def many(root: Path, number: int, machine: Shifted) -> AsyncIterator[StreamStore]:
+async def many(
+    root: Path, number: int, machine: Shifted, *, memory: bool = True
+) -> AsyncIterator[StreamStore]:
     store = StreamStore(root / "data", root / "memory", on_event=lambda *what: None, system=machine)
     try:
         for n in range(number):
-            store.create(f"s{n}", StorageSettings(memory=True), b"{}")
+            store.create(f"s{n}", StorageSettings(memory=memory), b"{}")
         yield store
     finally:
         await store.close()
@@ -84,6 +87,35 @@ def test_maintaining_many_streams_holds_the_event_loop_no_longer_than_maintainin
     few, more = asyncio.run(most_in_one_turn(400)), asyncio.run(most_in_one_turn(1200))
     assert few > 100
     assert more < 1.5 * few
+
+
+def test_a_start_and_verify_cost_the_same_for_each_stream(tmp_path: Path) -> None:
+    def cost(number: int) -> tuple[float, float]:
+        root = tmp_path / str(number)
+
+        async def make() -> None:
+            async with many(root, number, Shifted(), memory=False) as store:
+                await asyncio.gather(*(put(stream, b"a") for stream in store.streams.values()))
+
+        async def start() -> float:
+            began = time.process_time()
+            async with many(root, 0, Shifted()) as store:
+                assert [stream.next_sequence for stream in store.streams.values()] == [1] * number
+                return (time.process_time() - began) / number
+
+        def check() -> float:
+            began = time.process_time()
+            found = verify(root / "data")
+            assert [(one.newest, one.problems) for one in found] == [(0, [])] * number
+            return (time.process_time() - began) / number
+
+        asyncio.run(make())
+        return min(asyncio.run(start()) for _ in range(3)), min(check() for _ in range(3))
+
+    cost(20)
+    few, more = cost(50), cost(1000)
+    assert more[0] < 5 * few[0], "20 times as many would cost 20 times as much each"
+    assert more[1] < 5 * few[1], "20 times as many would cost 20 times as much each"
 
 
 def test_more_streams_than_files_may_be_open_are_refused_and_keep_their_messages(tmp_path: Path) -> None:

@@ -181,3 +181,21 @@ def test_an_empty_file_is_damaged_and_a_missing_one_is_new(tmp_path: Path) -> No
     path.write_bytes(b"")
     with pytest.raises(CorruptData):
         load(path)
+
+
+@pytest.mark.parametrize("first", [2**63 - 3, 2**63 - 1])
+def test_the_last_numbers_are_leased_settled_and_kept_in_the_file(tmp_path: Path, first: int) -> None:
+    last = 2**63 - 1
+    position = Position(first)
+    position.deliver(last, 2**62, 1, "w")
+    with closing(Journal(Files(), tmp_path / "c", IDENTITY, None)) as journal:
+        journal.write_whole(position.whole(0), 1)
+        position.settle([last], rejected=False, now=0)
+        position.skip(first, last)
+        journal.append(position.take(0))
+    loaded = load(tmp_path / "c")
+    assert loaded is not None
+    again = Position(0)
+    for change in loaded.changes:
+        again.apply(change, 0)
+    assert (again.upto, again.frontier, list(again.settled), again.leases) == (2**63, 2**63, [(0, last)], {})
