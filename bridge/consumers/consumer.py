@@ -113,8 +113,8 @@ class Consumer:
             log.error("%s: %s", self._label, self.error)
         if loaded is not None and loaded.identity == identity:
             self.position = Position(0)
-            # The clock's own file may be older, after a power cut. What is read later may set it right: by then
-            # a lease would have been given less time.
+            # The clock's own file may be older, after a power cut. What is read later may set it right: too
+            # late for a lease that was given less time by then.
             stream.clock.observe(max(change.at for change in loaded.changes))
             now = stream.clock.now()
             for change in loaded.changes:

@@ -129,6 +129,7 @@ class Client:
         self.session_present = False
         self.expiry = expiry
         self.left: float | None = None  # when its last connection ended
+        self.spans: list[tuple[float, float]] = []  # from when to when it was connected
         self.wills: list[Will] | None = [] if wills and v5 else None
         self._asleep = False
         self.low_ids = False
@@ -214,6 +215,7 @@ class Client:
     def _gone(self) -> None:
         if self.connected:
             self.left = self.kernel.now
+            self.spans[-1] = self.spans[-1][0], self.left
             if self.wills:
                 self.wills[-1].left = self.left
         self.link, self.connected = None, False
@@ -233,6 +235,7 @@ class Client:
                 self.connected = True
                 self.connections += 1
                 self._vain += 1
+                self.spans.append((self.kernel.now, float("inf")))
                 self.session_present = bool(packet.body[0])
                 for will in (self.wills or ())[:-1]:
                     will.back = will.back or self.kernel.now
@@ -362,6 +365,7 @@ class Subscriber(Client):
         super().__init__(kernel, name, random, v5=v5, clean=False, expiry=expiry)
         self._filters = filters
         self.subscribed_at: float | None = None
+        self.first: float | None = None  # when it subscribed for the first time
         self.got: list[Got] = []
         self._held: dict[int, bytes] = {}  # QoS 2: packet ids whose PUBREL has not come
         # When it came back and had left, whether its session was still there, and since when there was one.
@@ -382,6 +386,7 @@ class Subscriber(Client):
     def handle(self, packet: Packet) -> None:
         if packet.kind == SUBACK:
             self.subscribed_at = self.kernel.now
+            self.first = self.first or self.kernel.now
         elif packet.kind == PUBLISH:
             self._published(packet)
         elif packet.kind == PUBREL:

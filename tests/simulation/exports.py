@@ -52,6 +52,9 @@ class ExportChecks:
         world = self.world
         if world.cuts or world.sync_failures or self._checks.lied:
             return
+        message = self._checks.message(payload)
+        if message is None or len(message.sent) > 1:  # it may be there twice, and the other one come now
+            return
         number = self._numbers.get(payload)
         passed = max((upto for at, upto in self._passed if at < world.kernel.now - WRITTEN), default=0)
         if number is not None and number < passed:

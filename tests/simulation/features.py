@@ -11,7 +11,7 @@ from .boundary import MACHINE
 from .settings import KEPT, KIN_SEGMENT
 
 if TYPE_CHECKING:
-    from .clients import Device
+    from .clients import Client, Device
     from .world import World
 
 LARGE = 900_000  # bytes
@@ -80,6 +80,18 @@ class Features:
         world = self.world
         stream = world.random.choice(("safe", "both", "ids", "dead"))
         world.guest.attempt(operation, stream, rules=not world.plan.open)
+
+    def hire(self, number: int) -> None:
+        self._toggle(self.world.workers[number])
+
+    def member(self, number: int) -> None:
+        self._toggle(self.world.members[number])
+
+    def _toggle(self, who: Client) -> None:
+        if who.away:
+            who.start()
+        else:
+            who.leave(politely=self.world.random.random() < 0.5)
 
     # -- exports
 

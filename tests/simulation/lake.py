@@ -94,7 +94,7 @@ class LakeChecks:
         return stream.stream == "ring" or before_start or lost
 
     def at_rest(self) -> None:
-        """Nothing fails any more: the table gets everything. In some worlds nobody looks, which saves time."""
+        """Nothing fails any more: the table gets everything. Not in all worlds, which saves time."""
         world, checks = self.world, self._checks
         if not (self._used or world.plan.replaced or world.export_starts or world.plan.seed % 3 == 0):
             return

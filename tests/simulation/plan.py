@@ -13,7 +13,7 @@ from .scenes import TRIED, copy, scene
 from .steps import Step
 
 DEVICES = 3
-FAMILIES = ("safe", "plain", "both", "ring", "memory", "kin", "live", "aged")
+FAMILIES = ("safe", "plain", "both", "ring", "memory", "kin", "live", "aged", "work", "few", "share")
 
 
 @dataclass
@@ -110,13 +110,13 @@ TROUBLES = {
     "syncs": 3, "refuse": 2, "full": 1, "clock": 1, "revoke": 2, "update": 2, "passwords": 1, "append": 6,
     "ingest": 2, "purge": 2, "fill": 3, "harm": 0.5, "lie": 1, "drain": 2, "repeat": 3, "off": 3, "pause": 3,
     "retain": 3, "room": 3, "span": 4, "recreate": 2, "ntp": 1, "slow": 1, "attempt": 1, "prune": 0.5,
-    "redefine": 0.5,
+    "redefine": 0.5, "hire": 1.5, "member": 1.5,
 }  # fmt: skip
 
 
 def _publish(random: Random, wait: float) -> Step:
     number = random.choice((1, 2, 5, 20, 120, 500))
-    family = random.choices(FAMILIES, (6, 5, 3, 3, 1, 3, 2, 1))[0]
+    family = random.choices(FAMILIES, (6, 5, 3, 3, 1, 3, 2, 1, 2, 1, 1))[0]
     return Step(
         "publish", (random.randrange(DEVICES), number, family, random.choice((0, 1, 1, 1, 2, 2))), wait
     )
@@ -160,7 +160,7 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
         case "faults":
             return Step(what, (random.choice((0.0, 0.02, 0.1)),), wait)
         case "syncs" | "refuse":
-            where = random.choice(("", "", "sessions", "exact", "exact", "ids", *FAMILIES))
+            where = random.choice(("", "", "sessions", "exact", "exact", "ids", "consumers", *FAMILIES))
             return Step(what, (random.choice((1, 1, 2, 3, 4)), where), 0.0)
         case "clock":
             return Step(what, (random.choice((-1, 1)) * random.choice((1, 60, 86_400 * 400)),), wait)
@@ -178,6 +178,8 @@ def _trouble(random: Random, what: str, wait: float, plan: Plan) -> Step:
             return Step(what, (limited, how, 0.1 + 0.8 * random.random(), random.choice((0.9, 1.0))), wait)
         case "pause":
             return Step(what, (random.choice((2, 5, 20)),), wait)
+        case "hire" | "member":
+            return Step(what, (random.randrange(2),), wait)
         case "fill":
             return Step(what, (random.choice((0, 3, 12)),), wait)
         case "slow":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Scene = Callable[["Plan", Random, int], list[Step]]
 SOON = (0.0, 0.002, 0.01, 0.05)  # s
 CALLS = (0, 1, 2, 3, 5, 9, 20, 60)
+PLACES_OF_WORK = ("consumers", "consumers", "/work")
 SYNCED = ("safe", "kin")  # streams that sync before they acknowledge
 
 
@@ -213,6 +214,50 @@ def dead(plan: Plan, random: Random, device: int) -> list[Step]:
     ]
 
 
+def labour(plan: Plan, random: Random, device: int) -> list[Step]:
+    """Workers are busy when the disk fails, or one of them goes, and the gateway ends."""
+    failing = Step(
+        random.choice(("syncs", "refuse")), (random.choice((1, 2, 4)), random.choice(PLACES_OF_WORK))
+    )
+    return [
+        Step("publish", (device, random.choice((5, 20, 40)), "work", 1), random.choice((0.1, 0.5, 1.5))),
+        random.choice((failing, Step("hire", (random.randrange(2),), 0.1), Step("pause", (1,)))),
+        Step("pause", (random.choice((0, 1)),), random.random()),
+        end(plan, random, cuts=0.5),
+        _publish(random, device, "work"),
+        Step("pause", (3,)),
+    ]
+
+
+def shared(plan: Plan, random: Random, device: int) -> list[Step]:
+    """A member of a shared subscription goes with messages that it has not acknowledged, or for good."""
+    who = random.randrange(2)
+    gone = Step("member", (who,), random.choice((0.0, 0.002, 0.05)))
+    some = Step("publish", (device, 20, "share", random.choice((1, 1, 2))), random.choice((0.0, 0.002, 0.05)))
+    ended = [end(plan, random)] if random.random() < 0.5 else []
+    return [
+        *([some, gone] if random.random() < 0.5 else [gone, some]),
+        *ended,
+        _publish(random, (device + 1) % 3, "share"),
+        Step("pause", (random.choice((1, 7)),)),
+        *([end(plan, random)] if random.random() < 0.5 else []),
+        gone,
+    ]
+
+
+def topical(plan: Plan, random: Random, device: int) -> list[Step]:
+    """Streams with several limits at once take more than these allow, while commits fail."""
+    failing = Step(random.choice(("syncs", "refuse")), (random.choice((1, 2, 3)), "/few"))
+    return [
+        Step("publish", (device, 120, "few", 1), random.choice(SOON)),
+        failing,
+        Step("publish", ((device + 1) % 3, 120, "few", random.choice((1, 2))), 0.2),
+        *([end(plan, random)] if random.random() < 0.5 else []),
+        Step("publish", (device, 20, "few", 1), 0.2),
+        Step("pause", (1,)),
+    ]
+
+
 def flood(plan: Plan, random: Random, device: int) -> list[Step]:
     """A subscriber is too slow, goes, and comes back for what came meanwhile."""
     return [
@@ -292,5 +337,6 @@ TRIED = (
 SCENES: dict[Scene, float] = {
     release: 2, half: 2, back: 2, again: 2, calm: 1.5, soon: 1, snapshot: 1.5, rotation: 1.5, tail: 1.5,
     over: 2,
-    backlog: 2, dead: 1.5, flood: 1.5, withdrawn: 1.5, rights: 1.5, hoard: 1, room: 1, missing: 1, lake: 2,
+    backlog: 2, dead: 1.5, flood: 1.5, withdrawn: 1.5, rights: 1.5, hoard: 1, room: 1,
+    labour: 2.5, shared: 2, topical: 1, missing: 1, lake: 2,
 }  # fmt: skip

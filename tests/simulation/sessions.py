@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from .clients import WILL_DELAY, WILL_TOPIC, Device, Message, Subscriber, Will
 from .settings import KEPT, QUEUED, RETAINED
+from .shares import ShareChecks
 
 if TYPE_CHECKING:
     from .checks import Checks
@@ -25,6 +26,7 @@ class SessionChecks:
 
     def __init__(self, world: World, checks: Checks) -> None:
         self.world, self._checks = world, checks
+        self._shares = ShareChecks(world, checks, self)
 
     def at_rest(self) -> None:
         """Look at everything; no client has anything left to do."""
@@ -34,11 +36,22 @@ class SessionChecks:
             self._wills(world.subscriber)
         self._withdrawn(world.subscriber)
         self._retained()
+        self._shares.at_rest()
+        self._counted()
         for subscriber, family in ((world.subscriber, "live/"), (world.slow, "flood/")):
             self._got(subscriber)
             self._got_all(subscriber, family)
 
-    def _lost(self, at: float) -> bool:
+    def _counted(self) -> None:
+        """A queue that is empty takes no room: what is counted is what is there."""
+        server = self.world.service._front_end._server
+        for session in server.broker.sessions.all():
+            if not len(session.outbox) and session.outbox.size:
+                self._checks.broken(
+                    f"the queue of {session.client_id} is empty, and counts {session.outbox.size} bytes"
+                )
+
+    def lost(self, at: float) -> bool:
         """Whether a power cut may have taken what the journal was given then."""
         checks, world = self._checks, self.world
         if world.cuts and any("/mqtt" in path for path in world.disk.failed_at):
@@ -86,7 +99,7 @@ class SessionChecks:
 
     def _got_all(self, subscriber: Subscriber, family: str) -> None:
         """A persistent session gets what was acknowledged after it subscribed, if no power cut took that."""
-        if subscriber.subscribed_at is None or self._lost(subscriber.subscribed_at):
+        if subscriber.subscribed_at is None or self.lost(subscriber.subscribed_at):
             return
         mine = [message for message in self._messages() if message.topic.startswith(family) and message.qos]
         if self.world.plan.tight and sum(len(one.payload) + 100 for one in mine) > QUEUED:
@@ -98,7 +111,7 @@ class SessionChecks:
                 and not message.expiry
                 and message.sent[0] > subscriber.subscribed_at + 0.1
                 and message.payload not in got
-                and not self._lost(message.acked)
+                and not self.lost(message.acked)
             ):
                 self._checks.broken(f"the {subscriber.name} never got {message.payload!r}")
 
@@ -120,12 +133,7 @@ class SessionChecks:
             return  # the journal could keep neither the session nor when its client left
         for back, left, present, subscribed in subscriber.returns:
             over = subscriber.v5 and back - left > subscriber.expiry - 1
-            if (
-                not present
-                and not over
-                and not (world.cuts and checks.clocked)
-                and not self._lost(subscribed)
-            ):
+            if not present and not over and not (world.cuts and checks.clocked) and not self.lost(subscribed):
                 checks.broken(f"the subscriber's session was gone after {back - left:.1f} s")
             timed = subscriber.v5 and not world.cuts and not checks.clocked
             if present and timed and back - self._since(left) > subscriber.expiry + 1:
@@ -195,7 +203,7 @@ class SessionChecks:
             for topic in topics:
                 sent = [one for one in device.messages if one.retain and one.topic == topic and one.sent]
                 acked = [
-                    n for n, one in enumerate(sent) if one.acked is not None and not self._lost(one.acked)
+                    n for n, one in enumerate(sent) if one.acked is not None and not self.lost(one.acked)
                 ]
                 may = {message.payload for message in sent[acked[-1] if acked else 0 :]}
                 if acked and not may & kept:

@@ -17,6 +17,10 @@ QUEUED = 200_000  # bytes that wait for one subscriber, in a tight world
 RETAINED = 12  # messages, in a tight world
 KIN_SEGMENT = 4096  # bytes, of the stream kin
 KEPT = ("safe", "state", "plain")  # topics below which there are retained messages
+WORK_SEGMENT = 4096  # bytes, of the stream work
+DEADLINE = 2.0  # s, in which a worker acknowledges what it has fetched
+FEW, TOPICS = 3, 12  # messages of each topic of the stream few, and its topics
+ROOM_OF_FEW = FEW * TOPICS * 400  # bytes
 GUEST = "guest"  # a user who may make requests, and nothing that they ask for
 
 
@@ -30,6 +34,7 @@ def text(world: World) -> str:
     small = f"segment_size = {plan.segment}\n"
     topics = {name: f"topics = {json.dumps(wanted)}\n" for name, wanted in plan.wanted.items()}
     starts = {name: f"start_sequence_number = {start}\n" for name, start in world.export_starts.items()}
+    number = "max_messages = 25" if plan.seed % 3 else "max_messages_per_topic = 20"
     limits = f"[mqtt.limits]\nqueued_bytes = {QUEUED}\nretained_messages = {RETAINED}\n" if plan.tight else ""
     return f"""
 [gateway]
@@ -88,6 +93,21 @@ segment_size = {KIN_SEGMENT}
 topics = ["aged/#"]
 {'limits = { max_age = "4s" }' if plan.age < 60 else 'time_to_live = "60s"'}
 segment_size = 1024
+[streams.work]
+topics = ["work/#"]
+flush_on_write = {"true" if plan.seed % 2 else "false"}
+retention = "exported"
+max_size = {WORK_SEGMENT * 12}
+segment_size = {WORK_SEGMENT}
+[[streams.work.export.consumer]]
+identifier = "pool"
+ack_deadline_millis = {int(DEADLINE * 1000)}
+max_unacknowledged = 60
+[streams.few]
+topics = ["few/#"]
+flush_on_write = true
+{small}
+limits = {{ max_messages_per_topic = {FEW}, max_bytes = {ROOM_OF_FEW} }}
 [streams.late]
 topics = ["late/#"]
 flush_on_write = true
@@ -103,7 +123,7 @@ segment_size = 1024
 [streams.exact]
 flush_on_write = {"true" if plan.seed % 2 else "false"}
 {small}
-limits = {{ max_messages = 25, max_bytes = 2000, discard = "new" }}
+limits = {{ {number}, max_bytes = 3000, discard = "new" }}
 [streams.ids]
 deduplication_window = "{plan.window}s"
 flush_on_write = {"false" if plan.seed % 3 else "true"}
@@ -141,11 +161,13 @@ def _rules(world: World) -> str:
         topics = [f"{family}/#" for family in (*allowed, "state", "flood", "late")]
         rules.append(f'[[mqtt.acl]]\nuser = "user{n}"\npublish = {json.dumps(topics)}\nsubscribe = []\n')
     kept = [f"{family}/kept/#" for family in KEPT]
+    heard = ["live/#", "flood/#", "share/#", "others/#", *kept]
     return f"""{"".join(rules)}
 [[mqtt.acl]]
 user = ""
 publish = ["streambridge/%c/#", "streams/ids", "streams/exact"]
-subscribe = {json.dumps(["live/#", "flood/#", *kept])}
+subscribe = {json.dumps(heard)}
+read = {json.dumps([*heard, "streams/work"])}
 manage = ["streams/both", "streams/exact", "streams/dead", "streams/fresh"]
 [[mqtt.acl]]
 user = "{GUEST}"

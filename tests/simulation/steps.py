@@ -63,6 +63,8 @@ WORDS = {
     "stall": "a slow subscriber does not read: {0}",
     "flood": "device {0} publishes {1} messages of 8 KB with QoS 0 for the slow subscriber",
     "slowly": "the slow subscriber goes away or comes back",
+    "hire": "worker {0} goes away or comes back",
+    "member": "member {0} of a shared subscription goes away or comes back",
     "ingest": "an ingest run",
     "prune": "an operator prunes the landing prefix, or merges and expires files of the table",
     "harm": "somebody harms an object: {0}",

@@ -40,7 +40,7 @@ class BrokenError(AssertionError):
 def prepare() -> None:
     """Import everything now, and not in the process of each world."""
     MACHINE.entropy = Random(0)
-    import pandas  # noqa: F401, ICN001 - pyarrow imports it at its first use, a second of each world
+    import pandas  # noqa: F401 - pyarrow imports it at its first use, a second of each world
 
     from . import checks, cloud, features, product, requests, table  # noqa: F401
 
@@ -49,7 +49,7 @@ class World:
     """What one plan becomes."""
 
     def __init__(self, plan: Plan, place: Path) -> None:
-        from . import checks, cloud, features, product, requests, table
+        from . import checks, cloud, features, product, requests, shares, table, workers
 
         self.plan, self.place = plan, place
         seed = plan.seed
@@ -114,9 +114,16 @@ class World:
         )
         self.appender = requests.Appender(self.kernel, Random(f"appender {seed}"))
         self.guest = requests.Guest(self.kernel, Random(f"guest {seed}"))
-        self.clients = [*self.devices, self.subscriber, self.slow, self.appender, self.guest]
+        self.members = shares.members(self, seed)
+        self.labour = workers.ConsumerChecks(self)
+        self.workers = [
+            workers.Worker(self.kernel, f"worker-{n}", Random(f"worker {n} {seed}"), self.labour, v5=n == 0)
+            for n in range(2)
+        ]
+        self.clients = [*self.devices, self.subscriber, self.slow, self.appender, self.guest,
+                        *self.members, *self.workers]  # fmt: skip
         self.cloud_random = Random(f"cloud {seed}")
-        self.checks = checks.Checks(self)
+        self.checks = self.labour.checks = checks.Checks(self)
         self.features = features.Features(self)
         self._write_config()
 
@@ -295,6 +302,8 @@ class World:
         deep = {"live": "live/1/x" if qos < 2 else "live/2/x"}
         for n in range(number):
             topic = deep.get(family, f"{family}/{device}")
+            if family == "few":
+                topic = f"few/{device}/{n % (settings.TOPICS // DEVICES)}"
             if family in ("safe", "plain") and n % 7 == 3:
                 topic = f"{family}/both/{device}"
             body = f"{who.name} {len(who.messages)} {self.random.randrange(10**6)} ".encode()

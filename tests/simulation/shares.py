@@ -1,0 +1,83 @@
+"""Members of a shared subscription, and what they are promised (`bridge/mqtt/broker/shared.py`).
+
+* A message that was acknowledged while the subscription had a member comes to one of its members, unless a
+  power cut took it out of the journal, or a full queue.
+* A message that comes while one member is away and the other one is connected does not wait for the one that
+  is away.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from .clients import Subscriber
+from .settings import QUEUED
+
+if TYPE_CHECKING:
+    from .checks import Checks
+    from .sessions import SessionChecks
+    from .world import World
+
+FILTERS = [("$share/group/share/#", 1), ("others/#", 0)]
+EXPIRY = (5, 65_536)  # s that the session of each member outlives its connection, with MQTT 5
+
+
+def members(world: World, seed: int) -> list[Subscriber]:
+    """Two clients; the session of the first one ends soon after it goes, with MQTT 5."""
+    return [
+        Subscriber(
+            world.kernel, f"member-{n}", Random(f"member {n} {seed}"), FILTERS, v5=n == 0, expiry=EXPIRY[n]
+        )
+        for n in range(2)
+    ]
+
+
+class ShareChecks:
+    """The truth about the shared subscription of one world."""
+
+    def __init__(self, world: World, checks: Checks, sessions: SessionChecks) -> None:
+        self.world, self._checks, self._sessions = world, checks, sessions
+
+    def at_rest(self) -> None:
+        """Look at everything; all members are connected, and nothing is under way."""
+        world = self.world
+        since = [one.first for one in world.members if one.first is not None]
+        mine = [
+            message for device in world.devices for message in device.messages
+            if message.topic.startswith("share/") and message.qos
+        ]  # fmt: skip
+        if not since or (world.plan.tight and sum(len(one.payload) + 100 for one in mine) > QUEUED):
+            return
+        got = {one.payload for member in world.members for one in member.got}
+        begun = max(since)
+        if self._sessions.lost(begun):
+            return
+        for message in mine:
+            if (
+                message.acked is not None
+                and message.sent[0] > begun + 0.1
+                and message.payload not in got
+                and not self._sessions.lost(message.acked)
+            ):
+                self._checks.broken(f"no member of the shared subscription got {message.payload!r}")
+        if not (world.cuts or world.revoked_once):
+            self._prefers_those_who_are_there()
+
+    def _prefers_those_who_are_there(self) -> None:
+        here, gone = self.world.members
+        for one, other in ((here, gone), (gone, here)):
+            early = {each.payload for each in other.got}
+            for at, _, payload, _ in one.got:
+                message = self._checks.message(payload)
+                if message is None or payload in early or message.acked is None or len(message.sent) > 1:
+                    continue
+                came = max((span[0] for span in one.spans if span[0] <= at), default=at)
+                was_away = all(not (a < came and b > message.sent[0] - 0.1) for a, b in one.spans)
+                was_there = any(
+                    a < message.sent[0] - 0.5 and b > max(came, message.acked + 0.1) for a, b in other.spans
+                )
+                if was_away and was_there and came > message.acked + 0.1:
+                    self._checks.broken(
+                        f"{payload!r} waited for {one.name}, which was away, and {other.name} was there"
+                    )
