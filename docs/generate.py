@@ -27,8 +27,10 @@ import typer  # noqa: E402
 
 import bridge  # noqa: E402
 import bridge.streams  # noqa: E402
+from bridge import client as api  # noqa: E402
 from bridge import encryption, filtered, objectkeys  # noqa: E402
 from bridge.cli import app  # noqa: E402
+from bridge.client.base import Data  # noqa: E402
 from bridge.config import settings  # noqa: E402
 from bridge.consumers import journal as consumer_journal  # noqa: E402
 from bridge.export import cursor  # noqa: E402
@@ -50,6 +52,7 @@ def pages() -> dict[str, str]:
     """The generated pages by their path below docs/."""
     made = {
         "cli": command_line(),
+        "client": python_client(),
         "configuration": configuration(),
         "file-format": file_format(),
         "hooks": hooks(),
@@ -338,6 +341,8 @@ def _bounds(limit: msgspec.Meta) -> str:
         low, high, what = limit.min_length, limit.max_length, " characters"
     else:
         what = ""
+    if what and low == 1 and high is None:
+        return ", not empty"
     huge = high is not None and high >= 2**31 - 1
     if low is not None and high is not None and not huge:
         return f", {low:,} to {high:,}{what}"
@@ -459,6 +464,110 @@ def _class(name: str, thing: Any) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             text = " ".join((ast.get_docstring(node) or "").split())
             yield f"`{node.name}({ast.unparse(node.args)})`: {text}"
+
+
+PARTS = tuple(
+    api.MessageStreamInfo.NESTED[name] for name in ("storage_status", "export_statuses", "encryption")
+)
+
+
+# -- the Python client -----------------------------------------------------------------------------------
+def python_client() -> str:
+    """The client's methods, data classes and exceptions."""
+    client = api.StreamManagerClient
+    given = inspect.signature(client.__init__)
+    parts = [
+        "# Python client",
+        "Import all of these from `bridge.client`. [How to use it](../howto/python-client.md).",
+        "## StreamManagerClient",
+        f"{inspect.getdoc(client)} `with` closes it.",
+        _parameters("StreamManagerClient", given),
+        _prose(inspect.getdoc(client.__init__) or ""),
+        "## AsyncStreamManagerClient",
+        f"{inspect.getdoc(api.AsyncStreamManagerClient)}\n\nIts methods are coroutines; those that return an "
+        "iterator are for `async for`. Arguments, results and exceptions are the same.",
+        "## Methods",
+    ]
+    own = [name for name, one in vars(client).items() if name[0] != "_" and callable(one)]
+    for name in sorted(own, key=lambda name: (name == "close", name)):
+        method = getattr(client, name)
+        blocking = inspect.signature(getattr(method, "__wrapped__", method))
+        parts += [f"### {name}", _parameters(name, blocking), _prose(inspect.getdoc(method) or "")]
+    parts += [
+        "## Data classes",
+        "The fields are the parameters of the constructor, in this order. A required field may be set "
+        "later: it is checked when the object is sent. `..._millis` is in milliseconds. `..._time` and "
+        "`error_since` are Unix time in milliseconds, and sizes are in bytes. Most classes also have "
+        "`more`: a dict of keys that they do not name.",
+    ]
+    classes = [(name, one) for name, one in vars(api).items() if name in api.__all__ and inspect.isclass(one)]
+    classes += [(one.__name__, one) for one in PARTS]
+    parts += [
+        text for name, one in sorted(classes) if issubclass(one, msgspec.Struct) for text in _data(name, one)
+    ]
+    enums = [(name, one) for name, one in sorted(classes) if isinstance(one, EnumMeta)]
+    rows = [
+        f"| `{name}` | {inspect.getdoc(one)} | {', '.join(f'`{member.name}`' for member in one)} |"  # type: ignore[var-annotated]
+        for name, one in enums
+    ]
+    parts += ["## Enumerations", "| name | meaning | values |\n|---|---|---|\n" + "\n".join(rows)]
+    errors = [(name, one) for name, one in sorted(classes) if issubclass(one, Exception)]
+    rows = [
+        f"| `{name}` | `{one.__base__.__name__}` | {' '.join((inspect.getdoc(one) or '').split())} |"
+        for name, one in errors
+    ]
+    parts += [
+        "## Exceptions",
+        "Besides these, calls raise ConnectionError and TimeoutError.",
+        "| name | is a | meaning |\n|---|---|---|\n" + "\n".join(rows),
+    ]
+    return "\n\n".join(parts)
+
+
+def _parameters(name: str, signature: inspect.Signature) -> str:
+    """A signature as code, one line if it is short."""
+    parameters = [str(one) for key, one in signature.parameters.items() if key != "self"]
+    kinds = [one.kind for key, one in signature.parameters.items() if key != "self"]
+    if inspect.Parameter.KEYWORD_ONLY in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    parameters = [re.sub(r"^(\w+): '(.*?)'(?= = |$)", r"\1: \2", one) for one in parameters]
+    parameters = [re.sub(r"<Logger (\w+) .*>", r'logging.getLogger("\1")', one) for one in parameters]
+    parameters = [re.sub(r" = '(.*)'$", r' = "\1"', one) for one in parameters]
+    returns = str(signature.return_annotation).replace("'", "")
+    returns = re.sub(r"AsyncGenerator\[(.*), None\]", r"Iterator[\1]", returns)
+    end = f") -> {returns}" if returns != "None" or name != "StreamManagerClient" else ")"
+    line = f"{name}({', '.join(parameters)}{end}"
+    if len(line) > 100:
+        line = f"{name}(\n" + "".join(f"    {one},\n" for one in parameters) + end
+    return f"```python\n{line}\n```"
+
+
+def _data(name: str, struct: type[msgspec.Struct]) -> Iterator[str]:
+    yield f"### {name}"
+    yield " ".join((inspect.getdoc(struct) or "").split())
+    required = struct.REQUIRED if issubclass(struct, Data) else ()
+    rows = ["| field | type | default |", "|---|---|---|"]
+    for field in msgspec.structs.fields(struct):
+        if field.name != "more":
+            default = "required" if field.name in required else _default(field)
+            rows.append(f"| `{field.name}` | {_client_type(field.type)} | {default} |")
+    yield "\n".join(rows)
+
+
+def _client_type(kind: Any) -> str:
+    """Like `_type`, but other classes of the client by name."""
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(_client_type(part) for part in get_args(kind) if part is not type(None))
+    if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) is list:
+        items, limit = get_args(kind)
+        return f"{_client_type(items)}, {limit.min_length} to {limit.max_length}"
+    if get_origin(kind) is list:
+        return f"list of {_client_type(get_args(kind)[0])}"
+    if inspect.isclass(kind) and issubclass(kind, msgspec.Struct):
+        return f"[{kind.__name__}](#{kind.__name__.lower()})"
+    if isinstance(kind, EnumMeta):
+        return f"`{kind.__name__}`"
+    return "dict" if get_origin(kind) is dict or kind is dict else _type(kind)
 
 
 # -- metrics ---------------------------------------------------------------------------------------------

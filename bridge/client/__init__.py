@@ -1,13 +1,14 @@
-"""The AWS SDK's StreamManagerClient over MQTT: `from bridge.client import ...` replaces
-`from stream_manager import ...`.
+"""The Python client: the AWS SDK's StreamManagerClient over MQTT or the Stream Manager protocol, blocking and
+for asyncio. `from bridge.client import ...` replaces `from stream_manager import ...`.
 
-    client.py      StreamManagerClient
-    link.py        the MQTT connection: requests, replies, reconnect
+    client.py      StreamManagerClient and AsyncStreamManagerClient: addresses, connect, close
+    operations.py  the operations, each once, and what is repeated after an interruption
+    link.py        pending requests across interruptions; mqttlink.py and smlink.py are the two transports
     data.py        the data classes, enumerations and `Util`; base.py has what they share
     exceptions.py  the exceptions
 """
 
-from bridge.client.client import StreamManagerClient
+from bridge.client.client import AsyncStreamManagerClient, StreamManagerClient
 from bridge.client.data import (
     AssetPropertyValue,
     ConsumerConfig,
@@ -59,6 +60,7 @@ from bridge.model import Limits, Persistence, StrategyOnFull
 
 __all__ = [
     "AssetPropertyValue",
+    "AsyncStreamManagerClient",
     "ClientException",
     "ConnectFailedException",
     "ConsumerConfig",

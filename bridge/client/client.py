@@ -1,50 +1,84 @@
-"""`StreamManagerClient`: the AWS SDK's client, over MQTT.
+"""`StreamManagerClient` and `AsyncStreamManagerClient`: the AWS SDK's client, blocking and for asyncio.
 
 The methods, classes and exceptions are those of the package `stream-manager`, so a program only changes its
-import line. In addition:
+import line. Both clients have the operations of `operations.py`, with the same names and arguments.
 
-* `append_messages` appends many messages in one request, `tail` iterates over a stream as it grows, and
-  `purge_message_stream` drops messages.
-* `fetch_messages` and `ack_messages` are for the workers of a consumer; `consume` iterates over its messages.
-* Appends are stored once. Each carries a message id, and is sent again with the same id if the connection was
-  lost before its reply. The stream remembers ids for its deduplication window (two minutes without one); keep
-  `request_timeout` shorter than that. An append that raises TimeoutError or ConnectionError may or may not be
-  stored: call again with the same `message_id`, and it is stored once in either case.
-* Calls wait for a lost connection to be restored, for up to `request_timeout`.
+    StreamManagerClient("gateway")                        MQTT, port 1883, or 8883 with `tls`
+    StreamManagerClient("mqtt://gateway:1883")            the same
+    StreamManagerClient("mqtts://gateway")                MQTT over TLS, port 8883
+    StreamManagerClient("streammanager://127.0.0.1")      the Stream Manager protocol, port 8088
+
+Calls wait for a lost connection to be restored, for up to `request_timeout`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import secrets
 import ssl
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import Any, Self
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
-from bridge.client.data import (
-    Message,
-    MessageStreamDefinition,
-    MessageStreamInfo,
-    ReadMessagesOptions,
-    ResponseStatusCode,
-)
-from bridge.client.exceptions import (
-    BY_STATUS,
-    NotEnoughMessagesException,
-    StreamManagerException,
-    ValidationException,
-)
-from bridge.client.link import Link
+from bridge.client.exceptions import ClientException, ValidationException
+from bridge.client.link import Link, Reconnect, Reply
+from bridge.client.mqttlink import MqttLink
+from bridge.client.operations import Operations
+from bridge.client.smlink import StreamManagerLink
 
-PER_MESSAGE = 64  # bytes of a request for each message beside its payload: its id, and CBOR's lengths
-PER_REQUEST = 1024
+P = ParamSpec("P")
+T = TypeVar("T")
+PORTS = {"mqtt": 1883, "mqtts": 8883, "streammanager": 8088}
+TOKEN = "AWS_CONTAINER_AUTHORIZATION_TOKEN"  # noqa: S105 - the variable that the SDKs read
+LOGGER = logging.getLogger("StreamManagerClient")  # the SDK's name
 
 
-class StreamManagerClient:
-    """A connection to streambridge. Threads may share it."""
+class _Address(NamedTuple):
+    """Where to connect and how, from the arguments of a client."""
+
+    scheme: str
+    host: str
+    port: int
+    connect_timeout: float
+    client_id: str | None
+    username: str | None
+    password: str | None
+    tls: ssl.SSLContext | None
+    auth_token: str | None
+    reconnect_delay: tuple[float, float]
+    logger: logging.Logger
+
+    def connect(self) -> Link:
+        """Connect; blocks."""
+        reconnect = Reconnect(*self.reconnect_delay)
+        if self.scheme == "streammanager":
+            return StreamManagerLink(
+                self.host,
+                self.port,
+                auth_token=self.auth_token or os.environ.get(TOKEN),
+                connect_timeout=self.connect_timeout,
+                reconnect=reconnect,
+                logger=self.logger,
+            )
+        return MqttLink(
+            self.host,
+            self.port,
+            client_id=self.client_id or f"sm-{secrets.token_hex(8)}",
+            username=self.username,
+            password=self.password,
+            tls=self.tls,
+            connect_timeout=self.connect_timeout,
+            reconnect=reconnect,
+            logger=self.logger,
+        )
+
+
+class _Client:
+    """What both clients take, and their address."""
 
     def __init__(
         self,
@@ -52,34 +86,203 @@ class StreamManagerClient:
         port: int | None = None,
         connect_timeout: float = 3,
         request_timeout: float = 60,
-        logger: logging.Logger = logging.getLogger("StreamManagerClient"),  # noqa: B008 - as the SDK has it
+        logger: logging.Logger = LOGGER,
         *,
         client_id: str | None = None,
         username: str | None = None,
         password: str | None = None,
         tls: ssl.SSLContext | None = None,
+        auth_token: str | None = None,
         reconnect_delay: tuple[float, float] = (1, 8),
     ) -> None:
-        """Connect to the broker, by default on port 1883, or 8883 with `tls`; times are in seconds.
+        """Connect to a service; the client for asyncio only does so in `async with` or `connect`.
 
-        `reconnect_delay` is the wait before the first attempt to reconnect, and the longest wait: it doubles
-        with every attempt. Raises ConnectionError if there is no MQTT broker, ConnectFailedException if the
-        broker refuses.
+        * `host` is a host, or a URL with one of the schemes `mqtt`, `mqtts` and `streammanager`.
+        * `port` is by default 1883 for MQTT, 8883 for MQTT over TLS, 8088 for the Stream Manager protocol.
+        * `connect_timeout` and `request_timeout` are in seconds.
+        * `client_id` (by default a random one), `username`, `password` and `tls` are for MQTT.
+        * `auth_token` (by default the environment variable AWS_CONTAINER_AUTHORIZATION_TOKEN) is for the
+          Stream Manager protocol. Processes of root and of the service user on the same machine need none.
+        * `reconnect_delay` has the seconds to wait before the first attempt to reconnect, and the longest
+          wait: it doubles with every attempt.
+
+        Raises ValidationException for a URL of another kind, ConnectionError if nothing answers there, and
+        ConnectFailedException if the service refuses.
         """
-        self.host, self.port = host, port or (1883 if tls is None else 8883)
+        url = _split(host, port)
+        if url.scheme == "mqtts" and tls is None:
+            tls = ssl.create_default_context()
+        given = {"client_id": client_id, "username": username, "password": password, "tls": tls}
+        if url.scheme != "streammanager":
+            given = {"auth_token": auth_token}
+        for name, value in given.items():
+            if value is not None:
+                raise ValidationException(f"{name} has no meaning for {url.scheme}://")
+        scheme = "mqtts" if tls is not None else url.scheme
+        assert url.hostname is not None
+        self.host, self.port = url.hostname, url.port or PORTS[scheme]
         self.connect_timeout, self.request_timeout, self.logger = connect_timeout, request_timeout, logger
-        self._closed = False
-        self._link = Link(
+        self._address = _Address(
+            scheme,
             self.host,
             self.port,
-            client_id=client_id or f"sm-{secrets.token_hex(8)}",
-            username=username,
-            password=password,
-            tls=tls,
-            connect_timeout=connect_timeout,
-            reconnect_delay=reconnect_delay,
-            logger=logger,
+            connect_timeout,
+            client_id,
+            username,
+            password,
+            tls,
+            auth_token,
+            reconnect_delay,
+            logger,
         )
+        self._begin()
+
+    def _begin(self) -> None:
+        """Called when the address is known; nothing to do unless the client connects at once."""
+
+
+def _split(host: str, port: int | None) -> SplitResult:
+    """The URL of a host and a port, or of a URL; raises ValidationException."""
+    if "://" in host:
+        text = host if port is None else f"{host}:{port}"
+    else:
+        bracketed = f"[{host}]" if ":" in host else host
+        text = f"mqtt://{bracketed}" + ("" if port is None else f":{port}")
+    url = urlsplit(text)
+    try:
+        whole = url.hostname and not (url.path.strip("/") or url.query or url.fragment or url.username)
+        whole = whole and url.port != 0
+    except ValueError:  # the port is not a number
+        whole = False
+    if url.scheme not in PORTS or not whole:
+        known = ", ".join(f"{scheme}://host:{default}" for scheme, default in PORTS.items())
+        raise ValidationException(f"{host!r} is not an address; give a host, or one of {known}")
+    return url
+
+
+# -- asyncio -------------------------------------------------------------------------------
+class AsyncStreamManagerClient(_Client, Operations):
+    """A connection to streambridge for asyncio, with the methods of `StreamManagerClient`.
+
+    `async with AsyncStreamManagerClient(...) as client:` connects and disconnects. Tasks may share it.
+    """
+
+    _made: Link | None = None
+    _closed = False
+
+    @property
+    def _link(self) -> Link:
+        if self._closed or self._made is None:
+            how = "closed; make a new one" if self._closed else "not connected; use `async with` or `connect`"
+            raise ClientException(f"the client is {how}")
+        return self._made
+
+    async def connect(self) -> Self:
+        """Connect; returns the client.
+
+        Raises ConnectionError if nothing answers, ConnectFailedException if the service refuses.
+        """
+        if self._made is None and not self._closed:
+            self._made = await asyncio.to_thread(self._address.connect)
+        return self
+
+    async def __aenter__(self) -> Self:
+        return await self.connect()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the client is connected now."""
+        return self._made is not None and self._made.connected
+
+    async def close(self) -> None:
+        """Disconnect; pending calls fail, and the client cannot be used again."""
+        self._closed = True
+        if self._made is not None:
+            await asyncio.to_thread(self._made.close)
+
+    async def _ask(self, operation: str, body: dict[str, Any], *, repeatable: bool) -> Reply:
+        link = self._link
+        request = link.submit(operation, body, repeatable=repeatable)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(request.reply), self.request_timeout)
+        except TimeoutError:
+            raise link.overdue(request, self.request_timeout) from None
+        finally:
+            link.forget(request)
+
+
+# -- blocking ------------------------------------------------------------------------------
+class _Blocking(Operations):
+    """The operations on a link, blocking where they would wait."""
+
+    def __init__(self, link: Link, request_timeout: float) -> None:
+        self._connection, self.request_timeout = link, request_timeout
+
+    @property
+    def _link(self) -> Link:
+        return self._connection
+
+    async def _ask(self, operation: str, body: dict[str, Any], *, repeatable: bool) -> Reply:
+        link = self._connection
+        request = link.submit(operation, body, repeatable=repeatable)
+        try:
+            return request.reply.result(self.request_timeout)
+        except FutureTimeout:
+            raise link.overdue(request, self.request_timeout) from None
+        finally:
+            link.forget(request)
+
+
+def _finished(work: Awaitable[T]) -> T:
+    """The result of a coroutine that is never suspended."""
+    try:
+        work.__await__().send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a coroutine of the blocking client was suspended")
+
+
+def _blocking(
+    method: Callable[Concatenate[Operations, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[StreamManagerClient, P], T]:
+    """The blocking form of an operation."""
+
+    @functools.wraps(method)
+    def call(self: StreamManagerClient, /, *args: P.args, **options: P.kwargs) -> T:
+        return _finished(method(self._operations, *args, **options))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[Operations, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[StreamManagerClient, P], Iterator[T]]:
+    """The blocking form of an operation that is iterated over."""
+
+    @functools.wraps(method)
+    def call(self: StreamManagerClient, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
+        found = method(self._operations, *args, **options)
+        while True:
+            try:
+                one = _finished(anext(found))
+            except StopAsyncIteration:
+                return
+            yield one
+
+    return call
+
+
+class StreamManagerClient(_Client):
+    """A connection to streambridge. Threads may share it."""
+
+    def _begin(self) -> None:
+        self._link = self._address.connect()
+        self._operations = _Blocking(self._link, self.request_timeout)
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -93,260 +296,25 @@ class StreamManagerClient:
         return self._link.connected
 
     def close(self) -> None:
-        """Disconnect; the client cannot be used again."""
+        """Disconnect; pending calls fail, and the client cannot be used again."""
         if not self._closed:
             self._closed = True
             self._link.close()
 
-    # -- the SDK's operations -----------------------------------------------------------
-    def create_message_stream(self, definition: MessageStreamDefinition) -> None:
-        """Create a stream; raises InvalidRequestException if one has this name already."""
-        self._call("createMessageStream", {"definition": _checked(definition)}, repeatable=False)
-
-    def update_message_stream(
-        self, definition: MessageStreamDefinition, *, if_version: str | None = None
-    ) -> None:
-        """Replace a stream's definition; with `if_version`, only if it has not been changed since.
-
-        The version is that of `describe_message_stream`; raises UpdateFailedException if it has changed.
-        """
-        body: dict[str, Any] = {"definition": _checked(definition)}
-        if if_version is not None:  # a repeated request would find the version changed by the first one
-            self._call("updateMessageStream", body | {"ifVersion": if_version}, repeatable=False)
-        else:
-            self._call("updateMessageStream", body)
-
-    def delete_message_stream(self, stream_name: str) -> None:
-        """Delete a stream and its messages."""
-        self._call("deleteMessageStream", {"name": stream_name}, repeatable=False)
-
-    def describe_message_stream(self, stream_name: str) -> MessageStreamInfo:
-        """Return a stream's definition, its storage status, and the status of its exports."""
-        reply = self._call("describeMessageStream", {"name": stream_name})
-        return MessageStreamInfo.from_dict(reply["messageStreamInfo"])
-
-    def list_streams(self) -> list[str]:
-        """Return the names of the streams."""
-        names: list[str] = self._call("listStreams", {})["streams"]
-        return names
-
-    def describe_message_streams(self) -> Iterator[MessageStreamInfo]:
-        """Describe all streams, by name, as many in each request as a reply holds."""
-        after, more = "", True
-        while more:
-            reply = self._call("listStreams", {"details": True, "after": after})
-            for raw in reply["messageStreamInfos"]:
-                yield MessageStreamInfo.from_dict(raw)
-            more = reply["more"]
-            after = reply["streams"][-1] if reply["streams"] else ""
-
-    def append_message(self, stream_name: str, data: bytes, *, message_id: bytes | None = None) -> int:
-        """Append a message and return its sequence number once it is stored."""
-        if not isinstance(data, bytes) or not data:
-            raise ValidationException("data must be bytes, at least one")
-        body = {"name": stream_name, "payload": data, "messageId": message_id or os.urandom(12)}
-        number: int = self._call("appendMessage", body)["sequenceNumber"]
-        return number
-
-    def read_messages(self, stream_name: str, options: ReadMessagesOptions | None = None) -> list[Message]:
-        """Read messages, by default the oldest one; raises NotEnoughMessagesException."""
-        wait = 0
-        if options is not None:
-            if not isinstance(options, ReadMessagesOptions):
-                raise ValidationException("options must be a ReadMessagesOptions")
-            options.check()
-            most, wait = options.max_message_count, options.read_timeout_millis or 0
-            if most is not None and (options.min_message_count or 1) > most:
-                raise ValidationException("min_message_count must be less than or equal to max_message_count")
-            if wait > self.request_timeout * 1000:
-                raise ValidationException("read_timeout_millis must not be more than request_timeout")
-        body: dict[str, Any] = {"streamName": stream_name}
-        if options is not None:
-            body["readMessagesOptions"] = options.as_dict()
-        return [Message(**_message(raw)) for raw in self._call("readMessages", body)["messages"]]
-
-    # -- not in the SDK -------------------------------------------------------------------
-    def append_messages(
-        self, stream_name: str, data: Sequence[bytes], *, message_ids: Sequence[bytes] | None = None
-    ) -> list[int]:
-        """Append many messages in order and return their sequence numbers once all are stored.
-
-        They are split into requests that fit into packets. If a message cannot be stored, those before it are
-        stored and those after it are not; `sequence_numbers` of the exception has the numbers of the stored
-        ones.
-        """
-        if not data or not all(isinstance(payload, bytes) and payload for payload in data):
-            raise ValidationException("data must be a list of bytes, none of them empty")
-        if message_ids is not None and len(message_ids) != len(data):
-            raise ValidationException(f"{len(data)} messages, but {len(message_ids)} message_ids")
-        run = os.urandom(12)
-        ids = message_ids or [run + number.to_bytes(4, "big") for number in range(len(data))]
-        numbers: list[int] = []
-        while len(numbers) < len(data):
-            first = last = len(numbers)
-            size = PER_REQUEST
-            while last < len(data):
-                size += len(data[last]) + len(ids[last]) + PER_MESSAGE
-                if last > first and size > self._link.most:
-                    break
-                last += 1
-            body = {"name": stream_name, "payloads": data[first:last], "messageIds": ids[first:last]}
-            try:
-                numbers += self._call("appendMessages", body)["sequenceNumbers"]
-            except StreamManagerException as error:
-                error.sequence_numbers = numbers + error.sequence_numbers
-                raise
-        return numbers
-
-    def tail(
-        self,
-        stream_name: str,
-        start: int | None = None,
-        *,
-        topic: str | None = None,
-        timeout: float | None = None,
-    ) -> Iterator[Message]:
-        """Iterate over a stream's messages from number `start`, waiting for new ones.
-
-        Without `start`, from the next message that is appended. Ends when no message arrived for `timeout`
-        seconds (None: never), and raises ResourceNotFoundException when the stream is deleted. Messages that
-        limits have dropped are skipped. A lost connection does not end it.
-        """
-        if start is None:
-            info = self._call("describeMessageStream", {"name": stream_name})["messageStreamInfo"]
-            start = info["storageStatus"]["newestSequenceNumber"] + 1
-        newest = time.monotonic()  # when the last message arrived
-        while True:
-            left = 10.0 if timeout is None else newest + timeout - time.monotonic()
-            wait = max(1, int(min(left, 10.0, self.request_timeout / 2) * 1000))
-            options = ReadMessagesOptions(start, 1, 1000, wait, topic)
-            try:
-                found = self.read_messages(stream_name, options)
-            except (NotEnoughMessagesException, TimeoutError, ConnectionError):
-                if timeout is not None and time.monotonic() - newest >= timeout:
-                    return
-                continue
-            yield from found
-            start = (found[-1].sequence_number or 0) + 1
-            newest = time.monotonic()
-
-    def purge_message_stream(
-        self, stream_name: str, *, upto: int | None = None, topic: str | None = None
-    ) -> int:
-        """Drop all messages, those below number `upto`, or those on a topic filter; return how many."""
-        body = {"name": stream_name, "upto": upto, "topic": topic}
-        given = {k: v for k, v in body.items() if v is not None}
-        reply = self._call("purgeMessageStream", given, repeatable=False)
-        number: int = reply["purgedMessages"]
-        return number
-
-    def fetch_messages(
-        self, stream_name: str, consumer: str, max_message_count: int = 1, timeout_millis: int = 0
-    ) -> list[Message]:
-        """Fetch messages of a consumer; waits up to `timeout_millis` for the first one, then returns none.
-
-        They are this client's until the consumer's deadline: report to `ack_messages` what became of each. A
-        message that is not acknowledged is delivered again; `deliveries` says how often it was.
-        """
-        if timeout_millis > self.request_timeout * 1000:
-            raise ValidationException("timeout_millis must not be more than request_timeout")
-        body = {
-            "name": stream_name,
-            "consumer": consumer,
-            "maxMessageCount": max_message_count,
-            "timeoutMillis": timeout_millis,
-        }
-        return [Message(**_message(raw)) for raw in self._call("fetchMessages", body)["messages"]]
-
-    def ack_messages(
-        self,
-        stream_name: str,
-        consumer: str,
-        ack: Sequence[int] = (),
-        *,
-        nack: Sequence[int] = (),
-        delay_millis: int = 0,
-        in_progress: Sequence[int] = (),
-        terminate: Sequence[int] = (),
-        reason: str = "",
-    ) -> list[int]:
-        """Report what became of fetched messages, by sequence number; returns when that is stored.
-
-        `ack`: done. `nack`: deliver again, after `delay_millis`. `in_progress`: the deadline begins anew.
-        `terminate`: never deliver again, because of `reason`. Returns the numbers to which this did not
-        apply: settled before, or another client's.
-        """
-        body = {
-            "name": stream_name,
-            "consumer": consumer,
-            "ack": list(ack),
-            "nack": list(nack),
-            "delayMillis": delay_millis,
-            "inProgress": list(in_progress),
-            "terminate": list(terminate),
-            "reason": reason,
-        }
-        numbers: list[int] = self._call("ackMessages", body)["notPending"]
-        return numbers
-
-    def consume(
-        self,
-        stream_name: str,
-        consumer: str,
-        *,
-        max_message_count: int = 1,
-        timeout: float | None = None,
-    ) -> Iterator[Message]:
-        """Iterate over the messages of a consumer, waiting for new ones; acknowledge each yourself.
-
-        `max_message_count` are fetched at a time: their deadlines run while the first one is worked on. Ends
-        when no message came for `timeout` seconds (None: never). A lost connection does not end it.
-        """
-        newest = time.monotonic()  # when the last message came
-        while True:
-            left = 10.0 if timeout is None else newest + timeout - time.monotonic()
-            wait = max(1, int(min(left, 10.0, self.request_timeout / 2) * 1000))
-            found: list[Message] = []
-            with suppress(TimeoutError, ConnectionError):
-                found = self.fetch_messages(stream_name, consumer, max_message_count, wait)
-            if found:
-                yield from found
-                newest = time.monotonic()
-            elif timeout is not None and time.monotonic() - newest >= timeout:
-                return
-
-    def _call(self, operation: str, body: dict[str, Any], *, repeatable: bool = True) -> dict[str, Any]:
-        if self._closed:
-            raise StreamManagerException("Client is closed. Create a new client first.")
-        reply = self._link.call(operation, body, self.request_timeout, repeatable=repeatable)
-        status = reply.get("status")
-        if status == ResponseStatusCode.Success:
-            return reply
-        kind = BY_STATUS.get(status) if isinstance(status, int) else None
-        failed = (kind or StreamManagerException)(
-            str(reply.get("errorMessage", "")),
-            status if isinstance(status, int) else None,
-            reply["requestId"],
-        )
-        failed.sequence_numbers = list(reply.get("sequenceNumbers", ()))
-        raise failed
-
-
-def _checked(definition: MessageStreamDefinition) -> dict[str, Any]:
-    if not isinstance(definition, MessageStreamDefinition):
-        raise ValidationException("definition must be a MessageStreamDefinition")
-    definition.check()
-    return definition.as_dict()
-
-
-def _message(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a Message; by hand, because a read may return thousands."""
-    return {
-        "stream_name": raw["streamName"],
-        "sequence_number": raw["sequenceNumber"],
-        "ingest_time": raw["ingestTime"],
-        "payload": raw["payload"],
-        "topic": raw.get("topic"),
-        "headers": raw.get("headers"),
-        "deliveries": raw.get("deliveries"),
-    }
+    create_message_stream = _blocking(Operations.create_message_stream)
+    update_message_stream = _blocking(Operations.update_message_stream)
+    delete_message_stream = _blocking(Operations.delete_message_stream)
+    describe_message_stream = _blocking(Operations.describe_message_stream)
+    list_streams = _blocking(Operations.list_streams)
+    append_message = _blocking(Operations.append_message)
+    read_messages = _blocking(Operations.read_messages)
+    describe_message_streams = _iterating(Operations.describe_message_streams)
+    append_messages = _blocking(Operations.append_messages)
+    tail = _iterating(Operations.tail)
+    purge_message_stream = _blocking(Operations.purge_message_stream)
+    fetch_messages = _blocking(Operations.fetch_messages)
+    ack_messages = _blocking(Operations.ack_messages)
+    consume = _iterating(Operations.consume)
+    pause_exports = _blocking(Operations.pause_exports)
+    resume_exports = _blocking(Operations.resume_exports)
+    retry_exports = _blocking(Operations.retry_exports)

@@ -246,6 +246,7 @@ class MessageStreamDefinition(Data):
     deduplication_window_millis: Annotated[int, Meta(ge=1, le=MAX_MILLIS)] | None = None
     description: str | None = None
     tags: dict[str, str] | None = None
+    encryption: bool | None = None
     more: Keys = field(default_factory=dict)
 
     REQUIRED = ("name", "strategy_on_full")
@@ -274,6 +275,21 @@ class ExportStatus(Data):
     stopped: bool | None = None
     unacknowledged_messages_count: int | None = None
     exported_ahead: list[list[int]] | None = None
+    paused: bool | None = None
+    error_since: int | None = None
+    failed_attempts: int | None = None
+    next_attempt_time: int | None = None
+
+
+class EncryptionStatus(Data):
+    """Our extension: whether a stream is encrypted, and how many of its segments with messages are.
+
+    `state` is ENABLED or DISABLED, or ENABLING or DISABLING until a change has reached the newest segment.
+    """
+
+    state: str | None = None
+    encrypted_segments: int | None = None
+    unencrypted_segments: int | None = None
 
 
 class MessageStreamInfo(Data):
@@ -287,11 +303,13 @@ class MessageStreamInfo(Data):
     oldest_ingest_time: int | None = None
     newest_ingest_time: int | None = None
     topic_count: int | None = None
+    encryption: EncryptionStatus | None = None
 
     NESTED: ClassVar[dict[str, type[Data]]] = {
         "definition": MessageStreamDefinition,
         "storage_status": StorageStatus,
         "export_statuses": ExportStatus,
+        "encryption": EncryptionStatus,
     }
     # The SDK's names for the classes inside.
     storageStatus: ClassVar[type[Data]] = StorageStatus  # noqa: N815

@@ -1,148 +1,111 @@
-"""One MQTT connection for requests and their replies, across interruptions.
+"""Pending requests of one connection, and what becomes of them when the connection is interrupted.
 
-    caller -- request --> pending --reply--> done
-                            |  ^
-       connection is lost   |  |  reconnected: sent again, if repeatable
-                            v  |
-                          (still pending)
+    submit --> QUEUED --connected--> SENT --reply--> done
+                 ^                    |
+                 |                    | interrupted
+                 +--- repeatable -----+---- not repeatable --> ConnectionError
 
-* A request that is safe to repeat is sent again after each reconnect, with the same requestId, until it times
-  out. Appends are safe, because a stream stores a message id once. Any other request (create, delete, purge)
-  fails with ConnectionError: it is unknown whether it was carried out.
-* MQTT 5 at QoS 0: within a connection the transport keeps order and completeness. What happens when it ends
-  is decided here, and not by a second mechanism in between.
+* A request that is submitted while there is no connection is sent once there is one.
+* When the connection is interrupted, a repeatable request is sent again on the next one, with the same
+  requestId. Any other request fails: nobody knows whether the service carried it out.
+* A request has no time-out here. The caller waits as long as it likes, then calls `forget`.
+
+`MqttLink` and `StreamManagerLink` are the two transports. A link may be shared by threads; its requests are
+completed by a thread of the transport.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import ssl
 import threading
-import time
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, ClassVar, NamedTuple
 
 import cbor2
-import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion
-from paho.mqtt.properties import Properties
-from paho.mqtt.reasoncodes import ReasonCode
 
-from bridge.client.exceptions import (
-    ClientException,
-    ConnectFailedException,
-    RequestPayloadTooLargeException,
-    StreamManagerException,
-)
+from bridge.client.exceptions import ClientException, StreamManagerException
 
-KEEP_ALIVE = 30
-PACKET = 1024 * 1024  # bytes of a packet, if the broker does not say
-ENVELOPE = 1024  # bytes of a packet beside the body
+Reply = dict[str, Any]
 
 
-class _Request(NamedTuple):
-    topic: str
-    body: bytes
-    repeatable: bool
-    reply: Future[dict[str, Any]]
+class Reconnect(NamedTuple):
+    """Seconds to wait before the first attempt to reconnect, and at most: the wait doubles each time."""
+
+    first: float
+    longest: float
 
 
-class Link:
-    """The connection. Threads may share it; replies are matched by requestId."""
+class Request:
+    """A request on its way. `reply` is completed with the body of the reply, or with an exception."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        client_id: str,
-        username: str | None,
-        password: str | None,
-        tls: ssl.SSLContext | None,
-        connect_timeout: float,
-        reconnect_delay: tuple[float, float],
-        logger: logging.Logger,
-    ) -> None:
-        """Connect; raises ConnectionError (no broker) or ConnectFailedException (refused)."""
-        self._log = logger
+    def __init__(self, operation: str, request_id: str, data: bytes, *, repeatable: bool) -> None:
+        """`data` is the encoded body."""
+        self.operation, self.request_id, self.data, self.repeatable = operation, request_id, data, repeatable
+        self.sent = False
+        self.reply: Future[Reply] = Future()
+
+    def fail(self, error: StreamManagerException | ConnectionError) -> None:
+        """Complete it with an exception, unless it is complete or its caller has gone."""
+        with suppress(InvalidStateError):
+            self.reply.set_exception(error)
+
+    def done(self, reply: Reply) -> None:
+        """Complete it with the body of the reply, unless it is complete or its caller has gone."""
+        with suppress(InvalidStateError):
+            self.reply.set_result(reply)
+
+
+class Link(ABC):
+    """One connection for requests and their replies. The transport is connected when it has been made."""
+
+    EXTENDED: ClassVar[bool]  # whether the service understands everything that the AWS SDK lacks
+    most: int  # bytes that an encoded body may have
+
+    def __init__(self, log: logging.Logger) -> None:
+        """Begin without a connection."""
+        self._log = log
         self._lock = threading.Lock()
-        self._pending: dict[str, _Request] = {}
-        self._up = threading.Event()
-        self._first: Future[None] = Future()
-        self._closed = False
-        self.client_id = client_id
-        self.most = PACKET - ENVELOPE  # bytes of a request
-        self._mqtt = mqtt = paho.Client(
-            CallbackAPIVersion.VERSION2, client_id, protocol=paho.MQTTv5, reconnect_on_failure=True
-        )
-        mqtt.connect_timeout = connect_timeout
-        mqtt.reconnect_delay_set(*reconnect_delay)  # type: ignore[arg-type] # any number will do
-        mqtt.on_connect, mqtt.on_subscribe = self._connected, self._subscribed
-        mqtt.on_disconnect, mqtt.on_message = self._lost, self._arrived
-        if username is not None:
-            mqtt.username_pw_set(username, password)
-        if tls is not None:
-            mqtt.tls_set_context(tls)
-        try:
-            mqtt.connect(host, port, KEEP_ALIVE)
-        except TimeoutError as error:
-            raise ConnectionError(f"no answer from {host}:{port} in {connect_timeout} s") from error
-        except OSError as error:
-            raise ConnectionError(f"cannot connect to {host}:{port}: {error}") from error
-        mqtt.loop_start()
-        try:
-            self._first.result(connect_timeout)
-        except FutureTimeout:
-            self.close()
-            raise ConnectionError(f"{host}:{port} accepts connections, but does not answer in MQTT") from None
-        except ConnectFailedException:
-            self.close()
-            raise
+        self._pending: dict[str, Request] = {}
+        self._up = self._closed = False
+        self._first: Future[None] = Future()  # the result of the first attempt to connect
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected now."""
-        return self._up.is_set() and not self._closed
+        """Whether there is a connection now."""
+        return self._up and not self._closed
 
-    def call(
-        self, operation: str, body: dict[str, Any], timeout: float, *, repeatable: bool
-    ) -> dict[str, Any]:
-        """Send a request and wait for its reply, for `timeout` seconds.
+    def submit(self, operation: str, body: dict[str, Any], *, repeatable: bool) -> Request:
+        """Send a request now, or as soon as there is a connection.
 
-        Raises TimeoutError or, if the connection is lost, ConnectionError; and
-        RequestPayloadTooLargeException for a request larger than the broker accepts.
+        Raises ClientException if the link is closed, and an exception of the transport for a request that it
+        cannot carry.
         """
-        until = time.monotonic() + timeout
-        if not self._up.wait(timeout):
-            raise ConnectionError(f"not connected for {timeout} s; {operation} was not sent")
         request_id = os.urandom(8).hex()
-        data = cbor2.dumps({"requestId": request_id, **body})
-        if len(data) > self.most:
-            raise RequestPayloadTooLargeException(
-                f"{operation}: the request has {len(data)} bytes, but the broker accepts at most {self.most}"
-            )
-        topic = f"streambridge/{self.client_id}/{operation}"
-        request = _Request(topic, data, repeatable, Future())
+        data = self._encoded(operation, {"requestId": request_id, **body})
+        request = Request(operation, request_id, data, repeatable=repeatable)
         with self._lock:
             if self._closed:
                 raise ClientException("the client is closed; make a new one")
             self._pending[request_id] = request
-            if self._up.is_set():
-                self._mqtt.publish(topic, data)
-            elif not repeatable:
-                del self._pending[request_id]
-                raise ConnectionError(f"the connection was lost; {operation} was not sent")
-        try:
-            return request.reply.result(max(0.0, until - time.monotonic()))
-        except FutureTimeout:
-            if not self._up.is_set():
-                raise ConnectionError(f"the connection was lost, and no reply to {operation} came") from None
-            raise TimeoutError(f"no reply to {operation} in {timeout} s") from None
-        finally:
-            with self._lock:
-                self._pending.pop(request_id, None)
+            if self._up:
+                self._transmit(request)
+        return request
+
+    def forget(self, request: Request) -> None:
+        """The caller no longer waits for this request."""
+        with self._lock:
+            self._pending.pop(request.request_id, None)
+
+    def overdue(self, request: Request, timeout: float) -> OSError:
+        """Return the exception for a request without a reply after `timeout` seconds."""
+        if not request.sent:
+            return ConnectionError(f"not connected for {timeout:g} s; {request.operation} was not sent")
+        if not self.connected:
+            return ConnectionError(f"the connection was lost, and no reply to {request.operation} arrived")
+        return TimeoutError(f"no reply to {request.operation} in {timeout:g} s")
 
     def close(self) -> None:
         """Disconnect; pending requests fail."""
@@ -150,64 +113,60 @@ class Link:
             self._closed = True
             pending = list(self._pending.values())
         for request in pending:
-            _fail(request, ClientException("the client was closed"))
-        self._mqtt.disconnect()
-        self._mqtt.loop_stop()
-        self._up.set()  # wakes the calls that wait for a connection, and find the client closed
+            request.fail(ClientException("the client was closed"))
+        self._disconnect()
 
-    # -- called by paho's thread ----------------------------------------------------------
-    def _connected(
-        self, mqtt: paho.Client, userdata: Any, flags: Any, reason: ReasonCode, properties: Properties | None
-    ) -> None:
-        if reason.is_failure:
-            self._log.error("the broker refuses the connection: %s", reason)
-            if not self._first.done():
-                self._first.set_exception(
-                    ConnectFailedException(f"the broker refuses the connection: {reason}")
-                )
-            return
-        self.most = getattr(properties, "MaximumPacketSize", PACKET) - ENVELOPE
-        # The embedded broker replies without a subscription; an external one needs it before the request.
-        mqtt.subscribe(f"streambridge/{self.client_id}/+/reply")
+    # -- for the transports ---------------------------------------------------------------
+    @abstractmethod
+    def _send(self, request: Request) -> None:
+        """Send a request without blocking, in the order of the calls."""
 
-    def _subscribed(self, mqtt: paho.Client, *_: Any) -> None:
+    @abstractmethod
+    def _disconnect(self) -> None:
+        """End the connection and the threads."""
+
+    def _encoded(self, operation: str, body: dict[str, Any]) -> bytes:
+        """Return the bytes of a body. A transport that carries less refuses the rest here."""
+        return cbor2.dumps(body)
+
+    def _transmit(self, request: Request) -> None:
+        request.sent = True
+        self._send(request)
+
+    def _restored(self) -> None:
+        """There is a connection: send what is pending."""
         with self._lock:
             for request in self._pending.values():
-                mqtt.publish(request.topic, request.body)
-            self._up.set()
+                if not request.reply.done():
+                    self._transmit(request)
+            self._up = True
         if not self._first.done():
             self._first.set_result(None)
 
-    def _lost(
-        self, mqtt: paho.Client, userdata: Any, flags: Any, reason: ReasonCode, properties: Properties | None
-    ) -> None:
+    def _interrupted(self, reason: object) -> None:
+        """There is no connection any more."""
         with self._lock:
-            self._up.clear()
-            lost = [request for request in self._pending.values() if not request.repeatable]
-        if not self._closed:
+            was_up, self._up = self._up, False
+            lost = [one for one in self._pending.values() if one.sent and not one.repeatable]
+        if was_up and not self._closed:
             self._log.warning("connection lost: %s; reconnecting", reason)
         for request in lost:
-            operation = request.topic.rsplit("/", 1)[1]
-            _fail(
-                request,
+            request.fail(
                 ConnectionError(
-                    f"the connection was lost before the reply; check whether {operation} was carried out"
-                ),
+                    f"the connection was lost before the reply; check whether {request.operation} was "
+                    "carried out"
+                )
             )
 
-    def _arrived(self, mqtt: paho.Client, userdata: Any, message: paho.MQTTMessage) -> None:
+    def _arrived(self, data: bytes) -> None:
+        """Complete the request that these bytes reply to."""
         try:
-            reply = cbor2.loads(message.payload)
+            reply = cbor2.loads(data)
             request_id = reply["requestId"]
         except (ValueError, KeyError, TypeError, EOFError) as error:
-            self._log.error("a malformed reply on %s: %r", message.topic, error)
+            self._log.error("a malformed reply: %r", error)
             return
         with self._lock:
             request = self._pending.get(request_id)
-        if request is not None and not request.reply.done():
-            request.reply.set_result(reply)
-
-
-def _fail(request: _Request, error: StreamManagerException | ConnectionError) -> None:
-    if not request.reply.done():
-        request.reply.set_exception(error)
+        if request is not None:
+            request.done(reply)
