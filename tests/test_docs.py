@@ -132,6 +132,8 @@ def test_the_site_builds_offline_and_loads_nothing_from_elsewhere(site: Path) ->
         ("STREAM_MANAGER_SERVER_PORT", "howto/greengrass.html"),
         ("mosquitto external broker", "howto/external-broker.html"),
         ("plugin contract suite", "plugins.html"),
+        ("paho puback", "howto/mqtt-clients.html"),
+        ("asyncio client", "howto/python-client.html"),
     ],
 )
 def test_the_search_of_the_site_finds_the_page_that_helps(site: Path, words: str, page: str) -> None:

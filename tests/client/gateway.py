@@ -20,6 +20,8 @@ memory_dir = "memory"
 listen = ["tcp://127.0.0.1:{mqtt}"]
 [greengrass]
 listen = "127.0.0.1:{stream_manager}"
+[http]
+listen = ""
 """
 
 

@@ -1,4 +1,4 @@
-"""Clients that nobody here has written, each installed from its registry into a directory of its own."""
+"""Programs that nobody here has written, each installed from its registry into a directory of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 INSTALLED = Path(__file__).parents[2] / ".sdks"
+MQTT_JS = "mqtt@5.16.0"
 
 
 def installed(name: str, requirements: Path, command: Callable[[Path], list[str]]) -> Path:
@@ -37,3 +38,19 @@ def installed(name: str, requirements: Path, command: Callable[[Path], list[str]
             pytest.skip(f"{name} cannot be installed: {why[-500:]}")
         unfinished.rename(target)
     return target
+
+
+def node_modules(package: str) -> Path:
+    """Where Node.js finds a package, `name@version`. Skips the test if it cannot be installed."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is missing: apt-get install npm")
+    place = INSTALLED / package
+    modules = place / "node_modules"
+    if not (modules / package.partition("@")[0]).is_dir():
+        place.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", place, package]
+        try:
+            subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            pytest.skip(f"{package} cannot be installed: {error}")
+    return modules

@@ -6,14 +6,12 @@ axe-core is installed from the npm registry into `.sdks/` the first time.
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from bridge.access.users import hash_password
+from tests.fakes.sdks import node_modules
 from tests.http.chromium import Browser
 from tests.http.conftest import Service
 from tests.http.test_page import row
@@ -53,15 +51,7 @@ READY = {
 @pytest.fixture(scope="session")
 def axe() -> str:
     """The source of axe-core."""
-    if shutil.which("npm") is None:
-        pytest.skip("npm is missing: apt-get install npm")
-    place = Path(__file__).parent.parent.parent / ".sdks" / AXE_VERSION
-    script = place / "node_modules" / "axe-core" / "axe.min.js"
-    if not script.is_file():
-        place.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", place, AXE_VERSION]
-        subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL)
-    return script.read_text()
+    return (node_modules(AXE_VERSION) / "axe-core" / "axe.min.js").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,14 @@ mqtt.js is installed from the npm registry into `.sdks/` the first time.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import paho.mqtt.client as paho
 import pytest
+
+from tests.fakes.sdks import MQTT_JS, node_modules
 
 from .harness import Bridge, bridge_test, run_async, running, tool, until
 
@@ -164,8 +165,7 @@ async def test_amqtt(bridge: Bridge) -> None:
     assert [int(payload) for payload in await bridge.payloads()] == list(range(30))
 
 
-MQTT_JS_VERSION = "mqtt@5.16.0"
-MQTT_JS = """
+MQTT_JS_PROGRAM = """
 const mqtt = require("mqtt")
 const [port, version] = process.argv.slice(1).map(Number)
 const client = mqtt.connect(`mqtt://127.0.0.1:${port}`, {protocolVersion: version, clientId: "js"})
@@ -182,34 +182,13 @@ client.on("connect", async () => {
 """
 
 
-@pytest.fixture(scope="session")
-def mqtt_js() -> Path:
-    """Where Node.js finds mqtt.js."""
-    if shutil.which("npm") is None:
-        pytest.skip("npm is missing: apt-get install npm")
-    place = Path(__file__).parent.parent.parent / ".sdks" / MQTT_JS_VERSION
-    modules = place / "node_modules"
-    if not (modules / "mqtt").is_dir():
-        place.mkdir(parents=True, exist_ok=True)
-        command = [
-            "npm",
-            "install",
-            "--silent",
-            "--no-audit",
-            "--no-fund",
-            "--prefix",
-            place,
-            MQTT_JS_VERSION,
-        ]
-        subprocess.run(command, check=True, timeout=120, stdin=subprocess.DEVNULL)
-    return modules
-
-
 @pytest.mark.parametrize("version", ["4", "5"])
-def test_mqtt_js(tmp_path: Path, version: str, mqtt_js: Path) -> None:
+def test_mqtt_js(tmp_path: Path, version: str) -> None:
+    where = f"NODE_PATH={node_modules(MQTT_JS)}"
+
     async def main() -> None:
         async with asyncio.timeout(60), running(tmp_path) as bridge:
-            await run("env", f"NODE_PATH={mqtt_js}", "node", "-e", MQTT_JS, str(bridge.port), version)
+            await run("env", where, "node", "-e", MQTT_JS_PROGRAM, str(bridge.port), version)
             assert [int(payload) for payload in await bridge.payloads()] == list(range(100))
 
     run_async(main())
