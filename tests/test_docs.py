@@ -132,7 +132,7 @@ def test_the_site_builds_offline_and_loads_nothing_from_elsewhere(site: Path) ->
         ("STREAM_MANAGER_SERVER_PORT", "howto/greengrass.html"),
         ("mosquitto external broker", "howto/external-broker.html"),
         ("plugin contract suite", "plugins.html"),
-        ("paho puback", "howto/mqtt-clients.html"),
+        ("paho-mqtt programs", "howto/mqtt-clients.html"),
         ("asyncio client", "howto/python-client.html"),
     ],
 )

@@ -16,6 +16,7 @@ from tests.fakes.sdks import installed
 from tests.greengrass.harness import Server
 
 HERE = Path(__file__).parent
+JAVA_SDK = "STREAMBRIDGE_JAVA_SDK"  # a directory with the jars
 PYTHON_SDKS = ("stream-manager-1.1.2", "greengrasssdk-1.6.1", "greengrasssdk-1.5.0")
 NODE_SDK = "aws-greengrass-core-sdk-1.7.0"
 # The same snippet runs with each of the Python SDKs; they differ in the package's name only.
@@ -38,6 +39,16 @@ except ModuleNotFoundError:
 from stream_manager import *
 from stream_manager.exceptions import *
 """
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of the SDK for Java, unless its directory is given."""
+    left_out = (
+        [] if JAVA_SDK in os.environ else [item for item in items if item.get_closest_marker("java_sdk")]
+    )
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 class Sdk:
