@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak simulate crashstates planted test test-slow bench lint format docs fuzz audit venv deb release clean
+.PHONY: help demo soak simulate crashstates planted test test-slow bench lint format docs fuzz audit venv deb requirements release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -19,10 +19,11 @@ soak: venv ## everything at once under faults, MINUTES=20; the report is build/s
 test: venv lint ## the checks for every commit; in CI also a share of the slow tests, another each day
 	@.ci/tools java mosquitto strace systemd nspawn chromium node nats
 	$(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(if $(CI),@.ci/tools lintian mmdebstrap podman compose qemu)
 	$(if $(CI),$(BIN)/python -m pytest -m slow --share $(or $(SHARE),$(shell expr $$(date +%s) / 86400)))
 
 test-slow: venv ## the tests that take minutes; SHARE=1 runs only the first share
-	@.ci/tools java mosquitto strace systemd nspawn
+	@.ci/tools java mosquitto strace systemd nspawn lintian mmdebstrap podman compose qemu
 	$(BIN)/python -m pytest -m slow $(if $(SHARE),--share $(SHARE))
 
 simulate: venv ## the whole product on a simulated machine, new worlds each time: MINUTES=1, SEED=
@@ -73,8 +74,11 @@ venv: .venv/made ## only the environment
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[amqtt,spark,parquet,dev,docs]'
 	@touch $@
 
-deb: ## a Debian package of the gateway, in dist/
-	.ci/deb
+deb: ## a Debian package of the gateway, in dist/: ARCH=arm64 or amd64
+	.ci/deb dist $(ARCH)
+
+requirements: ## requirements/*.txt from constraints.txt, with hashes
+	.ci/requirements
 
 release: venv ## sdist, wheel, Debian package and checksums of the tagged commit, checked, in dist/
 	$(BIN)/python .ci/release.py

@@ -177,16 +177,36 @@ def test_pip_install_alone_gives_a_gateway_that_works(tmp_path: Path) -> None:
     run(command, "plugins", "-c", copied, cwd=tmp_path)
 
 
-@pytest.mark.slow(seconds=60)
-def test_the_debian_package_holds_a_gateway_that_works(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def debs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Debian packages for this machine of two clones of the same commit."""
     if shutil.which("dpkg-deb") is None:
         pytest.skip("Debian packages are built on Debian")
-    tree = tmp_path / "tree"
-    run("git", "clone", "--quiet", CHECKOUT, tree, cwd=tmp_path)
-    for environment in ("venv", "environment"):  # the README's, and one of another name
-        venv.create(tree / environment, symlinks=True)
-    run("make", "deb", cwd=tree)
-    (package,) = (tree / "dist").glob("*.deb")
+    found = []
+    for name in ("tree", "another"):
+        tree = tmp_path_factory.mktemp(name) / name
+        run("git", "clone", "--quiet", CHECKOUT, tree, cwd=tree.parent)
+        for environment in ("venv", "environment"):  # the README's, and one of another name
+            venv.create(tree / environment, symlinks=True)
+        run("make", "deb", cwd=tree, TZ="Asia/Tokyo" if name == "another" else "UTC")
+        found += (tree / "dist").glob("*.deb")
+    return found
+
+
+@pytest.mark.slow(seconds=120)
+def test_debian_packages_of_the_same_commit_are_the_same_bytes_and_lintian_finds_nothing(
+    debs: list[Path],
+) -> None:
+    first, second = debs
+    assert first.read_bytes() == second.read_bytes()
+    if shutil.which("lintian") is None:
+        pytest.skip("lintian is missing; install it: sudo apt-get install lintian")
+    assert run("lintian", "--allow-root", "--fail-on", "error,warning", first, cwd=first.parent) == ""
+
+
+@pytest.mark.slow(seconds=5)
+def test_the_debian_package_holds_a_gateway_that_works(debs: list[Path], tmp_path: Path) -> None:
+    package, _ = debs
     unpacked = tmp_path / "unpacked"
     run("dpkg-deb", "-x", package, unpacked, cwd=tmp_path)
     python = unpacked / "opt/streambridge/bin/python3"

@@ -23,6 +23,7 @@ set -e
 mount -t tmpfs tmpfs "$1"; cd "$1"; mkdir upper work root
 mount -t overlay overlay -o lowerdir=/,upperdir=upper,workdir=work root
 rm -rf root/etc/machine-id root/etc/streambridge root/opt/streambridge root/var/lib/streambridge
+rm -f root/usr/sbin/policy-rc.d # a policy of this system, such as that of .ci/tools, is not the machine's
 : >root/etc/machine-id
 name=$2
 set -- systemd-nspawn --quiet --boot --directory=root --machine="$2" --private-network --link-journal=no \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -43,6 +44,16 @@ print(len(acknowledged))
 """
 
 
+# Where packages put files, but for what other services and dpkg itself write there.
+PRUNED = ("/var/log", "/var/lib/dpkg", "/var/lib/systemd", "/var/cache")
+LISTED = (
+    *("find", "/etc", "/opt", "/usr/bin", "/usr/lib/systemd", "/usr/lib/sysusers.d", "/usr/lib/tmpfiles.d"),
+    *("/usr/local", "/usr/share", "/var", "-xdev"),
+    *(word for path in PRUNED for word in ("-path", path, "-prune", "-o")),
+    "-print",
+)
+
+
 def install(machine: Machine) -> None:
     """The package as an administrator installs it; returns when the service says that it is ready."""
     machine.run("dpkg", "--install", "--force-confold", "/srv/streambridge.deb")
@@ -80,6 +91,71 @@ def test_the_package_installs_a_service_that_runs_confined_and_is_removed_withou
     machine.run("dpkg", "--remove", "streambridge")
     assert machine.state("ActiveState") == "inactive"
     machine.run("test", "-d", "/var/lib/streambridge/streams")
+
+
+def earlier(machine: Machine, configuration: str) -> None:
+    """Make /srv/earlier.deb: the package as version 0.0.1 with another configuration."""
+    machine.run("dpkg-deb", "--raw-extract", "/srv/streambridge.deb", "/srv/earlier")
+    control = machine.file("/srv/earlier/DEBIAN/control")
+    control.write_text(re.sub("^Version: .*", "Version: 0.0.1", control.read_text(), flags=re.MULTILINE))
+    machine.file("/srv/earlier/etc/streambridge/streambridge.toml").write_text(configuration)
+    machine.run("dpkg-deb", "-Zgzip", "-z1", "--build", "/srv/earlier", "/srv/earlier.deb")
+
+
+def test_an_upgrade_keeps_messages_changes_and_what_is_switched_off_and_a_purge_leaves_only_messages(
+    machine: Machine,
+) -> None:
+    before = set(machine.run(*LISTED).splitlines())
+    earlier(
+        machine, '[gateway]\ndata_dir = "/var/lib/streambridge"\n[streams.sensors]\ntopics = ["sensors/#"]\n'
+    )
+    machine.run("dpkg", "--install", "/srv/earlier.deb")
+    publish(machine, "21.5")
+    changed = machine.file("/etc/streambridge/streambridge.toml")
+    changed.write_text(changed.read_text() + "# changed\n")
+    token = machine.file("/etc/streambridge/greengrass-token").read_text()
+
+    install(machine)
+    assert machine.state("ActiveState") == "active"
+    assert changed.read_text().endswith("# changed\n")
+    assert machine.file("/etc/streambridge/greengrass-token").read_text() == token
+    assert payloads(machine) == ["21.5"]
+
+    machine.run("systemctl", "disable", "--now", "streambridge")
+    install(machine)
+    assert machine.run("systemctl", "is-enabled", "streambridge", check=False) == "disabled"
+    assert machine.state("ActiveState") == "inactive"
+
+    told = machine.run("dpkg", "--purge", "streambridge")
+    assert "stored messages and tables are kept in /var/lib/streambridge;" in told
+    assert machine.run("getent", "passwd", "streambridge", check=False) == ""
+    assert machine.run("getent", "group", "streambridge", check=False) == ""
+    assert (
+        machine.run("find", "/var/lib/streambridge", "!", "-user", "root", "-o", "!", "-group", "root") == ""
+    )
+    left = set(machine.run(*LISTED).splitlines()) - before
+    assert {path for path in left if not path.startswith("/var/lib/streambridge")} == set()
+
+    install(machine)  # the messages are those of the new user
+    assert machine.state("ActiveState") == "active"
+    machine.run("systemctl", "stop", "streambridge")
+    lines = machine.run("streambridge", "verify", "/var/lib/streambridge")
+    assert "1 message: no damage" in lines
+    machine.run("rm", "-r", "/var/lib/streambridge")
+    assert "kept" not in machine.run("dpkg", "--purge", "streambridge")
+
+
+def test_the_package_brings_the_manual_page_and_completions(machine: Machine) -> None:
+    install(machine)
+    page = machine.run("man", "--no-hyphenation", "--encoding=utf8", "/usr/share/man/man1/streambridge.1.gz")
+    assert "streambridge streams list" in " ".join(page.split())
+    complete = """
+        source /usr/share/bash-completion/completions/streambridge
+        COMP_WORDS=(streambridge ver) COMP_CWORD=1
+        _streambridge_completion streambridge
+        echo "${COMPREPLY[@]}"
+    """
+    assert machine.run("bash", "-c", complete) == "verify"
 
 
 def test_install_service_sets_up_what_pip_has_installed(machine: Machine) -> None:
