@@ -1,4 +1,4 @@
-"""Logins: who may connect, with which password or client id.
+"""Logins: who may connect, with which password, certificate or client id.
 
 Security files fail closed: if the new ones are wrong at a reload, the old users stay. A password is verified
 in a thread, once per client and password. Waiting clients take turns, and each failure from an address delays
@@ -11,6 +11,7 @@ import asyncio
 import enum
 import hmac
 import os
+import ssl
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 from bridge.access import proofs
+from bridge.access.accounts import Account, Accounts, presented
 from bridge.access.guesses import AT_A_TIME, Guesses
-from bridge.access.rules import AccessRule, Identity
+from bridge.access.rules import AccessRule, Identity, Role
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
@@ -44,7 +46,15 @@ class AccessSettings(Protocol):
 
     @property
     def acl(self) -> Sequence[AccessRule]:
-        """The rules; none: everything is allowed."""
+        """The rules; without any, and without roles, everything is allowed."""
+
+    @property
+    def role(self) -> Sequence[Role]:
+        """The roles that accounts may have."""
+
+    @property
+    def user(self) -> Sequence[Account]:
+        """Roles, client ids and certificates of users."""
 
     @property
     def allow_anonymous(self) -> bool | None:
@@ -66,7 +76,8 @@ class Access:
     """The front end's users and rules."""
 
     def __init__(self, config: AccessSettings) -> None:
-        self._rules: Sequence[AccessRule] = ()
+        self._rules: dict[str, list[AccessRule]] | None = None  # by user; None: there are none
+        self._accounts = Accounts()
         self._users: dict[str, Password] = {}
         self._anonymous: bool | None = None
         self._authorities: AbstractSet[bytes] = frozenset()
@@ -82,8 +93,13 @@ class Access:
     def load(self, config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> None:
         """Apply users, rules and `proofs.authorities`; raises ConfigError, and then nothing has changed."""
         users = read_users(config.users_file) if config.users_file is not None else {}
+        accounts = Accounts(config.user, config.role)
+        rules: dict[str, list[AccessRule]] = {}
+        for rule in (*config.acl, *accounts.rules):
+            rules.setdefault(rule.user, []).append(rule)
         self._authorities, self._client_ids = authorities, config.client_ids
-        self._users, self._rules, self._anonymous = users, config.acl, config.allow_anonymous
+        self._users, self._accounts, self._anonymous = users, accounts, config.allow_anonymous
+        self._rules = rules if config.acl or config.role else None
         self._nobody = Password(usual_iterations(users), b"", b"\0" * 64)
 
     def close(self) -> None:
@@ -108,20 +124,37 @@ class Access:
 
     def still_admits(self, user: str | None, proof: bytes) -> bool:
         """Whether a client that logged in with this proof (user None: anonymous) still could."""
-        return proofs.holds(proof, user, self._users, self._authorities)
+        return proofs.holds(proof, user, self._users, self._authorities, self._accounts)
+
+    def certified(self, tls: ssl.SSLObject) -> tuple[str, bytes] | None:
+        """The user of a client's certificate, which TLS has verified, and the proof; None: it is nobody's."""
+        found = self._accounts.user_of(*presented(tls))
+        return None if found is None else (found[0], proofs.of_certificate(tls, found[1]))
 
     def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
         """What a client that has logged in may do; `local`: it is on this machine."""
-        return Identity(client_id, user, self._rules, local=local, label=label)
+        return Identity(client_id, user, self._rules_of(user), local=local, label=label)
 
-    @property
-    def binds_ids(self) -> bool:
-        """Whether a client id belongs to the user in its name, not to the first client that used it."""
+    def _rules_of(self, user: str | None) -> Sequence[AccessRule]:
+        """The rules for a user; none at all mean that everything is allowed."""
+        if self._rules is None:
+            return ()
+        mine = self._rules.get("*", ()), self._rules.get(user or "", ())
+        return [rule for rules in mine for rule in rules] or [AccessRule()]
+
+    def owns_id(self, user: str | None, client_id: str) -> bool:
+        """Whether a client id is this user's, whoever was the first client to use it."""
+        if (owner := self._accounts.owner_of(client_id)) is not None:
+            return owner == user
         return self._client_ids != "any"
 
     def may_use_id(self, user: str | None, client_id: str) -> bool:
         """Whether this user may use a client id (None: anonymous, only ids that belong to no user)."""
-        if not self.binds_ids:
+        if (bound := self._accounts.owner_of(client_id)) is not None:
+            return bound == user
+        if user is not None and self._accounts.binds(user):
+            return False
+        if self._client_ids == "any":
             return True
         owner = client_id.partition(":")[0] if self._client_ids == "prefix" else client_id
         return owner == user if user is not None else owner not in self._users

@@ -1,10 +1,13 @@
 """Proofs: how a client has logged in, to check later whether it still could.
 
 A proof is a few bytes, stored with the session: `p` and a digest of the user's line in the users file, or `c`
-and the digests of the certificates in the client CA file that verified the client's certificate. The proof of
-an anonymous client is empty. A proof is valid while that line is unchanged, or while all of those
-certificates are in the file. So a renewed CA certificate ends what the old one allowed, even if both have the
-same key: the client must present its certificate again, in a new handshake.
+and the digests of the certificates in the client CA file that verified the client's certificate. If the
+user's account lists that certificate, it is `m`, a digest of what the account lists, and the same digests.
+The proof of an anonymous client is empty.
+
+A proof is valid while that line is unchanged, or while all of those certificates are in the file, and the
+account lists the certificate, or lists none. So a renewed CA certificate ends what the old one allowed, even
+if both have the same key: the client must present its certificate again, in a new handshake.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+from bridge.access.accounts import Accounts
 from bridge.access.users import Password
 
 SIZE = 16  # bytes of a digest
+NO_CERTIFICATE = b"m"  # of a client whose certificate is nobody's any more: it never holds
 
 
 def authorities(context: ssl.SSLContext | None) -> frozenset[bytes]:
@@ -31,20 +36,40 @@ def of_password(password: Password) -> bytes:
     return b"p" + _digest(repr(tuple(password)).encode())
 
 
-def of_certificate(tls: ssl.SSLObject) -> bytes:
+def of_certificate(tls: ssl.SSLObject, entry: str = "") -> bytes:
     """The proof of a client whose certificate was verified in this TLS session.
 
-    A resumed session has no certificate chain: its proof needs all authorities.
+    `entry` is what the user's account lists of it. A resumed session has no certificate chain: its proof
+    needs all authorities.
     """
     known = authorities(tls.context)
     needed = {_digest(certificate) for certificate in _verified_chain(tls)} & known
-    return b"c" + b"".join(sorted(needed or known))
+    kind = b"m" + _digest(entry.encode()) if entry else b"c"
+    return kind + b"".join(sorted(needed or known))
 
 
-def holds(proof: bytes, user: str | None, users: Mapping[str, Password], known: AbstractSet[bytes]) -> bool:
+def is_of_certificate(proof: bytes) -> bool:
+    """Whether the client has shown a certificate."""
+    return proof[:1] in (b"c", b"m")
+
+
+def holds(
+    proof: bytes,
+    user: str | None,
+    users: Mapping[str, Password],
+    known: AbstractSet[bytes],
+    accounts: Accounts,
+) -> bool:
     """Whether a client of this name could still log in with its proof."""
-    if proof[:1] == b"c":
-        return all(proof[at : at + SIZE] in known for at in range(1, len(proof), SIZE))
+    if is_of_certificate(proof):
+        begins, name = 1, user or ""
+        if proof[:1] == b"m":
+            begins += SIZE
+            if proof[1:begins] not in {_digest(entry.encode()) for entry in accounts.entries_of(name)}:
+                return False
+        elif accounts.is_mapped(name):
+            return False
+        return all(proof[at : at + SIZE] in known for at in range(begins, len(proof), SIZE))
     if user is None:
         return True
     return user in users and proof in (b"", of_password(users[user]))

@@ -14,6 +14,7 @@ file, line, key, value and what to do.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import socket
@@ -26,6 +27,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Struct
 
+from bridge.access.accounts import mistakes
+from bridge.access.rules import Rights
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
 from bridge.config.tomlstruct import Reader, dotted, fields_of, keys_of, snake, struct_in, unit_of
@@ -37,6 +40,8 @@ from bridge.greengrass.settings import GreengrassConfig
 from bridge.http.settings import HttpConfig
 from bridge.model import Limits, MessageStreamDefinition, Name, StrategyOnFull
 from bridge.mqtt.settings import MqttConfig, UpstreamSettings
+from bridge.operations.catalog import OPERATIONS
+from bridge.operations.deliveries import DELIVERIES
 from bridge.operations.validate import segment_size
 from bridge.plugin import discovery
 from bridge.plugin.api import Exporter
@@ -52,8 +57,8 @@ RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # The settings that are applied on reload (SIGHUP), besides [streams] and [[upstream]]; the others need a
 # restart.
 RELOADED = {
-    "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.client_ids",
-    "mqtt.refused_stream", "log.level",
+    "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.role", "mqtt.user",
+    "mqtt.client_ids", "mqtt.refused_stream", "log.level",
 }  # fmt: skip
 
 
@@ -155,6 +160,8 @@ def understand(document: Document, exporters: Exporters | None = None) -> tuple[
             read = reader.struct(_SECTIONS[key], section, (key,))
             if read is not None:
                 values[key] = read
+            if isinstance(read, MqttConfig):
+                _access(reader, read)
         else:
             reader.unknown((key,), [*_SECTIONS, "streams", "upstream"])
     return Config(path=document.path, **values), reader
@@ -228,6 +235,32 @@ def needs_restart(started: Config, new: Config) -> list[str]:
         if (key := f"{section}.{field}") not in RELOADED
         and getattr(getattr(started, section), field) != getattr(getattr(new, section), field)
     ]
+
+
+def _access(reader: Reader, mqtt: MqttConfig) -> None:
+    """Report what is wrong between the tables of users and roles, and operations that do not exist."""
+    if any(keys[:1] == ("mqtt",) for keys in reader.broken):  # what follows from a mistake is none
+        return
+    for wrong in mistakes(mqtt.user, mqtt.role):
+        reader.problem(("mqtt", wrong.table, wrong.number, wrong.key), wrong.what)
+    tables: list[tuple[Keys, Sequence[Rights]]] = [
+        (("mqtt", "acl"), mqtt.acl),
+        (("mqtt", "role"), mqtt.role),
+    ]
+    for keys, rights in tables:
+        for number, one in enumerate(rights):
+            for place, names in (
+                (("operations",), one.operations or ()),
+                (("deny", "operations"), one.deny.operations),
+            ):
+                for name in names:
+                    if name not in _OPERATIONS:
+                        near = difflib.get_close_matches(name, _OPERATIONS, n=1)
+                        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_OPERATIONS)}"
+                        reader.problem((*keys, number, *place), f"there is no operation {name!r}; {hint}")
+
+
+_OPERATIONS = (*OPERATIONS, *DELIVERIES)
 
 
 def _upstreams(reader: Reader, section: object) -> list[UpstreamSettings]:

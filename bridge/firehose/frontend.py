@@ -169,7 +169,7 @@ class FirehoseFrontEnd:
         if self._operations.manager.under_pressure:
             self._room.clear()
             await self._room.wait()
-        result = await self._operations.carry_out(operation, Call(self._operations, caller), asked)
+        result = await self._operations.carry_out(name, operation, Call(self._operations, caller), asked)
         return replies.success(result)
 
     def _identify(self, key: AccessKey, address: str) -> Identity:

@@ -12,6 +12,10 @@ cookie to all ports of a host, and tunnels to several gateways often end at one.
 
 Looking needs no login on loopback, nor where there are no users. What a visitor without a login may read of
 messages is what an anonymous MQTT client may.
+
+The right `page` in the rules (`bridge.access.rules`) narrows that: "look" leaves a user the operations that
+change nothing, and "none" closes everything here but metrics and health checks, also to visitors without a
+login.
 """
 
 from __future__ import annotations
@@ -76,9 +80,11 @@ class Visitors:
 
     # -- rights ------------------------------------------------------------
     async def ensure_may_look(self, request: HttpRequest) -> None:
-        """Raise HttpError for somebody elsewhere who has not logged in, if there are users."""
-        if not is_loopback(request.address) and self._access.has_users:
-            await self._known(request)
+        """Raise HttpError for who has to log in, or may not look."""
+        open_here = is_loopback(request.address) or not self._access.has_users
+        if self._session(request) is None and open_here and self._nobody(request).page != "none":
+            return
+        self._identity(await self._known(request), request)
 
     async def reader(self, request: HttpRequest) -> Identity:
         """With whose rights messages are read; raises HttpError if that takes a login."""
@@ -86,10 +92,10 @@ class Visitors:
         loopback = is_loopback(request.address)
         if known:
             return self._identity(await self._known(request), request)
-        if self._access.refuse_anonymous(loopback=loopback) is not None:
+        nobody = self._nobody(request)
+        if nobody.page == "none" or self._access.refuse_anonymous(loopback=loopback) is not None:
             raise HttpError(HTTPStatus.UNAUTHORIZED)
-        label = f"an anonymous visitor over HTTP from {request.address}"
-        return self._access.identify("http", None, local=loopback, label=label)
+        return nobody
 
     async def actor(self, request: HttpRequest) -> Identity:
         """Who wants a change; raises HttpError without a login, or if another site may have asked."""
@@ -117,8 +123,19 @@ class Visitors:
             raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE if busy else HTTPStatus.UNAUTHORIZED)
 
     def _identity(self, user: str, request: HttpRequest) -> Identity:
+        """The rights of a user; raises HttpError if the page is closed to the user."""
         label = f"user {user!r} over HTTP from {request.address}"
-        return self._access.identify(f"http/{user}", user, local=is_loopback(request.address), label=label)
+        local = is_loopback(request.address)
+        found = self._access.identify(f"http/{user}", user, local=local, label=label)
+        if found.page == "none":
+            raise HttpError(HTTPStatus.FORBIDDEN)
+        found.may_change = found.page == "operate"
+        return found
+
+    def _nobody(self, request: HttpRequest) -> Identity:
+        """The rights of a visitor without a login."""
+        label = f"an anonymous visitor over HTTP from {request.address}"
+        return self._access.identify("http", None, local=is_loopback(request.address), label=label)
 
     # -- sessions ------------------------------------------------------------
     def _session(self, request: HttpRequest) -> _Session | None:
@@ -145,13 +162,22 @@ class Visitors:
         return b""
 
     async def _describe(self, request: HttpRequest) -> HttpResponse:
-        """Who is logged in; `users` says whether anybody could, `look` whether more can be seen."""
+        """Who is logged in; `users` says whether anybody could.
+
+        `look` says whether more can be seen, `operate` whether the user may change anything.
+        """
         session = self._session(request)
-        look = session is not None or is_loopback(request.address) or not self._access.has_users
-        found: dict[str, object] = {"user": None, "users": self._access.has_users, "look": look}
+        found: dict[str, object] = {"user": None, "users": self._access.has_users, "operate": True}
         if session is not None:
-            found |= {"user": session.user, "token": session.token}
-        return json_response(found)
+            found |= {"user": session.user, "token": session.token, "operate": self._operates(session.user)}
+        try:
+            await self.ensure_may_look(request)
+        except HttpError:
+            return json_response(found | {"look": False})
+        return json_response(found | {"look": True})
+
+    def _operates(self, user: str) -> bool:
+        return self._access.identify("", user).page == "operate"
 
     async def _log_in(self, request: HttpRequest) -> HttpResponse:
         ensure_same_origin(request)
@@ -170,7 +196,8 @@ class Visitors:
         while len(self._sessions) >= MOST:
             del self._sessions[next(iter(self._sessions))]
         self._sessions[_digest(cookie)] = session
-        answer = json_response({"user": session.user, "token": session.token})
+        operate = self._operates(login.user)
+        answer = json_response({"user": session.user, "token": session.token, "operate": operate})
         return answer._replace(
             fields={"Set-Cookie": f"{self._cookie}={cookie}; Path=/; HttpOnly; SameSite=Strict"}
         )

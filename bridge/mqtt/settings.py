@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta, Struct
 
-from bridge.access.rules import AccessRule
+from bridge.access.accounts import Account
+from bridge.access.rules import AccessRule, Role
 from bridge.model import KIB, MIB
 from bridge.mqtt.mappings import Mapping
 from bridge.net.addresses import is_loopback
@@ -60,8 +61,8 @@ class TlsSettings(Struct, frozen=True, kw_only=True):
 
     To add or remove this section or `client_ca` needs a restart.
 
-    With `client_ca` every client must present a certificate signed by it, and the certificate's common
-    name is its user name: no password is asked for.
+    With `client_ca` every client must present a certificate signed by it. The user is the one whose
+    [[mqtt.user]] lists the certificate, or else the one that its common name names: no password is asked for.
     """
 
     cert: Path
@@ -234,6 +235,8 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     client_ids: Literal["any", "user", "prefix"] = "any"
     sys_interval: Annotated[Millis, Meta(ge=0)] = 10_000
     acl: list[AccessRule] = []
+    role: list[Role] = []
+    user: list[Account] = []
     tls: TlsSettings | None = None
     limits: Limits = Limits()
     external: ExternalSettings = ExternalSettings()

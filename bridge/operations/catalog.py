@@ -22,8 +22,8 @@
 
 What it promises:
 
-* Rights are those on the stream (`bridge.access.rules`). They are checked before the stream is looked up, so
-  a refusal does not reveal whether it exists.
+* Rights are those on the stream and to the operation (`bridge.access.rules`). They are checked before the
+  stream is looked up, so a refusal does not reveal whether it exists.
 * A definition also needs `read` on all that its topics cover, since the stream keeps copies, and `publish` on
   each other stream that its exports append to. Unless the caller is trusted, its exports may reach only what
   the configuration allows (`bridge.operations.allow`).
@@ -277,7 +277,8 @@ class Call(NamedTuple):
 class Operation(NamedTuple):
     """One operation. The caller needs one of `rights` on the stream; without any, no right is needed.
 
-    `audit` makes the text for the log from the result. A request that `waits` ends with its connection.
+    `audit` makes the text for the log from the result. A request that `waits` ends with its connection. An
+    operation that `looks` changes nothing.
     """
 
     request: type[Request]
@@ -285,6 +286,7 @@ class Operation(NamedTuple):
     carry_out: Callable[[Call, Any], Struct | Awaitable[Struct]]
     audit: Callable[[Any], str] | None = None
     waits: bool = False
+    looks: bool = False
 
 
 class NewDeliveries(NamedTuple):
@@ -323,20 +325,20 @@ class Operations:
         """
         room = self._most_bytes if room is None else room
         call = Call(self, caller, room, turn)
-        return cast("Result", await self.carry_out(_operation(name), call, request))
+        return cast("Result", await self.carry_out(name, _operation(name), call, request))
 
     def call_now(self, name: str, request: Request, caller: Identity) -> Result:
         """The same for an operation that does not wait: all except appends, reads and purges."""
         operation = _operation(name)
-        _authorize(operation, request, caller)
+        _authorize(name, operation, request, caller)
         result = operation.carry_out(Call(self, caller), request)
         assert not isawaitable(result)
         _log(operation, request, result, caller)
         return cast("Result", result)
 
-    async def carry_out(self, operation: Operation, call: Call, request: Request) -> Struct:
-        """Carry out an operation of any table; raises StreamBridgeError or OSError."""
-        _authorize(operation, request, call.caller)
+    async def carry_out(self, name: str, operation: Operation, call: Call, request: Request) -> Struct:
+        """Carry out an operation of any table, by its name there; raises StreamBridgeError or OSError."""
+        _authorize(name, operation, request, call.caller)
         result = operation.carry_out(call, request)
         if isawaitable(result):
             result = await result
@@ -345,6 +347,7 @@ class Operations:
 
     def submit(self, name: str, payload: bytes, caller: Identity) -> tuple[Stream, int]:
         """The first half of appendMessage: see `StreamManager.submit`."""
+        caller.require_operation(APPEND, looks=False)
         caller.require(name, "publish")
         return self.manager.submit(name, payload, headers=self.headers(name, caller))
 
@@ -362,7 +365,8 @@ def _operation(name: str) -> Operation:
     return operation
 
 
-def _authorize(operation: Operation, request: Request, caller: Identity) -> None:
+def _authorize(name: str, operation: Operation, request: Request, caller: Identity) -> None:
+    caller.require_operation(name, looks=operation.looks)
     if operation.rights:
         caller.require(request.stream, *operation.rights)
 
@@ -520,16 +524,16 @@ def _retry(call: Call, request: OfExports) -> Exports:
     return Exports(call.manager.retry(request.stream, request.export))
 
 
-READ = "readMessages"
+APPEND, READ = "appendMessage", "readMessages"
 OPERATIONS: dict[str, Operation] = {
     "createMessageStream": Operation(Define, ("manage",), _create, lambda _: "created"),
     "updateMessageStream": Operation(Update, ("manage",), _update, lambda _: "updated"),
     "deleteMessageStream": Operation(Named, ("manage",), _delete, lambda _: "deleted"),
-    "describeMessageStream": Operation(Named, ("read", "manage"), _describe),
-    "listStreams": Operation(ListStreams, (), _list),
-    "appendMessage": Operation(Append, ("publish",), _append),
+    "describeMessageStream": Operation(Named, ("read", "manage"), _describe, looks=True),
+    "listStreams": Operation(ListStreams, (), _list, looks=True),
+    APPEND: Operation(Append, ("publish",), _append),
     "appendMessages": Operation(AppendAll, ("publish",), _append_all),
-    READ: Operation(Read, ("read",), _read, waits=True),
+    READ: Operation(Read, ("read",), _read, waits=True, looks=True),
     "fetchMessages": Operation(Fetch, ("read",), _fetch, waits=True),
     "ackMessages": Operation(Ack, ("read",), _ack),
     "purgeMessageStream": Operation(

@@ -379,3 +379,49 @@ def test_the_keys_that_a_reload_cannot_apply_are_named(path: Path) -> None:
     )
     assert settings.needs_restart(running, new) == ["gateway.id", "mqtt.listen"]
     assert settings.needs_restart(running, running) == []
+
+
+def test_mistakes_between_users_and_roles_are_reported_with_their_lines(path: Path) -> None:
+    found = mistakes(
+        path,
+        """
+        [[mqtt.role]]
+        name = "reader"
+        operations = ["readMesages"]
+        deny.operations = ["purge"]
+        [[mqtt.role]]
+        name = "reader"
+        [[mqtt.user]]
+        name = "ann"
+        roles = ["reder"]
+        client_ids = ["pump-7"]
+        certificates = ["sha256:DIGITS"]
+        [[mqtt.user]]
+        name = "bob"
+        client_ids = ["pump-7"]
+        certificates = ["SHA256:PAIRS"]
+        [[mqtt.user]]
+        name = "ann"
+        """.replace("DIGITS", "ab" * 32).replace("PAIRS", ":".join(["AB"] * 32)),
+    )
+    assert [line.partition(": ")[0] for line in found] == [
+        f"streambridge.toml:{line}" for line in (7, 10, 15, 16, 18, 4, 5)
+    ]
+    assert "did you mean 'readMessages'?" in found[5]
+    assert found[1].endswith("there is no role 'reder'; known: reader")
+
+
+def test_a_mistake_in_a_role_is_reported_alone(path: Path) -> None:
+    (line,) = mistakes(
+        path,
+        """
+        [[mqtt.role]]
+        name = "reader"
+        page = "lok"
+        [[mqtt.user]]
+        name = "ann"
+        roles = ["reader"]
+        """,
+    )
+    assert line.startswith("streambridge.toml:4: ")
+    assert 'did you mean "look"?' in line

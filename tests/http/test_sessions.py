@@ -164,3 +164,68 @@ def test_the_status_is_filtered_by_stream_and_by_export_and_its_sums_are_not(ser
     assert (every["streams"][0]["name"], some["streams"]) == ("sensors", [])
     assert [export["identifier"] for export in some["exports"]] == ["out"]
     assert some["totals"]["streams"] == every["totals"]["streams"] == 1
+
+
+ROLES = """
+[[mqtt.role]]
+name = "everything"
+publish = ["#"]
+subscribe = ["#"]
+manage = ["streams/#"]
+[[mqtt.role]]
+name = "look"
+page = "look"
+[[mqtt.role]]
+name = "closed"
+page = "none"
+[[mqtt.user]]
+name = "*"
+roles = ["everything"]
+[[mqtt.user]]
+name = "bob"
+roles = ["look"]
+[[mqtt.user]]
+name = "carl"
+roles = ["closed"]
+[[mqtt.user]]
+name = ""
+roles = ["closed"]
+"""
+
+
+def test_who_may_only_look_changes_nothing_and_who_may_not_look_sees_nothing(tmp_path: Path) -> None:
+    names = ("ann", "bob", "carl")
+    (tmp_path / "users").write_text("".join(f"{name}:{hash_password(name.encode())}\n" for name in names))
+    (tmp_path / "users").chmod(0o600)
+    mqtt = f'listen = ["tcp://127.0.0.1:0"]\nusers_file = "{tmp_path / "users"}"'
+    service = Service(tmp_path, STREAMS + ROLES, mqtt=mqtt)
+    try:
+        sessions = {}
+        for name in names:
+            status, headers, found = post(service, "/login", {"user": name, "password": name})
+            assert (status, found["operate"]) == (200, name == "ann")
+            cookie = headers["Set-Cookie"].partition(";")[0]
+            sessions[name] = {"Cookie": cookie, "X-Streambridge-Token": found["token"]}
+        look = {name: service.request("/status.json", **session)[0] for name, session in sessions.items()}
+        assert look == {"ann": 200, "bob": 200, "carl": 403}
+        assert service.request("/status.json")[0] == 401, "without a login it is closed, on loopback too"
+        assert service.request("/metrics")[0] == service.request("/healthz")[0] == 200
+        status, _, reply = post(service, *PAUSE, **sessions["bob"])
+        assert (status, reply["statusName"]) == (200, "Unauthorized")
+        assert "may only look" in reply["errorMessage"]
+        append = {"name": "sensors", "payload": "YQ=="}
+        assert post(service, "/requests/appendMessage", append, **sessions["bob"])[2]["status"]
+        read = post(service, "/requests/listStreams", {}, **sessions["bob"])[2]
+        assert read["streams"] == ["sensors"]
+        assert post(service, *PAUSE, **sessions["carl"])[0] == 403
+        assert post(service, *PAUSE, **sessions["ann"])[2]["exports"] == ["out"]
+        described = json.loads(service.request("/session.json", Cookie=sessions["bob"]["Cookie"])[2])
+        assert (described["look"], described["operate"]) == (True, False)
+        assert json.loads(service.request("/session.json")[2])["look"] is False
+        config = service.directory / "bridge.toml"
+        text = config.read_text().replace('name = "bob"\nroles = ["look"]', 'name = "bob"\nroles = []')
+        config.write_text(text)
+        service.process.send_signal(signal.SIGHUP)
+        eventually(lambda: post(service, *PAUSE, **sessions["bob"])[2].get("exports") == ["out"])
+    finally:
+        service.stop()

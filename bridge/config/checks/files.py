@@ -156,9 +156,9 @@ def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
 
 
 def rules(context: CheckContext) -> Iterator[Finding]:
-    """Report rules for unknown users: most likely the name is misspelt."""
+    """Report rules and roles for unknown users: most likely the name is misspelt."""
     mqtt = context.config.mqtt
-    if not all(context.knows("mqtt", key) for key in ("users_file", "acl", "tls", "allow_anonymous")):
+    if not all(context.knows("mqtt", key) for key in ("users_file", "acl", "user", "tls", "allow_anonymous")):
         return
     if mqtt.tls is not None and mqtt.tls.client_ca is not None:  # a certificate may have any name
         return
@@ -169,14 +169,16 @@ def rules(context: CheckContext) -> Iterator[Finding]:
         return  # reported by `secrets`
     known = {"*", "", context.config.greengrass.user, *signing}
     known |= {one.user for one in context.config.upstream if one.user is not None}
-    for number, rule in enumerate(mqtt.acl):
-        if rule.user not in known | users.keys():
-            near = difflib.get_close_matches(rule.user, users, n=1)
+    named: list[tuple[Keys, str]] = [
+        (("mqtt", "acl", number, "user"), rule.user) for number, rule in enumerate(mqtt.acl)
+    ]
+    named += [(("mqtt", "user", number, "name"), account.name) for number, account in enumerate(mqtt.user)]
+    for keys, user in named:
+        if user not in known | users.keys():
+            near = difflib.get_close_matches(user, users, n=1)
             where = "there is no users_file" if mqtt.users_file is None else f"it is not in {mqtt.users_file}"
-            hint = f"did you mean {near[0]!r}?" if near else "add the user, or remove the rule"
-            yield context.warning(
-                ("mqtt", "acl", number, "user"), f"nobody can log in as {rule.user!r}: {where}; {hint}"
-            )
+            hint = f"did you mean {near[0]!r}?" if near else "add the user, or remove this table"
+            yield context.warning(keys, f"nobody can log in as {user!r}: {where}; {hint}")
 
 
 def _users_of_keys(context: CheckContext) -> set[str]:

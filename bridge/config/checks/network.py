@@ -8,8 +8,7 @@ import ssl
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-import msgspec
-
+from bridge.access.rules import FILTERS, Rights
 from bridge.config.checks.context import CheckContext, Finding
 from bridge.config.tomlfile import Keys
 from bridge.config.tomlstruct import dotted
@@ -168,16 +167,23 @@ def client_ids(context: CheckContext) -> Iterator[Finding]:
     config = context.config.mqtt
     if config.client_ids != "any" or config.mode != "embedded":
         return
-    for number, rule in enumerate(config.acl):
-        for right, filters in msgspec.structs.asdict(rule).items():
+    bound = {one.name for one in config.user if one.client_ids}
+    tables: list[tuple[str, int, Rights]]
+    tables = [("acl", number, rule) for number, rule in enumerate(config.acl) if rule.user not in bound]
+    for number, role in enumerate(config.role):
+        if any(role.name in one.roles and one.name not in bound for one in config.user):
+            tables.append(("role", number, role))
+    for table, number, rights in tables:
+        for right in FILTERS:
             # Each client has its own level below streambridge/ for requests, whatever the rules are.
-            names = filters if isinstance(filters, list) else []
+            names = getattr(rights, right) or ()
             wide = [name for name in names if "%c" in name and not name.startswith("streambridge/")]
             if wide:
                 yield context.warning(
-                    ("mqtt", "acl", number, right),
+                    ("mqtt", table, number, right),
                     f"{wide[0]!r} gives rights to any client that chooses this client id; write %u for the "
-                    'user name, or bind the ids to users: mqtt.client_ids = "user" or "prefix"',
+                    'user name, or bind the ids to users: mqtt.client_ids = "user" or "prefix", or '
+                    "client_ids in [[mqtt.user]]",
                 )
 
 

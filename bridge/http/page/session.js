@@ -1,6 +1,6 @@
 
 /* Who is logged in, and what is asked for in that name. The cookie is out of reach here; the token goes into a header. */
-const session = { user: null, token: "", users: true, look: true };
+const session = { user: null, token: "", users: true, look: true, operate: true };
 
 async function learn() {
   Object.assign(session, { user: null, token: "" }, await get("/session.json"));
@@ -9,7 +9,7 @@ async function learn() {
 }
 
 function showUser() {
-  put($("user"), session.user === null ? "" : `Logged in as ${session.user}`);
+  put($("user"), session.user === null ? "" : `Logged in as ${session.user}${session.operate ? "" : ", who may only look"}`);
   put($("log"), session.user === null ? "Log in" : "Log out");
 }
 
@@ -42,6 +42,7 @@ $("login-form").addEventListener("submit", async (event) => {
   $("login").close();
   showUser();
   say(`Logged in as ${session.user}.`);
+  wake();
   const then = waiting;
   waiting = null;
   if (then) then();
@@ -75,7 +76,7 @@ async function act(operation, stream, name, done) {
 const ACTIONS = { pauseExports: ["Pause", "paused"], resumeExports: ["Resume", "resumed"], retryExports: ["Retry now", "tried again"] };
 
 function buttons(e) {
-  const wanted = e.disabled ? [] : e.paused ? ["resumeExports"] : e.error || e.stopped ? ["retryExports", "pauseExports"] : ["pauseExports"];
+  const wanted = e.disabled || !session.operate ? [] : e.paused ? ["resumeExports"] : e.error || e.stopped ? ["retryExports", "pauseExports"] : ["pauseExports"];
   return wanted.map((operation) => {
     const [text, done] = ACTIONS[operation];
     return { text, name: `${text}: export ${e.identifier} of ${e.stream}`, press: () => act(operation, e.stream, e.identifier, done) };

@@ -30,6 +30,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from bridge.access.proofs import is_of_certificate
 from bridge.mqtt.broker.inbox import Inbox
 from bridge.mqtt.broker.journal import Journal
 from bridge.mqtt.broker.journalfile import NAME
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
 
 SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connection published
 LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
-REVOKED = "its password has changed, its user is gone, or client_ca no longer signs its certificate"
+REVOKED = "its password has changed, or its user is gone, or its certificate is not accepted any more"
 
 
 class Refused(NamedTuple):
@@ -171,7 +172,7 @@ class Broker:
                 self.set_will(session, None)
             if session.line is not None:
                 session.line.fail("refused_reload", REVOKED, NOT_AUTHORIZED)
-            if session.proof[:1] != b"c" and not self.access.knows(user or ""):
+            if not is_of_certificate(session.proof) and not self.access.knows(user or ""):
                 self.sessions.end(session)
         self.router.forget_routes()
 
@@ -187,7 +188,7 @@ class Broker:
         while not inbox.line.gone:
             old, newest = self.sessions.get(client_id), self._newest.get(client_id)
             foreign = old is not None and old.identity.user != user
-            if foreign and not self.access.binds_ids:
+            if foreign and not self.access.owns_id(user, client_id):
                 done(Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user"))
                 return
             if old is not None and old.line is not None:

@@ -289,14 +289,6 @@ class Connection(Flow):
                 # What has been written still goes out, but a peer that does not take it is not waited for.
                 self._timer = self.connections.runtime.later(LINGER, transport.abort)
 
-    def certificate_name(self) -> str | None:
-        """The common name in the client's certificate, which TLS has verified."""
-        certificate = self.transport.get_extra_info("peercert") or {}
-        names = [
-            value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"
-        ]
-        return names[0] if len(names) == 1 else None
-
     # -- packets ------------------------------------------------------------
 
     def _work(self, data: bytes) -> None:

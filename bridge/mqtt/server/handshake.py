@@ -10,7 +10,6 @@ import secrets
 from typing import TYPE_CHECKING
 
 from bridge.access.logins import Denied, Reason
-from bridge.access.proofs import of_certificate
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.broker import Opening, Refused
 from bridge.mqtt.broker.publishing import RECEIVE_MAXIMUM
@@ -71,11 +70,14 @@ def begin(conn: Connection, body: bytes) -> None:
     if refused := _unfit(connect):
         conn.refuse(*refused)
     elif listener.client_certificates:
-        name = conn.certificate_name()
-        if not name or (user or name) != name:
-            conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's")
+        found = access.certified(conn.transport.get_extra_info("ssl_object"))
+        if found is None:
+            why = "its certificate is no user's: it has not one common name, or [[mqtt.user]] lists others"
+            conn.refuse(NOT_AUTHORIZED, why)
+        elif (user or found[0]) != found[0]:
+            conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's, {found[0]!r}")
         else:
-            _authenticated(conn, connect, name, of_certificate(conn.transport.get_extra_info("ssl_object")))
+            _authenticated(conn, connect, *found)
     elif user is not None and access.has_users:
         conn.connections.logging_in[conn] = conn.connections.spawn(_check_password(conn, connect, user))
     elif denied := access.refuse_anonymous(loopback=listener.address.loopback):
@@ -104,8 +106,8 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
     """The client has proved its identity (user None: anonymous): ask the broker for its session."""
     broker = conn.broker
     if connect.client_id and not broker.access.may_use_id(user, connect.client_id):
-        why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}; see mqtt.client_ids"
-        conn.refuse(BAD_CLIENT_ID, why)
+        why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}"
+        conn.refuse(BAD_CLIENT_ID, f"{why}; see mqtt.client_ids and [[mqtt.user]]")
         return
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
     identity = broker.access.identify(client_id, user, local=is_loopback(conn.address))

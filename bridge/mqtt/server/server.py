@@ -12,7 +12,7 @@ import ssl
 from functools import partial
 from typing import TYPE_CHECKING
 
-from bridge.access.proofs import authorities
+from bridge.access.proofs import NO_CERTIFICATE, authorities, is_of_certificate
 from bridge.errors import ConfigError
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.broker.journalfile import DIRECTORY
@@ -30,6 +30,7 @@ from bridge.net.listening import Listening, listen
 if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.mqtt.broker.inbox import Inbox
+    from bridge.mqtt.server.connections import Member
     from bridge.mqtt.settings import Address, MqttConfig, TlsSettings
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
@@ -120,7 +121,17 @@ class Server:
             local = session.line is not None and is_loopback(session.line.address)
             user = session.identity.user
             session.identity = self._access.identify(session.client_id, user, local=local)
+        for conn in self.connections.open:
+            self._check_certificate(conn)
         self.broker.revoke()
+
+    def _check_certificate(self, conn: Member) -> None:
+        """A client whose certificate is another user's now must log in again."""
+        session, tls = conn.session, conn.transport.get_extra_info("ssl_object")
+        if session is not None and tls is not None and is_of_certificate(session.proof):
+            found = self._access.certified(tls)
+            if found is None or found[0] != session.identity.user:
+                session.proof = NO_CERTIFICATE
 
     async def _listen(self, address: Address) -> str:
         tls = self._tls if address.secure else None
