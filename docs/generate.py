@@ -105,11 +105,10 @@ def configuration() -> str:
             "This is `config/streambridge.toml`, section by section.",
             _markdown(intro),
             "SIGHUP makes a running service read the file again. A mistake in it is logged and changes "
-            "nothing. After a mistake in the users file, in a certificate or in a file of an upstream, the "
-            "old users, rules, certificates and upstreams stay in force. The same applies to a change of "
-            "`mqtt.listen`, and to adding or removing `mqtt.tls` or its `client_ca`: these need a restart. "
-            "The following settings are applied at once. Any other change is logged as pending until a "
-            "restart:",
+            "nothing. After a mistake in a users file, in a certificate or in a file of an upstream, or if "
+            "an address is not available, the old listeners, users, rules, certificates and upstreams stay "
+            "in force. The following settings are applied at once. Any other change is logged as pending "
+            "until a restart:",
             reloaded,
             *found,
         ]

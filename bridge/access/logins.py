@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from bridge.access import proofs
 from bridge.access.accounts import Account, Accounts, presented
 from bridge.access.guesses import AT_A_TIME, Guesses
-from bridge.access.rules import AccessRule, Identity, Role
+from bridge.access.rules import NOTHING, AccessRule, Identity, Role
 from bridge.access.users import Password, read_users, usual_iterations
 from bridge.net.addresses import network_of
 from bridge.net.fairqueue import FairQueue
@@ -72,35 +72,73 @@ class Denied(NamedTuple):
     text: str
 
 
-class Access:
-    """The front end's users and rules."""
+class Loaded(NamedTuple):
+    """What an access knows, read and checked."""
 
-    def __init__(self, config: AccessSettings) -> None:
-        self._rules: dict[str, list[AccessRule]] | None = None  # by user; None: there are none
-        self._accounts = Accounts()
-        self._users: dict[str, Password] = {}
-        self._anonymous: bool | None = None
-        self._authorities: AbstractSet[bytes] = frozenset()
-        self._verified: dict[bytes, Password] = {}
-        self._networks: dict[str, None] = {}  # with a successful login
-        self._guesses = Guesses()
-        self._turns = FairQueue()
-        self._key = os.urandom(16)
+    users: dict[str, Password]
+    accounts: Accounts
+    rules: dict[str, list[AccessRule]] | None  # by user; None: there are none
+    anonymous: bool | None
+    client_ids: str
+    authorities: AbstractSet[bytes]
+
+
+def read(config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> Loaded:
+    """Read users and rules; `authorities` is as of `proofs`. Raises ConfigError."""
+    users = read_users(config.users_file) if config.users_file is not None else {}
+    accounts = Accounts(config.user, config.role)
+    rules: dict[str, list[AccessRule]] = {}
+    for rule in (*config.acl, *accounts.rules):
+        rules.setdefault(rule.user, []).append(rule)
+    restricted = bool(config.acl or config.role)
+    return Loaded(
+        users,
+        accounts,
+        rules if restricted else None,
+        config.allow_anonymous,
+        config.client_ids,
+        authorities,
+    )
+
+
+class Access:
+    """Users, roles and rules: those of one listener, or of [mqtt] and all other front ends.
+
+    `name` is the listener's, empty for that of [mqtt]. `realm` names the access whose users these are: its
+    own, or that of [mqtt], whose users it shares.
+    """
+
+    def __init__(
+        self,
+        config: AccessSettings | Loaded,
+        name: str = "",
+        *,
+        realm: str = "",
+        beside: Access | None = None,
+    ) -> None:
+        """An access `beside` another one shares its turns and delays, so that guessing is no faster."""
+        self.name, self.realm = name, realm
+        self._verified: dict[bytes, Password] = {} if beside is None else beside._verified
+        self._networks: dict[str, None] = {} if beside is None else beside._networks  # with a login
+        self._guesses: Guesses = Guesses() if beside is None else beside._guesses
+        self._turns: FairQueue = FairQueue() if beside is None else beside._turns
+        self._key: bytes = os.urandom(16) if beside is None else beside._key
         # A single thread of its own: guessing passwords must not occupy the store's threads.
-        self._hasher = ThreadPoolExecutor(1, "mqtt-password")
-        self.load(config)
+        self._hasher: ThreadPoolExecutor = (
+            ThreadPoolExecutor(1, "mqtt-password") if beside is None else beside._hasher
+        )
+        self.apply(config if isinstance(config, Loaded) else read(config))
 
     def load(self, config: AccessSettings, authorities: AbstractSet[bytes] = frozenset()) -> None:
         """Apply users, rules and `proofs.authorities`; raises ConfigError, and then nothing has changed."""
-        users = read_users(config.users_file) if config.users_file is not None else {}
-        accounts = Accounts(config.user, config.role)
-        rules: dict[str, list[AccessRule]] = {}
-        for rule in (*config.acl, *accounts.rules):
-            rules.setdefault(rule.user, []).append(rule)
-        self._authorities, self._client_ids = authorities, config.client_ids
-        self._users, self._accounts, self._anonymous = users, accounts, config.allow_anonymous
-        self._rules = rules if config.acl or config.role else None
-        self._nobody = Password(usual_iterations(users), b"", b"\0" * 64)
+        self.apply(read(config, authorities))
+
+    def apply(self, loaded: Loaded) -> None:
+        """Apply what `read` has read."""
+        self._users, self._accounts, self._rules = loaded.users, loaded.accounts, loaded.rules
+        self._anonymous, self._client_ids = loaded.anonymous, loaded.client_ids
+        self._authorities = loaded.authorities
+        self._nobody = Password(usual_iterations(self._users), b"", b"\0" * 64)
 
     def close(self) -> None:
         self._hasher.shutdown(wait=False, cancel_futures=True)
@@ -133,14 +171,26 @@ class Access:
 
     def identify(self, client_id: str, user: str | None, *, local: bool = False, label: str = "") -> Identity:
         """What a client that has logged in may do; `local`: it is on this machine."""
-        return Identity(client_id, user, self._rules_of(user), local=local, label=label)
+        return Identity(
+            client_id,
+            user,
+            self._rules_of(user),
+            local=local,
+            label=label,
+            access=self.name,
+            realm=self.realm_of(user),
+        )
+
+    def realm_of(self, user: str | None) -> str:
+        """Whose a user is: clients without a user name are always those of one access."""
+        return self.name if user is None else self.realm
 
     def _rules_of(self, user: str | None) -> Sequence[AccessRule]:
         """The rules for a user; none at all mean that everything is allowed."""
         if self._rules is None:
             return ()
         mine = self._rules.get("*", ()), self._rules.get(user or "", ())
-        return [rule for rules in mine for rule in rules] or [AccessRule()]
+        return [rule for rules in mine for rule in rules] or NOTHING
 
     def owns_id(self, user: str | None, client_id: str) -> bool:
         """Whether a client id is this user's, whoever was the first client to use it."""

@@ -191,6 +191,11 @@ class Identity:
         user = "anonymous" if self.user is None else f"user {self.user!r}"
         return f"client {self.client_id!r} ({user})"
 
+    @property
+    def owner(self) -> tuple[str, str | None]:
+        """Whose its session is: a user, and the realm of the user."""
+        return self.realm, self.user
+
     def may_publish(self, topic: str) -> bool:
         """Whether it may publish on a topic (not for request topics)."""
         return self._has("publish", topic)
@@ -271,4 +276,5 @@ def _is_unsafe(name: str) -> bool:
     return not name or bool(set(name) & set("/+#"))
 
 
+NOTHING = (AccessRule(),)  # rules that allow nothing
 TRUSTED = Identity("", None, (), label="a command", trusted=True)

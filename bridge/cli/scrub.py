@@ -32,7 +32,7 @@ _HARMLESS = {
     "dead_letter_stream", "status_stream_name", "refused_stream", "stream", "publish", "subscribe", "read",
     "manage", "user", "region", "bucket", "prefix", "kinesis_stream_name", "delivery_stream_name",
     "compression", "export_format", "status_level", "value_type", "time_unit", "start_time", "name",
-    "filter",
+    "filter", "roles", "operations", "page", "proxy_protocol",
 }  # fmt: skip
 _SECRET = re.compile(r"passw|secret|token|credential|api_?key|auth|cookie|signature", re.IGNORECASE)
 _FREE = {"tags", "headers", "rename"}  # tables whose values people choose

@@ -57,8 +57,8 @@ RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # The settings that are applied on reload (SIGHUP), besides [streams] and [[upstream]]; the others need a
 # restart.
 RELOADED = {
-    "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl", "mqtt.role", "mqtt.user",
-    "mqtt.client_ids", "mqtt.refused_stream", "log.level",
+    "mqtt.listen", "mqtt.listener", "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl",
+    "mqtt.role", "mqtt.user", "mqtt.client_ids", "mqtt.refused_stream", "log.level",
 }  # fmt: skip
 
 
@@ -247,13 +247,23 @@ def _access(reader: Reader, mqtt: MqttConfig) -> None:
         (("mqtt", "acl"), mqtt.acl),
         (("mqtt", "role"), mqtt.role),
     ]
+    names: set[str] = set()
+    for number, (given, listener) in enumerate(zip(mqtt.listener, mqtt.listeners()[1:], strict=True)):
+        keys: Keys = ("mqtt", "listener", number)
+        for what in listener.mistakes():
+            reader.problem((*keys, "listen"), what.removeprefix("`listen`: "))
+        if given.name in names:
+            reader.problem((*keys, "name"), "another listener has this name; choose another")
+        names.add(given.name)
+        for wrong in mistakes(given.user or (), mqtt.role):
+            if wrong.table == "user":
+                reader.problem((*keys, wrong.table, wrong.number, wrong.key), wrong.what)
+        tables.append(((*keys, "acl"), given.acl or ()))
     for keys, rights in tables:
         for number, one in enumerate(rights):
-            for place, names in (
-                (("operations",), one.operations or ()),
-                (("deny", "operations"), one.deny.operations),
-            ):
-                for name in names:
+            listed = (("operations",), one.operations or ()), (("deny", "operations"), one.deny.operations)
+            for place, operations in listed:
+                for name in operations:
                     if name not in _OPERATIONS:
                         near = difflib.get_close_matches(name, _OPERATIONS, n=1)
                         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_OPERATIONS)}"

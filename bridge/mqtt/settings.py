@@ -6,6 +6,8 @@ backticks, so that the configuration can report it with its line.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -23,6 +25,7 @@ from bridge.settingtypes import Bytes, Count, Millis
 from bridge.topics import overlap
 
 NEVER = 0xFFFFFFFF  # seconds of a session without an end
+_USUAL = ["tcp://127.0.0.1:1883"]  # to listen on
 SCHEMES = {"tcp": 1883, "tls": 8883, "ws": 8080, "wss": 8443}
 
 
@@ -58,8 +61,6 @@ def parse_address(url: str) -> Address:
 
 class TlsSettings(Struct, frozen=True, kw_only=True):
     """[mqtt.tls]: the certificate of the tls and wss listeners, read again on reload.
-
-    To add or remove this section or `client_ca` needs a restart.
 
     With `client_ca` every client must present a certificate signed by it. The user is the one whose
     [[mqtt.user]] lists the certificate, or else the one that its common name names: no password is asked for.
@@ -108,6 +109,95 @@ class Limits(Struct, frozen=True, kw_only=True):
     subscriptions: Count = 1_000
     retained_messages: Count = 10_000
     retained_bytes: Annotated[Bytes, Meta(ge=1024)] = 16 * MIB
+
+
+class ListenerLimits(Struct, frozen=True, kw_only=True):
+    """[mqtt.listener.limits]: limits of [mqtt.limits] that are others for the clients of a listener.
+
+    `connections` and `connections_per_address` count those of this listener, beside those of all.
+    """
+
+    connections: Count | None = None
+    connections_per_address: Count | None = None
+    connect_timeout: Annotated[Millis, Meta(ge=10)] | None = None
+    max_keep_alive: Annotated[int, Meta(ge=1, le=65_535)] | None = None
+    messages_per_second: Annotated[int, Meta(ge=0)] | None = None
+    subscriptions: Count | None = None
+
+
+class ListenerTable(Struct, frozen=True, kw_only=True):
+    """[[mqtt.listener]]: addresses, and what holds for the clients that come in there.
+
+    What is left out is as in [mqtt], but for `allow_anonymous`: left out, it allows clients without a user
+    name on loopback only. `users_file`, or `client_ca` in its `tls`, make the users of this listener others
+    than those of [mqtt], also if they have the same names.
+
+    `proxy_protocol` are the networks of proxies. If there are any, connections come from these only, and each
+    begins with a header of the PROXY protocol, version 2, that names the client.
+    """
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    listen: Annotated[list[str], Meta(min_length=1)]
+    proxy_protocol: list[str] = []
+    allow_anonymous: bool | None = None
+    users_file: Path | None = None
+    client_ids: Literal["any", "user", "prefix"] | None = None
+    acl: list[AccessRule] | None = None
+    user: list[Account] | None = None
+    tls: TlsSettings | None = None
+    limits: ListenerLimits = ListenerLimits()
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        for network in self.proxy_protocol:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                mistakes.append(f"`proxy_protocol`: {error}; write it like 10.0.0.0/8 or 10.0.0.7")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+
+
+class ListenerSettings(NamedTuple):
+    """The settings of one listener, complete; `own_users`: its users are not those of [mqtt]."""
+
+    name: str  # empty for the listener of [mqtt]
+    listen: Sequence[str]
+    proxy_protocol: Sequence[str]
+    allow_anonymous: bool | None
+    users_file: Path | None
+    client_ids: Literal["any", "user", "prefix"]
+    acl: Sequence[AccessRule]
+    role: Sequence[Role]
+    user: Sequence[Account]
+    tls: TlsSettings | None
+    limits: Limits
+    own_limits: ListenerLimits
+    own_users: bool
+
+    @property
+    def option(self) -> str:
+        """What the log calls the keys of this listener."""
+        return f"mqtt.listener {self.name}" if self.name else "mqtt"
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong with its addresses, for where nobody could come in."""
+        ca = self.tls.client_ca if self.tls is not None else None
+        for url in self.listen:
+            try:
+                address = parse_address(url)
+            except ValueError as error:
+                yield str(error)
+                continue
+            if address.secure and self.tls is None:
+                yield f"`listen`: {url!r} needs a certificate: add [mqtt.tls] with cert and key"
+            local = address.loopback and not self.proxy_protocol
+            closed = not local and self.allow_anonymous is not True and self.users_file is None
+            if closed and not (address.secure and ca is not None):
+                yield (
+                    f"`listen`: nobody could log in at {url!r}: set users_file, tls.client_ca or "
+                    "allow_anonymous = true"
+                )
 
 
 class BrokerSettings(Struct, frozen=True, kw_only=True):
@@ -213,6 +303,9 @@ class UpstreamSettings(BrokerSettings, frozen=True, kw_only=True):
 class MqttConfig(Struct, frozen=True, kw_only=True):
     """[mqtt]: the MQTT front end.
 
+    `listen` are the addresses of one listener, for which all else here holds; `listener` are more of them.
+    Left out, `listen` is tcp://127.0.0.1:1883, or nothing if there is a [[mqtt.listener]].
+
     `allow_anonymous` left out allows clients without a user name on loopback listeners only.
     `refused_stream` is the stream that keeps messages which their own stream can never store; the
     embedded broker acknowledges them once they are there.
@@ -227,7 +320,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     """
 
     mode: Literal["embedded", "external"] = "embedded"
-    listen: list[str] = msgspec.field(default_factory=lambda: ["tcp://127.0.0.1:1883"])
+    listen: list[str] = msgspec.field(default_factory=lambda: _USUAL)
     max_packet: Annotated[Bytes, Meta(ge=KIB, le=256 * MIB)] = MIB
     refused_stream: Annotated[str, Meta(min_length=1)] | None = None
     allow_anonymous: bool | None = None
@@ -239,25 +332,42 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     user: list[Account] = []
     tls: TlsSettings | None = None
     limits: Limits = Limits()
+    listener: list[ListenerTable] = []
     external: ExternalSettings = ExternalSettings()
 
     def __post_init__(self) -> None:
+        if self.listen is _USUAL:
+            msgspec.structs.force_setattr(self, "listen", [] if self.listener else list(_USUAL))
         mistakes = []
-        if self.mode == "embedded" and not self.listen:
+        if self.mode == "embedded" and not (self.listen or self.listener):
             mistakes.append("`listen` is empty; name at least one listener, such as tcp://127.0.0.1:1883")
-        for url in self.listen:
-            try:
-                address = parse_address(url)
-            except ValueError as error:
-                mistakes.append(str(error))
-                continue
-            if address.secure and self.tls is None:
-                mistakes.append(f"`listen`: {url!r} needs a certificate: add [mqtt.tls] with cert and key")
-            closed = not address.loopback and self.allow_anonymous is not True and self.users_file is None
-            if closed and not (address.secure and self.tls is not None and self.tls.client_ca is not None):
-                mistakes.append(
-                    f"`listen`: nobody could log in at {url!r}: set users_file, tls.client_ca or "
-                    "allow_anonymous = true"
-                )
+        mistakes += self.listeners()[0].mistakes()
         if mistakes:
             raise ValueError("\n".join(mistakes))
+
+    def listeners(self) -> list[ListenerSettings]:
+        """All listeners, complete: that of [mqtt] first, and the others by their order."""
+        return [self._listener(None), *map(self._listener, self.listener)]
+
+    def _listener(self, own: ListenerTable | None) -> ListenerSettings:
+        """One of [[mqtt.listener]] with what it does not set, or None for that of [mqtt]."""
+        given = own or ListenerTable(name="mqtt", listen=self.listen, allow_anonymous=self.allow_anonymous)
+        limits = {
+            key: value for key, value in msgspec.structs.asdict(given.limits).items() if value is not None
+        }
+        return ListenerSettings(
+            name="" if own is None else own.name,
+            listen=given.listen,
+            proxy_protocol=given.proxy_protocol,
+            allow_anonymous=given.allow_anonymous,
+            users_file=given.users_file or self.users_file,
+            client_ids=given.client_ids or self.client_ids,
+            acl=self.acl if given.acl is None else given.acl,
+            role=self.role,
+            user=self.user if given.user is None else given.user,
+            tls=given.tls or self.tls,
+            limits=msgspec.structs.replace(self.limits, **limits),
+            own_limits=given.limits,
+            own_users=given.users_file is not None
+            or (given.tls is not None and given.tls.client_ca is not None),
+        )

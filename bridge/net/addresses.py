@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
@@ -33,6 +36,17 @@ def network_of(address: str) -> str:
             return str(found.ipv4_mapped)
         return f"{ipaddress.IPv6Address(int(found) >> 64 << 64)}/64"
     return str(found)
+
+
+def is_within(address: str, networks: Iterable[Network]) -> bool:
+    """Whether an address belongs to one of these networks; an IPv4 address may be written as IPv6."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
+        found = found.ipv4_mapped
+    return any(found in network for network in networks)
 
 
 def is_loopback(host: str) -> bool:

@@ -28,36 +28,44 @@ class ConnectionLimits:
     """The open connections of one front end, counted."""
 
     def __init__(self, connections: int, connections_per_address: int) -> None:
-        self._most, self._most_of_one = connections, connections_per_address
+        self.set(connections, connections_per_address)
         self._by_network: Counter[str] = Counter()
         self._open = 0
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._descriptors = files - min(SPARE_DESCRIPTORS, files // 2)
 
+    def set(self, connections: int, connections_per_address: int) -> None:
+        """Change the limits; connections beyond them stay."""
+        self._most, self._most_of_one = connections, connections_per_address
+
     def __len__(self) -> int:
         """The number of open connections."""
         return self._open
 
-    def enter(self, address: str, descriptor: int = -1) -> str:
+    def enter(self, address: str | None, descriptor: int = -1) -> str:
         """Count a connection; returns why it must be closed, or "" if it may stay open.
 
-        It counts until `leave` in both cases.
+        It counts until `leave` in both cases. With address None it is nobody's yet.
         """
-        network = network_of(address)
         self._open += 1
-        self._by_network[network] += 1
-        if self._open > self._most:
-            return f"{self._most} connections are open already"
-        if self._by_network[network] > self._most_of_one:
-            return "too many connections from this address"
+        refused = f"{self._most} connections are open already" if self._open > self._most else ""
+        if address is not None:
+            network = network_of(address)
+            self._by_network[network] += 1
+            if self._by_network[network] > self._most_of_one:
+                refused = refused or "too many connections from this address"
+        if refused:
+            return refused
         if descriptor >= self._descriptors:
             return "too few file descriptors are left; see LimitNOFILE"
         return ""
 
-    def leave(self, address: str) -> None:
-        """A counted connection is closed."""
-        network = network_of(address)
+    def leave(self, address: str | None) -> None:
+        """A counted connection is closed; `address` as it entered."""
         self._open -= 1
+        if address is None:
+            return
+        network = network_of(address)
         self._by_network[network] -= 1
         if not self._by_network[network]:
             del self._by_network[network]

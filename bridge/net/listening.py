@@ -6,7 +6,8 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from bridge.errors import ConfigError
 
@@ -17,7 +18,7 @@ class Listening:
     """The sockets of one address: several if a name such as `localhost` has several addresses."""
 
     def __init__(self, host: str, sockets: list[socket.socket]) -> None:
-        self.sockets = sockets
+        self.sockets, self._host = sockets, host
         self.place = place(host, sockets[0].getsockname()[1])  # "host:port" with the actual port
         self._servers: list[asyncio.Server] = []
 
@@ -26,6 +27,10 @@ class Listening:
         loop = asyncio.get_running_loop()
         for listening in self.sockets:
             self._servers.append(await loop.create_server(make, sock=listening, backlog=BACKLOG))
+
+    def again(self) -> Listening:
+        """The same addresses for others to accept on: nobody who connects meanwhile is refused."""
+        return Listening(self._host, [listening.dup() for listening in self.sockets])
 
     def close(self) -> None:
         """Stop accepting connections."""
@@ -39,10 +44,28 @@ class Listening:
 
 async def listen(option: str, host: str, port: int) -> Listening:
     """Listen on an address; port 0 is any free one. Raises ConfigError, which names the option."""
-    loop = asyncio.get_running_loop()
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, **_ASKED)
+    except OSError as error:
+        raise ConfigError(f"{option}: {refusal(host, port, error)}") from error
+    return _bound(option, host, port, found)
+
+
+def listen_now(option: str, host: str, port: int) -> Listening:
+    """The same for a caller that cannot wait; it waits for the look-up if the host is a name."""
+    try:
+        found = socket.getaddrinfo(host, port, **_ASKED)
+    except OSError as error:
+        raise ConfigError(f"{option}: {refusal(host, port, error)}") from error
+    return _bound(option, host, port, found)
+
+
+_ASKED: dict[str, Any] = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
+
+
+def _bound(option: str, host: str, port: int, found: Iterable[Any]) -> Listening:
     sockets: list[socket.socket] = []
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, _, _, _, where in dict.fromkeys(found):
             try:
                 sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))

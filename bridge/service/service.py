@@ -314,9 +314,9 @@ class Service:
             self._front_end.reload(config.mqtt, config.upstream)
             self._greengrass.reload()
         except (ConfigError, OSError) as error:
-            text = "reload of [mqtt] failed, the old users, rules, certificates and upstreams stay: %s"
-            log.error(text, error, extra=logs.ANSWER)
-            failed.append("users, rules and certificates of [mqtt]")
+            kept = "the old listeners, users, rules, certificates and upstreams stay"
+            log.error("reload of [mqtt] failed, %s: %s", kept, error, extra=logs.ANSWER)
+            failed.append("listeners, users, rules and certificates of [mqtt]")
             if config.upstream:
                 failed.append("upstream")
         try:

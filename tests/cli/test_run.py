@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +15,6 @@ from pathlib import Path
 import paho.mqtt.client as paho
 import pytest
 
-from benchmarks.testbed.certificates import Authority, Pair
 from tests.cli.conftest import CHECKOUT, COMMAND, environment, streambridge
 from tests.mqtt.harness import connect
 
@@ -160,7 +157,7 @@ def test_each_reload_logs_its_own_result_at_once_and_what_it_did_not_apply(
         (
             '[gateway]\nid = "other"\n[mqtt]\nusers_file = "nowhere"\n[streams.wrong]\ntopics = ["a/#/b"]\n',
             r"warning bridge msg=\"reloaded, except: gateway\.id, "
-            r"users, rules and certificates of \[mqtt\], streams\.wrong; see the lines above",
+            r"listeners, users, rules and certificates of \[mqtt\], streams\.wrong; see the lines above",
         ),
     ):
         more.write_text(text)
@@ -171,41 +168,7 @@ def test_each_reload_logs_its_own_result_at_once_and_what_it_did_not_apply(
     assert service.stop() == 0
 
 
-def test_after_client_ca_is_removed_a_reload_still_refuses_clients_without_a_certificate(
-    start: Callable[..., Service], config: Path, tmp_path: Path
-) -> None:
-    authority = Authority(tmp_path / "ca")
-    server, device = authority.issue("server"), authority.issue("device")
-
-    def answer(pair: Pair | None) -> bytes:
-        context = ssl.create_default_context(cafile=authority.cert)
-        if pair is not None:
-            context.load_cert_chain(pair.cert, pair.key)
-        with (
-            contextlib.suppress(ssl.SSLError, ConnectionError),
-            socket.create_connection(address, 30) as raw,
-            context.wrap_socket(raw, server_hostname="localhost") as client,
-        ):
-            client.sendall(connect("c"))
-            return client.recv(4)
-        return b""
-
-    ports = config.parent / "conf.d" / "ports.toml"
-    tls = f'\n[mqtt.tls]\ncert = "{server.cert}"\nkey = "{server.key}"\n'
-    without = ANY_PORT.replace("tcp://", "tls://") + tls
-    ports.write_text(without + f'client_ca = "{authority.cert}"\n')
-    service = start()
-    address = "127.0.0.1", int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
-    ports.write_text(without)
-    service.process.send_signal(signal.SIGHUP)
-    service.wait_for(r"client_ca.* needs a restart")
-    service.wait_for("reloaded")
-    assert answer(None) == b""
-    assert answer(device) == b"\x20\2\0\0"
-    assert service.stop() == 0
-
-
-def test_rules_for_another_listener_are_not_applied_to_the_open_one(
+def test_a_reload_moves_a_listener_with_its_rules_or_leaves_all_as_it_was(
     start: Callable[..., Service], config: Path
 ) -> None:
     ports = config.parent / "conf.d" / "ports.toml"
@@ -214,14 +177,28 @@ def test_rules_for_another_listener_are_not_applied_to_the_open_one(
     ports.write_text(ANY_PORT.replace(listen, f"{listen}\nallow_anonymous = false"))
     service = start()
     port = int(service.wait_for(r"ready.*listen=\S*:(\d+)")[1])
+
+    def answer(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), 30) as client:
+            client.sendall(connect("c"))
+            return client.recv(4)
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f'listen = ["tcp://127.0.0.1:{other.getsockname()[1]}"]'
+        ports.write_text(ANY_PORT.replace(listen, f"{taken}\nallow_anonymous = true"))
+        service.process.send_signal(signal.SIGHUP)
+        service.wait_for(r"reload of \[mqtt\] failed.*another program listens there")
+        service.wait_for("reloaded, except")
+    assert answer(port) == b"\x20\2\0\5", "not authorized, as before"
+    del service.log[:]
     elsewhere = listen.replace("127.0.0.1", "localhost")
     ports.write_text(ANY_PORT.replace(listen, f"{elsewhere}\nallow_anonymous = true"))
     service.process.send_signal(signal.SIGHUP)
-    service.wait_for(r"mqtt.listen was changed; that needs a restart")
+    fresh = int(service.wait_for(r"listening at mqtt://\S*:(\d+)")[1])
     service.wait_for("reloaded")
-    with socket.create_connection(("127.0.0.1", port), 30) as client:
-        client.sendall(connect("c"))
-        assert client.recv(4) == b"\x20\2\0\5"  # not authorized
+    assert answer(fresh) == b"\x20\2\0\0"
+    with pytest.raises(ConnectionError):
+        answer(port)
     assert service.stop() == 0
 
 

@@ -372,12 +372,13 @@ def test_the_keys_that_a_reload_cannot_apply_are_named(path: Path) -> None:
         users_file = "users"
         allow_anonymous = false
         listen = ["tcp://127.0.0.1:1884"]
+        max_packet = "2MiB"
         [log]
         level = "debug"
         [streams.a]
         """,
     )
-    assert settings.needs_restart(running, new) == ["gateway.id", "mqtt.listen"]
+    assert settings.needs_restart(running, new) == ["gateway.id", "mqtt.max_packet"]
     assert settings.needs_restart(running, running) == []
 
 

@@ -16,7 +16,7 @@ from bridge.access.logins import Access
 from bridge.clock import Clock
 from bridge.errors import NotEnoughMessages, StreamError, StreamFull
 from bridge.mqtt.server.connection import Connection
-from bridge.mqtt.server.connections import Listener
+from bridge.mqtt.server.connections import Endpoint, Listener
 from bridge.mqtt.server.server import Server
 from bridge.mqtt.settings import Limits, MqttConfig, parse_address
 from bridge.operations.reading import ReadMessagesOptions
@@ -211,7 +211,7 @@ class Wire:
         """With `pieces`, what it sends arrives in pieces of so many bytes."""
         self._world, self._pieces = world, pieces
         self.transport = Transport()
-        self.connection = Connection(world.server.connections, world.listener)
+        self.connection = Connection(world.server.connections, world.endpoint)
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
         self._lost = False
 
@@ -250,7 +250,6 @@ class World:
             "s": Stream("s", "in/#"),
             "other": Stream("other", "in/both"),
         }
-        self.listener = Listener(parse_address("tcp://10.0.0.2:1883"), False)
         self.start()
 
     def start(self) -> None:
@@ -259,6 +258,8 @@ class World:
         access = Access(MqttConfig(allow_anonymous=True))
         self.server = Server(self.config, operations, access, self.runtime)
         self.broker = self.server.broker
+        (settings,) = self.config.listeners()
+        self.endpoint = Endpoint(parse_address("tcp://10.0.0.2:1883"), Listener(settings, access, None))
         begin = self.broker.start()
         try:
             begin.send(None)

@@ -181,7 +181,7 @@ async def test_anonymous_clients_are_welcome_on_loopback_and_their_user_name_mea
 @bridge_test(listen=["tcp://0.0.0.0:0"], allow_anonymous=True)
 async def test_anonymous_clients_are_welcome_elsewhere_only_if_allowed(bridge: Bridge) -> None:
     await bridge.connect("a")
-    bridge.broker.access.load(MqttConfig())
+    bridge.broker.accesses.first.load(MqttConfig())
     client = await bridge.open()
     await client.connect("b", expect=5)
 
@@ -321,34 +321,30 @@ def test_the_name_in_a_client_certificate_is_the_user(tmp_path: Path) -> None:
     with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], tls=tls, acl=rules)
 
 
-def test_a_reload_neither_asks_for_client_certificates_nor_stops_asking(tmp_path: Path) -> None:
+def test_a_listener_that_asks_for_certificates_or_no_longer_does_ends_its_connections(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     server, device = authority.issue("server"), authority.issue("dev-1")
     plain = TlsSettings(cert=server.cert, key=server.key)
     named = msgspec.structs.replace(plain, client_ca=authority.cert)
 
-    def reload(bridge: Bridge, tls: TlsSettings | None, **settings: Any) -> None:
-        with pytest.raises(ConfigError, match="restart"):
-            bridge.front.reload(msgspec.structs.replace(bridge.config, tls=tls, **settings))
-
-    async def asking(bridge: Bridge) -> None:
-        reload(bridge, plain, allow_anonymous=True)
-        reload(bridge, None, listen=["tcp://127.0.0.1:0"])
+    async def test(bridge: Bridge) -> None:
+        guest = await open_tls(bridge, authority)
+        await guest.connect("guest", level=V5)
+        asking = msgspec.structs.replace(bridge.config, tls=named)
+        bridge.front.reload(asking)
+        assert (await guest.receive()) == Packet(0xE0, b"\x98\0")
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await (await open_tls(bridge, authority)).connect("c")
-        await (await open_tls(bridge, authority, device)).connect("c")
+        known = await open_tls(bridge, authority, device)
+        await known.connect("c", level=V5)
+        bridge.front.reload(msgspec.structs.replace(asking, acl=[AccessRule(user="dev-1")]))
+        assert await known.alive()
+        bridge.front.reload(bridge.config)
+        assert (await known.receive()) == Packet(0xE0, b"\x98\0")
+        await (await open_tls(bridge, authority)).connect("guest")
 
-    async def not_asking(bridge: Bridge) -> None:
-        reload(bridge, named, allow_anonymous=True)
-        await (await open_tls(bridge, authority)).connect("c", expect=5)
-
-    listen = {"listen": ["tls://127.0.0.1:0"]}
-    for name, test, settings in (
-        ("asking", asking, {"tls": named}),
-        ("not", not_asking, {"tls": plain, "allow_anonymous": False}),
-    ):
-        (tmp_path / name).mkdir()
-        with_bridge(tmp_path / name, test, **listen, **settings)
+    tls = {"tls": plain, "allow_anonymous": True}
+    with_bridge(tmp_path, test, listen=["tls://127.0.0.1:0"], **tls)
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -21,6 +21,8 @@ from bridge.config.tomlfile import Keys as Place
 from bridge.encryption import CREATE as CREATE_KEY
 from bridge.encryption import Keys
 from bridge.errors import ConfigError, EncryptionKeyError
+from bridge.firehose.settings import FirehoseTls
+from bridge.mqtt.settings import TlsSettings
 from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
 
@@ -36,8 +38,13 @@ SECRETS: list[Place] = [
     ("aws", "credentials", "iot", "key"),
     ("encryption", "key_file"),
 ]
+_OF_LISTENERS = {  # what [[mqtt.listener]] names too
+    ("mqtt", "users_file"),
+    ("mqtt", "tls", "key"),
+    ("mqtt", "tls", "cert"),
+    ("mqtt", "tls", "client_ca"),
+}
 CREATE: dict[Place, str] = {  # what to do if the file is missing
-    ("mqtt", "users_file"): CREATE_USERS,
     ("firehose", "access_keys_file"): CREATE_KEYS,
     ("encryption", "key_file"): CREATE_KEY,
 }
@@ -127,7 +134,8 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
     for keys, path in _named(context, SECRETS):
         problem = unreadable(path)
         if problem:
-            create = f"; {CREATE[keys].format(path=path)}" if keys in CREATE and not path.exists() else ""
+            how = CREATE_USERS if keys[-1] == "users_file" else CREATE.get(keys, "")
+            create = f"; {how.format(path=path)}" if how and not path.exists() else ""
             yield context.error(keys, problem + create)
         elif keys in wrong:
             yield context.error(keys, wrong[keys])
@@ -137,12 +145,16 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
 
 def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
     """What the service would not accept in the files of users and of access keys."""
-    users, signing = context.config.mqtt.users_file, context.config.firehose.access_keys_file
-    try:
-        if users is not None:
-            read_users(users)
-    except ConfigError as error:
-        yield ("mqtt", "users_file"), str(error)
+    mqtt, signing = context.config.mqtt, context.config.firehose.access_keys_file
+    files: list[tuple[Place, Path | None]] = [(("mqtt", "users_file"), mqtt.users_file)]
+    for number, listener in enumerate(mqtt.listener):
+        files.append((("mqtt", "listener", number, "users_file"), listener.users_file))
+    for keys, users in files:
+        try:
+            if users is not None:
+                read_users(users)
+        except ConfigError as error:
+            yield keys, str(error)
     try:
         if signing is not None:
             read_access_keys("firehose.access_keys_file", signing)
@@ -160,23 +172,28 @@ def rules(context: CheckContext) -> Iterator[Finding]:
     mqtt = context.config.mqtt
     if not all(context.knows("mqtt", key) for key in ("users_file", "acl", "user", "tls", "allow_anonymous")):
         return
-    if mqtt.tls is not None and mqtt.tls.client_ca is not None:  # a certificate may have any name
-        return
+    if any(one.tls is not None and one.tls.client_ca is not None for one in mqtt.listeners()):
+        return  # a certificate may have any name
     try:
-        users = {} if mqtt.users_file is None else read_users(mqtt.users_file)
+        files = dict.fromkeys(one.users_file for one in mqtt.listeners() if one.users_file is not None)
+        users = {name for path in files for name in read_users(path)}
         signing = _users_of_keys(context)
     except ConfigError:
         return  # reported by `secrets`
     known = {"*", "", context.config.greengrass.user, *signing}
     known |= {one.user for one in context.config.upstream if one.user is not None}
-    named: list[tuple[Keys, str]] = [
+    named: list[tuple[Place, str]] = [
         (("mqtt", "acl", number, "user"), rule.user) for number, rule in enumerate(mqtt.acl)
     ]
     named += [(("mqtt", "user", number, "name"), account.name) for number, account in enumerate(mqtt.user)]
+    for number, listener in enumerate(mqtt.listener):
+        place: Place = ("mqtt", "listener", number)
+        named += [((*place, "acl", n, "user"), rule.user) for n, rule in enumerate(listener.acl or ())]
+        named += [((*place, "user", n, "name"), one.name) for n, one in enumerate(listener.user or ())]
     for keys, user in named:
-        if user not in known | users.keys():
+        if user not in known | users:
             near = difflib.get_close_matches(user, users, n=1)
-            where = "there is no users_file" if mqtt.users_file is None else f"it is not in {mqtt.users_file}"
+            where = f"it is not in {' or '.join(map(str, files))}" if files else "there is no users_file"
             hint = f"did you mean {near[0]!r}?" if near else "add the user, or remove this table"
             yield context.warning(keys, f"nobody can log in as {user!r}: {where}; {hint}")
 
@@ -207,14 +224,20 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
             yield context.error(keys, f"{path} is only valid from {span}; renew it, or set the clock")
         elif ends - now < EXPIRES_SOON:
             yield context.warning(keys, f"{path} expires on {ends:%Y-%m-%d}; renew it and reload")
-    for section, tls in (("mqtt", context.config.mqtt.tls), ("firehose", context.config.firehose.tls)):
+    pairs: list[tuple[Place, TlsSettings | FirehoseTls | None]] = [
+        (("mqtt",), context.config.mqtt.tls),
+        (("firehose",), context.config.firehose.tls),
+    ]
+    for number, listener in enumerate(context.config.mqtt.listener):
+        pairs.append((("mqtt", "listener", number), listener.tls))
+    for place, tls in pairs:
         if tls is None or unreadable(tls.cert) or unreadable(tls.key):
             continue
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key)
         except ssl.SSLError as error:
             reason = (error.reason or "not a key").lower().replace("_", " ")
-            yield context.error((section, "tls", "key"), f"{tls.key} does not match {tls.cert}: {reason}")
+            yield context.error((*place, "tls", "key"), f"{tls.key} does not match {tls.cert}: {reason}")
 
 
 def _named(context: CheckContext, places: list[Place]) -> Iterator[tuple[Place, Path]]:
@@ -225,6 +248,14 @@ def _named(context: CheckContext, places: list[Place]) -> Iterator[tuple[Place, 
             value = getattr(value, str(key), None)
         if isinstance(value, Path):
             yield keys, value
+    for number, listener in enumerate(context.config.mqtt.listener):
+        for keys in places:
+            if keys in _OF_LISTENERS:
+                value = listener
+                for key in keys[1:]:
+                    value = getattr(value, str(key), None)
+                if isinstance(value, Path):
+                    yield ("mqtt", "listener", number, *keys[1:]), value
     for number, one in enumerate(context.config.upstream):
         for keys in places:
             path = getattr(one, str(keys[-1]), None) if keys[:2] == ("mqtt", "external") else None

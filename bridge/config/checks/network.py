@@ -168,19 +168,23 @@ def client_ids(context: CheckContext) -> Iterator[Finding]:
     if config.client_ids != "any" or config.mode != "embedded":
         return
     bound = {one.name for one in config.user if one.client_ids}
-    tables: list[tuple[str, int, Rights]]
-    tables = [("acl", number, rule) for number, rule in enumerate(config.acl) if rule.user not in bound]
+    tables: list[tuple[Keys, Rights]]
+    tables = [(("acl", number), rule) for number, rule in enumerate(config.acl) if rule.user not in bound]
     for number, role in enumerate(config.role):
         if any(role.name in one.roles and one.name not in bound for one in config.user):
-            tables.append(("role", number, role))
-    for table, number, rights in tables:
+            tables.append((("role", number), role))
+    for number, listener in enumerate(config.listener):
+        if listener.client_ids in (None, "any") and listener.user is None:
+            rules = enumerate(listener.acl or ())
+            tables += [(("listener", number, "acl", n), rule) for n, rule in rules if rule.user not in bound]
+    for keys, rights in tables:
         for right in FILTERS:
             # Each client has its own level below streambridge/ for requests, whatever the rules are.
             names = getattr(rights, right) or ()
             wide = [name for name in names if "%c" in name and not name.startswith("streambridge/")]
             if wide:
                 yield context.warning(
-                    ("mqtt", table, number, right),
+                    ("mqtt", *keys, right),
                     f"{wide[0]!r} gives rights to any client that chooses this client id; write %u for the "
                     'user name, or bind the ids to users: mqtt.client_ids = "user" or "prefix", or '
                     "client_ids in [[mqtt.user]]",
@@ -195,12 +199,18 @@ def _wanted(context: CheckContext) -> Iterator[Wanted]:
             section = context.document.data.get("mqtt")
             stated = section.get("listen") if isinstance(section, dict) else None
             urls = [url for url in stated if isinstance(url, str)] if isinstance(stated, list) else []
-        for url in urls:
+        addresses: list[tuple[Keys, str]] = [(("mqtt", "listen"), url) for url in urls]
+        addresses += [
+            (("mqtt", "listener", number, "listen"), url)
+            for number, listener in enumerate(config.mqtt.listener)
+            for url in listener.listen
+        ]
+        for keys, url in addresses:
             try:
                 address = parse_address(url)
             except ValueError:
                 continue
-            yield ("mqtt", "listen"), address.host, address.port
+            yield keys, address.host, address.port
     for section in ("greengrass", "firehose", "http"):
         listen = getattr(config, section).listen
         if listen and context.knows(section, "listen"):

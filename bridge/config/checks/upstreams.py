@@ -143,7 +143,7 @@ def _place_of(url: str) -> tuple[str, int]:
 
 def _own_places(context: CheckContext) -> set[tuple[str, int]]:
     found = set()
-    for url in context.config.mqtt.listen:
+    for url in (url for listener in context.config.mqtt.listeners() for url in listener.listen):
         address = parse_address(url)
         if address.scheme in ("tcp", "tls") and (address.loopback or address.host in ("0.0.0.0", "::")):  # noqa: S104
             found.add(("localhost", address.port))

@@ -30,7 +30,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from bridge.access.proofs import is_of_certificate
+from bridge.access.accesses import Accesses
 from bridge.mqtt.broker.inbox import Inbox
 from bridge.mqtt.broker.journal import Journal
 from bridge.mqtt.broker.journalfile import NAME
@@ -120,7 +120,8 @@ class Broker:
 
         `encrypts` returns whether a stream is encrypted: then the journal is too, with `keys`.
         """
-        self.runtime, self.store, self.clock, self.access, self.limits = runtime, store, clock, access, limits
+        self.runtime, self.store, self.clock, self.limits = runtime, store, clock, limits
+        self.accesses = Accesses(access)
         self.reports = Reports(runtime.now)
         self.counts = self.reports.counts
         self.journal = Journal(directory / NAME, clock.boot, runtime, keys, encrypts)
@@ -164,15 +165,14 @@ class Broker:
         a new password or certificate; a session whose user is gone ends, since nobody could ever open it.
         """
         for session in self.sessions.all():
-            user = session.identity.user
-            if self.access.still_admits(user, session.proof):
+            if self.accesses.still_admits(session.identity, session.proof):
                 continue
             if session.will is not None:
                 self.counts["dropped_wills"] += 1
                 self.set_will(session, None)
             if session.line is not None:
                 session.line.fail("refused_reload", REVOKED, NOT_AUTHORIZED)
-            if not is_of_certificate(session.proof) and not self.access.knows(user or ""):
+            if self.accesses.is_gone(session.identity, session.proof):
                 self.sessions.end(session)
         self.router.forget_routes()
 
@@ -184,11 +184,11 @@ class Broker:
         `done` gets whether the session was there before, or why the client is refused. It is called once the
         journal has the session, and not at all if the connection has ended by then.
         """
-        client_id, user = asked.identity.client_id, asked.identity.user
+        client_id = asked.identity.client_id
         while not inbox.line.gone:
             old, newest = self.sessions.get(client_id), self._newest.get(client_id)
-            foreign = old is not None and old.identity.user != user
-            if foreign and not self.access.owns_id(user, client_id):
+            foreign = old is not None and old.identity.owner != asked.identity.owner
+            if foreign and not self.accesses.owns_id(asked.identity):
                 done(Refused(NOT_AUTHORIZED, f"client id {client_id!r} belongs to another user"))
                 return
             if old is not None and old.line is not None:
@@ -207,7 +207,7 @@ class Broker:
         self, inbox: Inbox, asked: Opening, session: Session | None, done: Callable[[bool | Refused], None]
     ) -> None:
         identity = asked.identity
-        if not self.access.still_admits(identity.user, asked.proof):  # a reload came in between
+        if not self.accesses.still_admits(identity, asked.proof):  # a reload came in between
             done(Refused(NOT_AUTHORIZED, "what it logged in with has been replaced"))
             return
         present = session is not None
@@ -464,8 +464,8 @@ class Broker:
         known = session.subscriptions
         if not session.identity.may_subscribe(topics):
             code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
-        elif request.filter not in known and len(known) >= self.limits.subscriptions:
-            code, why = QUOTA_EXCEEDED, f"it has {len(known)} already; see [mqtt.limits] subscriptions"
+        elif request.filter not in known and (full := line.full_of_subscriptions(len(known))):
+            code, why = QUOTA_EXCEEDED, full
         else:
             return 0
         self.counts["refused_subscriptions"] += 1

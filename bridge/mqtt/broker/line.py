@@ -22,8 +22,15 @@ class Line(Protocol):
         """The client, for the log."""
 
     @property
+    def local(self) -> bool:
+        """Whether the client is on this machine."""
+
+    @property
     def gone(self) -> bool:
         """Whether it is closed, or is being closed."""
+
+    def full_of_subscriptions(self, count: int) -> str:
+        """Why a client that has `count` topic filters may have no more; empty if it may."""
 
     def send(self, data: bytes | bytearray) -> None:
         """Write whole packets; nothing happens if it is gone."""
@@ -42,9 +49,13 @@ class Gone:
     """The line of an inbox that has nothing more to answer, so that the connection is held by nothing."""
 
     address = name = ""
-    level, bridge, writable, gone = 4, False, False, True
+    level, bridge, local, writable, gone = 4, False, False, False, True
     explains = receipts = False
     receive_maximum = max_packet_out = 0
+
+    def full_of_subscriptions(self, count: int) -> str:
+        """Nobody subscribes."""
+        return ""
 
     def send(self, data: bytes | bytearray) -> None:
         """Nothing is sent."""

@@ -27,7 +27,8 @@ class Opened(Record, frozen=True, tag=1):
 
     Seconds on the age timeline (`bridge.clock`), as `expires` of the others.
 
-    `proof` is what its client logged in with (`access.proofs`).
+    `proof` is what its client logged in with (`access.proofs`), `access` through which access, and `realm`
+    whose user it is (`access.rules.Identity`).
     """
 
     client: str
@@ -35,6 +36,8 @@ class Opened(Record, frozen=True, tag=1):
     expiry: int
     left: float
     proof: bytes = b""
+    access: str = ""
+    realm: str = ""
 
 
 class Ended(Record, frozen=True, tag=2):
@@ -186,7 +189,10 @@ def _at(message: Message) -> float | None:
 
 def opened_record(session: Session) -> Opened:
     """The record of a session that exists."""
-    return Opened(session.client_id, session.identity.user, session.expiry, session.left, session.proof)
+    who = session.identity
+    return Opened(
+        session.client_id, who.user, session.expiry, session.left, session.proof, who.access, who.realm
+    )
 
 
 def queued_record(

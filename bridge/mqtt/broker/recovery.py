@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from bridge.access.rules import Identity
 from bridge.clock import Deadline
 from bridge.errors import CorruptData, NotEnoughMessages
 from bridge.mqtt.broker.journal import survived
@@ -123,7 +124,9 @@ def recover(records: Sequence[Record], broker: Broker) -> None:
     if not complete:
         broker.journal.replay_points.clear()
     for client, past in saved.items():
-        identity = broker.access.identify(client, past.opened.user)
+        opened = past.opened
+        identity = Identity(client, opened.user, (), access=opened.access, realm=opened.realm)
+        identity = broker.accesses.again(identity)
         session = broker.sessions.create(client, identity)
         session.expiry, session.proof = past.opened.expiry, past.opened.proof
         if complete:

@@ -61,6 +61,7 @@ from bridge.mqtt.wire.packets import (
     properties_at,
     text,
 )
+from bridge.net.addresses import is_loopback
 from bridge.net.flow import Flow
 from bridge.topics import is_topic_name
 
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.router import Route
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer
-    from bridge.mqtt.server.connections import Connections, Listener
+    from bridge.mqtt.server.connections import Connections, Endpoint
 
 log = logging.getLogger(__name__)
 
@@ -83,19 +84,20 @@ class Connection(Flow):
     """The server's side of one MQTT connection; the broker sees it as a `Line`."""
 
     __slots__ = (
-        "_connect_size", "_epoch", "_heard", "_need", "_paid", "_routes", "_tail", "address", "aliases",
-        "bridge", "broker", "connections", "explains", "inbox", "keep_alive", "level", "limit", "listener",
-        "max_packet_out", "published", "reason", "receipts", "receive_maximum", "requests", "since", "state",
-        "traffic", "writable",
+        "_connect_size", "_epoch", "_heard", "_need", "_paid", "_rate", "_routes", "_tail", "address",
+        "aliases", "bridge", "broker", "connections", "endpoint", "explains", "inbox", "keep_alive", "level",
+        "limit", "max_packet_out", "proxied", "published", "reason", "receipts", "receive_maximum",
+        "requests", "since", "state", "traffic", "writable",
     )  # fmt: skip
 
-    def __init__(self, connections: Connections, listener: Listener) -> None:
+    def __init__(self, connections: Connections, endpoint: Endpoint) -> None:
         super().__init__()
-        self.connections, self.broker, self.listener = connections, connections.broker, listener
+        self.connections, self.broker, self.endpoint = connections, connections.broker, endpoint
         self.traffic = connections.traffic
         self.inbox = Inbox(self, self.broker.journal)
         self.state = State.NEW
         self.level = V311
+        self.proxied = False  # its address is what a proxy said
         self.bridge = False  # the client is another broker
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
         self.writable = True
@@ -112,6 +114,7 @@ class Connection(Flow):
         self._connect_size = 0  # bytes of its CONNECT while the login waits
         self._routes: dict[bytes, Route] = {}
         self._epoch = -1
+        self._rate = 0  # messages per second; 0: no limit
         self._paid = 0.0  # until when its messages are within its rate
 
     @property
@@ -127,6 +130,11 @@ class Connection(Flow):
         return f"{client}{self.address}"
 
     @property
+    def local(self) -> bool:
+        """Whether the client is on this machine; a proxy may say so of a client of its own machine."""
+        return is_loopback(self.address) and not self.proxied
+
+    @property
     def gone(self) -> bool:
         """Whether it is closed, or is being closed."""
         return self.state is State.CLOSED or self.transport.is_closing()
@@ -139,7 +147,8 @@ class Connection(Flow):
         self.address = str(peer[0]) if isinstance(peer, tuple) else "local"
         runtime = self.connections.runtime
         self._heard = runtime.now()
-        self._timer = runtime.later(self.connections.limits.connect_timeout / 1000, self._too_slow)
+        limits = self.endpoint.listener.limits
+        self._timer = runtime.later(limits.connect_timeout / 1000, self._too_slow)
         self.connections.accept(self)
 
     def data_received(self, data: bytes) -> None:
@@ -199,6 +208,11 @@ class Connection(Flow):
             why = f"an answer of {len(data)} bytes, above its Maximum Packet Size of {self.max_packet_out}"
             self.fail("refused_packet_size", why, PACKET_TOO_LARGE)
 
+    def full_of_subscriptions(self, count: int) -> str:
+        """Why it may have no more than its `count` topic filters; empty if it may."""
+        most = self.endpoint.listener.limits.subscriptions
+        return f"it has {count} already; see [mqtt.limits] subscriptions" if count >= most else ""
+
     def proceed(self) -> None:
         data, self._tail = bytes(self._tail), b""
         if data:
@@ -229,6 +243,7 @@ class Connection(Flow):
         self.connections.guests.leave(self, self.address)
         self.state = NEXT[self.state, Event.ACCEPTED]
         self.since = round(self.broker.clock.wall())
+        self._rate = self.endpoint.listener.limits.messages_per_second
         self.limit = self.connections.config.max_packet
         self._timer.cancel()
         if self.keep_alive:
@@ -414,8 +429,8 @@ class Connection(Flow):
             self.published += published
             self.traffic.received_bytes += pos
             self.inbox.put(batch)
-            if published and shared.limits.messages_per_second:
-                self._throttle(published / shared.limits.messages_per_second)
+            if published and self._rate:
+                self._throttle(published / self._rate)
         return pos
 
     def _route(self, topic: bytes) -> Route:

@@ -3,7 +3,7 @@
 What it promises: as many connections as `limits` allow and no more, those in their TLS handshake among them;
 clients that have not logged in hold no more than `guest_bytes`. A connection is in one of these states here:
 
-    expected   its TLS handshake is under way
+    expected   its PROXY header or its TLS handshake is under way
     open       it has a transport; until it has logged in it counts as a guest
 """
 
@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import ssl
+from functools import partial
+from ipaddress import ip_network
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bridge.mqtt.broker.message import LARGE
+from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
+from bridge.net.addresses import is_within
 from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
@@ -21,23 +26,59 @@ from bridge.net.limits import ConnectionLimits, keep_alive
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from bridge.access.logins import Access
     from bridge.mqtt.broker.broker import Broker
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.broker.sessions import Session
-    from bridge.mqtt.settings import Address, MqttConfig
+    from bridge.mqtt.settings import Address, ListenerSettings, MqttConfig
     from bridge.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
 STOPPING = "the service is stopping"
+ANY = 1 << 60  # connections, where there is no limit
 GUESTS = "clients that have not logged in hold too much memory; see [mqtt.limits] guest_bytes"
 
 
-class Listener(NamedTuple):
-    """Where a connection came in."""
+class Listener:
+    """What holds for the clients of some addresses. A reload makes another, with the same count."""
 
-    address: Address
-    client_certificates: bool  # whether every client must have one
+    def __init__(
+        self,
+        settings: ListenerSettings,
+        access: Access,
+        context: ssl.SSLContext | None,
+        counted: ConnectionLimits | None = None,
+    ) -> None:
+        """`context` is of its TLS handshakes, `counted` of the listener that it replaces."""
+        self.settings, self.access, self.context = settings, access, context
+        self.name, self.limits = settings.name, settings.limits
+        self.proxies = tuple(map(ip_network, settings.proxy_protocol))
+        self.asks = context is not None and context.verify_mode is ssl.CERT_REQUIRED  # for certificates
+        self.counted = counted or ConnectionLimits(ANY, ANY)
+        own = settings.own_limits
+        self.counted.set(own.connections or ANY, own.connections_per_address or ANY)
+
+    def regime(self, address: Address) -> tuple[object, ...]:
+        """What a client has been admitted by: if a reload changes it, the client must come again."""
+        return self.name, self.settings.own_users, address.secure and self.asks, bool(self.proxies)
+
+
+class Endpoint:
+    """One address of a listener."""
+
+    def __init__(self, address: Address, listener: Listener) -> None:
+        self.address, self.listener = address, listener
+
+    @property
+    def client_certificates(self) -> bool:
+        """Whether every client must have one."""
+        return self.address.secure and self.listener.asks
+
+    @property
+    def loopback(self) -> bool:
+        """Whether its clients are on this machine; those of a proxy need not be."""
+        return self.address.loopback and not self.listener.proxies
 
 
 class Traffic:
@@ -80,7 +121,9 @@ class Member(Protocol):
     """A connection; `connection.Connection` is one."""
 
     address: str
+    endpoint: Endpoint
     level: int
+    proxied: bool  # its address is what a proxy said
     inbox: Inbox
     since: int  # when it logged in, Unix time in ms
     published: int  # messages that it has sent
@@ -116,38 +159,57 @@ class Connections:
         rate = self.limits.handshakes_per_second
         # Each turn is given back after a tenth of a second.
         self.handshake_turns = FairQueue(max(rate // 10, 1)) if rate else None
-        self._expected: dict[Member, str] = {}  # with their address
+        # With the address by which they are counted; None: their proxy has not yet said whose they are.
+        self._expected: dict[Member, str | None] = {}
         self._counted = ConnectionLimits(self.limits.connections, self.limits.connections_per_address)
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty: asyncio.Future[None] | None = None  # set by the last connection, once `stopping`
         self.stopping = False
 
     def expect(self, conn: Member, address: str, descriptor: int) -> bool:
-        """A socket whose TLS handshake is to begin; returns whether there is room for it."""
-        refused = self._count(address, descriptor)
-        conn.address = self._expected[conn] = address
+        """A socket that must first say more, in a TLS handshake or a PROXY header: whether it has room."""
+        listener = conn.endpoint.listener
+        counted = None if listener.proxies else address
+        refused, counter = self._count(conn, counted, descriptor), "refused_limit"
+        if listener.proxies and not is_within(address, listener.proxies):
+            refused, counter = "it is no proxy of this listener; see proxy_protocol", "refused_proxy"
+        conn.address, self._expected[conn] = address, counted
         if refused:
-            self.given_up(conn, "refused_limit", refused)
+            self.given_up(conn, counter, refused)
         else:
             self.guests.keep(conn, address, 0)
         return not refused and conn in self._expected
 
+    def named(self, conn: Member, address: str | None) -> bool:
+        """A proxy has said whose connection it is; None: its own. Returns whether that client has room."""
+        if conn not in self._expected:
+            return False
+        self._leave(conn, None)
+        self.guests.leave(conn, conn.address)
+        if address is not None:
+            conn.address, conn.proxied = address, True
+        self._expected[conn] = conn.address
+        if refused := self._enter(conn, conn.address):
+            self.given_up(conn, "refused_limit", refused)
+        else:
+            self.guests.keep(conn, conn.address, 0)
+        return conn in self._expected
+
     def given_up(self, conn: Member, counter: str = "", why: str = "") -> None:
         """Nothing comes of an expected connection, unless `accept` has seen it already."""
-        address = self._expected.pop(conn, None)
-        if address is None:
+        if conn not in self._expected:
             return
-        self._counted.leave(address)
-        self.guests.leave(conn, address)
+        self._leave(conn, self._expected.pop(conn))
+        self.guests.leave(conn, conn.address)
         if counter:
             self.broker.reports.closed(conn.name, counter, why)
 
     def accept(self, conn: Member) -> None:
         """A new connection: let it stay if there is room for it."""
-        address = self._expected.pop(conn, None)
         descriptor = keep_alive(conn.transport)  # for a peer that vanishes without keep-alive of its own
+        address = self._expected.pop(conn, None)
         if address is None:
-            refused = self._count(conn.address, descriptor)
+            refused = self._count(conn, conn.address, descriptor)
         else:
             conn.address, refused = address, STOPPING if self.stopping else ""
         self.open[conn] = None
@@ -160,18 +222,36 @@ class Connections:
         """A connection's transport is closed."""
         if conn in self.open:
             del self.open[conn]
-            self._counted.leave(conn.address)
+            self._leave(conn, conn.address)
             self.guests.leave(conn, conn.address)
         if (task := self.logging_in.pop(conn, None)) is not None:
             task.cancel()  # nobody waits for its answer
         if self._empty is not None and not self.open and not self._empty.done():
             self._empty.set_result(None)
 
-    def _count(self, address: str, descriptor: int) -> str:
-        """Count a socket; returns why it is one too many, or nothing if there is room for it."""
-        refused = self._counted.enter(address, descriptor)
+    def _count(self, conn: Member, address: str | None, descriptor: int) -> str:
+        """Count a new socket; returns why it is one too many, or nothing if there is room for it."""
+        refused = self._enter(conn, address, descriptor)
         self.broker.counts["accepted"] += 1
         return STOPPING if self.stopping else refused
+
+    def _enter(self, conn: Member, address: str | None, descriptor: int = -1) -> str:
+        of_all = self._counted.enter(address, descriptor)
+        of_listener = conn.endpoint.listener.counted.enter(address)
+        return of_all or of_listener
+
+    def _leave(self, conn: Member, address: str | None) -> None:
+        self._counted.leave(address)
+        conn.endpoint.listener.counted.leave(address)
+
+    def end_all_of(self, endpoint: Endpoint, why: str) -> None:
+        """End the connections of an address, when all that they have sent is stored and acknowledged."""
+        for conn in [conn for conn in self._expected if conn.endpoint is endpoint]:
+            if (task := self.logging_in.get(conn)) is not None:
+                task.cancel()
+        for conn in [conn for conn in self.open if conn.endpoint is endpoint]:
+            conn.hold("listener")
+            conn.inbox.when_settled(partial(conn.fail, "refused_reload", why, ADMINISTRATIVE_ACTION))
 
     def _dismiss(self, conn: Member) -> None:
         """Peers that have not logged in hold too much memory, and this one has the largest share."""

@@ -33,7 +33,6 @@ from bridge.mqtt.wire.packets import (
     parse_connect,
     protocol_of,
 )
-from bridge.net.addresses import is_loopback
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
@@ -66,10 +65,10 @@ def begin(conn: Connection, body: bytes) -> None:
     conn.explains = conn.level == V5 and bool(asked.get(p.REQUEST_PROBLEM_INFO, 1))
     conn.receipts = conn.explains and receipts.ASKED in asked.get(p.USER_PROPERTY, ())
     conn.wait_with(len(body))
-    access, user, listener = conn.broker.access, connect.username, conn.listener
+    access, user, endpoint = conn.endpoint.listener.access, connect.username, conn.endpoint
     if refused := _unfit(connect):
         conn.refuse(*refused)
-    elif listener.client_certificates:
+    elif endpoint.client_certificates:
         found = access.certified(conn.transport.get_extra_info("ssl_object"))
         if found is None:
             why = "its certificate is no user's: it has not one common name, or [[mqtt.user]] lists others"
@@ -80,14 +79,14 @@ def begin(conn: Connection, body: bytes) -> None:
             _authenticated(conn, connect, *found)
     elif user is not None and access.has_users:
         conn.connections.logging_in[conn] = conn.connections.spawn(_check_password(conn, connect, user))
-    elif denied := access.refuse_anonymous(loopback=listener.address.loopback):
+    elif denied := access.refuse_anonymous(loopback=endpoint.loopback):
         _deny(conn, denied)
     else:
         _authenticated(conn, connect, None, b"")
 
 
 async def _check_password(conn: Connection, connect: Connect, user: str) -> None:
-    access = conn.broker.access
+    access = conn.endpoint.listener.access
     conn.listen_for_end(True)
     denied = await access.verify(user, connect.password, conn.address)
     conn.listen_for_end(False)
@@ -104,17 +103,17 @@ def _deny(conn: Connection, denied: Denied) -> None:
 
 def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: bytes) -> None:
     """The client has proved its identity (user None: anonymous): ask the broker for its session."""
-    broker = conn.broker
-    if connect.client_id and not broker.access.may_use_id(user, connect.client_id):
+    broker, listener = conn.broker, conn.endpoint.listener
+    if connect.client_id and not listener.access.may_use_id(user, connect.client_id):
         why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}"
         conn.refuse(BAD_CLIENT_ID, f"{why}; see mqtt.client_ids and [[mqtt.user]]")
         return
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
-    identity = broker.access.identify(client_id, user, local=is_loopback(conn.address))
+    identity = listener.access.identify(client_id, user, local=conn.local)
     if connect.will is not None and (refused := _refused_will(conn, identity, connect.will.topic)):
         conn.refuse(*refused)
         return
-    limits = conn.connections.limits
+    limits = listener.limits
     seconds = min(connect.keep_alive, limits.max_keep_alive)
     if connect.level == V5:
         expiry = connect.properties.get(p.SESSION_EXPIRY, 0)

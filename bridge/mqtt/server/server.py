@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
-from functools import partial
 from typing import TYPE_CHECKING
 
-from bridge.access.proofs import NO_CERTIFICATE, authorities, is_of_certificate
-from bridge.errors import ConfigError
+import msgspec
+
+from bridge.access.proofs import NO_CERTIFICATE, is_of_certificate
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.broker.journalfile import DIRECTORY
 from bridge.mqtt.server import requests
-from bridge.mqtt.server.connection import Connection
-from bridge.mqtt.server.connections import Connections, Listener
+from bridge.mqtt.server.connections import Connections
+from bridge.mqtt.server.listeners import Listeners
 from bridge.mqtt.server.systopics import SysTopics
-from bridge.mqtt.server.tls import TlsServer, tls_context
-from bridge.mqtt.server.websocket import WebSocket
-from bridge.mqtt.settings import parse_address
-from bridge.mqtt.wire.packets import SERVER_SHUTTING_DOWN
-from bridge.net.addresses import is_loopback
-from bridge.net.listening import Listening, listen
+from bridge.mqtt.wire.packets import NOT_AUTHORIZED, SERVER_SHUTTING_DOWN
 
 if TYPE_CHECKING:
     from bridge.access.logins import Access
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.server.connections import Member
-    from bridge.mqtt.settings import Address, MqttConfig, TlsSettings
+    from bridge.mqtt.settings import MqttConfig
     from bridge.operations.catalog import Operations
     from bridge.runtime import Runtime
 
@@ -45,7 +39,7 @@ class Server:
     """The embedded broker's listeners and connections."""
 
     def __init__(self, config: MqttConfig, operations: Operations, access: Access, runtime: Runtime) -> None:
-        self.config, self._access = config, access
+        self.config = config
         self._manager = manager = operations.manager
         self.broker = Broker(
             runtime,
@@ -60,22 +54,19 @@ class Server:
         )
         self.broker.publisher.refused_stream = config.refused_stream
         self.connections = Connections(config, self.broker, runtime, under_pressure=manager.under_pressure)
+        self.listeners = Listeners(config, access, self.connections)
         self._systopics = SysTopics(self.connections, runtime, config.sys_interval / 1000)
-        self._sockets: list[Listening | TlsServer] = []
-        self._tls: ssl.SSLContext | None = None
 
     # -- life ------------------------------------------------------------
 
     async def start(self) -> list[str]:
         """Restore sessions and listen; returns the urls, with the ports really taken."""
-        if self.config.tls is not None:
-            self._tls = tls_context(self.config.tls)
-            self._access.load(self.config, authorities(self._tls))
+        self.listeners.load()
         await self.broker.start()
         self._systopics.start()
         self._manager.on_pressure.append(self.connections.press)
         try:
-            return [await self._listen(parse_address(url)) for url in self.config.listen]
+            return await self.listeners.open()
         except BaseException:
             await self.stop()
             raise
@@ -84,8 +75,7 @@ class Server:
         """Stop accepting and reading, store and acknowledge what was read, close."""
         self.connections.stopping = self.broker.stopping = True
         self._systopics.stop()
-        for listening in self._sockets:
-            listening.close()
+        self.listeners.close()
         for conn in list(self.connections.open):
             conn.hold("stop")
         settling = [_settled(conn.inbox) for conn in self.connections.open if conn.inbox.unsettled]
@@ -101,53 +91,33 @@ class Server:
         await self.connections.empty(CLOSE_TIMEOUT)
 
     def reload(self, config: MqttConfig) -> None:
-        """Apply users, rules and certificates, or raise a ConfigError and leave everything as it was.
+        """Apply listeners, users, rules and certificates, or raise a ConfigError and leave all as it was.
 
-        A listener's address, and whether it asks for certificates, are fixed when it opens. Users and rules
-        meant for another listener could let in too many, so nothing is applied then. New certificates come
-        with new keys for session tickets: no client resumes what an earlier client CA has allowed.
+        New certificates come with new keys for session tickets: no client resumes what an earlier client CA
+        has allowed.
         """
-        if _asks_for(config.tls) != _asks_for(self.config.tls):
-            raise ConfigError("[mqtt.tls] or its client_ca was added or removed; that needs a restart")
-        if config.listen != self.config.listen:
-            raise ConfigError("mqtt.listen was changed; that needs a restart")
-        context = tls_context(config.tls) if config.tls is not None else None
-        self._access.load(config, authorities(context))
+        self.listeners.reload(msgspec.structs.replace(config, limits=self.config.limits))
         self.broker.publisher.refused_stream = config.refused_stream
-        for listening in self._sockets:
-            if context is not None and isinstance(listening, TlsServer):
-                listening.context = context
         for session in self.broker.sessions.all():
-            local = session.line is not None and is_loopback(session.line.address)
-            user = session.identity.user
-            session.identity = self._access.identify(session.client_id, user, local=local)
-        for conn in self.connections.open:
-            self._check_certificate(conn)
+            local = session.line is not None and session.line.local
+            session.identity = self.broker.accesses.again(session.identity, local=local)
+        for conn in list(self.connections.open):
+            self._check(conn)
         self.broker.revoke()
 
-    def _check_certificate(self, conn: Member) -> None:
-        """A client whose certificate is another user's now must log in again."""
-        session, tls = conn.session, conn.transport.get_extra_info("ssl_object")
-        if session is not None and tls is not None and is_of_certificate(session.proof):
-            found = self._access.certified(tls)
+    def _check(self, conn: Member) -> None:
+        """End the connection of a client that its listener would not admit again as the same user."""
+        session, endpoint = conn.session, conn.endpoint
+        if session is None:
+            return
+        if is_of_certificate(session.proof):
+            found = endpoint.listener.access.certified(conn.transport.get_extra_info("ssl_object"))
             if found is None or found[0] != session.identity.user:
                 session.proof = NO_CERTIFICATE
-
-    async def _listen(self, address: Address) -> str:
-        tls = self._tls if address.secure else None
-        listener = Listener(address, tls is not None and tls.verify_mode is ssl.CERT_REQUIRED)
-        make = partial(self._connection, listener)
-        listening = await listen("mqtt.listen", address.host, address.port)
-        if tls is None:
-            self._sockets.append(listening)
-            await listening.accept(lambda: make()[1])
-        else:
-            self._sockets.append(TlsServer(self.connections, tls, make, listening))
-        return f"{_URL_SCHEMES[address.scheme]}://{listening.place}"
-
-    def _connection(self, listener: Listener) -> tuple[Connection, asyncio.Protocol]:
-        conn = Connection(self.connections, listener)
-        return conn, WebSocket(conn) if listener.address.scheme in ("ws", "wss") else conn
+        elif session.identity.user is None:
+            denied = endpoint.listener.access.refuse_anonymous(loopback=endpoint.loopback)
+            if denied is not None:
+                conn.fail("refused_reload", denied.text, NOT_AUTHORIZED)
 
     async def journaled(self) -> None:
         """Wait until the journal holds what was given to it."""
@@ -165,11 +135,3 @@ def _settled(inbox: Inbox) -> asyncio.Future[None]:
 def _resolve(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-_URL_SCHEMES = {"tcp": "mqtt", "tls": "mqtts", "ws": "ws", "wss": "wss"}
-
-
-def _asks_for(tls: TlsSettings | None) -> tuple[bool, bool]:
-    """Whether there are certificates, and whether clients must have one."""
-    return tls is not None, tls is not None and tls.client_ca is not None

@@ -1,7 +1,8 @@
-"""The tls and wss listeners: handshakes in turns, and within the limits of connections and memory.
+"""Connections that begin with more than MQTT: a PROXY header, a TLS handshake, or both.
 
-Sockets count from their accept on (see `bridge.net.tls`): `Connections` is asked for room, and only then TLS
-begins.
+Sockets count from their accept on (see `bridge.net.tls`): `Connections` is asked for room, then the header is
+read (`net.proxyheader`), `Connections` is asked again, now for the client that it names, and only then TLS
+begins. Handshakes have turns. Each of the two may take as long as a CONNECT.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
+from bridge.net import proxyheader
 from bridge.net.addresses import network_of
 from bridge.net.tls import Acceptor, server_context
 
@@ -29,17 +31,15 @@ TURN = 0.1  # seconds until another handshake has its turn
 
 
 class TlsServer:
-    """Listening sockets whose connections begin with a TLS handshake."""
+    """Listening sockets whose connections begin with a PROXY header, a TLS handshake, or both."""
 
     def __init__(
         self,
         connections: Connections,
-        context: ssl.SSLContext,
         factory: Callable[[], tuple[Connection, asyncio.Protocol]],
         listening: Listening,
     ) -> None:
         """`factory` makes a connection, and the protocol that gets what TLS has decrypted."""
-        self.context = context  # of the handshakes that begin from now on
         self._connections, self._factory = connections, factory
         self._loop = asyncio.get_running_loop()
         self._acceptor = Acceptor(listening, "[mqtt.limits] connections", self._accepted)
@@ -51,22 +51,27 @@ class TlsServer:
     def _accepted(self, sock: socket.socket, address: str) -> None:
         conn, protocol = self._factory()
         if self._connections.expect(conn, address, sock.fileno()):
-            task = self._connections.spawn(self._shake_hands(sock, conn, protocol))
+            task = self._connections.spawn(self._begin(sock, conn, protocol))
             self._connections.logging_in[conn] = task
         else:
             sock.close()
 
-    async def _shake_hands(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
-        connections = self._connections
+    async def _begin(self, sock: socket.socket, conn: Connection, protocol: asyncio.Protocol) -> None:
+        connections, listener = self._connections, conn.endpoint.listener
         try:
+            if listener.proxies and not await self._named(sock, conn):
+                return
+            if not conn.endpoint.address.secure:
+                await self._loop.connect_accepted_socket(lambda: protocol, sock)
+                return
             if not await self._turn(sock, conn):
                 return
             connections.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
             await self._loop.connect_accepted_socket(
                 lambda: protocol,
                 sock,
-                ssl=self.context,
-                ssl_handshake_timeout=connections.limits.connect_timeout / 1000,
+                ssl=conn.endpoint.listener.context,
+                ssl_handshake_timeout=conn.endpoint.listener.limits.connect_timeout / 1000,
             )
         except ConnectionAbortedError:
             connections.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
@@ -74,7 +79,7 @@ class TlsServer:
             connections.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
         except OSError as error:
             # As port scanners do, and some clients that do not trust us.
-            what = "%s hung up in its TLS handshake%s; does it trust our certificate?"
+            what = "%s hung up in its TLS handshake or PROXY header%s; does it trust our certificate?"
             connections.broker.reports.log(
                 "tls_hung_up", logging.INFO, what, conn.name, f" ({error})" if str(error) else ""
             )
@@ -83,6 +88,24 @@ class TlsServer:
                 del connections.logging_in[conn]
             connections.given_up(conn)
 
+    async def _named(self, sock: socket.socket, conn: Connection) -> bool:
+        """Learn whose connection it is; returns whether it may go on. Raises OSError if the proxy is gone."""
+        connections = self._connections
+        try:
+            async with asyncio.timeout(conn.endpoint.listener.limits.connect_timeout / 1000):
+                address = await proxyheader.read(sock)
+            if connections.named(conn, address):
+                return True
+        except TimeoutError:
+            connections.given_up(conn, "refused_timeout", "no whole PROXY header in time")
+        except proxyheader.BadHeader as error:
+            connections.given_up(conn, "refused_proxy", str(error))
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()
+        return False
+
     async def _turn(self, sock: socket.socket, conn: Connection) -> bool:
         """Wait for the handshake's turn; returns whether it came. Raises OSError if the client has gone."""
         connections, turns = self._connections, self._connections.handshake_turns
@@ -90,8 +113,9 @@ class TlsServer:
             return True
         network = network_of(conn.address)
         try:
-            async with asyncio.timeout(connections.limits.connect_timeout / 1000):
-                await turns.wait(network, known=connections.broker.access.knows_network(network))
+            listener = conn.endpoint.listener
+            async with asyncio.timeout(listener.limits.connect_timeout / 1000):
+                await turns.wait(network, known=listener.access.knows_network(network))
             self._loop.call_later(TURN, turns.done)
             with contextlib.suppress(BlockingIOError):
                 if not sock.recv(1, socket.MSG_PEEK):
@@ -122,6 +146,6 @@ def _reason(error: ssl.SSLError) -> str:
     return f"{reason}; does it speak TLS 1.2 or newer?"
 
 
-def tls_context(tls: TlsSettings) -> ssl.SSLContext:
-    """A server context from certificate files, or a ConfigError."""
-    return server_context("mqtt.tls", tls.cert, tls.key, tls.client_ca)
+def tls_context(option: str, tls: TlsSettings) -> ssl.SSLContext:
+    """A server context from certificate files, or a ConfigError, which names the option."""
+    return server_context(option, tls.cert, tls.key, tls.client_ca)

@@ -137,7 +137,7 @@ class WebSocket(asyncio.Protocol):
         if "mqtt" not in offered:
             return self._refuse("400 Bad Request")  # MQTT-6.0.0-3
         origin = fields.get("origin")
-        if origin is not None and self._inner.listener.address.loopback and not _is_ours(origin):
+        if origin is not None and self._inner.endpoint.address.loopback and not _is_ours(origin):
             # A page of a stranger, in a browser on this machine, is not a client of this machine.
             return self._refuse("403 Forbidden")
         accept = base64.b64encode(hashlib.sha1(key.encode() + _GUID, usedforsecurity=False).digest()).decode()

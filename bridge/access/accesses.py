@@ -1,0 +1,55 @@
+"""All accesses of a front end, by their names: whose a session is, and what its client may do.
+
+A session belongs to a user of a realm (`rules.Identity`). It may be taken over through any access whose users
+are of that realm.
+"""
+
+from __future__ import annotations
+
+from bridge.access.logins import Access
+from bridge.access.proofs import is_of_certificate
+from bridge.access.rules import NOTHING, Identity
+
+
+class Accesses:
+    """The access of [mqtt], and those of its listeners."""
+
+    def __init__(self, first: Access) -> None:
+        self.first = first
+        self.named: dict[str, Access] = {"": first}
+
+    def again(self, past: Identity, *, local: bool = False) -> Identity:
+        """The present rights of a client that was identified in the past, perhaps before a restart.
+
+        Its listener may be gone. Then its rights are those of a client of [mqtt], if that has its user.
+        """
+        access = self._of(past)
+        if access is None:
+            return Identity(
+                past.client_id, past.user, NOTHING, local=False, access=past.access, realm=past.realm
+            )
+        return access.identify(past.client_id, past.user, local=local)
+
+    def still_admits(self, identity: Identity, proof: bytes) -> bool:
+        """Whether a client that logged in with this proof still could."""
+        access = self._of(identity)
+        return access is not None and access.still_admits(identity.user, proof)
+
+    def is_gone(self, identity: Identity, proof: bytes) -> bool:
+        """Whether the user of a client that is not admitted is gone, and its session is nobody's."""
+        access = self._of(identity)
+        if access is None:
+            return True
+        return not is_of_certificate(proof) and not access.knows(identity.user or "")
+
+    def owns_id(self, identity: Identity) -> bool:
+        """Whether a client id is this user's, whoever was the first client to use it."""
+        access = self._of(identity)
+        return access is not None and access.owns_id(identity.user, identity.client_id)
+
+    def _of(self, identity: Identity) -> Access | None:
+        for name in (identity.access, identity.realm):
+            access = self.named.get(name)
+            if access is not None and access.realm_of(identity.user) == identity.realm:
+                return access
+        return None

@@ -1,0 +1,212 @@
+"""The listeners: opened together, changed together, each with its access.
+
+What it promises of a reload: everything new is read, checked and bound first. A mistake changes nothing, and
+an address that stays is open all the time. The connections of a listener that is gone, or that admits clients
+by other means now, are ended after what they have sent is stored.
+
+    config --_plan (may fail)--> users, rules, certificates, new sockets --_apply--> in force
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import ssl
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from bridge.access.logins import Access, Loaded, read
+from bridge.access.proofs import authorities
+from bridge.errors import ConfigError
+from bridge.mqtt.server.connection import Connection
+from bridge.mqtt.server.connections import Endpoint, Listener
+from bridge.mqtt.server.tls import TlsServer, tls_context
+from bridge.mqtt.server.websocket import WebSocket
+from bridge.mqtt.settings import parse_address
+from bridge.net.listening import Listening, listen, listen_now
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bridge.mqtt.server.connections import Connections
+    from bridge.mqtt.settings import ListenerSettings, MqttConfig
+
+log = logging.getLogger(__name__)
+
+GONE = "its listener was removed, or admits clients by other means now"
+_URL_SCHEMES = {"tcp": "mqtt", "tls": "mqtts", "ws": "ws", "wss": "wss"}
+
+# An address of a listener: the listener's name, the url, and which of several equal ones it is.
+Key = tuple[str, str, int]
+
+
+class Open(NamedTuple):
+    """An address that is open."""
+
+    endpoint: Endpoint
+    listening: Listening
+    tls: TlsServer | None  # None: its connections are accepted by the event loop
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        (self.tls or self.listening).close()
+
+
+class Plan(NamedTuple):
+    """A configuration, read and checked: of each listener its settings, access and certificates."""
+
+    listeners: dict[str, tuple[ListenerSettings, Loaded, ssl.SSLContext | None]]
+    addresses: dict[Key, ListenerSettings]
+
+
+class Listeners:
+    """The listeners of a server, and their accesses."""
+
+    def __init__(self, config: MqttConfig, first: Access, connections: Connections) -> None:
+        """`first` is the access of [mqtt]."""
+        self._config, self._connections = config, connections
+        self._accesses = connections.broker.accesses
+        self._listeners: dict[str, Listener] = {}
+        self._open: dict[Key, Open] = {}
+        self._first = first
+
+    # -- life ------------------------------------------------------------
+
+    def load(self) -> None:
+        """Put users, rules and certificates into force, before anything is open. Raises ConfigError."""
+        self._set(_plan(self._config))
+
+    async def open(self) -> list[str]:
+        """Open all addresses; returns the urls, port 0 resolved. Raises ConfigError."""
+        for key, settings in _addresses(self._config).items():
+            address = parse_address(key[1])
+            self._add(key, await listen(f"{settings.option}.listen", address.host, address.port))
+            await self._accept(key)
+        return [_url(key, one.listening) for key, one in self._open.items()]
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        for one in self._open.values():
+            one.close()
+
+    def reload(self, config: MqttConfig) -> None:
+        """Apply another configuration, or raise ConfigError and leave everything as it was."""
+        plan = _plan(config)
+        fresh: dict[Key, Listening] = {}
+        left = [key for key in self._open if key not in plan.addresses]
+        try:
+            for key, settings in plan.addresses.items():
+                if key not in self._open:
+                    fresh[key] = self._bind(key, settings, left)
+        except BaseException:
+            _close(fresh)
+            raise
+        self._config = config
+        before = {key: one.endpoint.listener.regime(one.endpoint.address) for key, one in self._open.items()}
+        self._set(plan)
+        for key in left:
+            self._remove(key)
+            log.info("closed the listener at %s", key[1])
+        for key, regime in before.items():
+            if key in self._open and self._regime(key) != regime:
+                again = self._open[key].listening.again()
+                self._remove(key)
+                fresh[key] = again
+        for key, listening in fresh.items():
+            self._add(key, listening)
+            self._connections.spawn(self._accept(key))
+            log.info("listening at %s", _url(key, listening))
+
+    # -- parts ------------------------------------------------------------
+
+    def _bind(self, key: Key, settings: ListenerSettings, left: list[Key]) -> Listening:
+        """The sockets of a new address, which may be those of one that another listener has now."""
+        url = key[1]
+        address = parse_address(url)
+        for other in left:
+            if other[1] == url and address.port:
+                return self._open[other].listening.again()
+        try:
+            return listen_now(f"{settings.option}.listen", address.host, address.port)
+        except ConfigError as error:
+            cause = error.__cause__
+            taken = [other[1] for other in left if parse_address(other[1]).port == address.port]
+            if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE and taken:
+                raise ConfigError(
+                    f"{settings.option}.listen: {url} has the port of {taken[0]}, which is open until a "
+                    "restart; restart the service, or remove that one first and reload"
+                ) from error
+            raise
+
+    def _set(self, plan: Plan) -> None:
+        """Put users, rules, certificates and limits into force."""
+        listeners: dict[str, Listener] = {}
+        for name, (settings, loaded, context) in plan.listeners.items():
+            access = self._accesses.named.get(name) or Access(loaded, name, beside=self._first)
+            access.realm = name if settings.own_users else ""
+            access.apply(loaded)
+            old = self._listeners.get(name)
+            listeners[name] = Listener(settings, access, context, None if old is None else old.counted)
+        self._listeners = listeners
+        self._accesses.named = {name: one.access for name, one in listeners.items()}
+        for key, one in self._open.items():
+            if key in plan.addresses:
+                one.endpoint.listener = listeners[key[0]]
+
+    def _regime(self, key: Key) -> tuple[object, ...]:
+        endpoint = self._open[key].endpoint
+        return endpoint.listener.regime(endpoint.address)
+
+    def _add(self, key: Key, listening: Listening) -> None:
+        endpoint = Endpoint(parse_address(key[1]), self._listeners[key[0]])
+        self._open[key] = Open(endpoint, listening, None)
+
+    def _remove(self, key: Key) -> None:
+        one = self._open.pop(key)
+        one.close()
+        self._connections.end_all_of(one.endpoint, GONE)
+
+    async def _accept(self, key: Key) -> None:
+        one = self._open.get(key)
+        if one is None or one.tls is not None:
+            return
+        make = partial(self._connection, one.endpoint)
+        if one.endpoint.address.secure or one.endpoint.listener.proxies:
+            self._open[key] = one._replace(tls=TlsServer(self._connections, make, one.listening))
+        else:
+            await one.listening.accept(lambda: make()[1])
+
+    def _connection(self, endpoint: Endpoint) -> tuple[Connection, asyncio.Protocol]:
+        conn = Connection(self._connections, endpoint)
+        return conn, WebSocket(conn) if endpoint.address.scheme in ("ws", "wss") else conn
+
+
+def _plan(config: MqttConfig) -> Plan:
+    """Read the files of all listeners; raises ConfigError."""
+    plan = Plan({}, _addresses(config))
+    for settings in config.listeners():
+        tls = settings.tls
+        context = None if tls is None else tls_context(f"{settings.option}.tls", tls)
+        plan.listeners[settings.name] = (settings, read(settings, authorities(context)), context)
+    return plan
+
+
+def _addresses(config: MqttConfig) -> dict[Key, ListenerSettings]:
+    found: dict[Key, ListenerSettings] = {}
+    for settings in config.listeners():
+        for url in settings.listen:
+            number = 0
+            while (settings.name, url, number) in found:
+                number += 1
+            found[settings.name, url, number] = settings
+    return found
+
+
+def _close(sockets: Mapping[Key, Listening]) -> None:
+    for listening in sockets.values():
+        listening.close()
+
+
+def _url(key: Key, listening: Listening) -> str:
+    return f"{_URL_SCHEMES[parse_address(key[1]).scheme]}://{listening.place}"
