@@ -40,7 +40,7 @@ from bridge.operations.catalog import READ, Found
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
-    from bridge.greengrass.frontend import GreengrassFrontEnd
+    from bridge.greengrass.frontend import Admitted, GreengrassFrontEnd
     from bridge.streams.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,8 @@ class Connection(Flow):
         super().__init__()
         self._front = front
         self._operations, self._manager = front.operations, front.operations.manager
-        self.caller: Identity  # set by Connect, the first request
+        self.admitted: Admitted | None = None  # set by Connect, the first request
+        self.caller: Identity  # likewise
         self._loop = asyncio.get_running_loop()
         self._phase, self._version = Phase.NEW, wire.VERSIONS[0]
         self._buffer = bytearray()
@@ -267,7 +268,10 @@ class Connection(Flow):
                 request_id, ResponseStatus.UNAUTHORIZED, "too many wrong tokens from this address; try later"
             )
             return False
-        why = self._front.refused(self, token)
+        found = self._front.admit(self, token)
+        why = found if isinstance(found, str) else ""
+        if not isinstance(found, str):
+            self.admitted = found
         if not token:  # nothing was guessed
             if why:
                 self._refuse(request_id, ResponseStatus.UNAUTHORIZED, why)
@@ -312,7 +316,8 @@ class Connection(Flow):
 
     def identify(self) -> None:
         """Look up the client's rights, at its Connect and again when the rules have changed."""
-        self.caller = self._front.identify(self.host, self.address)
+        if self.admitted is not None:
+            self.caller = self._front.identify(self.admitted, self.host, self.address)
 
     # -- requests ------------------------------------------------------------
     def _decode(self, body: bytes) -> tuple[str, dict[str, Any]]:

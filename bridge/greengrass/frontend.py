@@ -1,15 +1,16 @@
 """`GreengrassFrontEnd`: the Stream Manager protocol on TCP.
 
-A client must show the token in `token_file`, unless its process belongs to root or to the service's own user
-on this machine. The file is read at each connect, so the token can be changed at any time. If the file cannot
-be read or is empty, no token is right. The rules for `greengrass.user` say what these clients may do.
+A client must show a token, unless its process belongs to root or to the service's own user on this machine.
+`tokens_file` has tokens with their users; the token in `token_file` is that of `greengrass.user`, and so are
+processes without one. The files are read at each connect, so a token can be changed at any time; a reload
+ends the connections of tokens that are gone. If a file cannot be read or is empty, no token in it is right.
+The rules and roles of its user say what a client may do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 from collections import Counter
@@ -17,6 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.access.guesses import Guesses
+from bridge.access.tokens import digest, read_tokens
+from bridge.errors import ConfigError
 from bridge.greengrass.connection import Connection
 from bridge.net import peer
 from bridge.net.addresses import host_and_port, is_loopback
@@ -45,6 +48,13 @@ class Bounds(NamedTuple):
     partial_bytes: int = 256 * 1024 * 1024  # in unfinished frames of all clients together
     handshake: float = 10.0  # until a client has sent its whole Connect
     stalled: float = 60.0  # without a byte of a frame that has begun
+
+
+class Admitted(NamedTuple):
+    """Who a client is, and the digest of its token; empty without one."""
+
+    user: str
+    token: bytes
 
 
 class GreengrassFrontEnd:
@@ -96,43 +106,61 @@ class GreengrassFrontEnd:
         return {"connections": len(self.connections), **self.counts}
 
     # -- for the connections ------------------------------------------------------------
-    def refused(self, connection: Connection, token: str) -> str:
-        """Return why a client is refused with this token, or an empty text if it is admitted.
+    def admit(self, connection: Connection, token: str) -> Admitted | str:
+        """Who a client with this token is, or why it is refused.
 
-        Root and the service's own user need none: they can read the streams' files anyway.
+        Root and the service's own user need no token: they can read the streams' files anyway.
         """
-        path = self._config.token_file
-        wanted = b""
-        if path is not None:
-            try:
-                wanted = path.read_bytes().strip()
-            except OSError as error:
-                log.error("greengrass.token_file cannot be read: %s", error)
-            else:
-                if not wanted:
-                    log.error("greengrass.token_file is empty: %s", path)
-        if wanted and hmac.compare_digest(token.encode(), wanted):
-            return ""
-        ignored = not token or path is None
+        config = self._config
+        if token and (user := self._users().get(digest(token))) is not None:
+            return Admitted(user, digest(token))
+        ignored = not token or (config.token_file is None and config.tokens_file is None)
         if ignored and is_loopback(connection.host) and peer.owner(connection.socket) in (0, os.geteuid()):
-            return ""
+            return Admitted(config.user, b"")
         if ignored:
             return (
-                "a token is needed: `streambridge install-service` creates one in greengrass.token_file; set "
-                "it for the client as AWS_CONTAINER_AUTHORIZATION_TOKEN"
+                "a token is needed: `streambridge install-service` creates one in greengrass.token_file, and "
+                "greengrass.tokens_file has those of users; set it for the client as "
+                "AWS_CONTAINER_AUTHORIZATION_TOKEN"
             )
-        return "the token differs from the one in greengrass.token_file"
+        return "the token is not in greengrass.token_file, nor in greengrass.tokens_file"
 
-    def identify(self, host: str, address: str) -> Identity:
-        """The rights of a client at an address: those of `greengrass.user`."""
-        user = self._config.user
+    def _users(self) -> dict[bytes, str]:
+        """The users by the digests of their tokens; without those of files that cannot be read."""
+        users: dict[bytes, str] = {}
+        config = self._config
+        if config.token_file is not None:
+            try:
+                if shown := config.token_file.read_text(errors="surrogateescape").strip():
+                    users[digest(shown)] = config.user
+                else:
+                    log.error("greengrass.token_file is empty: %s", config.token_file)
+            except OSError as error:
+                log.error("greengrass.token_file cannot be read: %s", error)
+        if config.tokens_file is not None:
+            try:
+                users |= read_tokens("greengrass.tokens_file", config.tokens_file)
+            except ConfigError as error:
+                log.error("%s", error)
+        return users
+
+    def identify(self, admitted: Admitted, host: str, address: str) -> Identity:
+        """The rights of a client at an address: those of its user."""
+        user = admitted.user
         label = f"{address} (user {user!r})"
         return self._access.identify("", user, local=is_loopback(host), label=label)
 
     def reload(self) -> None:
-        """The rules have changed."""
-        for connection in self.connections:
-            connection.identify()
+        """The rules or the tokens have changed."""
+        users = self._users() if self.connections else {}
+        for connection in list(self.connections):
+            known = connection.admitted
+            if known is None:
+                continue
+            if known.token and users.get(known.token) != known.user:
+                connection.end("its token is not valid any more")
+            else:
+                connection.identify()
 
     def gone(self, connection: Connection) -> None:
         """A connection is closed."""

@@ -14,14 +14,16 @@ from bridge.settingtypes import Count, Millis
 class GreengrassConfig(Struct, frozen=True, kw_only=True):
     """[greengrass]: the listener for clients of the AWS Stream Manager SDKs.
 
-    Clients show the token in `token_file`; processes of root and of the service's own user on this machine
-    need none. The rules of [[mqtt.acl]] for `user` say what they may do. An empty `listen` opens no listener.
+    A client shows a token of `tokens_file`, and is the user of that line, or the token in `token_file`, and
+    is `user`. Processes of root and of the service's own user on this machine need none, and are `user` too.
+    The rules and roles of the user say what they may do. An empty `listen` opens no listener.
 
     A client that makes no request for `idle_timeout` is disconnected; the SDKs connect again.
     """
 
     listen: str = "127.0.0.1:8088"
     token_file: Path | None = None
+    tokens_file: Path | None = None
     user: str = "greengrass"
     connections: Count = 1_000
     connections_per_address: Count = 1_000

@@ -263,7 +263,7 @@ threads = 3
 def test_a_key_like_no_other_is_reported_with_the_valid_ones(path: Path) -> None:
     assert mistakes(path, "[greengrass]\nxyz = 1") == [
         "streambridge.toml:2: greengrass.xyz = 1: unknown key; valid keys: connections, "
-        "connections_per_address, idle_timeout, listen, token_file, user"
+        "connections_per_address, idle_timeout, listen, token_file, tokens_file, user"
     ]
 
 

@@ -76,6 +76,7 @@ class Server:
         root: Path,
         *,
         token_file: Path | None = None,
+        tokens_file: Path | None = None,
         port: int = 0,
         allow: Allow | None = None,
         access: MqttConfig | None = None,
@@ -87,7 +88,9 @@ class Server:
         self.allow = allow or Allow(kinds=[*KINDS, "s3"], endpoints=["http://127.0.0.1:1"])
         self.access = access or MqttConfig()
         self.data_dir, self._root = root / "data", root
-        self.config = GreengrassConfig(listen=f"127.0.0.1:{port}", token_file=token_file)
+        self.config = GreengrassConfig(
+            listen=f"127.0.0.1:{port}", token_file=token_file, tokens_file=tokens_file
+        )
         self.key_file: Path | None = None
         self.store: StreamStore
         self.manager: StreamManager

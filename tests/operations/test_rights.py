@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 from benchmarks.testbed.mosquitto import Mosquitto
 from bridge.access.rules import AccessRule, Identity
+from bridge.access.tokens import read_tokens
+from bridge.errors import ConfigError
 from bridge.mqtt.settings import MqttConfig
 from bridge.mqtt.wire.packets import V5
 from bridge.mqtt.wire.properties import RESPONSE_TOPIC
@@ -131,6 +134,78 @@ def test_clients_of_8088_have_the_rights_of_their_user(tmp_path: Path) -> None:
             ):
                 assert client.ask(op, **fields)["status"] == 2, op
         assert server.newest("secret") == 0
+
+
+def test_each_token_of_8088_is_its_user_until_a_reload_without_it(tmp_path: Path) -> None:
+    tokens, shared = tmp_path / "tokens", tmp_path / "token"
+    texts = {"ann": "a" * 16, "bob": "b" * 16, "both": "c" * 16, "shared": "d" * 16}
+    tokens.write_text(f"# user token\nann {texts['ann']}\nbob {texts['bob']}\nann {texts['both']}\n")
+    tokens.chmod(0o600)
+    shared.write_text(texts["shared"])
+    rules = [
+        AccessRule(user="ann", manage=["streams/a"]),
+        AccessRule(user="bob", publish=["streams/a"], operations=["appendMessage"]),
+        AccessRule(user="greengrass", read=["streams/a"]),
+    ]
+    with Server(tmp_path, access=MqttConfig(acl=rules), token_file=shared, tokens_file=tokens) as server:
+
+        def shown(token: str) -> Raw:
+            return Raw(server, connect={**CONNECT, "authToken": token})
+
+        def status(client: Raw, op: int, **fields: Any) -> int:
+            return int(client.ask(op, **fields)["status"])
+
+        with (
+            shown(texts["ann"]) as ann,
+            shown(texts["both"]) as also_ann,
+            shown(texts["bob"]) as bob,
+            shown(texts["shared"]) as other,
+        ):
+            made = {"name": "a", "strategyOnFull": 0}
+            assert (status(bob, 2, definition=made), status(ann, 2, definition=made)) == (2, 0)
+            asked = {"name": "a", "payload": b"x"}
+            assert [status(client, 4, **asked) for client in (ann, bob, other)] == [2, 0, 2]
+            assert [status(client, 5, streamName="a") for client in (ann, bob, other)] == [2, 2, 0]
+            assert status(also_ann, 13, name="a") == 0
+            with pytest.raises((AssertionError, OSError)), shown("e" * 16):
+                pass
+            tokens.write_text(f"bob {texts['both']}\nbob {texts['bob']}\n")
+            server.run(call(server.front.reload))
+            assert status(bob, 4, **asked) == 0
+            assert status(other, 5, streamName="a") == 0
+            for gone in (ann, also_ann):
+                assert gone.socket.recv(1) == b"", "its token is gone, or another user's"
+            with shown(texts["both"]) as now_bob:
+                assert (status(now_bob, 4, **asked), status(now_bob, 3, name="a")) == (0, 2)
+            tokens.chmod(0o644)
+            with pytest.raises((AssertionError, OSError)), shown(texts["bob"]):
+                pass
+            with shown(texts["shared"]):
+                pass
+
+
+async def call(function: Any) -> None:
+    function()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "no tokens in it"),
+        ("ann", "line 1: not `user token`"),
+        ("# x\n\nann short", "line 3: a token has 16 to 256"),
+        ("ann aaaaaaaaaaaaaaaa\nbob aaaaaaaaaaaaaaaa", "line 2: a token that another line has"),
+    ],
+)
+def test_a_mistake_in_the_file_of_tokens_is_named_with_its_line_and_without_a_token(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=re.escape(why)) as caught:
+        read_tokens("greengrass.tokens_file", path)
+    assert "aaaa" not in str(caught.value)
 
 
 def test_a_token_is_needed_by_all_but_root_and_the_services_own_user(tmp_path: Path) -> None:

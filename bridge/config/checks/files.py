@@ -14,6 +14,8 @@ from pathlib import Path
 
 from bridge.access.accesskeys import CREATE as CREATE_KEYS
 from bridge.access.accesskeys import read_access_keys
+from bridge.access.tokens import CREATE as CREATE_TOKENS
+from bridge.access.tokens import read_tokens
 from bridge.access.users import CREATE as CREATE_USERS
 from bridge.access.users import read_users
 from bridge.config.checks.context import CheckContext, Finding, existing, read_only, unreadable
@@ -33,6 +35,7 @@ SECRETS: list[Place] = [
     ("mqtt", "external", "password_file"),
     ("mqtt", "external", "key"),
     ("greengrass", "token_file"),
+    ("greengrass", "tokens_file"),
     ("firehose", "access_keys_file"),
     ("firehose", "tls", "key"),
     ("aws", "credentials", "iot", "key"),
@@ -47,6 +50,7 @@ _OF_LISTENERS = {  # what [[mqtt.listener]] names too
 CREATE: dict[Place, str] = {  # what to do if the file is missing
     ("firehose", "access_keys_file"): CREATE_KEYS,
     ("encryption", "key_file"): CREATE_KEY,
+    ("greengrass", "tokens_file"): CREATE_TOKENS,
 }
 CERTIFICATES: list[Place] = [
     ("mqtt", "tls", "cert"),
@@ -144,7 +148,7 @@ def secrets(context: CheckContext) -> Iterator[Finding]:
 
 
 def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
-    """What the service would not accept in the files of users and of access keys."""
+    """What the service would not accept in the files of users, access keys, tokens and the key."""
     mqtt, signing = context.config.mqtt, context.config.firehose.access_keys_file
     files: list[tuple[Place, Path | None]] = [(("mqtt", "users_file"), mqtt.users_file)]
     for number, listener in enumerate(mqtt.listener):
@@ -165,6 +169,11 @@ def _wrong_logins(context: CheckContext) -> Iterator[tuple[Place, str]]:
             Keys(context.config.gateway.data_dir, context.config.encryption.key_file).check()
     except EncryptionKeyError as error:
         yield ("encryption", "key_file"), str(error)
+    try:
+        if (tokens := context.config.greengrass.tokens_file) is not None:
+            read_tokens("greengrass.tokens_file", tokens)
+    except ConfigError as error:
+        yield ("greengrass", "tokens_file"), str(error)
 
 
 def rules(context: CheckContext) -> Iterator[Finding]:
@@ -199,11 +208,14 @@ def rules(context: CheckContext) -> Iterator[Finding]:
 
 
 def _users_of_keys(context: CheckContext) -> set[str]:
-    """The users of the Firehose API's keys; raises ConfigError."""
-    path = context.config.firehose.access_keys_file
-    if path is None:
-        return set()
-    return {key.user for key in read_access_keys("firehose.access_keys_file", path).values()}
+    """The users of the Firehose API's keys and of port 8088's tokens; raises ConfigError."""
+    keys, tokens = context.config.firehose.access_keys_file, context.config.greengrass.tokens_file
+    found: set[str] = set()
+    if keys is not None:
+        found |= {key.user for key in read_access_keys("firehose.access_keys_file", keys).values()}
+    if tokens is not None:
+        found |= set(read_tokens("greengrass.tokens_file", tokens).values())
+    return found
 
 
 def certificates(context: CheckContext) -> Iterator[Finding]:

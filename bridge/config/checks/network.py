@@ -67,7 +67,8 @@ def exposure(context: CheckContext) -> Iterator[Finding]:
     """Report listeners without a password that other machines can reach."""
     for section, what in (("http", "the status page"), ("greengrass", "every stream")):
         listen = getattr(context.config, section).listen
-        if section == "greengrass" and context.config.greengrass.token_file is not None:
+        greengrass = context.config.greengrass
+        if section == "greengrass" and (greengrass.token_file or greengrass.tokens_file) is not None:
             continue
         if listen and context.knows(section, "listen") and not is_loopback(host_and_port(listen)[0]):
             other = ", or set greengrass.token_file" if section == "greengrass" else ""
