@@ -196,10 +196,10 @@ def test_a_token_is_sent_and_a_wrong_one_is_refused(tmp_path: Path, monkeypatch:
     with Server(tmp_path, token_file=token) as server:
         with StreamManagerClient(url(server), auth_token="right") as client:
             assert client.list_streams() == []
-        with pytest.raises(ConnectFailedException, match="the token differs"):
+        with pytest.raises(ConnectFailedException, match="the token is not in"):
             StreamManagerClient(url(server), auth_token="wrong")
         monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "wrong")
-        with pytest.raises(ConnectFailedException, match="the token differs"):
+        with pytest.raises(ConnectFailedException, match="the token is not in"):
             StreamManagerClient(url(server))
 
 
