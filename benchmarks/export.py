@@ -148,7 +148,7 @@ def bare_s3(url: str, rows: list[bytes]) -> Callable[[], None]:
     def send() -> None:
         for n in range(0, len(rows), per_object):
             part = records[n : n + per_object]
-            body = encode(Batch("gw", "plant", 1, n, n + len(part) - 1, part))
+            body, _ = encode(Batch("gw", "plant", 1, n, n + len(part) - 1, part))
             s3.put_object(Bucket="bbb", Key=f"k/{n}", Body=body)
 
     return send

@@ -14,6 +14,7 @@ import zipfile
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+import botocore
 import pytest
 from packaging.requirements import Requirement
 
@@ -143,6 +144,22 @@ def test_the_command_starts_without_what_only_the_service_needs(tmp_path: Path) 
     program = "import sys, bridge.cli; print(*(name for name in sys.modules))"
     loaded = set(run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(CHECKOUT)).split())
     assert not loaded & (EXTRAS | {"boto3", "uvloop", "paho.mqtt.client"})
+
+
+def test_a_trimmed_installation_has_every_service_of_aws_that_an_exporter_uses(tmp_path: Path) -> None:
+    shutil.copytree(Path(botocore.__file__).parent, tmp_path / "botocore")
+    (tmp_path / "pip").mkdir()
+    run(sys.executable, CHECKOUT / ".ci" / "trim", tmp_path, cwd=tmp_path)
+    data = tmp_path / "botocore" / "data"
+    assert sum(file.stat().st_size for file in data.rglob("*")) < 5_000_000
+    assert not (tmp_path / "pip").exists()
+    kept = {one.name for one in data.iterdir() if one.is_dir()}
+    sources = [*(CHECKOUT / "plugins").glob("*.py"), *(CHECKOUT / "bridge" / "plugin").glob("*.py")]
+    sources += (CHECKOUT / "bridge" / "config" / "checks").glob("*.py")
+    used = {name for file in sources for name in re.findall(r'client\(\s*"([a-z0-9-]+)"', file.read_text())}
+    assert {"s3", "kinesis"} <= used <= kept
+    make = "import botocore.session as s; [s.Session().create_client(n, region_name='eu-west-1') for n in {}]"
+    run(sys.executable, "-c", make.format(sorted(kept)), cwd=tmp_path)
 
 
 def test_constraints_pin_every_dependency_exactly() -> None:
