@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from bridge.encryption import Keys
 from bridge.errors import CorruptData, OtherFormat
 from bridge.export.cursor import Cursor, CursorFile, Skipped, highest_exported
 from bridge.mqtt.settings import MqttConfig
@@ -22,6 +23,8 @@ from bridge.plugin import discovery
 from bridge.streams import drops, formats, layout, segment
 from bridge.streams.drops import LOSSES, Drop, DropReason
 from bridge.streams.meta import StorageSettings
+from bridge.streams.sealing import Sealing
+from bridge.streams.segment import Frame
 from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 from bridge.streams.verify import Checked, Problem, verify
@@ -48,6 +51,8 @@ class Run:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self.keys = Keys(recording.disk / "data", recording.key)
+        self._epochs: dict[str, int] = {}  # of segments
         self.written: dict[int, dict[int, tuple[bytes, bytes]]] = {}  # by salt and number
         self.old: dict[str, tuple[int, set[int]]] = {}  # salt and numbers of an earlier version's streams
         self.number: dict[tuple[str, bytes], list[tuple[int, int]]] = {}  # (stream, payload): salt and number
@@ -65,21 +70,34 @@ class Run:
                 found, _ = drops.examine(call.data)
                 self.drops.setdefault(_stream(call.path), []).extend((call.begin, drop) for drop in found)
 
+    def keys_in(self, data: Path) -> Keys:
+        """The keys of a state."""
+        return Keys(data, self.recording.key)
+
     def _segment(self, call: Call, salts: dict[str, int]) -> None:
         stream, data = _stream(call.path), call.data
         if call.begin < 0 and (header := segment.decode_header(formats.present_header(data))) is not None:
             data = formats.upgraded(data, header[2])  # as it is if it has the present format
         place = call.path.rpartition("/streams/")[2]
         if (header := segment.decode_header(data)) is not None:
-            salts[place] = header[2]
+            salts[place], self._epochs[place] = header[2], header[1]
             data = data[segment.HEADER.size :]
         salt = salts[place]
-        for frame in segment.scan(data, 0, salt):
-            for message in segment.messages(data, frame):
+        for one in segment.scan(data, 0, salt):
+            for message in segment.messages(*self._opened(call.path, place, data, one)):
                 self.written.setdefault(salt, {})[message.sequence_number] = message.topic, message.payload
                 self.number.setdefault((stream, message.payload), []).append((salt, message.sequence_number))
                 if call.begin < 0:
                     self.old.setdefault(stream, (salt, set()))[1].add(message.sequence_number)
+
+    def _opened(self, path: str, place: str, data: bytes, frame: Frame) -> tuple[bytes, Frame]:
+        """A frame as it was before it was encrypted."""
+        if not frame.columns & segment.SEALED:
+            return data, frame
+        base = layout.base_of(Path(path).name.removesuffix(layout.TEMPORARY)) or 0
+        opened = Sealing(self.keys, Path(path).parent.name).opener(self._epochs[place], base)(data, frame)
+        assert opened is not None
+        return opened
 
 
 def _stream(path: str) -> str:
@@ -284,14 +302,14 @@ async def start(state: State, root: Path, run: Run, model: str) -> Found:
     try:
         if (data / "streams").is_dir():
             with _noted(problems, "verify"), contextlib.suppress(OtherFormat):  # it says to start the service
-                verify(data)
+                verify(data, keys=run.keys_in(data))
         cursors = dict(_cursors(data))
         first: dict[str, FoundStream] = {}
         with _noted(problems, "the first start"):
             first = await _open(data, root / "memory", run, model, problems)
         second: dict[str, FoundStream] = {}
         with _noted(problems, "the second start"):
-            second = await _again(data, root / "memory", model, problems)
+            second = await _again(data, root / "memory", run, model, problems)
         for name, stream in first.items():
             after = second.get(name)
             if after is None:
@@ -301,7 +319,7 @@ async def start(state: State, root: Path, run: Run, model: str) -> Found:
             elif not stream.present | {stream.next} <= after.present and not _is_limited(name):
                 problems.append(f"{name}: lost by the second start: {stream.present - after.present}")
         with _noted(problems, "verify at the end"):
-            for checked in verify(data):
+            for checked in verify(data, keys=run.keys_in(data)):
                 problems += [
                     f"verify: {checked.name}: {Path(one.path).name}: {one.what}" for one in damage(checked)
                 ]
@@ -330,7 +348,7 @@ def _cursors(data: Path) -> Iterator[tuple[str, tuple[Cursor | None, tuple[tuple
         yield path.parent.name, (found, tuple(Skipped(path.with_suffix(".skipped")).ranges))
 
 
-def _opened(data: Path, memory: Path, model: str, events: list[str]) -> StreamStore:
+def _opened(data: Path, memory: Path, run: Run, model: str, events: list[str]) -> StreamStore:
     system = _system(model)
     return StreamStore(
         data,
@@ -338,6 +356,7 @@ def _opened(data: Path, memory: Path, model: str, events: list[str]) -> StreamSt
         on_event=lambda stream, what: events.append(f"{stream}: {what}"),
         floor=lambda name, epoch: highest_exported(data, name, epoch, system.boot) + 1,
         system=system,
+        keys=run.keys_in(data),
     )
 
 
@@ -358,7 +377,7 @@ async def _open(
     data: Path, memory: Path, run: Run, model: str, problems: list[str]
 ) -> dict[str, FoundStream]:
     found: dict[str, FoundStream] = {}
-    store = _opened(data, memory, model, [])
+    store = _opened(data, memory, run, model, [])
     try:
         for name, stream in store.streams.items():
             found[name] = _look(stream, problems)
@@ -383,9 +402,11 @@ async def _open(
     return found
 
 
-async def _again(data: Path, memory: Path, model: str, problems: list[str]) -> dict[str, FoundStream]:
+async def _again(
+    data: Path, memory: Path, run: Run, model: str, problems: list[str]
+) -> dict[str, FoundStream]:
     events: list[str] = []
-    store = _opened(data, memory, model, events)
+    store = _opened(data, memory, run, model, events)
     try:
         problems += [f"reported at the second start: {event}" for event in events]
         return {name: _look(stream, problems) for name, stream in store.streams.items()}
@@ -445,13 +466,17 @@ async def _drained(client: Client) -> list[bytes]:
 
 
 # -- a whole service -----------------------------------------------------------------------------
-def serve(state: State, root: Path) -> list[str]:
+def serve(state: State, root: Path, run: Run) -> list[str]:
     """Run the service itself on a state, store a message and stop it; what went wrong."""
     write(state, root)
     log = root / "log"
     try:
         config = root / "bridge.toml"
         config.write_text(CONFIG.format(root=root))
+        if (key := run.recording.key) is not None:
+            config.write_text(
+                f'{CONFIG.format(root=root)}encryption = true\n[encryption]\nkey_file = "{key}"\n'
+            )
         with log.open("w") as said:
             process = subprocess.Popen([*COMMAND, "run", "-c", str(config)], env=environment(), stderr=said)
             try:
@@ -473,7 +498,9 @@ def serve(state: State, root: Path) -> list[str]:
                 process.kill()
                 process.wait()
         return [
-            f"verify: {one.path}: {one.what}" for stream in verify(root / "data") for one in damage(stream)
+            f"verify: {one.path}: {one.what}"
+            for stream in verify(root / "data", keys=run.keys_in(root / "data"))
+            for one in damage(stream)
         ]
     finally:
         shutil.rmtree(root)

@@ -119,7 +119,7 @@ async def _explore(
                     if first:
                         return Result(at, len(seen), judged, defects, examples)
         if service and served is not None:
-            for problem in check.serve(served, next(trial.names)):
+            for problem in check.serve(served, next(trial.names), run):
                 defects[_kind(problem)] = defects.get(_kind(problem), 0) + 1
                 examples.append(f"{recording.area}, {model}: {problem}")
     return Result(len(steps), len(seen), judged, defects, examples)

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bridge.encryption import new_master
+
 from ..cli.conftest import COMMAND, environment
 from ..mqtt.harness import Client, Packet, ack, connect, publish, subscribe
 from .trace import OPTIONS, Call, parse
@@ -97,6 +99,7 @@ class Recording(NamedTuple):
     told: Path  # what the destination of exports has noted
     sent: dict[tuple[int, int], list[Sent]]
     before: Before | None = None
+    key: Path | None = None  # of its encrypted streams
 
 
 class Recorder:
@@ -336,6 +339,35 @@ strategy_on_full = "OverwriteOldestData"
     return recorder.recording("store")
 
 
+async def encrypted(root: Path) -> Recording:
+    """Encrypted streams: the first key, segments that are sealed, a restart and another key."""
+    streams = _STREAMS.replace("flush_on_write = true", "flush_on_write = true\nencryption = true")
+    recorder = Recorder(root, f'[encryption]\nkey_file = "{root}/key"\n{streams}')
+    (root / "key").write_text(new_master())
+
+    async def work(label: str) -> None:
+        device = await recorder.client(f"device-{label}")
+        for burst in range(4):
+            for name in ("synced", "written"):
+                await device.put(
+                    f"{name}/a", *[b"%s-%d-%d-" % (label.encode(), burst, n) + b"e" * 150 for n in range(6)]
+                )
+        device.disconnect()
+
+    async with recorder.run(signal.SIGTERM):
+        await work("one")
+        await recorder.quiet()
+    async with recorder.run(signal.SIGKILL):
+        await work("two")
+        definition = {"name": "written", "strategyOnFull": 0, "maxSize": 65536, "streamSegmentSize": 2048}
+        definition |= {"topics": ["written/#"], "encryption": True}
+        await recorder.request("updateMessageStream", definition=definition)
+        await work("three")
+        await recorder.quiet()
+        await work("four")
+    return recorder.recording("encrypted")._replace(key=root / "key")
+
+
 async def cursors(root: Path) -> Recording:
     """Exports of a stream that is synced and of two that are not, with gaps, over a restart."""
     export = """
@@ -457,6 +489,7 @@ async def take(recorder: Recorder, number: int) -> None:
 AREAS: dict[str, Callable[[Path], Awaitable[Recording]]] = {
     "first start": first_start,
     "store": store,
+    "encrypted": encrypted,
     "cursors": cursors,
     "journal": journal,
     "upgrade": upgrade,
