@@ -18,7 +18,7 @@ from bridge.cli.options import (
     keys_of,
 )
 from bridge.config.settings import DEFAULT_CONFIG
-from bridge.encryption import new_master
+from bridge.encryption import is_used, new_master
 from bridge.errors import StreamBridgeError
 
 app = typer.Typer(help="Make and replace the key of encrypted streams.", no_args_is_help=True)
@@ -72,6 +72,8 @@ def rotate(
     """
     directory = data_directory(config, data_dir)
     keys = keys_of(config, directory, key_file)
+    if not is_used(directory):
+        raise StreamBridgeError(f"{directory}: nothing is encrypted here yet; make another key file instead")
     if keys.key_file is not None and os.access(keys.key_file.parent, os.W_OK):
         number, finished = keys.rotate()
     else:
