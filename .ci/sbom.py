@@ -1,6 +1,6 @@
 """Prints the software bill of materials of the gateway, as CycloneDX 1.6 in JSON.
 
-It lists what `pip install streambridge` installs without extras, as installed here: every distribution with
+It lists what `pip install 'streambridge[encryption]'` installs, as installed here: every distribution with
 its version, licence and dependencies. The same installation gives the same text.
 """
 
@@ -48,7 +48,8 @@ def licence(package: Distribution) -> list[dict[str, Any]]:
 def main() -> None:
     """Print the document."""
     components, dependencies = {}, {}
-    waiting = needed(PROJECT["dependencies"], set())
+    lines = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["encryption"]]
+    waiting = needed(lines, set())
     root = f"pkg:pypi/streambridge@{PROJECT['version']}"
     references = {}
     edges = {root: [name for name, _ in waiting]}
