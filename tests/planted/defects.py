@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("defects.toml")
-ROOMS = ("store", "broker", "export", "ingest")
+ROOMS = ("store", "broker", "export", "ingest", "consumers", "frontends")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Defect:
     new: str
     harm: str
     hole: int | None = None
+    set: int = 1
 
     def __str__(self) -> str:
         return f"{self.number}. {self.name}"

@@ -29,7 +29,8 @@ from queue import SimpleQueue
 from .defects import ROOT, Defect
 
 # As many worlds as one processor runs in two minutes, so that the result is that of a quiet machine.
-SIMULATION = ("-m", "tests.simulation", "--worlds", "115", "--shrink", "0", "--seed")  # and the seed
+WORLDS = 75
+SIMULATION = ("-m", "tests.simulation", "--worlds", str(WORLDS), "--shrink", "0", "--seed")  # and the seed
 SIMULATION_LIMIT = 3600.0  # seconds: it ends by itself, unless the defect makes it hang
 TESTS_LIMIT = 1800.0  # seconds, for all test files of a room
 FLAKY = 5  # tests that fail for other reasons, until a run is given up
@@ -48,6 +49,8 @@ REACH = {
     "broker": ("tests/mqtt", "tests/operations"),
     "export": ("tests/export", "tests/test_manager.py"),
     "ingest": ("tests/ingest",),
+    "consumers": ("tests/consumers",),
+    "frontends": ("tests/http", "tests/firehose", "tests/operations"),
 }
 
 

@@ -115,6 +115,7 @@ class ConsumerChecks:
         self.latest: dict[int, Delivered] = {}  # by number
         self.done: set[bytes] = set()  # payloads whose acknowledgement was sent
         self.unanswered = 0  # fetches
+        self._given_back: dict[tuple[str, int], float] = {}  # when, by worker and number
         self.ends = False  # from now on everything is acknowledged at once
 
     @property
@@ -126,7 +127,9 @@ class ConsumerChecks:
         """A fetch was answered."""
         checks, now = self.checks, self.world.kernel.now
         before = self.latest.get(number)
-        self.latest[number] = Delivered(payload, worker, asked, count)
+        # It may have given it back for an earlier delivery, while the answer of this one was on its way.
+        back = self._given_back.get((worker, number), -1.0) >= asked
+        self.latest[number] = Delivered(payload, worker, asked, count, back)
         if checks.lied or checks.over:
             return
         if checks.message(payload) is None:
@@ -150,6 +153,7 @@ class ConsumerChecks:
     def given_back(self, worker: str, number: int) -> None:
         """A worker is about to give a message back: who has it can, and after a start anybody."""
         latest = self.latest[number]
+        self._given_back[worker, number] = self.world.kernel.now
         if latest.worker == worker or self.world.starts[-1] > latest.asked:
             self.latest[number].given_back = True
 
