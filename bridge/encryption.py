@@ -93,7 +93,7 @@ def read_master(path: Path, remedy: str = CREATE) -> list[bytes]:
             key = b""
         if len(key) != _KEY:
             raise EncryptionKeyError(
-                f"{path}, line {number}: this is no key: 64 hexadecimal digits are one; restore the file"
+                f"{path}, line {number}: this is not a key; a key has 64 hexadecimal digits; restore the file"
             )
         found.append(key)
     if not found:

@@ -240,7 +240,7 @@ def test_a_service_without_its_key_says_what_to_do_and_changes_nothing(service: 
     for key, text in (
         (None, "restore it, since encrypted data is stored here"),
         (new_master(), "this is another key than the one that"),
-        ("abc\n", "line 1: this is no key"),
+        ("abc\n", "line 1: this is not a key"),
     ):
         if key is None:
             service.key.unlink()

@@ -41,8 +41,8 @@ def read_access_keys(option: str, path: Path) -> dict[str, AccessKey]:
         raise ConfigError(f"{option} {path}: {error}") from error
     if mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH):
         raise ConfigError(
-            f"{option} {path}: it has secrets, and others than its owner and group can read it, or others "
-            f"than its owner can write it; chmod g-w,o= {path}"
+            f"{option} {path}: it has secrets, but users other than its owner and group can read it, or "
+            f"users other than its owner can write to it; chmod g-w,o= {path}"
         )
     keys: dict[str, AccessKey] = {}
     for number, line in enumerate(lines, 1):
@@ -52,7 +52,7 @@ def read_access_keys(option: str, path: Path) -> dict[str, AccessKey]:
         try:
             key = _key(words)
             if key.id in keys:
-                raise ValueError(f"the id {key.id} a second time")
+                raise ValueError(f"the id {key.id} appears twice")
         except ValueError as error:
             raise ConfigError(f"{option} {path}, line {number}: {error}") from None
         keys[key.id] = key

@@ -63,7 +63,9 @@ def read_users(path: Path) -> dict[str, Password]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"mqtt.users_file {path}: {error}") from error
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(f"mqtt.users_file {path}: others than its owner can write it; chmod g-w,o= {path}")
+        raise ConfigError(
+            f"mqtt.users_file {path}: users other than its owner can write to it; chmod g-w,o= {path}"
+        )
     users: dict[str, Password] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
@@ -71,7 +73,7 @@ def read_users(path: Path) -> dict[str, Password]:
         try:
             name, password = _parse(line.rstrip())
             if name in users:
-                raise ValueError(f"user {name!r} a second time")
+                raise ValueError(f"user {name!r} appears twice")
         except ValueError as error:
             raise ConfigError(f"mqtt.users_file {path}, line {number}: {error}") from None
         users[name] = password
@@ -132,5 +134,5 @@ def _parse(line: str) -> tuple[str, Password]:
     try:
         salt, digest = (base64.b64decode(part, validate=True) for part in found.group(3, 4))
     except ValueError:
-        raise ValueError("salt or hash is not base64") from None
+        raise ValueError("the salt or hash is not base64") from None
     return found[1], Password(iterations, salt, digest)

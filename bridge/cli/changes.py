@@ -297,15 +297,15 @@ def fetch(
         int, typer.Option("--count", "-n", min=1, metavar="NUMBER", help="Fetch at most this many messages.")
     ] = 1,
     wait: Annotated[
-        str, typer.Option("--wait", metavar="DURATION", help="Wait so long for the first one, as 10s.")
+        str, typer.Option("--wait", metavar="DURATION", help="Wait this long for the first one, such as 10s.")
     ] = "0s",
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch messages of a consumer; `ack` says what became of them.
+    """Fetch messages of a consumer; report the results with `ack`.
 
-    Nobody else gets them before the consumer's deadline. Exits with 1 if there is none.
+    No other client gets them before the consumer's deadline. Exits with 1 if there is none.
     """
     target, until = target_of(config, data_dir), time.monotonic() + _millis("--wait", wait) / 1000
     found: list[dict[str, Any]] = []
@@ -347,10 +347,10 @@ def ack(
         Numbers, typer.Option("--nack", metavar="NUMBER", help="Not now: deliver again, after --delay.")
     ] = None,
     delay: Annotated[
-        str, typer.Option("--delay", metavar="DURATION", help="The delay of --nack, as 1m.")
+        str, typer.Option("--delay", metavar="DURATION", help="The delay of --nack, such as 1m.")
     ] = "0s",
     in_progress: Annotated[
-        Numbers, typer.Option("--in-progress", metavar="NUMBER", help="Let the deadline begin anew.")
+        Numbers, typer.Option("--in-progress", metavar="NUMBER", help="Start the deadline again.")
     ] = None,
     terminate: Annotated[
         Numbers,
@@ -363,7 +363,7 @@ def ack(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what became of the messages of a consumer, whichever client has them."""
+    """Report the results of a consumer's messages, whichever client holds them."""
     if not (numbers or nack or in_progress or terminate):
         raise typer.BadParameter("give at least one number")
     reply = operate(

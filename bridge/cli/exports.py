@@ -113,7 +113,7 @@ def pause(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Pause an export of a stream, or all, until it is resumed.
+    """Pause an export of a stream, or all of them, until you resume it.
 
     The batch in flight ends first. A paused export keeps its position. It stays paused over restarts and
     reloads, and while messages wait for it, `retention = "exported"` keeps them.
@@ -134,7 +134,7 @@ def resume(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Resume a paused export of a stream, or all."""
+    """Resume a paused export of a stream, or all of them."""
     _apply("resumeExports", "resumed", "nothing was paused", name, export, config, data_dir, as_json=as_json)
 
 
@@ -151,9 +151,10 @@ def retry(
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let an export of a stream, or all, make its next attempt now.
+    """Retry an export of a stream, or all of them, now.
 
-    Also one that has stopped. Without EXPORT, those that are paused, disabled or consumers are left out.
+    Also restarts an export that has stopped. Without EXPORT, paused and disabled exports and consumers
+    are left out.
     """
     _apply("retryExports", "retried", "", name, export, config, data_dir, as_json=as_json)
 

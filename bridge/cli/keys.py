@@ -21,7 +21,7 @@ from bridge.config.settings import DEFAULT_CONFIG
 from bridge.encryption import is_used, new_master
 from bridge.errors import StreamBridgeError
 
-app = typer.Typer(help="Make and replace the key of encrypted streams.", no_args_is_help=True)
+app = typer.Typer(help="Create and replace the key of encrypted streams.", no_args_is_help=True)
 
 
 @app.command(
@@ -32,9 +32,9 @@ Examples:
 """
 )
 def new(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make; `-` is standard output.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to create; `-` is standard output.")],
 ) -> None:
-    """Make a key file.
+    """Create a key file.
 
     Keep a copy of it elsewhere: without it, nobody can read what is encrypted.
     """
@@ -64,7 +64,7 @@ def rotate(
     data_dir: DataDirOption = None,
     key_file: KeyFileOption = None,
 ) -> None:
-    """Replace the key; no message is encrypted anew.
+    """Replace the key; no message is re-encrypted.
 
     Puts a new key before the one in the key file, encrypts the keys of the data directory with it, and
     removes the old one from the key file. If the file has several keys already, the first one stays, and no

@@ -17,7 +17,7 @@ from bridge.errors import PluginError
 from bridge.plugin import discovery
 
 app = typer.Typer(
-    help="List the plugins; make the package of a new one.", cls=ListsByDefault, rich_markup_mode=None
+    help="List the plugins, or create the package of a new one.", cls=ListsByDefault, rich_markup_mode=None
 )
 
 
@@ -68,10 +68,10 @@ def new(
         str, typer.Argument(metavar="NAME", help="Lower-case letters, digits and single hyphens: kafka.")
     ],
     directory: Annotated[
-        Path, typer.Option("--in", metavar="DIRECTORY", help="Where to make the package.")
+        Path, typer.Option("--in", metavar="DIRECTORY", help="Where to create the package.")
     ] = Path(),
 ) -> None:
-    """Make the package of a new exporter plugin: streambridge-NAME.
+    """Create the package of a new exporter plugin: streambridge-NAME.
 
     It has an exporter to a file, which works, and tests that inherit the contract suite, which pass. Replace
     the file by your destination, and keep the tests.

@@ -242,7 +242,7 @@ def read(
         typer.Option(
             "--from-time",
             metavar="TIME",
-            help="Start at a time: ISO 8601 (local time without a zone), or relative, as 10m or '10m ago'.",
+            help="Start at a time: ISO 8601 (local time without a zone), or relative, such as 10m.",
         ),
     ] = None,
     topic: TopicOption = None,

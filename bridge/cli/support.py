@@ -68,14 +68,14 @@ def support(
         ),
     ] = None,
     lines: Annotated[
-        int, typer.Option("--lines", min=0, metavar="NUMBER", help="Take this many lines of the log.")
+        int, typer.Option("--lines", min=0, metavar="NUMBER", help="Include this many lines of the log.")
     ] = 2000,
     check_messages: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Read and check all stored messages.")
     ] = True,
     config: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Make an archive for a person who is to help, without secrets and messages.
+    """Pack an archive for whoever helps you, without secrets or messages.
 
     It has versions, the configuration, findings of `check` and `verify`, the state of streams and exports,
     metrics and the last lines of the log. The service may be running.

@@ -91,7 +91,7 @@ class FirehoseFrontEnd:
         self._operations.manager.on_pressure.append(self._pressure)
         url = await self._server.start()
         if self._config.tls is None and not is_loopback(host_and_port(self._config.listen)[0]):
-            log.warning("records on their way to %s can be read by others; set [firehose.tls]", url)
+            log.warning("others can read records on their way to %s; set [firehose.tls]", url)
         return [url]
 
     async def stop(self) -> None:

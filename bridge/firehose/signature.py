@@ -138,7 +138,7 @@ def _check_time(time: str, now: float) -> None:
         date = int(time[:4]), int(time[4:6]), int(time[6:8])
         signed = datetime(*date, int(time[9:11]), int(time[11:13]), int(time[13:15]), tzinfo=UTC).timestamp()
     except ValueError:
-        raise _incomplete(f"'{time}' in X-Amz-Date is no time.") from None
+        raise _incomplete(f"'{time}' in X-Amz-Date is not a time.") from None
     if abs(signed - now) <= SKEW:
         return
     here = f"{datetime.fromtimestamp(now, UTC):{TIME}}"

@@ -219,7 +219,7 @@ class Connection(Flow):
             op, beginning = self._skipped
             request_id = cbor.first_entries(beginning).get("requestId")
             if not isinstance(request_id, str) or not request_id:
-                raise Violation("a too large frame that does not begin with its requestId")
+                raise Violation("an oversized frame that does not begin with its requestId")
             text = f"a request may have at most {MAX_FRAME} bytes; send smaller messages"
             self._send(wire.failure(op, request_id, ResponseStatus.REQUEST_TOO_LARGE, text, self._version))
         return pos + step

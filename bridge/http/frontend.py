@@ -85,7 +85,7 @@ class HttpFrontEnd:
         """Listen; returns the url. Raises ConfigError."""
         url = await self._server.start()
         if not self._loopback:
-            log.warning("every machine that can reach %s sees the streams and clients", url)
+            log.warning("every machine that can reach %s can see the streams and clients", url)
         logging.getLogger().addHandler(self._observer.events)
         self._watch = asyncio.create_task(self._observer.run(), name="observer")
         return [url]

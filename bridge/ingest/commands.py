@@ -57,7 +57,7 @@ _NOTHING = (
 SHOWN = 20  # ranges printed for one stream; --json has all
 
 app = typer.Typer(
-    help="Bring exported objects from S3 into a table, exactly once, and report what is missing.",
+    help="Load exported objects from S3 into a table, exactly once, and report what is missing.",
     epilog="Exit codes: 0 complete, 1 failed, 2 options or installation, 3 numbers missing, "
     "4 numbers only in quarantined or unreadable objects (refine: rejects), "
     "5 other runs always committed first, 6 nothing found or no such table, "
@@ -81,10 +81,10 @@ def ingest(
     ] = None,
     where: TableOptions,
     max_objects: Annotated[
-        int, typer.Option(min=1, help="Objects per round at most.")
+        int, typer.Option(min=1, help="The most objects per round.")
     ] = RoundLimits().objects,
     max_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes of objects per round at most.")
+        int, typer.Option(min=1, help="The most bytes of objects per round.")
     ] = RoundLimits().bytes,
     every: Annotated[
         float | None, typer.Option(min=1, help="Keep running: look for new objects every N seconds [once].")
@@ -95,7 +95,9 @@ def ingest(
     full_listing_every: Annotated[
         float,
         typer.Option(
-            min=0, metavar="HOURS", help="List all objects if the last time is so long ago; 0: in every run."
+            min=0,
+            metavar="HOURS",
+            help="List all objects if the last full listing is this long ago; 0: in every run.",
         ),
     ] = DAY / 3600,
     notifications: Annotated[
@@ -227,7 +229,7 @@ def alarm(
         str, typer.Option("--older-than", metavar="AGE", help="The limit: 90s, 15min, 2h, 1d.")
     ],
     each_gateway: Annotated[
-        bool, typer.Option("--each-gateway", help="The newest row of each gateway counts.")
+        bool, typer.Option("--each-gateway", help="Check the newest row of each gateway.")
     ] = False,
     where: TableOptions,
     as_json: Json = False,
@@ -261,9 +263,10 @@ def repair(
     where: TableOptions,
     as_json: Json = False,
 ) -> None:
-    """Make the state what the table is, after others have changed it; the next run takes again what is lost.
+    """Bring the state in line with the table after others have changed it; the next run ingests what is lost.
 
-    Reads the statistics of the data files, and the columns that identify a message where these leave a doubt.
+    Reads the statistics of the data files and, where these are not conclusive, the columns that identify a
+    message.
     Needs no Spark.
     """
     with result() as out:

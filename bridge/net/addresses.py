@@ -12,7 +12,7 @@ def host_and_port(listen: str) -> tuple[str, int]:
     """Split "127.0.0.1:8088" or "[::1]:8088"; port 0 is any free one. Raises ValueError."""
     host, _, port = listen.removeprefix("tcp://").rpartition(":")
     if not (host and port.isascii() and port.isdecimal() and int(port) < 65_536):
-        raise ValueError(f"{listen!r} is no address and port")
+        raise ValueError(f"{listen!r} is not an address and port")
     return host.strip("[]"), int(port)
 
 

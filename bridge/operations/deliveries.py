@@ -290,7 +290,7 @@ def _found(manager: StreamManager, name: str) -> tuple[MessageStreamDefinition, 
     export = export_to(definition)
     if export is None:
         raise StreamNotFound(
-            f"the stream {name!r} is no delivery stream: it needs exactly one export of the kinds "
+            f"the stream {name!r} is not a delivery stream: it needs exactly one export of the kinds "
             f"{' and '.join(KINDS)}"
         )
     return definition, *export
@@ -478,7 +478,7 @@ def _update(call: Call, request: UpdateDestination) -> Done:
 def _check_key(encryption: Encryption) -> None:
     if encryption.key_type == "CUSTOMER_MANAGED_CMK":
         raise KeyUnavailable(
-            "a gateway has no access to keys of AWS KMS; use AWS_OWNED_CMK, for which its own key stands"
+            "a gateway has no access to keys of AWS KMS; use AWS_OWNED_CMK, which stands for its own key"
         )
 
 
@@ -535,7 +535,7 @@ async def _append(
     """Append each record by itself; returns its number once that is stored, or why it is not."""
     definition, _, _ = _found(call.manager, name)
     if definition.delivery is not None and definition.delivery.deleting:
-        raise StreamNotFound(f"the delivery stream {name!r} is being deleted, and takes no more records")
+        raise StreamNotFound(f"the delivery stream {name!r} is being deleted and takes no more records")
     stream = call.manager.stream(name)
     topic = f"{STREAM_TOPICS}{name}".encode()
     results: list[int | StreamError] = []
@@ -558,7 +558,7 @@ def _now() -> int:
 
 
 def _deletion(done: Deleted) -> str:
-    return "deleted" if done.at_once else "to be deleted once it is exported"
+    return "deleted" if done.at_once else "will be deleted once it is exported"
 
 
 DELIVERIES: dict[str, Operation] = {

@@ -127,7 +127,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         for name in ("retry", "rejected"):
             for index in getattr(self, name):
                 if type(index) is not int:
-                    return f"{name} has {index!r:.100}, which is no index; use those of batch.records"
+                    return f"{name} has {index!r:.100}, which is not an index; use those of batch.records"
                 if not 0 <= index < len(batch.records):
                     return f"{name} has the index {index}, {_outside(index, batch)}"
         for index, reason in self.rejected.items():
@@ -444,8 +444,8 @@ def convert_config(exporter: type[Exporter], raw: Mapping[str, Any]) -> Any:
         encoded(config.reduce, config.topics)  # raises ValueError if they are too large
     elif config.topics and exporter.limits.contiguous:
         raise ValueError(
-            f"topics: an export of the kind {exporter.kind} has all messages of its stream, without holes in "
-            "their numbers; use a stream of its own for these topics"
+            f"topics: an export of the kind {exporter.kind} has all messages of its stream, without gaps in "
+            "their numbers; use a separate stream for these topics"
         )
     if config.newest_first:
         _check_newest_first(exporter, config)

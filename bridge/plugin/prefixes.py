@@ -76,7 +76,7 @@ def time_zone(name: str) -> tzinfo:
         return ZoneInfo(name)
     except (OSError, ValueError, LookupError):
         raise ValueError(
-            f"timeZone: {name!r} is no time zone that this machine knows, such as Europe/Berlin"
+            f"timeZone: {name!r} is not a time zone that this machine knows, such as Europe/Berlin"
         ) from None
 
 
@@ -122,7 +122,7 @@ def _timestamp(pattern: str) -> _Part:
         end = found.end()
         fields.append(_field(found, pattern))
     if end != len(pattern) or not pattern:
-        raise ValueError(f"prefix: the pattern {pattern!r} is empty or has a quote without its partner")
+        raise ValueError(f"prefix: the pattern {pattern!r} is empty or has an unbalanced quote")
     return lambda when, random: "".join(field(when) for field in fields)
 
 

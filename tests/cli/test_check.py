@@ -660,8 +660,8 @@ def test_a_mistake_in_a_file_of_logins_is_reported_once_with_one_remedy(path: Pa
     for file in (users, keys):
         file.chmod(0o666)
     about_users, about_keys = check(path, text)
-    assert about_users.endswith("others than its owner can write it; chmod g-w,o= users")
-    assert about_keys.endswith("others than its owner can write it; chmod g-w,o= keys")
+    assert about_users.endswith("users other than its owner can write to it; chmod g-w,o= users")
+    assert about_keys.endswith("users other than its owner can write to it; chmod g-w,o= keys")
     users.chmod(0o640)
     keys.chmod(0o644)
     (about_keys,) = check(path, text)

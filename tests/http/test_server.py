@@ -228,7 +228,7 @@ def test_a_port_that_is_taken_is_named_at_the_start(service: Service, tmp_path: 
 
 def test_a_listener_on_the_network_logs_a_warning(start: Callable[..., Service]) -> None:
     service = start("", listen="0.0.0.0:0")
-    assert service.logged("sees the streams and clients")
+    assert service.logged("can see the streams and clients")
 
 
 def test_turned_off_nothing_listens(start: Callable[..., Service]) -> None:

@@ -115,7 +115,7 @@ def encrypted(context: CheckContext) -> Iterator[Finding]:
         for stream in wanted:
             yield context.error(
                 ("streams", stream.name, "encryption"),
-                "there is no key; set key_file in [encryption]: `streambridge keys new FILE` makes one",
+                "there is no key; set key_file in [encryption]: `streambridge keys new FILE` creates one",
             )
     stored = _stored(context)[0]
     plain = {name for name in stored if not _definition(stored[name]).encryption}

@@ -99,7 +99,7 @@ class Journal:
                 records.append(_decoder.decode(body))
             except msgspec.MsgspecError as error:
                 log.warning(
-                    "%s: a record cannot be read, it and those behind it are left out: %s", self._path, error
+                    "%s: a record cannot be read; it and all later ones are left out: %s", self._path, error
                 )
                 break
         return records

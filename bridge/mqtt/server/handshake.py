@@ -71,7 +71,10 @@ def begin(conn: Connection, body: bytes) -> None:
     elif endpoint.client_certificates:
         found = access.certified(conn.transport.get_extra_info("ssl_object"))
         if found is None:
-            why = "its certificate is no user's: it has not one common name, or [[mqtt.user]] lists others"
+            why = (
+                "its certificate belongs to no user: it does not have exactly one common name, or "
+                "[[mqtt.user]] lists others"
+            )
             conn.refuse(NOT_AUTHORIZED, why)
         elif (user or found[0]) != found[0]:
             conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's, {found[0]!r}")

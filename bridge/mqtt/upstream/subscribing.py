@@ -128,7 +128,7 @@ class Subscriptions:
             self._refused[topic_filter] = failed
             self._counts["refused_subscriptions"] += 1
             if known is None:
-                log.error("%s; what is published there does not come here", self.refusal([topic_filter]))
+                log.error("%s; messages published there do not arrive here", self.refusal([topic_filter]))
             if self._again is None and self._connected:
                 self._again = self._runtime.later(ASK_AGAIN, self._ask_again)
         elif known is not None:

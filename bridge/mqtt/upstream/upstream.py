@@ -256,7 +256,8 @@ class Upstream:
         if not self._subscriptions.connected(present):
             self.counts["sessions_lost"] += 1
             log.warning(
-                "%s has lost our session: what it had not delivered is lost; check its persistence",
+                "%s has lost our session, and with it all messages that it had not delivered; check its "
+                "persistence",
                 self.settings.url,
             )
 
@@ -345,7 +346,7 @@ class Upstream:
     def _hold(self, error: StreamBridgeError) -> None:
         self.counts["held"] += 1
         if self._held is None:
-            log.warning("%s; retrying until it succeeds, nothing is acknowledged meanwhile", error)
+            log.warning("%s; retrying until it succeeds; nothing is acknowledged in the meantime", error)
         self._held = f"a message is held: {error}"
 
     def dropped(self, kind: str, why: str) -> None:

@@ -287,7 +287,7 @@ def parse_connect(body: bytes) -> Connect:
     if has_password:
         password, pos = read_binary(body, pos, end)
     if pos != end:
-        raise ProtocolError("bytes behind the CONNECT's fields")
+        raise ProtocolError("bytes after the fields of the CONNECT")
     clean = bool(flags & 2)
     return Connect(level, client_id, clean, keep_alive, username, password, will, properties, bridge)
 
@@ -354,7 +354,7 @@ def parse_ack(header: int, body: bytes, level: int) -> tuple[int, int]:
     if pos + 1 < end:
         _, pos = properties_at(body, pos + 1, end, header & 0xF0)
         if pos != end:
-            raise ProtocolError("bytes behind the properties of an acknowledgement")
+            raise ProtocolError("bytes after the properties of an acknowledgement")
     return packet_id, reason
 
 
@@ -368,5 +368,5 @@ def parse_disconnect(body: bytes, level: int) -> tuple[int, Properties]:
     if len(body) > 1:
         properties, pos = properties_at(body, 1, len(body), DISCONNECT)
         if pos != len(body):
-            raise ProtocolError("bytes behind the properties of a DISCONNECT")
+            raise ProtocolError("bytes after the properties of a DISCONNECT")
     return body[0], properties

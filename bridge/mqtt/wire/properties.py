@@ -121,7 +121,7 @@ def read_properties(data: bytes, pos: int, end: int, packet_type: int) -> tuple[
     while pos < stop:
         kind = data[pos]
         if kind not in allowed:
-            raise PropertyError(f"property {kind:#04x} where it may not be")  # malformed: section 2.2.2.2
+            raise PropertyError(f"property {kind:#04x} where it is not allowed")  # malformed: section 2.2.2.2
         value, pos = _read_value(data, kind, pos + 1, stop)
         if kind == USER_PROPERTY or (kind == SUBSCRIPTION_ID and packet_type & 0xF0 == 0x30):
             found.setdefault(kind, []).append(value)
