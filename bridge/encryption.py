@@ -33,9 +33,10 @@ wrap\\1"), its additional data is what precedes the nonce. A data key is HMAC-SH
 stream. The cipher is AES-256-GCM; its nonce is 4 zero bytes and the counter, its additional data are the
 context and what the caller adds.
 
-Each copy is written in place and synced before the other one, so one is always readable. A process holds a
-shared lock (flock) on the key file that it seals with, and `collect` deletes only files that nobody holds.
-`keys/` itself is locked while files are made, rotated or deleted.
+The file `spare` has the size of a key file, and becomes the next one: on a full disk, a start needs no room
+for its key. Each copy is written in place and synced before the other one, so one is always readable. A
+process holds a shared lock (flock) on the key file that it seals with, and `collect` deletes only files that
+nobody holds. `keys/` itself is locked while files are made, rotated or deleted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from bridge.errors import CorruptData, EncryptionKeyError
 
 DIRECTORY = "keys"
 ENDING = ".key"
+SPARE = "spare"
 OVERHEAD = 32  # bytes that sealing adds
 _MAGIC = b"SBKEY\0\0\1"
 _COPY = struct.Struct("<8sQQ12s48sI")
@@ -273,27 +275,34 @@ class Keys:
         with self._locked():
             master = self._masters()[0]  # read again: it may have been rotated since the start
             opening, key = secrets.randbits(64), secrets.token_bytes(_KEY)
-            path = self._path(opening)
+            path, spare = self._path(opening), self.directory / SPARE
             copy = _encoded(opening, key, master).ljust(_BLOCK, b"\0")
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            lock = os.open(spare, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH)
                 _write(lock, 0, 2 * copy)
+                spare.rename(path)
                 durable.sync_directory(self.directory)
             except OSError:
                 os.close(lock)
                 path.unlink(missing_ok=True)
                 raise
+            with contextlib.suppress(OSError):  # then the next start needs room
+                spare.write_bytes(bytes(_SIZE))
         self._openings[opening], self._lock = key, lock
         return opening
 
     def seal(self, context: bytes, added: bytes, plain: bytes) -> bytes:
         """Encrypt `plain`; `added` is authenticated with it. Raises EncryptionKeyError or OSError."""
+        return b"".join(self.seal_parts(context, added, plain))
+
+    def seal_parts(self, context: bytes, added: bytes, plain: bytes) -> tuple[bytes, bytes]:
+        """As `seal`, in two parts: a copy of a large one costs a page fault for each of its pages."""
         opening, number = self.own(), next(self._counter)
         cipher = self._data.get((opening, context)) or self._data_key(opening, context)
         prefix = _PREFIX.pack(opening, number)
         nonce = b"\0\0\0\0" + prefix[8:]
-        return prefix + bytes(cipher.encrypt(nonce, plain, context + added))
+        return prefix, cipher.encrypt(nonce, plain, context + added)
 
     def open(self, context: bytes, added: bytes, sealed: bytes | memoryview) -> bytes:
         """Decrypt what `seal` returned for the same context and `added`.

@@ -69,7 +69,7 @@ class Contents:
         memory = meta.settings.memory
         if floor > self.log.next:
             self._record([(self.log.next, floor - 1)], DropReason.MEMORY if memory else DropReason.SKIPPED)
-            self.log.replace_active(floor)
+            self.log.replace_active(floor, lazily=True)
         self._record([(0, self.log.first - 1)], DropReason.MEMORY if memory else DropReason.UNKNOWN)
 
     @property

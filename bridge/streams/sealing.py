@@ -40,7 +40,7 @@ class Sealing:
 
     def sealer(self, epoch: int, segment: int) -> Seal:
         """Seals the frames of the segment that begins with number `segment`."""
-        context, seal = self._context(epoch, segment), self._keys.seal
+        context, seal = self._context(epoch, segment), self._keys.seal_parts
         return lambda head, body: seal(context, head, body)
 
     def opener(self, epoch: int, segment: int) -> Opener:

@@ -154,7 +154,8 @@ def opening_in(header: bytes) -> int | None:
     return int(HEADER.unpack_from(header)[3]) if is_encrypted(header) else None
 
 
-Seal = Callable[[bytes, bytes], bytes]  # what of a frame's header is authenticated, and its body
+# Seals a body, given what of its frame's header is authenticated; returns `bridge.encryption`'s two parts.
+Seal = Callable[[bytes, bytes], tuple[bytes, bytes]]
 
 
 def _sizes(parts: Sequence[bytes]) -> bytes:
@@ -191,7 +192,8 @@ def encode_frame(
     length = len(sizes) + sum(map(len, data))
     if seal is not None:
         covered = COVERED.pack(length + OVERHEAD, columns | SEALED, 0, number, base, time, age)
-        body = seal(covered, b"".join([sizes, *data]))
+        prefix, body = seal(covered, b"".join([sizes, *data]))
+        covered += prefix
         check = crc32(body, crc32(covered, salt))
         return [_FRAME_MAGIC_BYTES + check.to_bytes(4, "little") + covered, body]
     covered = COVERED.pack(length, columns, 0, number, base, time, age) + sizes

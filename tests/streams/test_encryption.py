@@ -202,7 +202,7 @@ def test_a_key_file_survives_damage_of_either_copy_and_without_both_only_its_str
             await put(stream, b"one")
 
     run(write("s"))
-    (path,) = (house.data_dir / "keys").iterdir()
+    (path,) = (house.data_dir / "keys").glob("*.key")
     good = path.read_bytes()
     for start in (0, 4096):
         bad = bytearray(good)
@@ -449,7 +449,7 @@ def test_keys_that_nothing_needs_are_deleted_and_all_others_stay(house: House) -
         for n in range(3):
             async with house.stream() as stream:
                 await put(stream, b"%d" % n)
-        assert len(list((house.data_dir / "keys").iterdir())) == 3
+        assert len(list((house.data_dir / "keys").glob("*.key"))) == 3
         async with house.store() as store:
             assert store.keys.collect(store.openings) == 0
             stream = store.streams["s"]
@@ -458,7 +458,7 @@ def test_keys_that_nothing_needs_are_deleted_and_all_others_stay(house: House) -
             assert store.keys.collect(store.openings) == 2
             assert payloads(stream) == [b"2"]
             await put(stream, b"3")
-            assert len(list((house.data_dir / "keys").iterdir())) == 2
+            assert len(list((house.data_dir / "keys").glob("*.key"))) == 2
             # Another process seals with its key, and has stored nothing yet.
             other = house.keys()
             other.own()
