@@ -30,6 +30,7 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "streams": ("--seconds", "0.3", "--backlogs", "1,100,1000,10000"),
     "ingest": ("--rounds", "5", "--seconds", "0.5"),
     "stages": ("--rounds", "3"),
+    "encryption": ("--rounds", "9", "--seconds", "0.7"),
     "copies": (),
     "operations": (),
     "consumers": (),
