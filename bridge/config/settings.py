@@ -58,7 +58,7 @@ RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # restart.
 RELOADED = {
     "mqtt.listen", "mqtt.listener", "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl",
-    "mqtt.role", "mqtt.user", "mqtt.client_ids", "mqtt.refused_stream", "log.level",
+    "mqtt.role", "mqtt.user", "mqtt.budget", "mqtt.client_ids", "mqtt.refused_stream", "log.level",
 }  # fmt: skip
 
 

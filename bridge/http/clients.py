@@ -47,7 +47,10 @@ class DeviceFrontEnd(Protocol):
 
 
 class Client(Struct, rename="camel", kw_only=True):
-    """One connected client. `rate` is messages per second; `filters` are some of its subscriptions."""
+    """One connected client. `rate` is messages per second; `filters` are some of its subscriptions.
+
+    A `slowed` one is over a budget, and read more slowly.
+    """
 
     id: str
     user: str | None
@@ -60,6 +63,7 @@ class Client(Struct, rename="camel", kw_only=True):
     subscriptions: int
     filters: list[str]
     queued: int
+    slowed: bool
 
 
 class Clients(Struct, rename="camel", kw_only=True):
@@ -72,7 +76,7 @@ class Clients(Struct, rename="camel", kw_only=True):
 
 
 ORDERS: dict[str, Callable[[Row], tuple[object, ...]]] = {
-    "queued": lambda row: (-row[0].queued, -row[2], row[0].id),
+    "queued": lambda row: (not row[0].slowed, -row[0].queued, -row[2], row[0].id),
     "rate": lambda row: (-row[2], row[0].id),
     "since": lambda row: (-row[0].since, row[0].id),
     "subscriptions": lambda row: (-row[0].subscriptions, row[0].id),
@@ -123,6 +127,7 @@ class Directory:
             subscriptions=peer.subscriptions,
             filters=self._front_ends[listener].subscriptions(peer.id, FILTERS),
             queued=peer.queued,
+            slowed=peer.slowed,
         )
 
     async def _make(self) -> None:

@@ -144,6 +144,10 @@ rejected_messages_total counter front_end reason
     Messages at QoS 1 and 2 that were refused: not stored and not acknowledged.
 refused_total counter front_end reason
     Connections (tls: their handshakes), subscriptions and requests that were refused.
+slowed_total counter front_end budget
+    How often a read was paused because a user, an address or a network was over a budget.
+over_budget gauge front_end budget
+    Users, addresses or networks that are over a budget now.
 events_total counter front_end event
     Other events that a front end counts.
 """
@@ -173,6 +177,8 @@ _BY_REASON = {
     "dropped": "dropped_messages_total",
     "rejected": "rejected_messages_total",
     "refused": "refused_total",
+    "slowed": "slowed_total",
+    "over": "over_budget",
 }
 
 Value = tuple[str, tuple[str, ...], float]  # metric, labels, value

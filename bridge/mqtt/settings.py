@@ -21,6 +21,7 @@ from bridge.model import KIB, MIB
 from bridge.mqtt.mappings import Mapping
 from bridge.net.addresses import is_loopback
 from bridge.net.brokers import is_secure, url_mistake
+from bridge.net.budgets import Budget
 from bridge.settingtypes import Bytes, Count, Millis
 from bridge.topics import overlap
 
@@ -333,6 +334,7 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
     tls: TlsSettings | None = None
     limits: Limits = Limits()
     listener: list[ListenerTable] = []
+    budget: list[Budget] = []
     external: ExternalSettings = ExternalSettings()
 
     def __post_init__(self) -> None:
@@ -342,6 +344,11 @@ class MqttConfig(Struct, frozen=True, kw_only=True):
         if self.mode == "embedded" and not (self.listen or self.listener):
             mistakes.append("`listen` is empty; name at least one listener, such as tcp://127.0.0.1:1883")
         mistakes += self.listeners()[0].mistakes()
+        names = [one.name for one in self.budget]
+        mistakes += [
+            f"`budget`: another one is named {name!r}; choose another name"
+            for name in sorted({name for name in names if names.count(name) > 1})
+        ]
         if mistakes:
             raise ValueError("\n".join(mistakes))
 

@@ -9,7 +9,7 @@ class Connected(NamedTuple):
     """A connected client.
 
     `since` is a Unix time in ms. `published` counts the messages that it has sent since then, `subscriptions`
-    its topic filters, `queued` the messages that wait for it.
+    its topic filters, `queued` the messages that wait for it. A `slowed` one is over a budget.
     """
 
     id: str
@@ -20,3 +20,4 @@ class Connected(NamedTuple):
     published: int
     subscriptions: int
     queued: int
+    slowed: bool = False

@@ -2,7 +2,7 @@
 /* Connected clients, in pages that the gateway filters and sorts. */
 const ORDERS = ["id", "", "since", "rate", "subscriptions", "queued"];
 const clients = new Table("clients", [["Client id"], ["User and address", "fixed"], ["Connected", "n"], ["Rate", "n"], ["Subscriptions", "n"], ["Queue", "n"]],
-  { most: 100, usual: "longest queue first", onfind: () => { clientsFrom = 0; wake(); }, onsort: () => { clientsFrom = 0; wake(); } });
+  { most: 100, usual: "slowed, then longest queue first", onfind: () => { clientsFrom = 0; wake(); }, onsort: () => { clientsFrom = 0; wake(); } });
 let clientsFrom = 0;
 
 async function showClients(now) {
@@ -14,7 +14,7 @@ async function showClients(now) {
       { text: c.id || "(empty)", sub: c.protocol },
       { text: c.user === null ? "anonymous" : c.user, sub: c.address },
       { text: span(now.time - c.since) },
-      { text: `${rate(c.rate)}/s`, sub: `${whole.format(c.published)} in total` },
+      { text: `${rate(c.rate)}/s`, sub: `${whole.format(c.published)} in total${c.slowed ? ", slowed: over a budget" : ""}` },
       { text: whole.format(c.subscriptions), sub: c.filters.join(", ") + (c.subscriptions > c.filters.length ? ", …" : "") },
       whole.format(c.queued),
     ] })), found.clients.length);

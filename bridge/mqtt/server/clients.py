@@ -84,6 +84,7 @@ def peer(conn: Member, session: Session) -> Connected:
         conn.published,
         len(session.subscriptions),
         len(session.outbox),
+        conn.slowed,
     )
 
 

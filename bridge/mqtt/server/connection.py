@@ -36,6 +36,7 @@ from bridge.mqtt.wire.packets import (
     KEEP_ALIVE_TIMEOUT,
     MALFORMED,
     MAX_CONNECT,
+    MESSAGE_RATE_TOO_HIGH,
     PACKET_TOO_LARGE,
     PINGREQ,
     PINGRESP,
@@ -45,6 +46,7 @@ from bridge.mqtt.wire.packets import (
     PUBLISH,
     PUBREC,
     PUBREL,
+    QUOTA_EXCEEDED,
     SUBACK,
     SUCCESS,
     UNSUBACK,
@@ -62,6 +64,7 @@ from bridge.mqtt.wire.packets import (
     text,
 )
 from bridge.net.addresses import is_loopback
+from bridge.net.budgets import Budget, Meter
 from bridge.net.flow import Flow
 from bridge.topics import is_topic_name
 
@@ -72,11 +75,13 @@ if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.broker.store import Committer
     from bridge.mqtt.server.connections import Connections, Endpoint
+    from bridge.runtime import Timer
 
 log = logging.getLogger(__name__)
 
 LINGER = 1.0  # seconds for the last bytes to go out
 ROUTES = 4_096  # topics that one connection remembers
+OWN = "connection"  # the budget of one connection: `messages_per_second` of its listener
 EXPENSIVE = 0x80  # SUBSCRIBE and UNSUBSCRIBE, with the bits in which they differ masked by 0xD0
 
 
@@ -84,10 +89,11 @@ class Connection(Flow):
     """The server's side of one MQTT connection; the broker sees it as a `Line`."""
 
     __slots__ = (
-        "_connect_size", "_epoch", "_heard", "_need", "_paid", "_rate", "_routes", "_tail", "address",
-        "aliases", "bridge", "broker", "connections", "endpoint", "explains", "inbox", "keep_alive", "level",
-        "limit", "max_packet_out", "proxied", "published", "reason", "receipts", "receive_maximum",
-        "requests", "since", "state", "traffic", "writable",
+        "_connect_size", "_epoch", "_heard", "_meters", "_need", "_prepaid", "_routes", "_slow", "_tail",
+        "address", "address_meters", "aliases", "bridge", "broker", "connections", "endpoint", "explains",
+        "inbox", "keep_alive", "level", "limit", "max_packet_out", "proxied", "published", "reason",
+        "receipts", "receive_maximum", "requests", "since", "state", "subscribed", "traffic",
+        "user_meters", "writable",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, endpoint: Endpoint) -> None:
@@ -114,8 +120,12 @@ class Connection(Flow):
         self._connect_size = 0  # bytes of its CONNECT while the login waits
         self._routes: dict[bytes, Route] = {}
         self._epoch = -1
-        self._rate = 0  # messages per second; 0: no limit
-        self._paid = 0.0  # until when its messages are within its rate
+        self.address_meters: tuple[Meter[Any], ...] = ()
+        self.user_meters: tuple[Meter[Any], ...] = ()
+        self.subscribed = 0  # topic filters, as its meters count them
+        self._meters: tuple[Meter[Any], ...] = ()  # those of the above that have a rate, and its own
+        self._prepaid = 0  # bytes of a packet that is not complete
+        self._slow: Timer | None = None  # until it is read on
 
     @property
     def session(self) -> Session | None:
@@ -128,6 +138,12 @@ class Connection(Flow):
         session = self.inbox.session
         client = f"{session.identity.label} at " if session is not None else ""
         return f"{client}{self.address}"
+
+    @property
+    def slowed(self) -> bool:
+        """Whether it, or those with whom it shares a budget, are over the budget."""
+        now = self.connections.runtime.now()
+        return any(meter.over is not None and meter.paid > now for meter in self._meters)
 
     @property
     def local(self) -> bool:
@@ -160,6 +176,9 @@ class Connection(Flow):
                 self._tail = bytearray(self._tail)
             self._tail += data  # linear, in however many pieces a big packet arrives
             if len(self._tail) < self._need or self._holds:
+                if self._meters:
+                    self._prepaid += len(data)
+                    self._pay(0, len(data))
                 if self.state is not State.OPEN:
                     self._wait()
                 return
@@ -172,6 +191,8 @@ class Connection(Flow):
     def connection_lost(self, exc: Exception | None) -> None:
         self._close(Event.LOST)
         self._timer.cancel()
+        if self._slow is not None:
+            self._slow.cancel()
         self.connections.gone(self)
 
     def pause_writing(self) -> None:
@@ -210,8 +231,33 @@ class Connection(Flow):
 
     def full_of_subscriptions(self, count: int) -> str:
         """Why it may have no more than its `count` topic filters; empty if it may."""
-        most = self.endpoint.listener.limits.subscriptions
-        return f"it has {count} already; see [mqtt.limits] subscriptions" if count >= most else ""
+        if count >= self.endpoint.listener.limits.subscriptions:
+            return f"it has {count} already; see [mqtt.limits] subscriptions"
+        more = count - self.subscribed
+        for meter in (*self.address_meters, *self.user_meters):
+            most = meter.budget.subscriptions
+            if most is not None and meter.subscriptions + more >= most:
+                return f"{meter.key!r} has {most} already; see [[mqtt.budget]] {meter.budget.name}"
+        return ""
+
+    def metered(self) -> None:
+        """It has logged in, or there are other budgets: count what it has in its meters."""
+        limit = self.endpoint.listener.limits.messages_per_second
+        shared = (*self.address_meters, *self.user_meters)
+        self._meters = tuple(meter for meter in shared if meter.has_rate)
+        if limit:
+            own = Budget(name=OWN, per="address", messages_per_second=limit, disconnect_after=0)
+            self._meters += (Meter(own, ""),)
+        self.subscribed = 0
+        self._count_subscriptions()
+
+    def _count_subscriptions(self) -> None:
+        session = self.inbox.session
+        more = (0 if session is None else len(session.subscriptions)) - self.subscribed
+        if more:
+            self.subscribed += more
+            for meter in (*self.address_meters, *self.user_meters):
+                meter.subscriptions += more
 
     def proceed(self) -> None:
         data, self._tail = bytes(self._tail), b""
@@ -243,7 +289,7 @@ class Connection(Flow):
         self.connections.guests.leave(self, self.address)
         self.state = NEXT[self.state, Event.ACCEPTED]
         self.since = round(self.broker.clock.wall())
-        self._rate = self.endpoint.listener.limits.messages_per_second
+        self.metered()
         self.limit = self.connections.config.max_packet
         self._timer.cancel()
         if self.keep_alive:
@@ -429,8 +475,9 @@ class Connection(Flow):
             self.published += published
             self.traffic.received_bytes += pos
             self.inbox.put(batch)
-            if published and self._rate:
-                self._throttle(published / self._rate)
+            if self._meters:
+                size, self._prepaid = max(pos - self._prepaid, 0), max(self._prepaid - pos, 0)
+                self._pay(published, size)
         return pos
 
     def _route(self, topic: bytes) -> Route:
@@ -502,10 +549,12 @@ class Connection(Flow):
             self.answer(answers.suback(self.level, packet_id, codes))
 
         self.broker.subscribe(self.inbox, requests, properties.get(p.SUBSCRIPTION_ID, 0), answer)
+        self._count_subscriptions()
 
     def _unsubscribe(self, session: Session, _batch: Batch, body: bytes) -> None:
         packet_id, filters = parse_unsubscribe(body, self.level)
         codes = self.broker.unsubscribe(session, filters)
+        self._count_subscriptions()
         self.answer(answers.unsuback(self.level, packet_id, codes))
 
     def _pingreq(self, _session: Session, _batch: Batch, body: bytes) -> None:
@@ -535,14 +584,31 @@ class Connection(Flow):
             with contextlib.suppress(OSError):  # the peer may have gone this very moment
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
-    def _throttle(self, seconds: float) -> None:
-        """Read no further for as long as what was read should have taken, beyond the last second's worth."""
-        now = self.connections.runtime.now()
-        self._paid = max(self._paid, now) + seconds
-        ahead = self._paid - now - 1.0
-        if ahead > 0:
+    def _pay(self, messages: int, size: int) -> None:
+        """Pay for what was read; read no further as long as a budget is exceeded, or end who exceeds it."""
+        now, longest = self.connections.runtime.now(), 0.0
+        for meter in self._meters:
+            wait = meter.pay(self, messages, size, now)
+            if wait > 0 and meter.key:
+                self._exceeds(meter, now)
+            longest = max(longest, wait)
+        if longest > 0 and self.state is State.OPEN:
+            if self._slow is not None:
+                self._slow.cancel()
             self.hold("rate")
-            self.connections.runtime.later(ahead, self.release, "rate")
+            self._slow = self.connections.runtime.later(longest, self.release, "rate")
+
+    def _exceeds(self, meter: Meter[Any], now: float) -> None:
+        """A budget is exceeded: report it, and end the connection that uses most if it goes on."""
+        name, limit = meter.budget.name, "bytes" if meter.bytes_went_over else "messages"
+        self.broker.counts[f"slowed_{name}"] += 1
+        if self.connections.budgets.is_news(meter):
+            text = "%s is read more slowly: %s %r is over %s_per_second of [[mqtt.budget]] %s (logged once)"
+            log.warning(text, self.name, meter.budget.per, meter.key, limit, name)
+        if (noisy := meter.must_go(now)) is not None:
+            reason = QUOTA_EXCEEDED if meter.bytes_went_over else MESSAGE_RATE_TOO_HIGH
+            why = f"over {limit}_per_second of [[mqtt.budget]] {name} for too long"
+            self.connections.runtime.soon(noisy.fail, f"refused_budget_{name}", why, reason)
 
     # -- time ------------------------------------------------------------
 

@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from bridge.mqtt.broker.message import LARGE
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
 from bridge.net.addresses import is_within
+from bridge.net.budgets import Budget, Budgets, Meter
 from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Coroutine, Sequence
 
     from bridge.access.logins import Access
+    from bridge.access.rules import Identity
     from bridge.mqtt.broker.broker import Broker
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.broker.sessions import Session
@@ -124,6 +126,9 @@ class Member(Protocol):
     endpoint: Endpoint
     level: int
     proxied: bool  # its address is what a proxy said
+    address_meters: tuple[Meter[Any], ...]
+    user_meters: tuple[Meter[Any], ...]
+    subscribed: int  # its topic filters, as its meters count them
     inbox: Inbox
     since: int  # when it logged in, Unix time in ms
     published: int  # messages that it has sent
@@ -134,6 +139,11 @@ class Member(Protocol):
 
     @property
     def session(self) -> Session | None: ...
+
+    @property
+    def slowed(self) -> bool: ...
+
+    def metered(self) -> None: ...
 
     def hold(self, why: str) -> None: ...
 
@@ -161,6 +171,7 @@ class Connections:
         self.handshake_turns = FairQueue(max(rate // 10, 1)) if rate else None
         # With the address by which they are counted; None: their proxy has not yet said whose they are.
         self._expected: dict[Member, str | None] = {}
+        self.budgets: Budgets[Member] = Budgets(config.budget, runtime.later, runtime.now)
         self._counted = ConnectionLimits(self.limits.connections, self.limits.connections_per_address)
         self._tasks: set[asyncio.Task[None]] = set()
         self._empty: asyncio.Future[None] | None = None  # set by the last connection, once `stopping`
@@ -238,11 +249,37 @@ class Connections:
     def _enter(self, conn: Member, address: str | None, descriptor: int = -1) -> str:
         of_all = self._counted.enter(address, descriptor)
         of_listener = conn.endpoint.listener.counted.enter(address)
-        return of_all or of_listener
+        of_budgets = ""
+        if address is not None:
+            conn.address_meters = self.budgets.of_address(address)
+            of_budgets = self.budgets.enter(conn.address_meters)
+        return of_all or of_listener or of_budgets
 
     def _leave(self, conn: Member, address: str | None) -> None:
         self._counted.leave(address)
         conn.endpoint.listener.counted.leave(address)
+        self.budgets.leave(conn.address_meters, conn)
+        conn.address_meters = ()
+
+    def enter_user(self, conn: Member, identity: Identity) -> str:
+        """A client has logged in: count it for its user; returns why it is one too many, or ""."""
+        old = self.broker.sessions.get(identity.client_id)
+        spare = old is not None and old.line is not None and old.identity.owner == identity.owner
+        conn.user_meters = self.budgets.of_user(identity.user)
+        return self.budgets.enter(conn.user_meters, spare)
+
+    def set_budgets(self, budgets: Sequence[Budget]) -> None:
+        """Apply other budgets. Who is connected stays, whatever they say of the number of connections."""
+        self.budgets.load(budgets)
+        for conn, address in [*self._expected.items(), *((conn, conn.address) for conn in self.open)]:
+            if address is not None:
+                conn.address_meters = self.budgets.of_address(address)
+                self.budgets.enter(conn.address_meters)
+            line: object = None if conn.session is None else conn.session.line
+            if conn.session is not None and line is conn:
+                conn.user_meters = self.budgets.of_user(conn.session.identity.user)
+                self.budgets.enter(conn.user_meters)
+                conn.metered()
 
     def end_all_of(self, endpoint: Endpoint, why: str) -> None:
         """End the connections of an address, when all that they have sent is stored and acknowledged."""
@@ -265,6 +302,11 @@ class Connections:
         """A client's connection has ended: so do its reads, however long they would still wait."""
         for task in self.reading.pop(conn, ()):
             task.cancel()
+        for meter in (*conn.address_meters, *conn.user_meters):
+            meter.subscriptions -= conn.subscribed
+        conn.subscribed = 0
+        self.budgets.leave(conn.user_meters, conn)
+        conn.user_meters = ()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that must not outlive the server."""
@@ -309,4 +351,5 @@ class Connections:
             "sessions": len(self.broker.sessions),
             "retained": len(self.broker.router.retained),
             "shared_subscriptions": len(self.broker.router.groups),
+            **{f"over_{name}": number for name, number in self.budgets.over().items()},
         }

@@ -23,6 +23,7 @@ from bridge.mqtt.wire.packets import (
     NOT_AUTHORIZED,
     PACKET_TOO_LARGE,
     PROTOCOL_ERROR,
+    QUOTA_EXCEEDED,
     SERVER_BUSY,
     SUCCESS,
     UNSUPPORTED_VERSION,
@@ -115,6 +116,9 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
     identity = listener.access.identify(client_id, user, local=conn.local)
     if connect.will is not None and (refused := _refused_will(conn, identity, connect.will.topic)):
         conn.refuse(*refused)
+        return
+    if refused_by_budget := conn.connections.enter_user(conn, identity):
+        conn.refuse(QUOTA_EXCEEDED, refused_by_budget)
         return
     limits = listener.limits
     seconds = min(connect.keep_alive, limits.max_keep_alive)

@@ -54,6 +54,7 @@ class Server:
         )
         self.broker.publisher.refused_stream = config.refused_stream
         self.connections = Connections(config, self.broker, runtime, under_pressure=manager.under_pressure)
+        self._budgets = config.budget
         self.listeners = Listeners(config, access, self.connections)
         self._systopics = SysTopics(self.connections, runtime, config.sys_interval / 1000)
 
@@ -98,6 +99,9 @@ class Server:
         """
         self.listeners.reload(msgspec.structs.replace(config, limits=self.config.limits))
         self.broker.publisher.refused_stream = config.refused_stream
+        if config.budget != self._budgets:
+            self._budgets = config.budget
+            self.connections.set_budgets(config.budget)
         for session in self.broker.sessions.all():
             local = session.line is not None and session.line.local
             session.identity = self.broker.accesses.again(session.identity, local=local)

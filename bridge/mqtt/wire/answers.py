@@ -19,6 +19,7 @@ from bridge.mqtt.wire.packets import (
     CONNACK,
     DISCONNECT,
     NOT_AUTHORIZED,
+    QUOTA_EXCEEDED,
     REASONS,
     SERVER_BUSY,
     SUBACK,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 # MQTT 5 reason code to the return code of a 3.1.1 CONNACK (section 3.2.2.3); all others are 5, not authorized
 _RETURN_CODES: Final = {
     SUCCESS: 0, UNSUPPORTED_VERSION: 1, BAD_CLIENT_ID: 2, SERVER_BUSY: 3, BAD_USER_OR_PASSWORD: 4,
-    NOT_AUTHORIZED: 5, BAD_TOPIC_NAME: 5,
+    NOT_AUTHORIZED: 5, BAD_TOPIC_NAME: 5, QUOTA_EXCEEDED: 3,
 }  # fmt: skip
 
 

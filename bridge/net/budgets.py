@@ -1,0 +1,198 @@
+"""Budgets: what all connections of a user, of an address, or of a network may use together.
+
+A budget has a `Meter` for each of those that are connected; their connections share it. A read from a socket
+pays for its messages and bytes at once. Each payment moves the time until which the meter is paid for; beyond
+`BURST` seconds ahead of now, the connection is to be read no further until then. TCP makes the client wait,
+and nothing is lost.
+
+    within --ahead by more than BURST--> over --less than half of that at a payment--> within
+                                          |
+                                          +-- for `disconnect_after`: the connection that used most must go
+
+Connections and subscriptions are counts; what is above them is refused.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+from typing import Annotated, Generic, Literal, TypeVar
+
+from msgspec import Meta, Struct
+
+from bridge.net.addresses import network_of
+from bridge.settingtypes import Bytes, Count, Millis
+
+BURST = 1.0  # seconds that a client may be ahead
+REMEMBERED = 1_000  # that were reported to be over a budget; then all are forgotten
+T = TypeVar("T")
+
+
+class Budget(Struct, frozen=True, kw_only=True):
+    """[[mqtt.budget]]: what the clients of one user, one address, or one network may use together.
+
+    `per` says whose clients share it. "user": clients without a user name have none. "address": an IPv6 /64
+    is one address. "prefix": the network of `ipv4_prefix` or `ipv6_prefix` bits. Who sends more per second is
+    read more slowly, and, after `disconnect_after` of that, disconnected; 0 is never. What is left out has no
+    limit.
+    """
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9-]{1,32}$")]
+    per: Literal["user", "address", "prefix"]
+    ipv4_prefix: Annotated[int, Meta(ge=1, le=32)] = 24
+    ipv6_prefix: Annotated[int, Meta(ge=1, le=128)] = 56
+    connections: Count | None = None
+    messages_per_second: Count | None = None
+    bytes_per_second: Annotated[Bytes, Meta(ge=1)] | None = None
+    subscriptions: Count | None = None
+    disconnect_after: Annotated[Millis, Meta(ge=0)] = 30_000
+
+    def key_of(self, user: str | None, address: str) -> str | None:
+        """Who shares a meter; None for who has none."""
+        if self.per == "user":
+            return user
+        if self.per == "address":
+            return network_of(address)
+        try:
+            found = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return address
+        if isinstance(found, ipaddress.IPv6Address):
+            found = found.ipv4_mapped or found
+        bits = self.ipv4_prefix if found.version == 4 else self.ipv6_prefix
+        return str(ipaddress.ip_network((found, bits), strict=False))
+
+
+class Meter(Generic[T]):
+    """What those who share a budget use. `over` is since when they are slowed; None: they are not."""
+
+    __slots__ = (
+        "_bytes", "_messages", "_per_byte", "_per_message", "_spent", "budget", "bytes_went_over",
+        "connections", "key", "over", "subscriptions",
+    )  # fmt: skip
+
+    def __init__(self, budget: Budget, key: str) -> None:
+        self.budget, self.key = budget, key
+        self.connections = self.subscriptions = 0
+        self.over: float | None = None
+        self.bytes_went_over = False  # else the messages
+        self._messages = self._bytes = 0.0  # until when they are paid for
+        self._per_message = 1 / budget.messages_per_second if budget.messages_per_second else 0.0
+        self._per_byte = 1 / budget.bytes_per_second if budget.bytes_per_second else 0.0
+        self._spent: dict[T, float] = {}  # by each connection, in seconds, since it went over
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether messages or bytes are limited."""
+        return bool(self._per_message or self._per_byte)
+
+    @property
+    def paid(self) -> float:
+        """Until when everything is paid for."""
+        return max(self._messages, self._bytes)
+
+    def pay(self, who: T, messages: int, size: int, now: float) -> float:
+        """Pay for a read; returns for how many seconds not to read on, at most 0 if reading may go on."""
+        if self.over is not None and self.paid - now < BURST / 2:
+            self.over = None
+            self._spent.clear()
+        costs = messages * self._per_message, size * self._per_byte
+        self._messages = max(self._messages, now) + costs[0]
+        self._bytes = max(self._bytes, now) + costs[1]
+        wait = self.paid - now - BURST
+        if wait > 0:
+            if self.over is None:
+                self.over = now
+            self.bytes_went_over = self._bytes > self._messages
+            self._spent[who] = self._spent.get(who, 0.0) + max(costs)
+        return wait
+
+    def must_go(self, now: float) -> T | None:
+        """The connection that is to be ended, since they are over their budget for too long."""
+        after = self.budget.disconnect_after / 1000
+        if self.over is None or not after or now - self.over < after or not self._spent:
+            return None
+        most = max(self._spent, key=self._spent.__getitem__)
+        self._spent.clear()
+        self.over = now  # the others get as long, without it
+        return most
+
+    def forget(self, who: T) -> None:
+        """A connection is closed."""
+        self._spent.pop(who, None)
+
+
+class Budgets(Generic[T]):
+    """All budgets, and the meters of those who are connected."""
+
+    def __init__(
+        self, budgets: Sequence[Budget], later: Callable[..., object], now: Callable[[], float]
+    ) -> None:
+        """`later` and `now` are those of the runtime."""
+        self._later, self._now = later, now
+        self.load(budgets)
+
+    def load(self, budgets: Sequence[Budget]) -> None:
+        """Apply other budgets; everybody must enter anew."""
+        self._of_users = [one for one in budgets if one.per == "user"]
+        self._of_addresses = [one for one in budgets if one.per != "user"]
+        self._meters: dict[tuple[str, str], Meter[T]] = {}
+        self._reported: set[tuple[str, str]] = set()
+
+    def of_address(self, address: str) -> tuple[Meter[T], ...]:
+        """The meters of a connection from an address, whoever it is."""
+        return self._found(self._of_addresses, None, address)
+
+    def of_user(self, user: str | None) -> tuple[Meter[T], ...]:
+        """The meters of a client of a user."""
+        return self._found(self._of_users, user, "")
+
+    def _found(self, budgets: Sequence[Budget], user: str | None, address: str) -> tuple[Meter[T], ...]:
+        found = []
+        for budget in budgets:
+            if (key := budget.key_of(user, address)) is not None:
+                meter = self._meters.get((budget.name, key))
+                if meter is None:
+                    meter = self._meters[budget.name, key] = Meter(budget, key)
+                found.append(meter)
+        return tuple(found)
+
+    def enter(self, meters: Sequence[Meter[T]], spare: int = 0) -> str:
+        """Count a connection; returns why it is one too many, or "". `spare` others end with its login."""
+        refused = ""
+        for meter in meters:
+            meter.connections += 1
+            most = meter.budget.connections
+            if most is not None and meter.connections - spare > most:
+                refused = f"{meter.key!r} has {most} connections; see [[mqtt.budget]] {meter.budget.name}"
+        return refused
+
+    def leave(self, meters: Sequence[Meter[T]], who: T) -> None:
+        """A connection is closed. What its meters owe is remembered until it is paid."""
+        for meter in meters:
+            meter.connections -= 1
+            meter.forget(who)
+            if not meter.connections:
+                self._later(max(meter.paid - self._now(), 0.0), self._forget, meter)
+
+    def _forget(self, meter: Meter[T]) -> None:
+        place = meter.budget.name, meter.key
+        if not meter.connections and self._meters.get(place) is meter:
+            del self._meters[place]
+
+    def is_news(self, meter: Meter[T]) -> bool:
+        """Whether that somebody is over a budget is to be reported: once for each."""
+        place = meter.budget.name, meter.key
+        if place in self._reported:
+            return False
+        if len(self._reported) >= REMEMBERED:
+            self._reported.clear()
+        self._reported.add(place)
+        return True
+
+    def over(self) -> dict[str, int]:
+        """How many are over each budget."""
+        found = {one.name: 0 for one in (*self._of_users, *self._of_addresses)}
+        for meter in self._meters.values():
+            found[meter.budget.name] += meter.over is not None and meter.paid > self._now()
+        return found
