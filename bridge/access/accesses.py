@@ -25,10 +25,13 @@ class Accesses:
         """
         access = self._of(past)
         if access is None:
-            return Identity(
+            found = Identity(
                 past.client_id, past.user, NOTHING, local=False, access=past.access, realm=past.realm
             )
-        return access.identify(past.client_id, past.user, local=local)
+        else:
+            found = access.identify(past.client_id, past.user, local=local)
+        found.origin = past.origin
+        return found
 
     def still_admits(self, identity: Identity, proof: bytes) -> bool:
         """Whether a client that logged in with this proof still could."""

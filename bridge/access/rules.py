@@ -30,6 +30,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from bridge.audit import Origin
 from bridge.errors import Unauthorized
 from bridge.topics import covers, filter_mistake, matches, overlap
 
@@ -134,8 +135,8 @@ class Identity:
     """
 
     __slots__ = (
-        "_denied", "_label", "access", "client_id", "manage", "may_change", "operations", "page", "publish",
-        "read", "realm", "subscribe", "trusted", "user",
+        "_denied", "_label", "access", "client_id", "manage", "may_change", "operations", "origin", "page",
+        "publish", "read", "realm", "subscribe", "trusted", "user",
     )  # fmt: skip
 
     def __init__(
@@ -153,6 +154,7 @@ class Identity:
         """`local`: on this machine; `label`: its name in the log; `trusted`: see the module."""
         self.client_id, self.user, self.trusted, self._label = client_id, user, trusted, label
         self.access, self.realm = access, realm
+        self.origin = Origin()  # set by the front end that has let the client in
         self.publish: list[str] | None = None
         self.subscribe: list[str] | None = None
         self.read: list[str] | None = None
@@ -274,6 +276,13 @@ class Identity:
 
 def _is_unsafe(name: str) -> bool:
     return not name or bool(set(name) & set("/+#"))
+
+
+def command(address: str) -> Identity:
+    """The caller of a command: as `TRUSTED`, and `address` says which process it was."""
+    found = Identity("", None, (), label="a command", trusted=True)
+    found.origin = Origin("control", address)
+    return found
 
 
 NOTHING = (AccessRule(),)  # rules that allow nothing

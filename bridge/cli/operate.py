@@ -9,14 +9,16 @@ that root creates.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cbor2
 import msgspec
 
-from bridge import cbor, errors
-from bridge.access.rules import TRUSTED
+from bridge import audit, cbor, errors
+from bridge.access.rules import command
+from bridge.audit.settings import AuditSettings
 from bridge.cli import output
 from bridge.cli.lookup import find
 from bridge.cli.options import act_as_owner, data_directory, keys_of, known_config
@@ -36,11 +38,12 @@ from bridge.streams.store import is_running, open_stopped
 
 
 class Target(NamedTuple):
-    """The data directory whose streams are meant."""
+    """The data directory whose streams are meant; `audit`: where a change without the service is noted."""
 
     data_dir: Path
     plugin_dirs: list[Path]
     keys: Keys
+    audit: AuditSettings = AuditSettings()
 
 
 def target_of(config: Path, data_dir: Path | None) -> Target:
@@ -48,7 +51,8 @@ def target_of(config: Path, data_dir: Path | None) -> Target:
     directory = data_directory(config, data_dir)
     keys = keys_of(config, directory)
     if data_dir is None:
-        return Target(directory, known_config(config, ("export", "plugin_dirs")).export.plugin_dirs, keys)
+        known = known_config(config, ("export", "plugin_dirs"))
+        return Target(directory, known.export.plugin_dirs, keys, known.audit)
     return Target(directory, ExportSettings().plugin_dirs, keys)
 
 
@@ -98,9 +102,12 @@ async def _here(target: Target, operation: str, body: bytes) -> bytes:
         keys=target.keys,
     ) as store:
         manager = StreamManager(store, discovery.load(target.plugin_dirs), _Stopped(data_dir))
+        caller = command(f"uid {os.getuid()}, pid {os.getpid()}")
+        audit.begin(target.audit)
         try:
-            return await answer(Operations(manager), operation, body, MAX_FRAME, TRUSTED)
+            return await answer(Operations(manager), operation, body, MAX_FRAME, caller)
         finally:
+            audit.end()
             manager.close()
 
 

@@ -29,6 +29,7 @@ from msgspec import Struct
 
 from bridge.access.accounts import mistakes
 from bridge.access.rules import Rights
+from bridge.audit.settings import AuditSettings
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
 from bridge.config.tomlstruct import Reader, dotted, fields_of, keys_of, snake, struct_in, unit_of
@@ -58,7 +59,8 @@ RENAMED = {"stream_segment_size": "segment_size", "export_definition": "export"}
 # restart.
 RELOADED = {
     "mqtt.listen", "mqtt.listener", "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl",
-    "mqtt.role", "mqtt.user", "mqtt.budget", "mqtt.client_ids", "mqtt.refused_stream", "log.level",
+    "mqtt.role", "mqtt.user", "mqtt.client_ids", "mqtt.refused_stream", "mqtt.budget", "log.level",
+    *(f"audit.{field}" for field in AuditSettings.__struct_fields__),
 }  # fmt: skip
 
 
@@ -119,6 +121,7 @@ class Config(Struct, frozen=True, kw_only=True):
     aws: AwsSettings = msgspec.field(default_factory=AwsSettings)
     encryption: Encryption = Encryption()
     log: Log = Log()
+    audit: AuditSettings = AuditSettings()
     upstream: list[UpstreamSettings] = []
     streams: dict[str, MessageStreamDefinition] = {}
 

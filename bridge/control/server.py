@@ -7,11 +7,12 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.access.rules import TRUSTED
+from bridge.access.rules import command
 from bridge.control import HEADER, MAX_FRAME, SOCKET, address
 from bridge.errors import ConfigError
 from bridge.operations.codec import answer
@@ -19,6 +20,7 @@ from bridge.operations.codec import answer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from bridge.access.rules import Identity
     from bridge.operations.catalog import Operations
 
 BACKLOG = 64
@@ -39,6 +41,13 @@ def _remove_stale(path: Path) -> None:
             path.unlink()
         else:
             raise ConfigError(f"{path} is not a socket; move it away")
+
+
+def _caller(writer: asyncio.StreamWriter) -> Identity:
+    """Who has connected: a process of root or of the service's user, with its ids (SO_PEERCRED)."""
+    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return command(f"uid {uid}, pid {pid}")
 
 
 class ControlFrontEnd:
@@ -77,6 +86,7 @@ class ControlFrontEnd:
             writer.close()
             return
         self._tasks.add(task)
+        caller = _caller(writer)
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, UnicodeDecodeError):
                 while True:
@@ -88,7 +98,7 @@ class ControlFrontEnd:
                     name, body = request[1:end].decode("ascii"), request[end:]
                     other = self._others.get(name)
                     if other is None:
-                        reply = await answer(self._operations, name, body, MAX_FRAME, TRUSTED)
+                        reply = await answer(self._operations, name, body, MAX_FRAME, caller)
                     else:
                         reply = await other(name, body)
                     writer.write(len(reply).to_bytes(HEADER, "big") + reply)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bridge.access.accesskeys import AccessKey, read_access_keys
+from bridge.audit import Origin, record
 from bridge.errors import StreamBridgeError
 from bridge.firehose import replies, signature
 from bridge.firehose.replies import ApiError
@@ -141,6 +142,8 @@ class FirehoseFrontEnd:
             return await self._answer(request)
         except SignatureError as error:
             self.counts["refused_signature"] += 1
+            origin = Origin("firehose", request.address)
+            record("login", "refused", origin=origin, proven=False, why=f"{error.code}: {error}")
             log.warning("request refused: %s", error, extra={"client": request.address, "code": error.code})
             return replies.refusal(ApiError(error.code, str(error)))
         except StreamBridgeError as error:
@@ -179,5 +182,7 @@ class FirehoseFrontEnd:
                 self._identities.clear()
             label = f"{address} (key {key.id}, user {key.user!r})"
             found = self._access.identify("", key.user, local=is_loopback(address), label=label)
+            found.origin = Origin("firehose", address)
+            record("login", origin=found.origin, user=key.user, why=f"access key {key.id}")
             self._identities[key.id, address] = found
         return found

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, cast
 import cbor2
 
 from bridge import cbor
+from bridge.audit import Origin, record
 from bridge.errors import StreamBridgeError, StreamError
 from bridge.greengrass import operations, wire
 from bridge.greengrass.wire import HEADER, Op, ResponseStatus
@@ -258,6 +259,7 @@ class Connection(Flow):
         self._front.guests.leave(self, self.host)
         self._watch()
         answer = {"protocolVersion": self._version, "clientIdentifier": self.address}
+        record("login", origin=self.caller.origin, user=self.caller.user)
         self._connected(request_id, {"status": 0, **answer})
 
     def _admitted(self, request_id: str, token: str) -> bool:
@@ -302,6 +304,7 @@ class Connection(Flow):
         self.transport.abort()
 
     def _refuse(self, request_id: str, status: ResponseStatus, why: str) -> None:
+        record("login", "refused", origin=Origin("greengrass", self.host), proven=False, why=why)
         self._connected(request_id, {"status": int(status), "errorMessage": why})
         self.end(f"refused: {why}")
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bridge.access.guesses import Guesses
 from bridge.access.tokens import digest, read_tokens
+from bridge.audit import Origin
 from bridge.errors import ConfigError
 from bridge.greengrass.connection import Connection
 from bridge.net import peer
@@ -148,7 +149,9 @@ class GreengrassFrontEnd:
         """The rights of a client at an address: those of its user."""
         user = admitted.user
         label = f"{address} (user {user!r})"
-        return self._access.identify("", user, local=is_loopback(host), label=label)
+        found = self._access.identify("", user, local=is_loopback(host), label=label)
+        found.origin = Origin("greengrass", host)
+        return found
 
     def reload(self) -> None:
         """The rules or the tokens have changed."""

@@ -34,6 +34,7 @@ import msgspec
 from msgspec import Struct
 
 from bridge.access.logins import Reason
+from bridge.audit import Origin, record
 from bridge.net.addresses import is_loopback
 from bridge.net.httpserver import JSON, HttpError, HttpRequest, HttpResponse, Route, json_response
 
@@ -118,15 +119,18 @@ class Visitors:
 
     async def _verify(self, user: str, password: bytes, request: HttpRequest) -> None:
         denied = await self._access.verify(user, password, request.address)
-        if denied is not None:
+        origin = Origin("http", request.address)
+        if denied is None:
+            record("login", origin=origin, user=user, why="password")
+        else:
+            record("login", "refused", origin=origin, user=user, proven=False, why=denied.text)
             busy = denied.reason is Reason.BUSY
             raise HttpError(HTTPStatus.SERVICE_UNAVAILABLE if busy else HTTPStatus.UNAUTHORIZED)
 
     def _identity(self, user: str, request: HttpRequest) -> Identity:
         """The rights of a user; raises HttpError if the page is closed to the user."""
         label = f"user {user!r} over HTTP from {request.address}"
-        local = is_loopback(request.address)
-        found = self._access.identify(f"http/{user}", user, local=local, label=label)
+        found = self._identified(f"http/{user}", user, request, label)
         if found.page == "none":
             raise HttpError(HTTPStatus.FORBIDDEN)
         found.may_change = found.page == "operate"
@@ -135,7 +139,13 @@ class Visitors:
     def _nobody(self, request: HttpRequest) -> Identity:
         """The rights of a visitor without a login."""
         label = f"an anonymous visitor over HTTP from {request.address}"
-        return self._access.identify("http", None, local=is_loopback(request.address), label=label)
+        return self._identified("http", None, request, label)
+
+    def _identified(self, client: str, user: str | None, request: HttpRequest, label: str) -> Identity:
+        local = is_loopback(request.address)
+        found = self._access.identify(client, user, local=local, label=label)
+        found.origin = Origin("http", request.address)
+        return found
 
     # -- sessions ------------------------------------------------------------
     def _session(self, request: HttpRequest) -> _Session | None:

@@ -28,7 +28,8 @@ What it promises:
   each other stream that its exports append to. Unless the caller is trusted, its exports may reach only what
   the configuration allows (`bridge.operations.allow`).
 * listStreams returns the streams that the caller may describe.
-* Each change is logged once, with the client that made it.
+* Each change is logged once, and each change and refusal is in the audit log, with who made it
+  (`bridge.operations.changes`).
 * An unknown key in a request is InvalidRequest: it is misspelt, or from another version.
 
 `name` and `streamName` mean the same in every request that names a stream.
@@ -37,7 +38,6 @@ What it promises:
 from __future__ import annotations
 
 import asyncio
-import logging
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -57,6 +57,7 @@ from bridge.model import (
     MessageStreamInfo,
 )
 from bridge.operations.allow import check_allowed
+from bridge.operations.changes import Change, refused
 from bridge.operations.reading import MOST_BYTES, ReadMessagesOptions, Turn
 from bridge.plugin.allow import Allow
 from bridge.plugin.api import appends_to
@@ -70,8 +71,6 @@ if TYPE_CHECKING:
     from bridge.streams.stream import Stream
 
 AT_ONCE = 20  # streams that are described before other clients are served
-
-log = logging.getLogger(__name__)
 
 
 # -- requests ------------------------------------------------------------
@@ -277,8 +276,8 @@ class Call(NamedTuple):
 class Operation(NamedTuple):
     """One operation. The caller needs one of `rights` on the stream; without any, no right is needed.
 
-    `audit` makes the text for the log from the result. A request that `waits` ends with its connection. An
-    operation that `looks` changes nothing.
+    `audit` makes the text for both logs from the result of an operation that changes something. A request
+    that `waits` ends with its connection. An operation that `looks` changes nothing.
     """
 
     request: type[Request]
@@ -331,24 +330,28 @@ class Operations:
         """The same for an operation that does not wait: all except appends, reads and purges."""
         operation = _operation(name)
         _authorize(name, operation, request, caller)
-        result = operation.carry_out(Call(self, caller), request)
-        assert not isawaitable(result)
-        _log(operation, request, result, caller)
+        with Change(name, caller, self.manager, request, operation.audit) as change:
+            result = operation.carry_out(Call(self, caller), request)
+            assert not isawaitable(result)
+            change.result = result
         return cast("Result", result)
 
     async def carry_out(self, name: str, operation: Operation, call: Call, request: Request) -> Struct:
         """Carry out an operation of any table, by its name there; raises StreamBridgeError or OSError."""
         _authorize(name, operation, request, call.caller)
-        result = operation.carry_out(call, request)
-        if isawaitable(result):
-            result = await result
-        _log(operation, request, result, call.caller)
+        with Change(name, call.caller, self.manager, request, operation.audit) as change:
+            result = operation.carry_out(call, request)
+            change.result = result = (await result) if isawaitable(result) else result
         return result
 
     def submit(self, name: str, payload: bytes, caller: Identity) -> tuple[Stream, int]:
         """The first half of appendMessage: see `StreamManager.submit`."""
-        caller.require_operation(APPEND, looks=False)
-        caller.require(name, "publish")
+        try:
+            caller.require_operation(APPEND, looks=False)
+            caller.require(name, "publish")
+        except Unauthorized as error:
+            refused(APPEND, caller, name, error)
+            raise
         return self.manager.submit(name, payload, headers=self.headers(name, caller))
 
     def headers(self, name: str, caller: Identity) -> bytes:
@@ -366,15 +369,13 @@ def _operation(name: str) -> Operation:
 
 
 def _authorize(name: str, operation: Operation, request: Request, caller: Identity) -> None:
-    caller.require_operation(name, looks=operation.looks)
-    if operation.rights:
-        caller.require(request.stream, *operation.rights)
-
-
-def _log(operation: Operation, request: Request, result: Struct, caller: Identity) -> None:
-    if operation.audit is not None:
-        extra = {"stream": request.stream, "by": caller.label}
-        log.info("stream %s", operation.audit(result), extra=extra)
+    try:
+        caller.require_operation(name, looks=operation.looks)
+        if operation.rights:
+            caller.require(request.stream, *operation.rights)
+    except Unauthorized as error:
+        refused(name, caller, request.stream, error)
+        raise
 
 
 # -- operations ------------------------------------------------------------

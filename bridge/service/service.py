@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from bridge import logs, process
+from bridge import audit, logs, process
 from bridge.access.logins import Access
 from bridge.config import settings as configuration
 from bridge.config.checks import blockers
@@ -135,6 +135,8 @@ class Service:
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
         self._refused: dict[str, int] = {}
+        self._signalled = False
+        self._steps = 0  # of the wall clock, that are in the audit log
 
     async def run(self) -> None:
         """Start, report ready, and stop on a signal."""
@@ -175,6 +177,8 @@ class Service:
             )
             self._manager = manager = StreamManager(store, registry, exports)
             stack.callback(manager.close)
+            audit.begin(config.audit)
+            stack.callback(audit.end)
             self._reconcile(config)
             manager.report_deleting()
             firehose_streams = NewDeliveries(config.firehose.max_size, config.firehose.flush_on_write)
@@ -223,11 +227,13 @@ class Service:
             streams = _count_streams(len(store.streams))
             broker = {"broker": config.mqtt.external.url} if config.mqtt.mode == "external" else {}
             notify(f"READY=1\nSTATUS={', '.join([streams, *addresses, *broker.values()])}")
+            audit.record("start", why=f"pid {os.getpid()}")
             log.info("ready", extra={"listen": ",".join(addresses), **broker, "streams": len(store.streams)})
             await self._stop.wait()
             observer.phase = "stopping"
             notify("STOPPING=1\nSTATUS=committing received messages")
             log.info("stopping")
+            audit.record("stop", why="signal" if self._signalled else "internal error")
             for task in self._pending:
                 task.cancel()
         log.info("stopped; everything acknowledged is stored")
@@ -247,6 +253,7 @@ class Service:
     def _on_stop_signal(self) -> None:
         if not self._stop.is_set():
             self._stopping_since = time.monotonic()
+            self._signalled = True
             self._stop.set()
         elif time.monotonic() - self._stopping_since > TWICE:
             log.warning("second stop signal: ending at once")
@@ -256,8 +263,16 @@ class Service:
         while True:
             await asyncio.sleep(REFRESH)
             await self._manager.refresh()
+            self._record_clock()
             self._report_full_streams()
             notify("WATCHDOG=1")  # from the event loop itself: if it is stuck, it sends none
+
+    def _record_clock(self) -> None:
+        clock = self._manager.store.clock
+        if clock.steps != self._steps:
+            self._steps = clock.steps
+            seconds = clock.last_step / 1000
+            audit.record("clock", why=f"the wall clock was set by {seconds:+.3f} s; steps: {clock.steps}")
 
     # -- streams from the configuration ----------------------------------------------------------
     def _reconcile(self, config: Config) -> list[str]:
@@ -301,6 +316,7 @@ class Service:
             config = configuration.load(Path(path), lambda: self._manager.registry.exporters)
         except (ConfigError, OSError) as error:
             log.error("reload failed, the old configuration stays: %s", error, extra=logs.ANSWER)
+            audit.record("reload", "failed", why=str(error))
         else:
             self._apply(config)
         notify("READY=1")
@@ -310,6 +326,11 @@ class Service:
         failed = configuration.needs_restart(self._config, config)
         for key in failed:
             log.warning("changed, but needs a restart: %s", key, extra=logs.ANSWER)
+        try:
+            audit.reload(config.audit)
+        except ConfigError as error:
+            log.error("reload of [audit] failed, the old audit log goes on: %s", error, extra=logs.ANSWER)
+            failed.append("audit")
         try:
             self._front_end.reload(config.mqtt, config.upstream)
             self._greengrass.reload()
@@ -330,8 +351,10 @@ class Service:
         if failed:
             names = ", ".join(failed)
             log.warning("reloaded, except: %s; see the lines above", names, extra=logs.ANSWER)
+            audit.record("reload", "failed", why=f"reloaded, except: {names}")
         else:
             log.info("reloaded", extra=logs.ANSWER)
+            audit.record("reload")
 
     def _damaged(self, name: str, what: str) -> None:
         """Quarantine damage that the export worker has found, so that exports continue after it."""

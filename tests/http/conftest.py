@@ -54,9 +54,13 @@ class Service:
         (directory / "disk").mkdir(mode=0o700)
         self.mount(disk)
         self.log = directory / "log"
+        self.start()
+
+    def start(self) -> None:
+        """Start it; also again, after it has ended."""
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, "run", "-c", str(directory / "bridge.toml")], env=environment(), stderr=log
+                [*COMMAND, "run", "-c", str(self.directory / "bridge.toml")], env=environment(), stderr=log
             )
         self.mqtt_port = int(eventually(lambda: self.logged(r"msg=ready .*mqtts?://\S+:(\d+)"))[1])
         http = self.logged(r"ready.*http://[\d.]+:(\d+)/")

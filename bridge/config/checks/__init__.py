@@ -28,6 +28,7 @@ CHECKS = (
     network.destinations,
     network.client_ids,
     files.directories,
+    files.audit_log,
     files.closed_streams,
     streams.room,
     streams.loaded_plugins,

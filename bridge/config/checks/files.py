@@ -114,6 +114,30 @@ def _cannot_create(parent: Path, missing: Sequence[str]) -> str:
     return ""
 
 
+def audit_log(context: CheckContext) -> Iterator[Finding]:
+    """Check that the audit log can be written."""
+    audit = context.config.audit
+    if audit.file is not None and context.knows("audit", "file"):
+        directory = audit.file.absolute().parent
+        why = ""
+        if not directory.is_dir():
+            why = f"{directory} is not a directory; create it for the service's user, or choose another path"
+        elif not os.access(directory, os.W_OK | os.X_OK):
+            why = (
+                f"user {os.geteuid()} may not write to {directory}, where files are rotated; run this as the "
+                "service's user, chown the directory, or choose another"
+            )
+        elif audit.file.exists() and not audit.file.is_file():
+            why = f"{audit.file} is not a regular file; choose another path"
+        elif audit.file.exists() and audit.file.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            why = f"others than its owner can write {audit.file}; chmod go-w {audit.file}"
+        if why:
+            yield context.error(("audit", "file"), why)
+    if audit.journald and not audit.journald_socket.is_socket():
+        what = f"{audit.journald_socket} is not a socket: journald does not run here; set `file` instead"
+        yield context.error(("audit", "journald"), what)
+
+
 def closed_streams(context: CheckContext) -> Iterator[Finding]:
     """Report streams that this user may not open; the service runs without them."""
     data_dir = context.config.gateway.data_dir

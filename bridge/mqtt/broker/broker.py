@@ -30,6 +30,7 @@ from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from bridge import audit
 from bridge.access.accesses import Accesses
 from bridge.mqtt.broker.inbox import Inbox
 from bridge.mqtt.broker.journal import Journal
@@ -170,6 +171,13 @@ class Broker:
             if session.will is not None:
                 self.counts["dropped_wills"] += 1
                 self.set_will(session, None)
+            audit.record(
+                "revoke",
+                origin=session.identity.origin,
+                user=session.identity.user,
+                client=session.client_id,
+                why=REVOKED,
+            )
             if session.line is not None:
                 session.line.fail("refused_reload", REVOKED, NOT_AUTHORIZED)
             if self.accesses.is_gone(session.identity, session.proof):
@@ -334,6 +342,7 @@ class Broker:
         will = session.will
         if will is not None and not session.identity.may_publish(will.topic):
             self.counts["dropped_wills"] += 1  # its rules have changed since
+            _refused(session, "will", will.topic)
         elif will is not None:
             head = will.qos << 1 | will.retain
             packet = Publish(head, will.topic.encode(), b"", will.payload, will.properties)
@@ -351,6 +360,7 @@ class Broker:
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
             route = Route(route.name, ())
             route.denied = True
+            _refused(session, "publish", route.name)
         if route.append is not None and session.line is not None and session.line.receipts:
             route = copy(route)
             route.append = None  # its acknowledgements say more than the server's
@@ -464,6 +474,7 @@ class Broker:
         known = session.subscriptions
         if not session.identity.may_subscribe(topics):
             code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
+            _refused(session, "subscribe", request.filter)
         elif request.filter not in known and (full := line.full_of_subscriptions(len(known))):
             code, why = QUOTA_EXCEEDED, full
         else:
@@ -472,6 +483,20 @@ class Broker:
         text = "%s: subscription to %.200r refused: %s (counted in the metrics)"
         self.reports.log(f"subscription {code}", logging.WARNING, text, line.name, request.filter, why)
         return code
+
+
+def _refused(session: Session, what: str, topic: str) -> None:
+    """The rules refuse something to a client."""
+    identity = session.identity
+    audit.record(
+        what,
+        "refused",
+        origin=identity.origin,
+        user=identity.user,
+        client=session.client_id,
+        on=topic,
+        why="no rule allows it; see [[mqtt.acl]]",
+    )
 
 
 class _Settling:

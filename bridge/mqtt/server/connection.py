@@ -19,6 +19,7 @@ import logging
 import socket
 from typing import TYPE_CHECKING, Any, cast
 
+from bridge.audit import Origin, record
 from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Inbox
 from bridge.mqtt.broker.outbox import NO_LIMIT
@@ -90,9 +91,9 @@ class Connection(Flow):
 
     __slots__ = (
         "_connect_size", "_epoch", "_heard", "_meters", "_need", "_prepaid", "_routes", "_slow", "_tail",
-        "address", "address_meters", "aliases", "bridge", "broker", "connections", "endpoint", "explains",
-        "inbox", "keep_alive", "level", "limit", "max_packet_out", "proxied", "published", "reason",
-        "receipts", "receive_maximum", "requests", "since", "state", "subscribed", "traffic",
+        "address", "address_meters", "aliases", "bridge", "broker", "claimed", "connections", "endpoint",
+        "explains", "inbox", "keep_alive", "level", "limit", "max_packet_out", "proxied", "published",
+        "reason", "receipts", "receive_maximum", "requests", "since", "state", "subscribed", "traffic",
         "user_meters", "writable",
     )  # fmt: skip
 
@@ -104,6 +105,7 @@ class Connection(Flow):
         self.state = State.NEW
         self.level = V311
         self.proxied = False  # its address is what a proxy said
+        self.claimed: tuple[str, str | None] = ("", None)  # client id and user name of its CONNECT
         self.bridge = False  # the client is another broker
         self.limit = MAX_CONNECT  # bytes of a packet, until the client is known
         self.writable = True
@@ -301,6 +303,9 @@ class Connection(Flow):
         answer = answers.connack(self.level, reason)
         if len(answer) <= self.max_packet_out:
             self.send(answer)
+        client, user = self.claimed
+        origin = Origin("mqtt", self.address)
+        record("login", "refused", origin=origin, user=user, client=client, proven=False, why=why)
         self._close(Event.REFUSED, "refused_connects", f"refused: {why}", linger=True)
 
     def fail(self, counter: str, why: str, reason: int) -> None:

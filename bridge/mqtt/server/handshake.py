@@ -10,6 +10,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from bridge.access.logins import Denied, Reason
+from bridge.audit import Origin, record
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.broker import Opening, Refused
 from bridge.mqtt.broker.publishing import RECEIVE_MAXIMUM
@@ -47,6 +48,7 @@ _REASONS = {
     Reason.WRONG_CREDENTIALS: BAD_USER_OR_PASSWORD,
     Reason.BUSY: SERVER_BUSY,
 }
+_LOGINS = {b"": "anonymous", b"p": "password", b"c": "certificate"}  # by kind of proof
 
 
 def begin(conn: Connection, body: bytes) -> None:
@@ -61,6 +63,7 @@ def begin(conn: Connection, body: bytes) -> None:
             conn.refuse(error.reason, str(error))
             return
         raise
+    conn.claimed = connect.client_id, connect.username
     asked = connect.properties
     conn.max_packet_out = asked.get(p.MAXIMUM_PACKET_SIZE, conn.max_packet_out)
     conn.explains = conn.level == V5 and bool(asked.get(p.REQUEST_PROBLEM_INFO, 1))
@@ -114,6 +117,7 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
         return
     client_id = connect.client_id or f"auto-{secrets.token_hex(10)}"
     identity = listener.access.identify(client_id, user, local=conn.local)
+    identity.origin = Origin("mqtt", conn.address)
     if connect.will is not None and (refused := _refused_will(conn, identity, connect.will.topic)):
         conn.refuse(*refused)
         return
@@ -142,6 +146,7 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
             conn.refuse(PACKET_TOO_LARGE, f"CONNACK has {len(answer)} bytes, above {size}")
             return
         conn.send(answer)
+        record("login", origin=identity.origin, user=user, client=client_id, why=_LOGINS[proof[:1]])
         conn.opened()
         session.outbox.attach(conn)
 

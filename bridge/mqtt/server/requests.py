@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from bridge import audit
 from bridge.errors import Unauthorized
 from bridge.mqtt.broker.message import Message
 from bridge.mqtt.broker.outbox import Outgoing
@@ -43,10 +44,11 @@ def take(
     client_id = session.client_id
     operation = topic.removeprefix(f"{REQUEST_LEVEL}/{client_id}/")
     if operation == topic or "/" in operation:
-        raise Unauthorized(
-            f"{topic!r} is not open to client {client_id!r}: "
-            f"requests go to {REQUEST_LEVEL}/{client_id}/<operation>"
+        who, why = session.identity, f"requests go to {REQUEST_LEVEL}/{client_id}/<operation>"
+        audit.record(
+            "publish", "refused", origin=who.origin, user=who.user, client=client_id, on=topic, why=why
         )
+        raise Unauthorized(f"{topic!r} is not open to client {client_id!r}: {why}")
     conn = cast("Connection", session.line)  # every line here is one
     conn.requests += 1
     if conn.requests >= AT_A_TIME:

@@ -14,6 +14,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
+from bridge.audit import Origin, record
 from bridge.net import proxyheader
 from bridge.net.addresses import network_of
 from bridge.net.tls import Acceptor, server_context
@@ -76,7 +77,9 @@ class TlsServer:
         except ConnectionAbortedError:
             connections.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
         except ssl.SSLError as error:
-            connections.given_up(conn, "refused_tls", f"TLS handshake failed: {_reason(error)}")
+            why = f"TLS handshake failed: {_reason(error)}"
+            record("login", "refused", origin=Origin("mqtt", conn.address), proven=False, why=why)
+            connections.given_up(conn, "refused_tls", why)
         except OSError as error:
             # As port scanners do, and some clients that do not trust us.
             what = "%s hung up in its TLS handshake or PROXY header%s; does it trust our certificate?"

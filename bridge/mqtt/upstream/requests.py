@@ -15,6 +15,7 @@ import paho.mqtt.client as paho
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties as PahoProperties
 
+from bridge.audit import Origin
 from bridge.mqtt.wire import properties as p
 from bridge.operations.codec import answer, refusal
 from bridge.topics import REQUEST_LEVEL
@@ -83,6 +84,7 @@ class Requests:
             return
         self._asked_bytes += cost
         caller = self._access.identify(level, None, label=f"client {level!r} at {self._settings.url}")
+        caller.origin = Origin("mqtt", self._settings.url)
         task = self._loop.create_task(self._reply(operation, body, reply_to, asked, caller))
 
         def ended(task: asyncio.Task[None]) -> None:

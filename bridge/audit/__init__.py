@@ -1,0 +1,120 @@
+"""The audit log: who logged in, who was refused, and what was changed.
+
+    record     note an event; from everywhere in the service, as with a log. Without an audit log it does
+               nothing
+    begin      open what [audit] names
+    writer     a queue of events, and the thread that writes them
+    repeats    bounds how many lines of a kind and address are written, and sums up the others
+    sinks      where lines go: a file that is rotated, or journald
+
+An event is one line. Keys that mean nothing for it are left out:
+
+    time        when it happened, RFC 3339 in UTC, with milliseconds
+    seq         counts the lines since the start from 1: a missing number is a missing line
+    event       `login`, `publish`, `subscribe`, `will`, `revoke`, `start`, `stop`, `reload`, `clock`, `lost`,
+                or the name of an operation
+    outcome     `ok`, `refused` (no right, or wrong credentials) or `failed` (another error)
+    front_end   `mqtt`, `http`, `greengrass`, `firehose` or `control`
+    address     of the peer; at the control socket, the ids of its user and its process
+    user        the name of the user; for a login that was refused, the name that the client gave
+    client      the client id, likewise
+    on          the stream, the topic, or the topic filter that it was about
+    why         what was done, or why not, as in the log
+    before      what was changed, and `after`: what it is now; only what differs
+    repeated    only of a summary: so many more events of this kind were not written one by one, from `since`
+                to `time`; `on` lists some of what they were about
+
+What it promises:
+
+* Nothing waits for the audit log: an event is put into a queue, and a thread writes it. Of all PUBLISH
+  packets, only the first one of a connection on a topic that it may not publish on comes here.
+* A line is in the file a moment after its event, and on the disk at most `sync_interval` later. SIGKILL
+  costs the lines of that moment; a power cut those of `sync_interval`. A stop writes and syncs everything.
+* What cannot be written (a full disk) is kept, and written later, up to `writer.MOST_KEPT` lines; of the
+  others, `lost` says how many.
+* Nobody can flush other lines out of the files by repeating something: see `repeats`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from bridge.audit.repeats import Bounds, Event
+from bridge.audit.settings import AuditSettings
+from bridge.audit.writer import Audit
+
+LONGEST = 64 * 1024  # characters of JSON of one value in `before` and `after`
+
+Outcome = Literal["ok", "refused", "failed"]
+_current: Audit | None = None
+
+
+class Origin(NamedTuple):
+    """Where a caller comes from: the front end, and the address of the peer."""
+
+    front_end: str = ""
+    address: str = ""
+
+
+def begin(settings: AuditSettings, bounds: Bounds | None = None) -> None:
+    """Open the audit log of this process, if the settings name one; raises ConfigError."""
+    global _current
+    _current = Audit(settings, bounds) if settings.on else None
+
+
+def reload(settings: AuditSettings) -> None:
+    """Apply other settings; raises ConfigError, and then nothing has changed."""
+    if _current is None:
+        begin(settings)
+    elif settings.on:
+        _current.reload(settings)
+    else:
+        end()
+
+
+def end() -> None:
+    """Close the audit log, with everything written."""
+    global _current
+    if _current is not None:
+        _current.close()
+        _current = None
+
+
+def active() -> bool:
+    """Whether there is an audit log."""
+    return _current is not None
+
+
+def record(
+    event: str,
+    outcome: Outcome = "ok",
+    *,
+    origin: Origin = Origin(),  # noqa: B008 - immutable
+    user: str | None = None,
+    client: str = "",
+    proven: bool = True,
+    on: str = "",
+    why: str = "",
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+) -> None:
+    """Note an event; see the module. `proven`: `user` is who it is, and not what a client claims to be."""
+    if _current is not None:
+        _current.put(
+            Event(
+                time.time(), event, outcome, origin.front_end, origin.address, user, client, proven, on, why,
+                None if before is None else _bounded(before), None if after is None else _bounded(after),
+            )
+        )  # fmt: skip
+
+
+def _bounded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON has them; of one that is too long, only how long it is."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        size = len(json.dumps(value, default=str))
+        found[key] = value if size <= LONGEST else f"({size} characters)"
+    return found
