@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.consumers.journal import Identity, Journal, half_for, load
+from bridge.consumers.journal import Identity, Journal, half_for, highest_delivered, load, path_of
 from bridge.consumers.position import Position
 from bridge.errors import CorruptData
 from bridge.streams.layout import Files
@@ -199,3 +199,15 @@ def test_the_last_numbers_are_leased_settled_and_kept_in_the_file(tmp_path: Path
     for change in loaded.changes:
         again.apply(change, 0)
     assert (again.upto, again.frontier, list(again.settled), again.leases) == (2**63, 2**63, [(0, last)], {})
+
+
+def test_numbering_goes_on_behind_all_that_was_delivered_since_the_last_whole_position(
+    tmp_path: Path,
+) -> None:
+    path, position = path_of(tmp_path, "s", "c"), Position(0)
+    with closing(Journal(Files(), path, IDENTITY, None)) as journal:
+        journal.write_whole(position.whole(0), 1)
+        for number in range(3):
+            position.deliver(number, 100, 1, "w")
+            journal.append(position.take(0))
+            assert highest_delivered(tmp_path, "s", IDENTITY.epoch) == number
