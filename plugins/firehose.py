@@ -1,8 +1,8 @@
 """Exporter `firehose`: records of a Data Firehose delivery stream; see `bridge.plugin.firehose`.
 
-`record` says what a message becomes; see `bridge.plugin.records`. `delimiter`, a newline by default, follows
-it, so that messages stay separate at the destination. `packBytes` packs messages into records of up to that
-size.
+`record` defines what is sent for a message; see `bridge.plugin.records`. `delimiter`, by default a newline,
+follows each message, so that messages stay separate at the destination. `packBytes` packs messages into
+records of up to that size.
 """
 
 from __future__ import annotations

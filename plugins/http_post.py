@@ -1,15 +1,16 @@
 """Exporter `http`: POST to a URI.
 
-`record` says what is sent for a message: its payload by default; see `bridge.plugin.records`. `exportFormat`
-0, RAW_NOT_BATCHED: one request per message. 1, JSON_BATCHED: one request per batch, with a list in JSON or
-CBOR; without `record`, of the SDK's Message objects in JSON, payloads in base64.
+`record` defines what is sent for a message, by default its payload; see `bridge.plugin.records`.
+`exportFormat` 0, RAW_NOT_BATCHED: one request per message. 1, JSON_BATCHED: one request per batch, with a
+list in JSON or CBOR; without `record`, of the SDK's Message objects in JSON, payloads in base64.
 
 Any 2xx is success. 400, 411, 413, 414, 415, 421, 422 and 431 mean that the server will never accept this
-content: it is rejected (a batch is first sent in halves, until the bad message is alone). All other
-answers, also redirects and missing rights, are retried.
+content: it is rejected (a batch is first sent in halves, until the bad message is alone). All other answers,
+including redirects and missing rights, are retried.
 
-`compression` sends bodies in gzip, with the header `Content-Encoding`. It pays for lists of messages, not for
-single small ones. No standard tells a client whether a server takes that, so 415 is then retried, too.
+`compression` sends bodies in gzip, with the header `Content-Encoding`. It helps with lists of messages, not
+with single small ones. No standard tells a client whether a server accepts gzip, so 415 is then retried,
+too.
 
 `bearerTokenFile` is read before each batch, so that a token can be replaced at any time. A secret does
 not belong in a stream's definition, which is stored and shown.

@@ -8,16 +8,16 @@ arrive in sequence order, even if some of them fail: PutRecords promises no orde
 request has at most one record of a key, and later records wait for a failed record of their key.
 `orderPerKey: false` trades this order for throughput. Only failed records are sent again.
 
-`record` says what a record contains; see `bridge.plugin.records`. The limits hold for that: what is larger is
-rejected, and a request is split if it is.
+`record` defines what a record contains; see `bridge.plugin.records`. The limits apply to the result: a
+larger record is rejected, and a larger request is split.
 
-`compression` packs the messages of a batch into few records, in gzip: one for each key, or one without
-`partitionKey`, of up to 1 MB before compression. Inside, messages in JSON (`record = "json"`, or a
+`compression` packs the messages of a batch into a few gzip records: one for each key, or a single one
+without `partitionKey`, of up to 1 MB before compression. Inside, messages in JSON (`record = "json"`, or a
 template of JSON) are lines. Those in CBOR are a sequence of items (RFC 8742), and all others a sequence of
 CBOR byte strings. A record succeeds or fails as a whole.
 
-`pacing` limits the rate to the capacity of the stream's shards, instead of being throttled (needs the
-right kinesis:DescribeStreamSummary).
+`pacing` keeps the rate within the capacity of the stream's shards, so that Kinesis does not throttle it
+(needs the right kinesis:DescribeStreamSummary).
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Exporter `mqtt`: publishes the messages to another MQTT broker, such as a hub or AWS IoT Core.
 
-A message is accepted when the broker has answered it: at QoS 1 with PUBACK. At QoS 0 the broker is asked
-after each batch whether it has received it. Up to `maxInFlight` messages wait for their PUBACK, fewer if
-the Receive Maximum of the broker is lower. When the connection breaks, the messages without a PUBACK are
-sent again, in order and before any other. So a message may arrive twice around a break or a kill, and at no
-other time.
+A message is accepted when the broker has acknowledged it: at QoS 1 with PUBACK. At QoS 0 the exporter asks
+the broker after each batch whether it has received the batch. Up to `maxInFlight` messages wait for their
+PUBACK, fewer if the Receive Maximum of the broker is lower. When the connection breaks, the messages without
+a PUBACK are sent again, in order and before any other. So a message may arrive twice around a break or a
+kill, and at no other time.
 
-A broker of MQTT 3.1.1 ends the connection because of a message that it does not want, such as one that is too
-large. The export then sends one message at a time. The message with which the broker ends `DROPS` connections
-in a row is rejected.
+An MQTT 3.1.1 broker ends the connection if it does not want a message, for example because it is too large.
+The export then sends one message at a time. If the broker ends `DROPS` connections in a row at the same
+message, that message is rejected.
 
 In MQTT 5 each message has the user property `message-id`: `<gateway>/<stream>/<epoch>/<number>`. A
 streambridge at the other end stores a message once, however often it arrives within its deduplication
-window. The user property `bridged-by` is the id of the gateway, behind those of the gateways that the message
-has passed before: an upstream of a gateway leaves out what has passed it. What the publisher gave is passed
-on: user properties, content type, payload format, response topic, correlation data and expiry. Its own
-`message-id` is not, since such an id belongs to the user who sends it.
+window. The user property `bridged-by` is the id of the gateway, after those of the gateways that the message
+has passed before: the upstream of a gateway leaves out messages that have passed it. The publisher's
+properties are passed on: user properties, content type, payload format, response topic, correlation data and
+expiry. Its own `message-id` is not, because such an id belongs to the user who sends it.
 
-The topic is a template. A message that lacks one of its values, or would have a wildcard, is rejected.
-`record` says what the payload contains; see `bridge.plugin.records`.
+The topic is a template. A message is rejected if it lacks one of the values, or if its topic would contain a
+wildcard. `record` defines the payload; see `bridge.plugin.records`.
 
 Limits of AWS IoT Core, if the host is one of its endpoints or with `awsIotCore`: 100 messages and 512 KiB a
 second, payloads of 128 KiB, topics of 256 bytes with 7 slashes (after the prefix of Basic Ingest).

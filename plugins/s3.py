@@ -1,12 +1,12 @@
 """Exporter `s3`: batches of messages as objects, for the ingest job and any other reader of S3.
 
 An object covers the numbers first..last; `bridge.objectkeys` makes its name. It has all of their messages
-but those that `topics` or `reduce` leaves out, and declares these (`bridge.filtered`). Where numbers were
-dropped from the stream, the next message begins a new object. The same batch has the same name. An object
-is written only if there is none of its name (`If-None-Match: *`). `rows-sha256` in its metadata is the
-digest of its rows: SHA-256 of them as uncompressed `ndjson`. If there is an object with the same digest, an
-earlier attempt has arrived. If there is any other, another gateway has the same id or runs on a copy of the
-data directory: the export stops, and overwrites nothing. `replaceEtag` names an object that may be replaced
+except those that `topics` or `reduce` leaves out, and declares these (`bridge.filtered`). Where numbers were
+dropped from the stream, the next message begins a new object. The same batch always gets the same name. An
+object is written only if no object has its name (`If-None-Match: *`). `rows-sha256` in its metadata is the
+SHA-256 of its rows as uncompressed `ndjson`. If an object with the same digest exists, an earlier attempt
+has arrived. If a different one exists, another gateway has the same id or runs on a copy of the data
+directory: the export stops, and overwrites nothing. `replaceEtag` names an object that may be replaced
 nevertheless. With `conditionalPut` false, for stores without conditional requests, objects are overwritten.
 Formats:
 
@@ -15,13 +15,12 @@ Formats:
 * `parquet` (needs the extra [parquet]): the same columns; ingest_time is timestamp[us, UTC], payload
   is binary; zstd, every page with its checksum.
 
-An object is due at `sizeHintBytes` of payload and topics or when its first message is
-`timeHintMillis` old, whichever comes first. After uploads, and after messages were dropped before their
-upload, the gateway report is written, at most every `reportIntervalMillis` (see `bridge.plugin.reports`).
-While a backlog goes out, it is written once a minute, and with `order` "newest first" once before the first
-object.
-When an export is deleted, the report is written once more without it if the link is up; otherwise the
-next report omits it.
+An object is due at `sizeHintBytes` of payload and topics or when its first message is `timeHintMillis` old,
+whichever comes first. After uploads, and after messages were dropped before their upload, the exporter
+writes the gateway report, at most every `reportIntervalMillis` (see `bridge.plugin.reports`). During a
+backlog it writes the report once a minute, and with `order` "newest first" once before the first object.
+When an export is deleted, the report is written once more without it if the link is up; otherwise the next
+report omits it.
 """
 
 from __future__ import annotations

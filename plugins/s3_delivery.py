@@ -1,16 +1,16 @@
 """Exporter `s3Delivery`: objects as a delivery stream of Data Firehose writes them to S3.
 
-An object is the payloads of messages, each followed by `delimiter`, and nothing else. Its name is that of
-Firehose: see `bridge.plugin.prefixes`; `version` is a part of it. An object is due at `sizeHintBytes` of
+An object contains only the payloads of messages, each followed by `delimiter`. It is named as Firehose names
+objects (see `bridge.plugin.prefixes`); `version` is part of the name. An object is due at `sizeHintBytes` of
 payloads and topics or when its first message is `timeHintMillis` old, whichever comes first. With
-`compression` "gzip" it is packed.
+`compression` "gzip" it is compressed.
 
-The same batch has the same name, and an object is written only if there is none of its name; see
+The same batch always gets the same name, and an object is written only if no object has its name; see
 `bridge.plugin.objects`. `messages-sha256` in its metadata is the digest of its content before compression;
 `first`, `last` and `epoch` say which messages it has.
 
-CreateDeliveryStream of the Firehose API defines such exports. Other readers of S3, and the ingest job, are
-better served by the exporter `s3`: its objects have the time, topic and number of each message.
+CreateDeliveryStream of the Firehose API defines such exports. For other readers of S3, and for the ingest
+job, use the exporter `s3`: its objects have the time, topic and number of each message.
 """
 
 from __future__ import annotations

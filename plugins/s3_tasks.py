@@ -1,20 +1,20 @@
 """Exporter `s3TaskExecutor`: uploads files of this machine; messages of a stream name them.
 
-A message is one S3ExportTaskDefinition in JSON. Tasks run one at a time, in the order of the stream;
-they never change or delete the file. Files over `sizeThresholdForMultipartUploadBytes`, or over 32 MiB,
-are uploaded in parts, and an upload that was interrupted, also by a crash, resumes after its last part.
-The first attempt stores the key, the upload's id, and the size and time of the file durably, so that all
-attempts are the same upload.
+A message is one S3ExportTaskDefinition in JSON. Tasks run one at a time, in the order of the stream; they
+never change or delete the file. Files over `sizeThresholdForMultipartUploadBytes`, or over 32 MiB, are
+uploaded in parts, and an interrupted upload resumes after its last part, even after a crash. The first
+attempt stores the key, the upload's id, and the size and time of the file durably, so that all attempts are
+the same upload.
 
 Each task ends with one status message: Success; Failure for a task that can never succeed (no such file, a
 FIFO or a device, no such bucket, an invalid definition), and then the next task runs; Canceled if the export
 or its stream is deleted, or if the task is dropped from the stream before it is done: expired, overwritten
-or purged. If an export or a stream is deleted, at most the first 1,000 of its pending tasks are reported, and
-none if the export is disabled or the export worker is not running. A multipart upload in progress is
-aborted, except that of a disabled export. A status message has the task's definition if it can be read; that
-of an invalid S3ExportTaskDefinition or of a dropped task cannot. Errors of the network, throttling, missing
-rights and credentials are retried, and the task stays InProgress. If the status stream is missing or full,
-the status message is lost, but never the task.
+or purged. If an export or a stream is deleted, at most the first 1,000 of its pending tasks are reported,
+and none if the export is disabled or the export worker is not running. A multipart upload in progress is
+aborted, except that of a disabled export. A status message contains the task's definition if it can be read,
+which is not the case for an invalid S3ExportTaskDefinition or a dropped task. Errors of the network,
+throttling, missing rights and credentials are retried, and the task stays InProgress. If the status stream
+is missing or full, the status message is lost, but never the task.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ it. With it, a message is a reading such as `{"temp": 21.5}`: one value of one p
 `value`, `quality` and `time` are then templates (see `bridge.plugin.keys`):
 
 * `value`, `{payload}` by default, is a boolean, a number or text, as it is in JSON; a payload that is not
-  JSON is text. A number is a double, since JSON does not distinguish 21 from 21.0. `valueType` demands one
-  type; numbers and booleans may then be in text.
+  JSON is text. A number is a double, because JSON does not distinguish 21 from 21.0. `valueType` requires
+  one type; numbers and booleans may then be in text.
 * `time` is text in RFC 3339 with a zone, or a Unix time in `timeUnit`. By default it is the time at which the
   message was stored, in ms, with nanoseconds from its sequence number: two messages never have the same time,
   and a message that is sent again replaces itself.

@@ -92,8 +92,8 @@ class BatchLimits(Struct, frozen=True, kw_only=True):
     `declares_filtered` tells its destination which numbers of first..last filters have left out (`topics`,
     `reduce`, plugins): its batches end only where numbers were dropped from the stream.
 
-    `by_record`: the destination takes each record for itself and sees no batches. Then the boundaries need
-    not survive a power cut: what was sent in the seconds before it comes again, perhaps in other batches.
+    `by_record`: the destination takes each record separately and sees no batches. Then the boundaries need
+    not survive a power cut: records of the last seconds before it are sent again, perhaps in other batches.
     They survive a crash. This saves most writes of the position, which spares flash memory.
     """
 
@@ -151,7 +151,7 @@ class Retry(Exception):  # noqa: N818 - named for what it asks for
     """Raise it to have the whole batch retried, after `after` seconds at the earliest.
 
     `unsent`: nothing was sent, for example without a connection; the batch does not count against the
-    bandwidth ceiling. `cut`: the link is the cause, as there was no connection, or it ended without an
+    bandwidth limit. `cut`: the link is the cause, as there was no connection, or it ended without an
     answer. The retry comes sooner, and in smaller batches if attempts take long compared with the time for
     which the link stays up.
     """
@@ -323,10 +323,10 @@ class Context:
         return made
 
     def working(self) -> None:
-        """Report progress of a long export, so that it does not count as hung. Call it from any thread."""
+        """Report progress of a long export, so that it does not count as hung. Any thread may call it."""
 
     def throttle(self, size: int) -> None:
-        """Wait until `size` bytes more may be sent under the bandwidth ceiling, and count them.
+        """Wait until `size` bytes more may be sent under the bandwidth limit, and count them.
 
         Only for what an exporter sends over connections of its own, beyond the batches that are charged.
         """

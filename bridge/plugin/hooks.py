@@ -50,9 +50,9 @@ def transform_records(
     """Return the records to export instead of these, or None to leave them unchanged.
 
     Omit a record to filter it; keep the order and the sequence numbers. The same records and the same state
-    must always give the same result, since a batch may be retried. What the result depends on besides the
-    records must be in `state`: it holds what was set at earlier records, also after a crash. A function with
-    the attribute `option` is called only for exports whose configuration has a value in that option.
+    must always give the same result, because a batch may be retried. Anything else that the result depends
+    on must be in `state`: it holds what was set at earlier records, even after a crash. A function with the
+    attribute `option` is called only for exports whose configuration has a value in that option.
     """
 
 
