@@ -148,7 +148,7 @@ class Streams:
         self.on_pressure: list[Callable[[bool], None]] = []
         self.under_pressure = False
         self.unsyncable: set[str] = set()
-        self.store = SimpleNamespace(clock=clock, data_dir=data_dir)
+        self.store = SimpleNamespace(clock=clock, data_dir=data_dir, keys=None, encrypts=False)
 
     def stream(self, name: str) -> Stream:
         return self.definitions[name]
