@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,13 @@ async def behind(bridge: Bridge, address: str, client_id: str) -> tuple[Client, 
         return client, -1
 
 
-async def answered(client: Client, count: int, size: int = 0, at_once: int = 10) -> float:
-    """Publish with so many in flight; returns how many seconds it took until all were acknowledged."""
-    began = time.monotonic()
+async def answered(client: Client, count: int, size: int = 0, at_once: int = 10) -> None:
+    """Publish with so many in flight, until all are acknowledged."""
     for start in range(0, count, at_once):
         numbers = range(start + 1, start + at_once + 1)
         client.send(*(publish("in/a", b"x" * size, 1, n, level=client.level) for n in numbers))
         for _ in numbers:
             assert (await client.receive()).head == 0x40
-    return time.monotonic() - began
 
 
 @bridge_test(
@@ -130,7 +127,7 @@ def test_who_is_over_a_budget_is_read_more_slowly_loses_nothing_and_is_named(
 ) -> None:
     async def test(bridge: Bridge) -> None:
         noisy = await bridge.connect("noisy", level=V5)
-        assert await answered(noisy, count, size) >= 0.9, "2.5 s worth of it, of which 1 s may be ahead"
+        await answered(noisy, count, size)
         (peer,) = bridge.front.clients()
         assert peer.slowed
         assert bridge.stat("over_addresses") == 1
@@ -140,7 +137,7 @@ def test_who_is_over_a_budget_is_read_more_slowly_loses_nothing_and_is_named(
         assert "client 'noisy'" in line
         assert "address '127.0.0.1'" in line
         bridge.front.reload(msgspec.structs.replace(bridge.config, budget=[]))
-        assert await answered(noisy, count, size) < 20
+        await answered(noisy, count, size)
         (peer,) = bridge.front.clients()
         assert not peer.slowed
 
@@ -175,14 +172,15 @@ def test_who_goes_on_is_disconnected_with_the_reason_and_the_others_are_not(
     with_bridge(tmp_path, test, budget=[Budget(name="all", per="prefix", disconnect_after=300, **limit)])
 
 
-@bridge_test(budget=[Budget(name="all", per="address", bytes_per_second=200_000)], max_packet=4_000_000)
+@bridge_test(budget=[Budget(name="all", per="address", bytes_per_second=200_000)])
 async def test_one_large_packet_is_paid_for_while_it_comes(bridge: Bridge) -> None:
     client = await bridge.connect("c")
-    began = time.monotonic()
-    client.send(publish("in/a", b"x" * 500_000, 1, 1))
+    packet = publish("in/a", b"x" * 500_000, 1, 1)
+    client.send(packet[:-1])
+    await until(lambda: bridge.stat("slowed_all"))
+    client.send(packet[-1:])
     assert (await client.receive()).head == 0x40
-    assert time.monotonic() - began > 0.5
-    assert len(await bridge.stored()) == 1
+    assert [len(payload) for payload in await bridge.payloads()] == [500_000]
 
 
 def test_a_meter_lets_through_its_rate_and_a_burst_and_names_who_used_most() -> None:

@@ -126,7 +126,7 @@ class Connection(Flow):
         self.user_meters: tuple[Meter[Any], ...] = ()
         self.subscribed = 0  # topic filters, as its meters count them
         self._meters: tuple[Meter[Any], ...] = ()  # those of the above that have a rate, and its own
-        self._prepaid = 0  # bytes of a packet that is not complete
+        self._prepaid = 0  # bytes of what is not handled yet
         self._slow: Timer | None = None  # until it is read on
 
     @property
@@ -179,8 +179,7 @@ class Connection(Flow):
             self._tail += data  # linear, in however many pieces a big packet arrives
             if len(self._tail) < self._need or self._holds:
                 if self._meters:
-                    self._prepaid += len(data)
-                    self._pay(0, len(data))
+                    self._prepay()
                 if self.state is not State.OPEN:
                     self._wait()
                 return
@@ -368,6 +367,8 @@ class Connection(Flow):
         else:
             if used < len(data) and self.state is not State.CLOSED:
                 self._tail = data[used:] if used else data
+                if self._meters:
+                    self._prepay()
                 if self.state is not State.OPEN:
                     self._wait()
 
@@ -588,6 +589,13 @@ class Connection(Flow):
         if sock is not None and sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # the peer may have gone this very moment
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+
+    def _prepay(self) -> None:
+        """Pay for the bytes of packets that are not complete, or that wait."""
+        size = len(self._tail) - self._prepaid
+        if size > 0:
+            self._prepaid += size
+            self._pay(0, size)
 
     def _pay(self, messages: int, size: int) -> None:
         """Pay for what was read; read no further as long as a budget is exceeded, or end who exceeds it."""
