@@ -3,7 +3,7 @@
 
 BIN := .venv/bin
 
-.PHONY: help demo soak simulate crashstates planted test test-slow bench lint format docs fuzz audit venv deb requirements release clean
+.PHONY: help demo soak simulate crashstates planted test test-slow bench lint format docs fuzz audit venv deb image requirements release clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' Makefile | expand -t 12
@@ -76,6 +76,10 @@ venv: .venv/made ## only the environment
 
 deb: ## a Debian package of the gateway, in dist/: ARCH=arm64 or amd64
 	.ci/deb dist $(ARCH)
+
+image: ## an OCI image of the gateway, in dist/: ARCH=arm64 or amd64
+	@.ci/tools mmdebstrap
+	.ci/image dist $(ARCH)
 
 requirements: ## requirements/*.txt from constraints.txt, with hashes
 	.ci/requirements
