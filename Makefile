@@ -84,8 +84,9 @@ image: ## an OCI image of the gateway, in dist/: ARCH=arm64 or amd64
 requirements: ## requirements/*.txt from constraints.txt, with hashes
 	.ci/requirements
 
-release: venv ## sdist, wheel, Debian package and checksums of the tagged commit, checked, in dist/
-	$(BIN)/python .ci/release.py
+release: venv ## all packages of the tagged commit, checked, in dist/: URL=repository KEY=SSH key that signs
+	@.ci/tools mmdebstrap lintian
+	$(BIN)/python .ci/release.py $(if $(URL),--url $(URL)) $(if $(KEY),--key $(KEY))
 
 clean: ## remove everything that these commands have created
 	rm -rf .venv .sdks build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

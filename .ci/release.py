@@ -1,16 +1,25 @@
-"""usage: PYTHON .ci/release.py [--untagged]
+"""usage: PYTHON .ci/release.py [--untagged] [--url URL] [--key FILE] [--architecture NAME ...]
 
-Builds the release of the commit that is checked out: sdist, wheel, Debian package and SHA256SUMS, in dist/.
-Checks each file the way its first user meets it, and replaces dist/ only after every check has passed.
+Builds the release of the commit that is checked out, in dist/: sdist, wheel, SBOM, and a Debian package and
+an OCI image for each architecture (amd64 and arm64), with their SHA256SUMS. Checks each file the way its
+first user meets it, and replaces dist/ only after every check has passed. The same commit gives the same
+bytes, with the time of the commit; only an image also depends on the packages that Debian has on that day.
+
+--url is the address of the repository, for the links of the package index; without it the packages have
+none. --key is a private SSH key, or the public one of an agent's key; SHA256SUMS.sig is the signature.
 
 Refuses, with a message and exit code 1, when the work tree has changes, or when pyproject.toml, the newest
-heading of CHANGELOG.md and the tag of the commit disagree on the version. `--untagged` skips the tag,
-for a rehearsal. Without dpkg-deb there is no Debian package; where CI is set, that is an error.
+heading of CHANGELOG.md and the tag of the commit disagree on the version. `--untagged` skips the tag, for a
+rehearsal. Without dpkg-deb there is no Debian package, without mmdebstrap no image; where CI is set, that
+is an error.
 """
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -26,6 +35,7 @@ from pathlib import Path
 
 from packaging.metadata import Metadata
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
+from readme import published, urls
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
@@ -43,6 +53,8 @@ topics = ["sensors/#"]
 """
 # Where a Debian package may put files.
 PLACES = ("/opt/streambridge/", "/etc/streambridge/", "/lib/systemd/system/", "/usr/")
+ARCHITECTURES = ("amd64", "arm64")
+NAMESPACE = "streambridge-release"  # of signatures
 
 
 class ReleaseError(Exception):
@@ -85,16 +97,51 @@ def agreed_version(tagged: bool) -> str:
 
 
 # -- build -----------------------------------------------------------------------------------------------
-def build(tree: Path, out: Path) -> None:
+def prepare(tree: Path, url: str, version: str) -> None:
+    """Write into the clone what only a published package has."""
+    readme = tree / "README.md"
+    readme.write_text(published(readme.read_text(), url, version))
+    if url:
+        with (tree / "pyproject.toml").open("a") as file:
+            file.write(urls(url, version))
+
+
+def build(tree: Path, out: Path) -> tuple[Path, Path]:
     """The sdist from the tree, and the wheel from the sdist, which is complete then."""
+    epoch = int(run("git", "log", "-1", "--format=%ct", cwd=tree))
+    os.environ["SOURCE_DATE_EPOCH"] = str(epoch)
+    os.umask(0o022)
     code = f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})"
     run(sys.executable, "-c", code, cwd=tree)
     (sdist,) = out.glob("*.tar.gz")
+    reproduce(sdist, epoch)
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
-    if shutil.which("dpkg-deb"):
-        run(tree / ".ci" / "deb", out, cwd=tree)
-    elif os.environ.get("CI"):
-        raise ReleaseError("dpkg-deb is missing: build on the Debian release that the package is for")
+    (wheel,) = out.glob("*.whl")
+    return sdist, wheel
+
+
+def reproduce(sdist: Path, epoch: int) -> None:
+    """Write an sdist again without what the machine and the time of the build have left in it."""
+    packed = io.BytesIO()
+    with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
+        for entry in sorted(old, key=lambda entry: entry.name):
+            entry.mtime, entry.uid, entry.gid, entry.uname, entry.gname = epoch, 0, 0, "", ""
+            entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+            entry.pax_headers = {}
+            new.addfile(entry, old.extractfile(entry) if entry.isreg() else None)
+    sdist.write_bytes(gzip.compress(packed.getvalue(), 9, mtime=0))
+
+
+def build_for_machines(tree: Path, out: Path, architectures: list[str]) -> None:
+    """Debian packages and images, as far as this machine has the tools."""
+    for tool, script in (("dpkg-deb", "deb"), ("mmdebstrap", "image")):
+        if shutil.which(tool):
+            for architecture in architectures:
+                run(tree / ".ci" / script, out, architecture, cwd=tree)
+        elif os.environ.get("CI"):
+            raise ReleaseError(f"{tool} is missing: build on the Debian release that the packages are for")
+        else:
+            print(f"{tool} is missing: no {script}")
 
 
 # -- check -----------------------------------------------------------------------------------------------
@@ -175,11 +222,12 @@ def check_deb(path: Path, version: str, work: Path) -> None:
             raise ReleaseError(f"{path.name}: {place} is {mode} {owner}")
         if not any(place.startswith(one) or one.startswith(place) for one in PLACES):
             raise ReleaseError(f"{path.name}: {place} is outside {', '.join(PLACES)}")
-    root = work / "root"
-    run("dpkg-deb", "--extract", path, root)
-    check_installed(root / "opt" / "streambridge" / "bin" / "python3", version, work)
+    if fields["Architecture"] == run("dpkg", "--print-architecture").strip():
+        root = work / "root"
+        run("dpkg-deb", "--extract", path, root)
+        check_installed(root / "opt" / "streambridge" / "bin" / "python3", version, work)
     if shutil.which("lintian"):
-        print(run("lintian", "--fail-on", "error", "--suppress-tags", "dir-or-file-in-opt", path), end="")
+        print(run("lintian", "--allow-root", "--fail-on", "error,warning", path), end="")
 
 
 def write_sums(out: Path) -> None:
@@ -190,30 +238,59 @@ def write_sums(out: Path) -> None:
     run("sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS", cwd=out)
 
 
+def sign(out: Path, key: Path) -> None:
+    """SHA256SUMS.sig, as `ssh-keygen -Y verify` reads it; a signature that does not verify is no release."""
+    sums = out / "SHA256SUMS"
+    run("ssh-keygen", "-Y", "sign", "-n", NAMESPACE, "-f", key.expanduser().absolute(), sums)
+    signature = sums.with_suffix(".sig")
+    with sums.open("rb") as file:
+        checked = subprocess.run(
+            ["ssh-keygen", "-Y", "check-novalidate", "-n", NAMESPACE, "-s", signature], stdin=file
+        )
+    if checked.returncode:
+        raise ReleaseError(f"{signature.name} does not verify")
+
+
+def options(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Build and check a release.")
+    parser.add_argument("--untagged", action="store_true")
+    parser.add_argument("--url", default="")
+    parser.add_argument("--key", type=Path)
+    parser.add_argument("--architecture", action="append", choices=ARCHITECTURES)
+    return parser.parse_args(arguments)
+
+
 def main(arguments: list[str]) -> None:
     """Build, check, and put the files into dist/."""
-    version = agreed_version(tagged="--untagged" not in arguments)
+    given = options(arguments)
+    version = agreed_version(tagged=not given.untagged)
     with tempfile.TemporaryDirectory(prefix="streambridge-release-") as directory:
         work = Path(directory)
         tree, out = work / "tree", work / "dist"
         out.mkdir()
         run("git", "clone", "--quiet", ROOT, tree)  # of the commit alone; a build leaves files in its tree
-        build(tree, out)
-        checks = {"*.tar.gz": check_sdist, "*.whl": check_wheel}
-        for pattern, check in checks.items():
-            (path,) = out.glob(pattern)
-            check(path, version)
-        check_fresh_environment(path, version, work)
-        debs = list(out.glob("*.deb"))
-        for deb in debs:
+        prepare(tree, given.url.rstrip("/"), version)
+        sdist, wheel = build(tree, out)
+        check_sdist(sdist, version)
+        check_wheel(wheel, version)
+        check_fresh_environment(wheel, version, work)
+        bill = out / f"streambridge-{version}.cdx.json"
+        bill.write_text(run(sys.executable, tree / ".ci" / "sbom.py"))
+        build_for_machines(tree, out, given.architecture or list(ARCHITECTURES))
+        for deb in out.glob("*.deb"):
             check_deb(deb, version, work)
         write_sums(out)
+        if given.key:
+            sign(out, given.key)
         shutil.rmtree(DIST, ignore_errors=True)
         shutil.copytree(out, DIST)
     for path in sorted(DIST.iterdir()):
         print(f"{path.relative_to(ROOT)}  {path.stat().st_size / 1e6:.1f} MB")
-    if not debs:
-        print("no Debian package: dpkg-deb is missing")
+    if not given.url:
+        print("no URL=: these packages have no links, and are not for an index")
+    if not given.key:
+        print("no KEY=: SHA256SUMS is not signed")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Prints the software bill of materials of the gateway, as CycloneDX 1.6 in JSON.
 
 It lists what `pip install 'streambridge[encryption]'` installs, as installed here: every distribution with
-its version, licence and dependencies. The same installation gives the same text.
+its version, licence and dependencies. The interpreter that runs this is in it, and the OpenSSL that it has
+loaded: the gateway depends on both. The same installation gives the same text.
 """
 
 from __future__ import annotations
 
 import json
+import platform
+import ssl
 import sys
 import tomllib
 import uuid
@@ -45,6 +48,26 @@ def licence(package: Distribution) -> list[dict[str, Any]]:
     return [{"license": {"name": name}} for name in names]
 
 
+def platforms() -> list[dict[str, Any]]:
+    """The interpreter and its OpenSSL, which come from the system and not from an index."""
+    python, openssl = platform.python_version(), ssl.OPENSSL_VERSION.split()[1]
+    return [
+        {
+            "type": "platform" if name == "python" else "library",
+            "bom-ref": f"pkg:generic/{name}@{version}",
+            "name": name,
+            "version": version,
+            "cpe": cpe,
+            "purl": f"pkg:generic/{name}@{version}",
+            "licenses": [{"license": {"id": licence}}],
+        }
+        for name, version, cpe, licence in (
+            ("openssl", openssl, f"cpe:2.3:a:openssl:openssl:{openssl}:*:*:*:*:*:*:*", "Apache-2.0"),
+            ("python", python, f"cpe:2.3:a:python:python:{python}:*:*:*:*:*:*:*", "PSF-2.0"),
+        )
+    ]
+
+
 def main() -> None:
     """Print the document."""
     components, dependencies = {}, {}
@@ -75,6 +98,9 @@ def main() -> None:
         }
     for reference, names in sorted(edges.items()):
         dependencies[reference] = sorted(references[name] for name in names)
+    openssl, python = platforms()
+    dependencies[root].append(python["bom-ref"])
+    dependencies |= {python["bom-ref"]: [openssl["bom-ref"]], openssl["bom-ref"]: []}
     document = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -90,7 +116,7 @@ def main() -> None:
                 "purl": root,
             }
         },
-        "components": [components[name] for name in sorted(components)],
+        "components": [components[name] for name in sorted(components)] + [openssl, python],
         "dependencies": [{"ref": ref, "dependsOn": names} for ref, names in dependencies.items()],
     }
     json.dump(document, sys.stdout, indent=2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+import ssl
 import subprocess
 import sys
 import tomllib
@@ -31,3 +33,5 @@ def test_it_names_every_package_of_the_gateway_and_only_those() -> None:
     assert {ref for one in bill["dependencies"] for ref in one["dependsOn"]} <= references
     assert listed["msgspec"]["version"] == version("msgspec")
     assert listed["msgspec"]["licenses"]
+    assert listed["python"]["version"] == platform.python_version()
+    assert ssl.OPENSSL_VERSION.startswith(f"OpenSSL {listed['openssl']['version']}")
