@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import time
 from pathlib import Path
@@ -606,3 +607,27 @@ def test_what_a_client_sends_as_json_in_another_way_is_the_same(gateway: Gateway
     body = json.dumps({"DeliveryStreamName": "plant", "Record": {"Data": data}}, indent=4).replace("/", "\\/")
     assert gateway.call_raw("PutRecord", body.encode())[0] == 200
     assert gateway.stored() == [b"\xff\xff\xff" * 1000]
+
+
+def test_of_a_request_whose_commit_fails_no_record_has_an_id_also_if_others_had_no_room(
+    tmp_path: Path,
+) -> None:
+    with Gateway(tmp_path, max_size=MIB) as gateway:
+        gateway.create()
+        client = gateway.client()
+
+        def fail(*_: object) -> None:
+            raise OSError(errno.EIO, "injected")
+
+        files = gateway.store.files
+        files.write, write = fail, files.write  # type: ignore[method-assign]
+        try:
+            data = [bytes(60_000)] * 30
+            answer = client.put_record_batch(DeliveryStreamName="plant", Records=records(*data))
+        finally:
+            files.write = write  # type: ignore[method-assign]
+        assert answer["FailedPutCount"] == 30
+        results = answer["RequestResponses"]
+        assert not any("RecordId" in one for one in results)
+        assert len({one["ErrorMessage"] for one in results}) == 2  # the disk, and no room
+        assert gateway.stored() == []

@@ -456,3 +456,26 @@ def _messages(data: bytes) -> dict[bytes, bytes]:
         if head & 0xF6 == 0x32:
             found[body[3:5]] = body[6:]
     return found
+
+
+def test_however_many_members_are_away_the_one_that_stays_gets_every_message(tmp_path: Path) -> None:
+    @bridge_test
+    async def test(bridge: Bridge) -> None:
+        stays = await member(bridge, "stays", "plain/+")
+        sender = await bridge.connect("sender", level=V5)
+        others = []
+        for number in range(40):
+            other = await member(bridge, f"away-{number}", "plain/+", clean=False, properties=LASTING)
+            await other.subscribe(("own", 1), packet_id=2)  # an ordinary subscription makes no difference
+            others.append(other)
+        await send(sender, "plain/x", b"the route knows all of them")
+        for other in others:
+            other.disconnect()
+        await until(lambda: bridge.stat("connections") == 2)
+        await came(stays)
+        sent = [b"%d" % number for number in range(50)]
+        for payload in sent:
+            await send(sender, "plain/x", payload)
+        assert await payloads(stays) == sent
+
+    test(tmp_path)

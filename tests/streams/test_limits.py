@@ -113,6 +113,18 @@ def test_max_messages_per_topic_keeps_the_newest_of_each_topic(house: House) -> 
     run(work())
 
 
+def test_what_a_limit_per_topic_drops_takes_no_room_of_a_limit_in_bytes(house: House) -> None:
+    async def work() -> None:
+        limits = MessageLimits(max_messages_per_topic=1, max_bytes=1000)
+        async with house.stream(limits=limits) as stream:
+            await put(stream, b"first", topic=b"other")
+            for number in range(100):
+                await put(stream, b"%050d" % number, topic=b"busy")
+            assert payloads(stream) == [b"first", b"%050d" % 99]
+
+    run(work())
+
+
 def test_a_limit_per_topic_leaves_holes_and_the_segments_that_it_empties_are_deleted(house: House) -> None:
     async def work() -> None:
         async with house.stream(segment_size=1024, limits=MessageLimits(max_messages_per_topic=1)) as stream:
