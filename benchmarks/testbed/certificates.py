@@ -54,5 +54,19 @@ class Authority:
         self._run("x509", "-req", "-in", request, *signer, "-extfile", extensions, "-out", pair.cert)
         return pair
 
+    def revoke(self, *pairs: Pair, days: int = 2, name: str = "crl") -> Path:
+        """A revocation list with the certificates of these pairs, valid for so many days; in PEM."""
+        index, settings, path = (self.directory / f"{name}.{end}" for end in ("txt", "conf", "pem"))
+        index.write_text("")
+        settings.write_text(f"[ca]\ndefault_ca=c\n[c]\ndatabase={index}\ndefault_md=sha256\n")
+        signer = ("-config", settings, "-cert", self.cert, "-keyfile", self._key)
+        for pair in pairs:
+            self._run("ca", *signer, "-revoke", pair.cert)
+        times = ("-crldays", days) if days > 0 else ("-crl_lastupdate", "20200101000000Z")
+        if days <= 0:
+            times += ("-crl_nextupdate", "20200102000000Z")
+        self._run("ca", *signer, "-gencrl", *times, "-out", path)
+        return path
+
     def _run(self, *arguments: object) -> None:
         subprocess.run([tool("openssl"), *map(str, arguments)], check=True, capture_output=True)

@@ -98,7 +98,8 @@ class AccessRule(Rights, frozen=True, kw_only=True):
     may do every operation on every stream.
 
     With rules, an operation on a stream needs a right on `streams/<name>`: `publish` to append, `read` to
-    read, `manage` to create, update, delete and purge it; `read` or `manage` to describe it. To create or
+    read, `manage` to create, update, delete and purge it; `read` or `manage` to describe it. `manage` on the
+    topic `clients` is the right to list, disconnect and forget MQTT clients. To create or
     update a stream also needs `read` on everything that its topics cover, and `publish` on the streams that
     its exports append to. Requests are messages too (`streambridge/%c/<operation>`). Clients on port 8088
     are the users of their tokens.
@@ -216,6 +217,10 @@ class Identity:
         if any(overlap(f, topic_filter) for f in self._denied.get("read", ())):
             return False
         return self.read is None or any(covers(f, topic_filter) for f in self.read)
+
+    def may_manage(self, topic: str) -> bool:
+        """Whether it may manage what has this topic; a stream has `streams/<name>`."""
+        return self._has("manage", topic)
 
     def may(self, right: StreamRight, stream: str) -> bool:
         return self._has(right, f"streams/{stream}")

@@ -69,23 +69,47 @@ def list_clients(
     epilog="""\b
 Examples:
   streambridge clients disconnect pump-7
+  streambridge clients disconnect --user ann --address 192.0.2.0/24
+  streambridge clients disconnect --certificate 5E:0D:9A
 """
 )
 def disconnect(
-    client: Client,
+    client: Annotated[str | None, typer.Argument(metavar="[CLIENT]", help="The client id.")] = None,
+    user: Annotated[str | None, typer.Option(help="All clients of a user.", show_default=False)] = None,
+    certificate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIGITS",
+            help="Clients with a certificate: its SHA-256 fingerprint or serial number.",
+            show_default=False,
+        ),
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Clients at an address or in a network.", show_default=False)
+    ] = None,
     config: ConfigOption = DEFAULT_CONFIG,
     data_dir: DataDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Close a client's connection.
+    """Close the connections of a client, or of all clients to which the options apply.
 
-    Its session stays, and its will is published. It may connect again.
+    Sessions stay, and wills are published. Clients may connect again: to keep them out, first change the
+    users file, or the list in crl_file.
     """
-    connected = _ask(config, data_dir, "disconnectClient", client=client)["connected"]
+    given = {"client": client, "user": user, "certificate": certificate, "address": address}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        raise typer.BadParameter("give a client id, --user, --certificate or --address")
+    gone = _ask(config, data_dir, "disconnectClients", **given)["clients"]
     if as_json:
-        output.json({"client": client, "connected": connected})
+        output.json({"disconnected": gone})
+    elif client is not None and not gone:
+        output.note(f"{_shown(client)}: was not connected")
     else:
-        output.note(f"{_shown(client)}: {'disconnected' if connected else 'was not connected'}")
+        for one in gone:
+            output.note(f"{_shown(one)}: disconnected")
+        if not gone:
+            output.note("no such client is connected")
 
 
 @app.command(

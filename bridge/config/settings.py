@@ -19,7 +19,7 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -227,6 +227,18 @@ _KEYS = {
     for struct in (MessageStreamDefinition, Limits)
     for key, field in keys_of(struct, RENAMED).items()
 }
+
+
+def files_of(settings: object) -> Iterator[Path]:
+    """The files that settings name, those of their parts among them."""
+    if isinstance(settings, Path):
+        yield settings
+    elif isinstance(settings, Struct):
+        for field in settings.__struct_fields__:
+            yield from files_of(getattr(settings, field))
+    elif isinstance(settings, (list, tuple)):
+        for part in settings:
+            yield from files_of(part)
 
 
 def needs_restart(started: Config, new: Config) -> list[str]:

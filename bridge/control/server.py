@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +17,10 @@ from bridge.errors import ConfigError
 from bridge.operations.codec import answer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from bridge.access.rules import Identity
     from bridge.operations.catalog import Operations
 
 BACKLOG = 64
-Command = Callable[[str, bytes], Awaitable[bytes]]  # operation and request
 
 
 def _remove_stale(path: Path) -> None:
@@ -53,11 +49,8 @@ def _caller(writer: asyncio.StreamWriter) -> Identity:
 class ControlFrontEnd:
     """The listener and its connections."""
 
-    def __init__(
-        self, operations: Operations, data_dir: Path, others: Mapping[str, Command] | None = None
-    ) -> None:
-        """`others` has the commands, by name, that are no operations on streams; they use CBOR."""
-        self._operations, self._data_dir, self._others = operations, data_dir, others or {}
+    def __init__(self, operations: Operations, data_dir: Path) -> None:
+        self._operations, self._data_dir = operations, data_dir
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,11 +89,7 @@ class ControlFrontEnd:
                     request = await reader.readexactly(size)
                     end = 1 + request[0]
                     name, body = request[1:end].decode("ascii"), request[end:]
-                    other = self._others.get(name)
-                    if other is None:
-                        reply = await answer(self._operations, name, body, MAX_FRAME, caller)
-                    else:
-                        reply = await other(name, body)
+                    reply = await answer(self._operations, name, body, MAX_FRAME, caller)
                     writer.write(len(reply).to_bytes(HEADER, "big") + reply)
                     await writer.drain()
         finally:

@@ -19,6 +19,7 @@ from bridge.runtime import LoopRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
+    from datetime import datetime
 
     from bridge.access.logins import Access
     from bridge.mqtt.settings import MqttConfig, UpstreamSettings
@@ -68,6 +69,7 @@ class MqttFrontEnd:
             await self._external.start()
             return []
         self._server = Server(self._config, self._operations, self._access, self._runtime)
+        self._operations.clients = clients.ServerClients(self._server)
         urls = await self._server.start()
         try:
             for one in self._settings:
@@ -198,6 +200,11 @@ class MqttFrontEnd:
         ]
 
     @property
+    def crls_expire(self) -> datetime | None:
+        """When the first revocation list expires; None if there is none that does."""
+        return self._server.crls_expire if self._server is not None else None
+
+    @property
     def refused(self) -> dict[str, str]:
         """The streams whose messages an external broker keeps from us, and why."""
         return self._external.refused if self._external is not None else {}
@@ -206,10 +213,6 @@ class MqttFrontEnd:
     def unreachable(self) -> str | None:
         """Why there is no connection to an external broker; None if there is one, or need not be."""
         return self._external.unreachable if self._external is not None else None
-
-    async def command(self, operation: str, body: bytes) -> bytes:
-        """Carry out one of `clients.OPERATIONS` for the command line; request and reply are in CBOR."""
-        return await clients.answer(self._server, operation, body)
 
     def clients(self) -> Iterator[Connected]:
         """The clients that are connected when this is called."""

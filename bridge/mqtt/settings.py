@@ -65,11 +65,19 @@ class TlsSettings(Struct, frozen=True, kw_only=True):
 
     With `client_ca` every client must present a certificate signed by it. The user is the one whose
     [[mqtt.user]] lists the certificate, or else the one that its common name names: no password is asked for.
+
+    `crl_file` has the revocation lists of the CAs that sign client certificates, in PEM, one for each. A
+    certificate in them is refused. So is every certificate of a CA whose list is missing or expired.
     """
 
     cert: Path
     key: Path
     client_ca: Path | None = None
+    crl_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.crl_file is not None and self.client_ca is None:
+            raise ValueError("`crl_file` needs `client_ca`: without it clients show no certificates")
 
 
 class Limits(Struct, frozen=True, kw_only=True):

@@ -66,10 +66,13 @@ class Acceptor:
             self._accepted(sock, str(peer[0]))
 
 
-def server_context(option: str, cert: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+def server_context(
+    option: str, cert: Path, key: Path, client_ca: Path | None = None, crl: Path | None = None
+) -> ssl.SSLContext:
     """A server's context from certificate files; with `client_ca` each client needs a certificate of it.
 
-    Raises ConfigError, which names the option.
+    With `crl`, the CA that has signed a client's certificate must have a list in there that is not expired,
+    and does not have the certificate. Raises ConfigError, which names the option.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -78,7 +81,11 @@ def server_context(option: str, cert: Path, key: Path, client_ca: Path | None = 
         if client_ca is not None:
             context.load_verify_locations(client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
+        if crl is not None:
+            context.load_verify_locations(crl)
+            context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
     except (OSError, ssl.SSLError) as error:
         asked = "" if client_ca is None else f", client_ca {client_ca}"
+        asked += "" if crl is None else f", crl_file {crl}"
         raise ConfigError(f"{option}: cert {cert}, key {key}{asked}: {error}") from error
     return context

@@ -19,6 +19,10 @@
     ackMessages             name, consumer, [ack], [nack],              read              notPending: numbers
                             [delayMillis], [inProgress], [terminate],
                             [reason]
+    listClients             -                                           manage: clients   clients
+    disconnectClients       [client], [user], [certificate],            manage: clients   clients: ids
+                            [address]
+    forgetClient            client                                      manage: clients   connected
 
 What it promises:
 
@@ -28,6 +32,7 @@ What it promises:
   each other stream that its exports append to. Unless the caller is trusted, its exports may reach only what
   the configuration allows (`bridge.operations.allow`).
 * listStreams returns the streams that the caller may describe.
+* MQTT clients are no stream: what is done to them needs `manage` on the topic `clients`.
 * Each change is logged once, and each change and refusal is in the audit log, with who made it
   (`bridge.operations.changes`).
 * An unknown key in a request is InvalidRequest: it is misspelt, or from another version.
@@ -42,7 +47,7 @@ from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext, suppress
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -85,6 +90,11 @@ class Request(Struct, rename="camel", kw_only=True, forbid_unknown_fields=True, 
     def stream(self) -> str:
         """The name of the stream; empty if the request names none."""
         return ""
+
+    @property
+    def about(self) -> str:
+        """What the logs say that the request is about."""
+        return self.stream
 
 
 class ListStreams(Request, kw_only=True, frozen=True):
@@ -189,6 +199,39 @@ class Ack(Named, kw_only=True, frozen=True):
     reason: str = ""
 
 
+class OfClients(Request, kw_only=True, frozen=True):
+    """disconnectClients: the connected clients that match all of what is given, of which there is something.
+
+    `certificate` is the SHA-256 fingerprint or the serial number, in hexadecimal; `address` may be a network.
+    """
+
+    client: str | None = None
+    user: str | None = None
+    certificate: str | None = None
+    address: str | None = None
+
+    @property
+    def about(self) -> str:
+        """What is given."""
+        given = {name: getattr(self, name) for name in ("client", "user", "certificate", "address")}
+        return ", ".join(f"{name} {value!r}" for name, value in given.items() if value is not None)
+
+
+class OfClient(Request, kw_only=True, frozen=True):
+    """forgetClient."""
+
+    client: str
+
+    @property
+    def about(self) -> str:
+        """The client."""
+        return f"client {self.client!r}"
+
+
+class OfAll(Request, kw_only=True, frozen=True):
+    """listClients."""
+
+
 # -- results ------------------------------------------------------------
 
 
@@ -255,8 +298,40 @@ class Exports(Struct):
     exports: list[str]
 
 
-Result = Done | Described | Listed | Appended | AppendedAll | Found | Fetched | Acked | Purged | Exports
+class ClientList(Struct):
+    """Clients that are connected or have a session, by id; see `bridge.mqtt.server.clients.describe`."""
+
+    clients: list[dict[str, Any]]
+
+
+class Disconnected(Struct):
+    """The ids of the clients whose connections were closed."""
+
+    clients: list[str]
+
+
+class Forgotten(Struct):
+    """Whether the client was connected."""
+
+    connected: bool
+
+
+OfStreams = Done | Described | Listed | Appended | AppendedAll | Found | Fetched | Acked | Purged | Exports
+Result = OfStreams | ClientList | Disconnected | Forgotten
 R = TypeVar("R", bound=Request)
+
+
+class Clients(Protocol):
+    """The MQTT clients of this gateway; `bridge.mqtt.server.clients` has them."""
+
+    def known(self) -> list[dict[str, Any]]:
+        """All that are connected or have a session."""
+
+    def disconnect(self, asked: OfClients) -> list[str]:
+        """Close connections; returns the ids of their clients. Raises InvalidRequest."""
+
+    async def forget(self, client: str) -> bool:
+        """End a session; returns whether its client was connected. Raises InvalidRequest."""
 
 
 class Call(NamedTuple):
@@ -276,6 +351,7 @@ class Call(NamedTuple):
 class Operation(NamedTuple):
     """One operation. The caller needs one of `rights` on the stream; without any, no right is needed.
 
+    For an operation that is not on a stream it is `manage`, on the topic `on`.
     `audit` makes the text for both logs from the result of an operation that changes something. A request
     that `waits` ends with its connection. An operation that `looks` changes nothing.
     """
@@ -286,6 +362,7 @@ class Operation(NamedTuple):
     audit: Callable[[Any], str] | None = None
     waits: bool = False
     looks: bool = False
+    on: str = ""
 
 
 class NewDeliveries(NamedTuple):
@@ -308,6 +385,7 @@ class Operations:
         """`allow` is what a client's definition may reach; `most_bytes` of messages are in one read."""
         self.manager, self.allow, self._most_bytes = manager, allow or Allow(), most_bytes
         self.new_deliveries = new_deliveries
+        self.clients: Clients | None = None  # set by the front end that has some
 
     async def call(
         self,
@@ -371,10 +449,12 @@ def _operation(name: str) -> Operation:
 def _authorize(name: str, operation: Operation, request: Request, caller: Identity) -> None:
     try:
         caller.require_operation(name, looks=operation.looks)
+        if operation.on and not caller.may_manage(operation.on):
+            raise Unauthorized(f"{caller.label} has no right `manage` on {operation.on}; see [[mqtt.acl]]")
         if operation.rights:
             caller.require(request.stream, *operation.rights)
     except Unauthorized as error:
-        refused(name, caller, request.stream, error)
+        refused(name, caller, request.about, error)
         raise
 
 
@@ -525,6 +605,26 @@ def _retry(call: Call, request: OfExports) -> Exports:
     return Exports(call.manager.retry(request.stream, request.export))
 
 
+def _clients(call: Call) -> Clients:
+    clients = call.operations.clients
+    if clients is None:
+        raise InvalidRequest('there are no clients of ours: mode = "external"; ask that broker')
+    return clients
+
+
+def _list_clients(call: Call, _request: OfAll) -> ClientList:
+    return ClientList(_clients(call).known())
+
+
+def _disconnect(call: Call, request: OfClients) -> Disconnected:
+    return Disconnected(_clients(call).disconnect(request))
+
+
+async def _forget(call: Call, request: OfClient) -> Forgotten:
+    return Forgotten(await _clients(call).forget(request.client))
+
+
+CLIENTS = "clients"  # the topic on which what is done to MQTT clients needs a right
 APPEND, READ = "appendMessage", "readMessages"
 OPERATIONS: dict[str, Operation] = {
     "createMessageStream": Operation(Define, ("manage",), _create, lambda _: "created"),
@@ -547,4 +647,9 @@ OPERATIONS: dict[str, Operation] = {
     "retryExports": Operation(
         OfExports, ("manage",), _retry, lambda done: f"exports retried: {_names(done)}"
     ),
+    "listClients": Operation(OfAll, (), _list_clients, on=CLIENTS, looks=True),
+    "disconnectClients": Operation(
+        OfClients, (), _disconnect, lambda done: f"clients disconnected: {len(done.clients)}", on=CLIENTS
+    ),
+    "forgetClient": Operation(OfClient, (), _forget, lambda _: "client forgotten", on=CLIENTS),
 }

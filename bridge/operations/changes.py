@@ -48,6 +48,7 @@ class Change:
         text: Callable[[Any], str] | None,
     ) -> None:
         self._name, self._caller, self._manager, self._text = name, caller, manager, text
+        self._request = request
         self._stream = request.stream if text is not None else ""
 
     def __enter__(self) -> Self:
@@ -61,17 +62,20 @@ class Change:
             self._done(self._text(self.result))
         elif isinstance(error, (StreamBridgeError, OSError)):
             outcome: audit.Outcome = "refused" if isinstance(error, Unauthorized) else "failed"
-            _record(self._name, outcome, self._caller, self._stream, why=str(error))
+            _record(self._name, outcome, self._caller, self._request.about, why=str(error))
 
     def _done(self, what: str) -> None:
-        log.info("stream %s", what, extra={"stream": self._stream, "by": self._caller.label})
+        if self._stream:
+            log.info("stream %s", what, extra={"stream": self._stream, "by": self._caller.label})
+        else:
+            log.info(what, extra={"on": self._request.about, "by": self._caller.label})
         before, after = self._before, self._state()
         keys = [key for key in before | after if before.get(key) != after.get(key)]
         _record(
             self._name,
             "ok",
             self._caller,
-            self._stream,
+            self._request.about,
             why=what,
             before={key: before[key] for key in keys if key in before} or None,
             after={key: after[key] for key in keys if key in after} or None,

@@ -9,7 +9,8 @@ finish, sync everything, release the lock. A second signal ends the process at o
 stored in either case.
 
 Reload (SIGHUP): read the configuration again. A mistake is logged and changes nothing. Each reload logs the
-settings that differ from the start and need a restart.
+settings that differ from the start and need a restart. Files of users, keys and certificates that change are
+read again without a signal (`watch`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +48,17 @@ from bridge.http.frontend import HttpFrontEnd
 from bridge.http.observer import Observer
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.broker import journalfile
-from bridge.mqtt.server import clients
 from bridge.operations.catalog import NewDeliveries, Operations
 from bridge.operations.manager import StreamManager, first_free
 from bridge.plugin import discovery
+from bridge.service.watch import Watch
 from bridge.streams.store import StreamStore
 from bridge.streams.stream import Stream
 
 log = logging.getLogger("bridge")
 STOP_EXPORTS = 10.0  # seconds that batches in flight get at a stop
 REFRESH = 1.0
+EXPIRES_SOON = 24 * 3600  # seconds
 DESCRIPTORS = 65_536  # as in the systemd unit
 YOUNG = 10_000  # new objects until a garbage collection; a read of 1,000 messages must not cause one
 TWICE = 1.0  # seconds; an earlier second signal is the same one, sent to the process and to its group
@@ -131,6 +134,12 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self._config = config  # of the start, also after a reload: settings that need a restart are those
+        self._applied = config  # of the last reload that could be applied to [mqtt]
+        self._watch = Watch(self._watched, self._files_changed)
+        self._warned: tuple[datetime | None, int] = (
+            None,
+            0,
+        )  # the end of revocation lists, and what was said of it
         self._stop = asyncio.Event()
         self._pending: set[asyncio.Future[Any]] = set()
         self._healing: set[str] = set()
@@ -190,9 +199,7 @@ class Service:
             )
             self._greengrass = greengrass = GreengrassFrontEnd(config.greengrass, operations, access)
             self._firehose = firehose = FirehoseFrontEnd(config.firehose, operations, access)
-            control = ControlFrontEnd(
-                operations, gateway.data_dir, dict.fromkeys(clients.OPERATIONS, front_end.command)
-            )
+            control = ControlFrontEnd(operations, gateway.data_dir)
             observer = Observer(
                 gateway.id,
                 gateway.data_dir,
@@ -220,6 +227,7 @@ class Service:
             loop.add_signal_handler(signal.SIGHUP, self._reload)
             self._spawn(store.keep(gateway.sync_interval / 1000))
             self._spawn(self._refresh())
+            self._spawn(self._watch.run())
             self._spawn(_trim())
             gc.freeze()  # objects of the start live as long as the process: no collection need visit them
             gc.set_threshold(YOUNG, 20, 20)
@@ -264,6 +272,7 @@ class Service:
             await asyncio.sleep(REFRESH)
             await self._manager.refresh()
             self._record_clock()
+            self._report_expiry()
             self._report_full_streams()
             notify("WATCHDOG=1")  # from the event loop itself: if it is stuck, it sends none
 
@@ -273,6 +282,19 @@ class Service:
             self._steps = clock.steps
             seconds = clock.last_step / 1000
             audit.record("clock", why=f"the wall clock was set by {seconds:+.3f} s; steps: {clock.steps}")
+
+    def _report_expiry(self) -> None:
+        """Say once that revocation lists expire, and once that they have."""
+        ends = self._front_end.crls_expire
+        left = (ends - datetime.now(UTC)).total_seconds() if ends is not None else float("inf")
+        said = 2 if left <= 0 else 1 if left < EXPIRES_SOON else 0
+        if (ends, said) != self._warned and said:
+            what = (
+                "has expired: every client certificate of its CA is refused" if said == 2 else "expires soon"
+            )
+            text = "a list in mqtt.tls.crl_file %s (%s); replace the file"
+            log.log(logging.ERROR if said == 2 else logging.WARNING, text, what, f"{ends:%Y-%m-%d %H:%M} UTC")
+        self._warned = ends, said
 
     # -- streams from the configuration ----------------------------------------------------------
     def _reconcile(self, config: Config) -> list[str]:
@@ -311,6 +333,7 @@ class Service:
         path = self._config.path
         if path is None:
             return
+        self._watch.read()
         notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             config = configuration.load(Path(path), lambda: self._manager.registry.exporters)
@@ -331,9 +354,28 @@ class Service:
         except ConfigError as error:
             log.error("reload of [audit] failed, the old audit log goes on: %s", error, extra=logs.ANSWER)
             failed.append("audit")
+        failed += self._read_files(config)
+        logs.set_level(config.log.level)
+        failed += [f"streams.{name}" for name in self._reconcile(config)]
+        self._report_reload(failed)
+
+    def _watched(self) -> Iterator[Path]:
+        yield from configuration.files_of(self._applied.mqtt)
+        yield from configuration.files_of(self._applied.firehose)
+
+    def _files_changed(self, paths: list[Path]) -> None:
+        """Files that the configuration names have changed: apply them, but no other configuration."""
+        names = ", ".join(map(str, paths))
+        log.info("changed and read again: %s", names, extra=logs.ANSWER)
+        self._report_reload(self._read_files(self._applied), f"changed: {names}")
+
+    def _read_files(self, config: Config) -> list[str]:
+        """Apply users, rules, keys, certificates and revocation lists; returns what could not be applied."""
+        failed = []
         try:
             self._front_end.reload(config.mqtt, config.upstream)
             self._greengrass.reload()
+            self._applied = config
         except (ConfigError, OSError) as error:
             kept = "the old listeners, users, rules, certificates and upstreams stay"
             log.error("reload of [mqtt] failed, %s: %s", kept, error, extra=logs.ANSWER)
@@ -346,15 +388,16 @@ class Service:
             text = "reload of [firehose] failed, the old keys and certificate stay: %s"
             log.error(text, error, extra=logs.ANSWER)
             failed.append("keys and certificate of [firehose]")
-        logs.set_level(config.log.level)
-        failed += [f"streams.{name}" for name in self._reconcile(config)]
+        return failed
+
+    def _report_reload(self, failed: list[str], why: str = "") -> None:
         if failed:
             names = ", ".join(failed)
             log.warning("reloaded, except: %s; see the lines above", names, extra=logs.ANSWER)
             audit.record("reload", "failed", why=f"reloaded, except: {names}")
         else:
             log.info("reloaded", extra=logs.ANSWER)
-            audit.record("reload")
+            audit.record("reload", why=why)
 
     def _damaged(self, name: str, what: str) -> None:
         """Quarantine damage that the export worker has found, so that exports continue after it."""

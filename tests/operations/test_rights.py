@@ -43,6 +43,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "resumeExports": {"name": "secret"},
     "retryExports": {"name": "secret"},
 }
+OF_CLIENTS: dict[str, dict[str, Any]] = {
+    "listClients": {},
+    "disconnectClients": {"client": "c"},
+    "forgetClient": {"client": "c"},
+}
 ASK = AccessRule(publish=["streambridge/%c/+"])
 
 
@@ -53,8 +58,9 @@ async def ask(client: Client, operation: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_every_operation_that_names_a_stream_declares_a_right() -> None:
-    assert {*REQUESTS, "listStreams"} == {*OPERATIONS}
-    assert all(operation.rights for name, operation in OPERATIONS.items() if name in REQUESTS)
+    assert {*REQUESTS, *OF_CLIENTS, "listStreams"} == {*OPERATIONS}
+    assert all(OPERATIONS[name].rights for name in REQUESTS)
+    assert all(OPERATIONS[name].on for name in OF_CLIENTS)
 
 
 @bridge_test(acl=[ASK, AccessRule(publish=["streams/mine"], subscribe=["streams/mine"])])

@@ -25,10 +25,12 @@ from bridge.encryption import Keys
 from bridge.errors import ConfigError, EncryptionKeyError
 from bridge.firehose.settings import FirehoseTls
 from bridge.mqtt.settings import TlsSettings
+from bridge.net.crl import read_crls
 from bridge.streams.layout import FULL, STREAMS
 from bridge.streams.reader import stream_directories
 
 EXPIRES_SOON = timedelta(days=30)
+LIST_EXPIRES_SOON = timedelta(days=1)
 SECRETS: list[Place] = [
     ("mqtt", "users_file"),
     ("mqtt", "tls", "key"),
@@ -267,6 +269,9 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
     for number, listener in enumerate(context.config.mqtt.listener):
         pairs.append((("mqtt", "listener", number), listener.tls))
     for place, tls in pairs:
+        crl_file = getattr(tls, "crl_file", None)
+        if crl_file is not None:
+            yield from _revocation_lists(context, (*place, "tls", "crl_file"), crl_file, now)
         if tls is None or unreadable(tls.cert) or unreadable(tls.key):
             continue
         try:
@@ -274,6 +279,19 @@ def certificates(context: CheckContext) -> Iterator[Finding]:
         except ssl.SSLError as error:
             reason = (error.reason or "not a key").lower().replace("_", " ")
             yield context.error((*place, "tls", "key"), f"{tls.key} does not match {tls.cert}: {reason}")
+
+
+def _revocation_lists(context: CheckContext, keys: Place, path: Path, now: datetime) -> Iterator[Finding]:
+    try:
+        expires = read_crls("crl_file", path).expires
+    except ConfigError as error:
+        yield context.error(keys, str(error).removeprefix("crl_file "))
+        return
+    if expires is not None and expires <= now:
+        what = f"{path} expired on {expires:%Y-%m-%d %H:%M} UTC, so every client certificate is refused"
+        yield context.error(keys, f"{what}; get a new list from the CA")
+    elif expires is not None and expires - now < LIST_EXPIRES_SOON:
+        yield context.warning(keys, f"{path} expires on {expires:%Y-%m-%d %H:%M} UTC; replace it")
 
 
 def _named(context: CheckContext, places: list[Place]) -> Iterator[tuple[Place, Path]]:

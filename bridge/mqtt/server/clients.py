@@ -1,9 +1,4 @@
-"""What the command line may ask about MQTT clients: list them, disconnect one, forget its session.
-
-    operation           request     result
-    listClients                     clients: a list of `describe`
-    disconnectClient    client      connected: whether it was; its session and its will go on as ever
-    forgetClient        client      connected; the session with its subscriptions, messages and will is gone
+"""What operations may do to MQTT clients: list them, disconnect some, forget one's session.
 
 A client id belongs to the user who opened its session, for as long as the session lasts. If somebody else has
 taken an id, the operator frees it by forgetting that client.
@@ -11,66 +6,116 @@ taken an id, the operator frees it by forgetting that client.
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import ipaddress
+import re
 from typing import TYPE_CHECKING, Any
 
-import cbor2
-
-from bridge import cbor
-from bridge.errors import InvalidRequest, StreamBridgeError
+from bridge.errors import InvalidRequest
+from bridge.mqtt.server.server import certificate_of
 from bridge.mqtt.wire.packets import V5, V31, V311
 from bridge.net.connected import Connected
+from bridge.net.crl import certified
 
 if TYPE_CHECKING:
     from bridge.mqtt.broker.sessions import Session
     from bridge.mqtt.server.connections import Member
     from bridge.mqtt.server.server import Server
+    from bridge.operations.catalog import OfClients
 
-log = logging.getLogger(__name__)
-
-OPERATIONS = frozenset({"listClients", "disconnectClient", "forgetClient"})
 PROTOCOLS = {V31: "MQTT 3.1", V311: "MQTT 3.1.1", V5: "MQTT 5"}
 
 
-async def answer(server: Server | None, operation: str, body: bytes) -> bytes:
-    """Carry out one request of the command line, in CBOR; returns the reply, in CBOR."""
-    reply: dict[str, Any] = {"requestId": "", "status": 0, "statusName": "Success"}
+class ServerClients:
+    """The clients of a server, for `Operations.clients`."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def known(self) -> list[dict[str, Any]]:
+        """All that are connected or have a session, by id."""
+        found = sorted(self._server.broker.sessions.all(), key=lambda session: session.client_id)
+        return [describe(self._server, session) for session in found]
+
+    def disconnect(self, asked: OfClients) -> list[str]:
+        """Close the connections of the clients that are asked for; their sessions and wills go on as ever.
+
+        Raises InvalidRequest if nothing is asked for, or a client that is not known.
+        """
+        if not asked.about:
+            raise InvalidRequest("the request: give `client`, `user`, `certificate` or `address`")
+        if asked.client is not None:
+            self._session(asked.client)
+        digits = None if asked.certificate is None else _digits(asked.certificate)
+        network = None if asked.address is None else _network(asked.address)
+        found = []
+        for conn in list(self._server.connections.open):
+            session = conn.session
+            if (
+                session is not None
+                and session.line is conn.inbox.line
+                and asked.client in (None, session.client_id)
+                and asked.user in (None, session.identity.user)
+                and (network is None or _is_in(conn.address, network))
+                and (digits is None or _shows(conn, digits))
+            ):
+                self._server.broker.disconnect(session)
+                found.append(session.client_id)
+        return sorted(found)
+
+    async def forget(self, client: str) -> bool:
+        """End a session with its subscriptions, messages and will; returns whether it was connected.
+
+        Raises InvalidRequest if there is none.
+        """
+        session = self._session(client)
+        connected = session.line is not None
+        self._server.broker.forget(session)
+        await self._server.journaled()
+        return connected
+
+    def _session(self, client: str) -> Session:
+        session = self._server.broker.sessions.get(client)
+        if session is None:
+            raise InvalidRequest(f"no client {client!r} is connected or has a session")
+        return session
+
+
+def _digits(certificate: str) -> str:
+    digits = certificate.replace(":", "").lower()
+    if not re.fullmatch("[0-9a-f]{1,64}", digits):
+        raise InvalidRequest(
+            f"the request: `certificate`: {certificate[:100]!r} is not hexadecimal; give the SHA-256 "
+            "fingerprint or the serial number"
+        )
+    return digits
+
+
+def _network(address: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network:
     try:
-        request = cbor.decode_map(body)
-        reply["requestId"] = str(request.get("requestId", ""))
-        if server is None:
-            raise InvalidRequest('there are no clients of ours: mode = "external"; ask that broker')
-        reply |= await _carry_out(server, operation, request.get("client"))
-    except cbor.Malformed as error:
-        reply |= _failure(InvalidRequest(f"the request is not one CBOR map: {error}"))
-    except StreamBridgeError as error:
-        reply |= _failure(error)
-    return cbor2.dumps(reply)
+        return ipaddress.ip_network(address, strict=False)
+    except ValueError:
+        raise InvalidRequest(
+            f"the request: `address`: {address[:100]!r} is none; give one like 192.0.2.7 or 192.0.2.0/24"
+        ) from None
 
 
-def _failure(error: StreamBridgeError) -> dict[str, Any]:
-    return {"status": error.status, "statusName": error.status_name, "errorMessage": str(error)}
+def _is_in(address: str, network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> bool:
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return found in network or (mapped is not None and mapped in network)
 
 
-async def _carry_out(server: Server, operation: str, client: object) -> dict[str, Any]:
-    if operation == "listClients":
-        found = sorted(server.broker.sessions.all(), key=lambda session: session.client_id)
-        return {"clients": [describe(server, session) for session in found]}
-    session = server.broker.sessions.get(client) if isinstance(client, str) else None
-    if session is None:
-        raise InvalidRequest(f"no client {client!r} is connected or has a session")
-    connected = session.line is not None
-    if operation == "forgetClient":
-        server.broker.forget(session)
-        await server.journaled()
-    else:
-        server.broker.disconnect(session)
-    log.info(
-        "%s: %s by a command",
-        session.identity.label,
-        "forgotten" if operation == "forgetClient" else "disconnected",
-    )
-    return {"connected": connected}
+def _shows(conn: Member, digits: str) -> bool:
+    """Whether a client has shown the certificate with this fingerprint or serial number."""
+    der = certificate_of(conn)
+    if not der:
+        return False
+    serial = int.from_bytes(certified(der)[1], "big")
+    return hashlib.sha256(der).hexdigest() == digits or serial == int(digits, 16)
 
 
 def peer(conn: Member, session: Session) -> Connected:

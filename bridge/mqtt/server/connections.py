@@ -20,6 +20,7 @@ from bridge.mqtt.broker.message import LARGE
 from bridge.mqtt.wire.packets import ADMINISTRATIVE_ACTION
 from bridge.net.addresses import is_within
 from bridge.net.budgets import Budget, Budgets, Meter
+from bridge.net.crl import Crls
 from bridge.net.fairqueue import FairQueue
 from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
@@ -51,9 +52,10 @@ class Listener:
         access: Access,
         context: ssl.SSLContext | None,
         counted: ConnectionLimits | None = None,
+        crls: Crls = Crls(),  # noqa: B008 - immutable
     ) -> None:
         """`context` is of its TLS handshakes, `counted` of the listener that it replaces."""
-        self.settings, self.access, self.context = settings, access, context
+        self.settings, self.access, self.context, self.crls = settings, access, context, crls
         self.name, self.limits = settings.name, settings.limits
         self.proxies = tuple(map(ip_network, settings.proxy_protocol))
         self.asks = context is not None and context.verify_mode is ssl.CERT_REQUIRED  # for certificates

@@ -24,10 +24,12 @@ from bridge.mqtt.server.connections import Endpoint, Listener
 from bridge.mqtt.server.tls import TlsServer, tls_context
 from bridge.mqtt.server.websocket import WebSocket
 from bridge.mqtt.settings import parse_address
+from bridge.net.crl import Crls, read_crls
 from bridge.net.listening import Listening, listen, listen_now
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import datetime
 
     from bridge.mqtt.server.connections import Connections
     from bridge.mqtt.settings import ListenerSettings, MqttConfig
@@ -56,7 +58,7 @@ class Open(NamedTuple):
 class Plan(NamedTuple):
     """A configuration, read and checked: of each listener its settings, access and certificates."""
 
-    listeners: dict[str, tuple[ListenerSettings, Loaded, ssl.SSLContext | None]]
+    listeners: dict[str, tuple[ListenerSettings, Loaded, ssl.SSLContext | None, Crls]]
     addresses: dict[Key, ListenerSettings]
 
 
@@ -118,6 +120,12 @@ class Listeners:
             self._connections.spawn(self._accept(key))
             log.info("listening at %s", _url(key, listening))
 
+    @property
+    def crls_expire(self) -> datetime | None:
+        """When the first revocation list expires; None if there is none that does."""
+        ends = [one.crls.expires for one in self._listeners.values()]
+        return min((end for end in ends if end is not None), default=None)
+
     # -- parts ------------------------------------------------------------
 
     def _bind(self, key: Key, settings: ListenerSettings, left: list[Key]) -> Listening:
@@ -142,12 +150,13 @@ class Listeners:
     def _set(self, plan: Plan) -> None:
         """Put users, rules, certificates and limits into force."""
         listeners: dict[str, Listener] = {}
-        for name, (settings, loaded, context) in plan.listeners.items():
+        for name, (settings, loaded, context, crls) in plan.listeners.items():
             access = self._accesses.named.get(name) or Access(loaded, name, beside=self._first)
             access.realm = name if settings.own_users else ""
             access.apply(loaded)
             old = self._listeners.get(name)
-            listeners[name] = Listener(settings, access, context, None if old is None else old.counted)
+            counted = None if old is None else old.counted
+            listeners[name] = Listener(settings, access, context, counted, crls)
         self._listeners = listeners
         self._accesses.named = {name: one.access for name, one in listeners.items()}
         for key, one in self._open.items():
@@ -188,7 +197,10 @@ def _plan(config: MqttConfig) -> Plan:
     for settings in config.listeners():
         tls = settings.tls
         context = None if tls is None else tls_context(f"{settings.option}.tls", tls)
-        plan.listeners[settings.name] = (settings, read(settings, authorities(context)), context)
+        crls = Crls()
+        if tls is not None and tls.crl_file is not None:
+            crls = read_crls(f"{settings.option}.tls.crl_file", tls.crl_file)
+        plan.listeners[settings.name] = (settings, read(settings, authorities(context)), context, crls)
     return plan
 
 

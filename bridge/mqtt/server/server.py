@@ -22,6 +22,8 @@ from bridge.mqtt.server.systopics import SysTopics
 from bridge.mqtt.wire.packets import NOT_AUTHORIZED, SERVER_SHUTTING_DOWN
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from bridge.access.logins import Access
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.server.connections import Member
@@ -116,12 +118,21 @@ class Server:
             return
         if is_of_certificate(session.proof):
             found = endpoint.listener.access.certified(conn.transport.get_extra_info("ssl_object"))
-            if found is None or found[0] != session.identity.user:
+            if (
+                found is None
+                or found[0] != session.identity.user
+                or endpoint.listener.crls.revoke(certificate_of(conn))
+            ):
                 session.proof = NO_CERTIFICATE
         elif session.identity.user is None:
             denied = endpoint.listener.access.refuse_anonymous(loopback=endpoint.loopback)
             if denied is not None:
                 conn.fail("refused_reload", denied.text, NOT_AUTHORIZED)
+
+    @property
+    def crls_expire(self) -> datetime | None:
+        """When the first revocation list expires; None if there is none that does."""
+        return self.listeners.crls_expire
 
     async def journaled(self) -> None:
         """Wait until the journal holds what was given to it."""
@@ -134,6 +145,12 @@ def _settled(inbox: Inbox) -> asyncio.Future[None]:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     inbox.when_settled(lambda: _resolve(future))
     return future
+
+
+def certificate_of(conn: Member) -> bytes:
+    """The certificate of a client in DER, which TLS has verified; empty if it has none."""
+    tls = conn.transport.get_extra_info("ssl_object")
+    return b"" if tls is None else tls.getpeercert(binary_form=True) or b""
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -141,7 +141,8 @@ def _reason(error: ssl.SSLError) -> str:
             return "it sent no certificate; mqtt.tls.client_ca asks for one"
         case "CERTIFICATE_VERIFY_FAILED":
             why = getattr(error, "verify_message", reason)
-            return f"its certificate is not accepted ({why}); see mqtt.tls.client_ca"
+            option = "crl_file" if "CRL" in why or "revoked" in why else "client_ca"
+            return f"its certificate is not accepted ({why}); see mqtt.tls.{option}"
         case "HTTP_REQUEST":
             return "it speaks HTTP without TLS"
         case alert if "ALERT" in alert and ("CERTIFICATE" in alert or "UNKNOWN_CA" in alert):
@@ -151,4 +152,4 @@ def _reason(error: ssl.SSLError) -> str:
 
 def tls_context(option: str, tls: TlsSettings) -> ssl.SSLContext:
     """A server context from certificate files, or a ConfigError, which names the option."""
-    return server_context(option, tls.cert, tls.key, tls.client_ca)
+    return server_context(option, tls.cert, tls.key, tls.client_ca, tls.crl_file)

@@ -1,0 +1,84 @@
+"""A running service notices changed users and revocation lists without a signal."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.testbed.certificates import Authority
+from bridge.access.users import hash_password
+from tests.http.conftest import Service, eventually
+from tests.mqtt.harness import connect
+
+ANN, BOB = ("ann:" + hash_password(b"a") + "\n", "bob:" + hash_password(b"b") + "\n")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ca")
+
+
+@pytest.fixture
+def service(tmp_path: Path, authority: Authority) -> Iterator[Service]:
+    pair = authority.issue("server")
+    (tmp_path / "users").write_text(ANN)
+    (tmp_path / "users").chmod(0o600)
+    (tmp_path / "lists.pem").write_text(authority.revoke().read_text())
+    mqtt = f"""listen = ["tls://127.0.0.1:0", "tcp://127.0.0.1:0"]
+users_file = "users"
+allow_anonymous = false
+[mqtt.tls]
+cert = "{pair.cert}"
+key = "{pair.key}"
+client_ca = "{authority.cert}"
+crl_file = "lists.pem"
+"""
+    found = Service(tmp_path, "", mqtt=mqtt)
+    yield found
+    if found.process.poll() is None:
+        found.process.kill()
+    found.process.wait()
+
+
+def log_in(service: Service, user: str, password: bytes) -> int:
+    """The return code of a CONNECT on the listener without TLS."""
+    found = service.logged(r"mqtt://127.0.0.1:(\d+)")
+    assert found is not None
+    with socket.create_connection(("127.0.0.1", int(found[1])), timeout=30) as sock:
+        sock.sendall(connect("c", user=user, password=password))
+        return sock.recv(4)[3]
+
+
+def test_changed_users_and_lists_hold_without_a_signal_and_broken_ones_change_nothing(
+    service: Service, authority: Authority, tmp_path: Path
+) -> None:
+    path = tmp_path / "users"
+    assert (log_in(service, "ann", b"a"), log_in(service, "bob", b"b")) == (0, 4)
+    path.write_text(ANN + BOB)
+    eventually(lambda: log_in(service, "bob", b"b") == 0)
+    path.write_text("nonsense\n")
+    eventually(lambda: service.logged("reload of .mqtt. failed.*users, line 1"))
+    assert log_in(service, "ann", b"a") == 0
+    path.write_text(BOB)
+    eventually(lambda: log_in(service, "ann", b"a") == 4)
+    assert service.log.read_text().count("reload of [mqtt] failed") == 1, "reported once"
+
+    device = authority.issue("device")
+    found = service.logged(r"mqtts://127.0.0.1:(\d+)")
+    assert found is not None
+    context = ssl.create_default_context(cafile=str(authority.cert))
+    context.load_cert_chain(device.cert, device.key)
+    with (
+        socket.create_connection(("127.0.0.1", int(found[1])), timeout=30) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        secured.sendall(connect("d"))
+        assert secured.recv(4)[3] == 0
+        fresh = tmp_path / "fresh.pem"
+        fresh.write_text(authority.revoke(device, name="more").read_text())
+        fresh.replace(tmp_path / "lists.pem")
+        assert secured.recv(4) == b"", "its connection ends"

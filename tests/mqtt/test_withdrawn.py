@@ -1,0 +1,184 @@
+"""Certificates that their CA has withdrawn, and clients that an operator disconnects."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.testbed.certificates import Authority, Pair
+from bridge.access.rules import TRUSTED, AccessRule, Identity
+from bridge.errors import ConfigError, InvalidRequest, Unauthorized
+from bridge.mqtt.settings import TlsSettings
+from bridge.mqtt.wire.packets import V5
+from bridge.net.crl import certified, read_crls
+from bridge.operations.catalog import OfClient, OfClients
+
+from .harness import Bridge, Client, connect, publish
+from .test_access import open_tls, users, with_bridge
+from .test_revocation import ANN, BOB
+
+
+def der(pair: Pair) -> bytes:
+    return ssl.PEM_cert_to_DER_cert(pair.cert.read_text())
+
+
+def with_lists(root: Path, test: Any, lists: Path, authority: Authority) -> None:
+    """A bridge that asks for certificates of an authority, with its lists."""
+    server = authority.issue("server")
+    tls = TlsSettings(cert=server.cert, key=server.key, client_ca=authority.cert, crl_file=lists)
+    with_bridge(root, test, listen=["tls://127.0.0.1:0"], tls=tls)
+
+
+async def refused(bridge: Bridge, authority: Authority, pair: Pair) -> bool:
+    """Whether a client with this certificate gets nowhere."""
+    try:
+        client = await open_tls(bridge, authority, pair)
+        client.send(connect("c"))
+        return await client.closed()
+    except OSError:
+        return True
+
+
+def test_a_withdrawn_certificate_ends_its_connection_and_comes_in_no_more(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    good, bad = authority.issue("good"), authority.issue("bad")
+    lists = tmp_path / "lists.pem"
+    lists.write_text(authority.revoke(name="none").read_text())
+
+    async def test(bridge: Bridge) -> None:
+        stays = await open_tls(bridge, authority, good)
+        await stays.connect("good")
+        goes = await open_tls(bridge, authority, bad)
+        goes.level = V5
+        await goes.connect("bad", level=V5, will=("in/will", b"x", 1))
+        lists.write_text(authority.revoke(bad, name="one").read_text())
+        bridge.front.reload(bridge.config)
+        assert (await goes.receive()).head == 0xE0
+        assert await goes.closed()
+        assert await stays.alive()
+        assert await refused(bridge, authority, bad)
+        assert bridge.stat("refused_tls") == 1
+        assert await bridge.payloads() == [], "nor is its will published"
+        lists.write_text("nonsense")
+        with pytest.raises(ConfigError, match="crl_file"):
+            bridge.front.reload(bridge.config)
+        assert await refused(bridge, authority, bad), "the old list holds"
+
+    with_lists(tmp_path, test, lists, authority)
+
+
+def test_a_list_that_is_expired_or_missing_refuses_all_certificates_of_its_authority(tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "ca"), Authority(tmp_path / "other", "other-ca")
+    device = authority.issue("device")
+    good = authority.revoke(name="good")
+    old, foreign = authority.revoke(days=0, name="old"), other.revoke(name="foreign")
+    lists = tmp_path / "lists.pem"
+    lists.write_text(good.read_text())
+
+    async def test(bridge: Bridge) -> None:
+        stays = await open_tls(bridge, authority, device)
+        await stays.connect("stays")
+        for one in (old, foreign):
+            lists.write_text(one.read_text())
+            bridge.front.reload(bridge.config)
+            assert await refused(bridge, authority, device)
+            assert await stays.alive(), "it was let in while the list was good"
+        lists.write_text(foreign.read_text() + good.read_text())
+        bridge.front.reload(bridge.config)
+        assert not await refused(bridge, authority, device)
+
+    with_lists(tmp_path, test, lists, authority)
+
+
+def test_lists_are_read_exactly_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    pairs = [authority.issue(f"dev-{number}") for number in range(3)]
+    path = authority.revoke(*pairs[:2])
+    crls = read_crls("o", path)
+    assert [crls.revoke(der(pair)) for pair in pairs] == [True, True, False]
+    assert crls.expires is not None
+    text = path.read_text()
+    (tmp_path / "none.pem").write_text(pairs[0].cert.read_text())
+    with pytest.raises(ConfigError, match="no list in PEM"):
+        read_crls("o", tmp_path / "none.pem")
+    chance = random.Random(7)
+    whole = ssl.PEM_cert_to_DER_cert(text.replace("X509 CRL", "CERTIFICATE"))
+    for _ in range(2000):
+        changed = bytearray(whole)
+        changed[chance.randrange(len(changed))] = chance.randrange(256)
+        damaged = changed[: chance.randrange(len(changed))] if chance.random() < 0.3 else changed
+        pem = ssl.DER_cert_to_PEM_cert(bytes(damaged)).replace("CERTIFICATE", "X509 CRL")
+        (tmp_path / "damaged.pem").write_text(pem)
+        with contextlib.suppress(ConfigError):
+            read_crls("o", tmp_path / "damaged.pem").revoke(der(pairs[0]))
+
+
+def test_clients_are_disconnected_by_user_certificate_and_address(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    one, two = authority.issue("one"), authority.issue("two")
+    serial = certified(der(two))[1].hex()
+
+    async def test(bridge: Bridge) -> None:
+        async def clients() -> list[Client]:
+            found = []
+            for number, pair in enumerate((one, one, two)):
+                found.append(await open_tls(bridge, authority, pair))
+                await found[-1].connect(f"c{number}")
+            return found
+
+        def disconnect(**given: str) -> list[str]:
+            done = bridge.operations.call_now("disconnectClients", OfClients(**given), TRUSTED)
+            return list(done.clients)  # type: ignore[union-attr]
+
+        first = await clients()
+        assert disconnect(user="one") == ["c0", "c1"]
+        assert [await client.closed() for client in first[:2]] == [True, True]
+        assert await first[2].alive()
+        assert disconnect(user="one") == []
+        assert disconnect(certificate=serial, user="one") == []
+        assert disconnect(certificate=serial) == ["c2"]
+        second = await clients()
+        fingerprint = hashlib.sha256(der(two)).hexdigest().upper()
+        colons = ":".join(fingerprint[at : at + 2] for at in range(0, 64, 2))
+        assert disconnect(certificate=colons) == ["c2"]
+        assert disconnect(address="192.0.2.0/24") == []
+        assert disconnect(address="127.0.0.0/8", client="c1") == ["c1"]
+        assert await second[0].alive()
+        for wrong in ({}, {"client": "nobody"}, {"certificate": "xyz"}, {"address": "here"}):
+            with pytest.raises(InvalidRequest):
+                disconnect(**wrong)
+
+    with_lists(tmp_path, test, authority.revoke(), authority)
+
+
+def test_to_disconnect_clients_takes_a_right_of_its_own(tmp_path: Path) -> None:
+    rules = [
+        AccessRule(publish=["streambridge/%c/+"]),
+        AccessRule(user="ann", manage=["clients"]),
+        AccessRule(user="bob", manage=["streams/#"]),
+    ]
+
+    async def ask(client: Client, client_id: str, operation: str, **fields: Any) -> dict[str, Any]:
+        client.send(publish(f"streambridge/{client_id}/{operation}", json.dumps(fields).encode()))
+        found: dict[str, Any] = json.loads((await client.message()).payload)
+        return found
+
+    async def test(bridge: Bridge) -> None:
+        ann = await bridge.connect("a", user="ann", password=b"a")
+        bob = await bridge.connect("b", user="bob", password=b"b")
+        for operation, fields in (("listClients", {}), ("disconnectClients", {"user": "ann"})):
+            assert (await ask(bob, "b", operation, **fields))["statusName"] == "Unauthorized"
+        with pytest.raises(Unauthorized):
+            await bridge.operations.call("forgetClient", OfClient(client="a"), Identity("b", "bob", rules))
+        assert [row["client"] for row in (await ask(ann, "a", "listClients"))["clients"]] == ["a", "b"]
+        assert (await ask(ann, "a", "disconnectClients", user="bob"))["clients"] == ["b"]
+        assert await bob.closed()
+
+    with_bridge(tmp_path, test, users_file=users(tmp_path, f"{ANN}\n{BOB}\n"), acl=rules)
