@@ -30,12 +30,15 @@ if TYPE_CHECKING:
         Stopped,
         send_split,
     )
+    from bridge.plugin.auth import Accepted, AuthOptions, Denied, Login, Question
     from bridge.plugin.hooks import Event, hookimpl
     from bridge.plugin.transform import TransformState
     from bridge.settingtypes import BrokerUrl, Bucket, Bytes, Endpoint, Millis, SecretFile
 
 __all__ = [
     "ACCEPTED",
+    "Accepted",
+    "AuthOptions",
     "AwsBatchedConfig",
     "AwsConfig",
     "Batch",
@@ -46,13 +49,16 @@ __all__ = [
     "Bucket",
     "Bytes",
     "Context",
+    "Denied",
     "Endpoint",
     "Event",
     "ExportConfig",
     "Exporter",
+    "Login",
     "Millis",
     "Outcome",
     "Progress",
+    "Question",
     "Record",
     "Refused",
     "Retry",
@@ -81,12 +87,14 @@ FOR_PLUGINS = (
     "bridge.filtered",
     "bridge.topics",
     "bridge.plugin.testing",
+    "bridge.plugin.authtesting",
 )
 
 _ELSEWHERE = dict.fromkeys(("Event", "hookimpl"), "bridge.plugin.hooks") | dict.fromkeys(
     ("BrokerUrl", "Bucket", "Bytes", "Endpoint", "Millis", "SecretFile"), "bridge.settingtypes"
 )
 
+_ELSEWHERE |= dict.fromkeys(("Accepted", "AuthOptions", "Denied", "Login", "Question"), "bridge.plugin.auth")
 _ELSEWHERE["TransformState"] = "bridge.plugin.transform"
 
 if not TYPE_CHECKING:

@@ -27,6 +27,7 @@ import os
 import platform
 import struct
 import sys
+from pathlib import Path
 
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}  # the system call's number, 64 bits
 _ATTR = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
@@ -74,3 +75,15 @@ def return_freed_memory(*, few_heaps: bool) -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 1024 * 1024)  # by default it follows the other one
         if few_heaps:
             library.mallopt(_M_ARENA_MAX, 2)
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment for a child with plugins: without secrets, this package first on the path.
+
+    STREAMBRIDGE_... belongs to the configuration, which is read already; the first message brings the child's
+    part. Start it with `-P`, which keeps the working directory off the path.
+    """
+    package = str(Path(__file__).resolve().parents[1])
+    path = os.environ.get("PYTHONPATH")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("STREAMBRIDGE_")}
+    return {**ours, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}

@@ -2,8 +2,9 @@
 
 A proof is a few bytes, stored with the session: `p` and a digest of the user's line in the users file, or `c`
 and the digests of the certificates in the client CA file that verified the client's certificate. If the
-user's account lists that certificate, it is `m`, a digest of what the account lists, and the same digests.
-The proof of an anonymous client is empty.
+user's account lists that certificate, it is `m`, a digest of what the account lists, and the same digests. If
+a plugin let the client in, it is `a` and a digest of the plugin's name. The proof of an anonymous client is
+empty.
 
 A proof is valid while that line is unchanged, or while all of those certificates are in the file, and the
 account lists the certificate, or lists none. So a renewed CA certificate ends what the old one allowed, even
@@ -48,6 +49,11 @@ def of_certificate(tls: ssl.SSLObject, entry: str = "") -> bytes:
     return kind + b"".join(sorted(needed or known))
 
 
+def of_plugin(name: str) -> bytes:
+    """The proof of a client that a plugin has let in."""
+    return b"a" + _digest(name.encode())
+
+
 def is_of_certificate(proof: bytes) -> bool:
     """Whether the client has shown a certificate."""
     return proof[:1] in (b"c", b"m")
@@ -61,6 +67,8 @@ def holds(
     accounts: Accounts,
 ) -> bool:
     """Whether a client of this name could still log in with its proof."""
+    if proof[:1] == b"a":  # the server ends it when the plugin is no longer asked
+        return True
     if is_of_certificate(proof):
         begins, name = 1, user or ""
         if proof[:1] == b"m":

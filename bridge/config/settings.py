@@ -30,6 +30,7 @@ from msgspec import Struct
 from bridge.access.accounts import mistakes
 from bridge.access.rules import Rights
 from bridge.audit.settings import AuditSettings
+from bridge.auth.settings import AuthSettings
 from bridge.config import tomlfile
 from bridge.config.tomlfile import Document, Keys
 from bridge.config.tomlstruct import Reader, dotted, fields_of, keys_of, snake, struct_in, unit_of
@@ -46,6 +47,7 @@ from bridge.operations.deliveries import DELIVERIES
 from bridge.operations.validate import segment_size
 from bridge.plugin import discovery
 from bridge.plugin.api import Exporter
+from bridge.plugin.auth import AuthOptions
 from bridge.plugin.aws import AwsSettings
 from bridge.settingtypes import Means, Millis, meanings
 
@@ -61,6 +63,7 @@ RELOADED = {
     "mqtt.listen", "mqtt.listener", "mqtt.tls", "mqtt.users_file", "mqtt.allow_anonymous", "mqtt.acl",
     "mqtt.role", "mqtt.user", "mqtt.client_ids", "mqtt.refused_stream", "mqtt.budget", "log.level",
     *(f"audit.{field}" for field in AuditSettings.__struct_fields__),
+    *(f"auth.{field}" for field in AuthSettings.__struct_fields__),
 }  # fmt: skip
 
 
@@ -122,6 +125,7 @@ class Config(Struct, frozen=True, kw_only=True):
     encryption: Encryption = Encryption()
     log: Log = Log()
     audit: AuditSettings = AuditSettings()
+    auth: AuthSettings = msgspec.field(default_factory=AuthSettings)
     upstream: list[UpstreamSettings] = []
     streams: dict[str, MessageStreamDefinition] = {}
 
@@ -152,13 +156,16 @@ def understand(document: Document, exporters: Exporters | None = None) -> tuple[
     """
     reader = Reader(document)
     reader.problems += document.problems
-    exporters = exporters or cache(partial(_exporters, document))
+    registry = cache(partial(_registry, document))
+    exporters = exporters or (lambda: registry().exporters)
     values: dict[str, Any] = {}
     for key, section in document.data.items():
         if key == "streams":
             values[key] = _streams(reader, section, exporters)
         elif key == "upstream":
             values[key] = _upstreams(reader, section)
+        elif key == "auth":
+            values[key] = _auth(reader, section, registry)
         elif key in _SECTIONS:
             read = reader.struct(_SECTIONS[key], section, (key,))
             if read is not None:
@@ -185,9 +192,9 @@ def stream_definition(
     return definition
 
 
-def _exporters(document: Document) -> Mapping[str, type[Exporter]]:
+def _registry(document: Document) -> discovery.Registry:
     export = Reader(document).struct(ExportSettings, document.data.get("export", {}), ("export",))
-    return discovery.load((export or ExportSettings()).plugin_dirs).exporters
+    return discovery.load((export or ExportSettings()).plugin_dirs)
 
 
 _SECTIONS = {
@@ -286,6 +293,27 @@ def _access(reader: Reader, mqtt: MqttConfig) -> None:
 
 
 _OPERATIONS = (*OPERATIONS, *DELIVERIES)
+
+
+def _auth(reader: Reader, section: object, registry: Callable[[], discovery.Registry]) -> AuthSettings:
+    keys: Keys = ("auth", "plugins")
+    if not reader.is_table(section, keys[:1]):
+        return AuthSettings()
+    table = dict(section)
+    tables = table.pop("plugins", {})
+    plugins: dict[str, AuthOptions] = {}
+    if reader.is_table(tables, keys) and tables:
+        known = registry().auth_options
+        for name, options in tables.items():
+            if name not in known:
+                reader.problem(
+                    (*keys, name),
+                    f"no plugin {name!r} has the hook `authenticate` or `authorize`; there are: "
+                    f"{', '.join(known) or 'none'}; `streambridge plugins` shows what is wrong with others",
+                )
+            elif (read := reader.struct(known[name], options, (*keys, name))) is not None:
+                plugins[name] = read
+    return reader.struct(AuthSettings, table, keys[:1], fixed={"plugins": plugins}) or AuthSettings()
 
 
 def _upstreams(reader: Reader, section: object) -> list[UpstreamSettings]:

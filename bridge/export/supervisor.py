@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from bridge import logs
+from bridge import frames, logs, process
 from bridge.encryption import Keys
 from bridge.export import wire
 from bridge.export.cursor import forget_others, forget_stream, highest_exported, stored_status
@@ -302,7 +302,7 @@ class ExportSupervisor:
                     *("-P", "-m", "bridge.export.worker", str(theirs.fileno()), str(report)),
                     pass_fds=[theirs.fileno(), report],
                     stdin=asyncio.subprocess.DEVNULL,
-                    env=_environment(),
+                    env=process.child_environment(),
                 )
             if self._ready is not None:
                 self._ready.set()
@@ -340,14 +340,14 @@ class ExportSupervisor:
             self._send(wire.Stop(0))
 
     async def _serve(self, reader: asyncio.StreamReader) -> None:
-        frames = wire.Frames(wire.FROM_WORKER)
+        received = frames.Frames(wire.FROM_WORKER)
         assert self._process is not None
         watch = asyncio.create_task(self._watch(self._process))
         try:
             with contextlib.suppress(ConnectionError):
                 while data := await reader.read(256 * 1024):
                     self._last_heard = time.monotonic()
-                    for message in frames.feed(data):
+                    for message in received.feed(data):
                         self._handle(message)
         finally:
             watch.cancel()
@@ -373,7 +373,7 @@ class ExportSupervisor:
 
     def _send(self, message: wire.WorkerMessage) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(wire.encode(message))
+            self._writer.write(frames.encode(message))
 
     def _schedule_update(self) -> None:
         if self._update_timer is None and self._writer is not None:
@@ -494,15 +494,3 @@ def _location(stack: str) -> str:
             break
         place = f" at {file}:{line}"
     return place
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment without secrets, and with this package first on the path.
-
-    STREAMBRIDGE_... belongs to the configuration, which is read already; `Hello` brings the worker's part.
-    `-P` keeps the working directory off the path.
-    """
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("STREAMBRIDGE_")}
-    return {**ours, "PYTHONPATH": f"{package}{os.pathsep}{path}" if path else package}

@@ -1,12 +1,10 @@
 """The messages between supervisor and worker over their socketpair.
 
-Frame = length u32 (big-endian) | msgpack of one message (an array, its first element the tag).
-Both sides have the same version, since one starts the other.
+Each message is a frame of `bridge.frames`. Both sides have the same version, since one starts the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +188,6 @@ class Culprit(WorkerMessage, frozen=True, array_like=True, tag=True):
 
 _ToWorker = Hello | Define | Try | Forget | Committed | Appended | Notice | Stop
 _FromWorker = Beat | Began | Ended | Statuses | Append | Log | Damaged | Culprit
-_encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -199,31 +196,3 @@ def _path(kind: type, value: Any) -> Any:
 
 TO_WORKER = msgspec.msgpack.Decoder(_ToWorker, dec_hook=_path)
 FROM_WORKER = msgspec.msgpack.Decoder(_FromWorker, dec_hook=_path)
-
-
-def encode(message: WorkerMessage) -> bytes:
-    """One frame."""
-    body = _encoder.encode(message)
-    return len(body).to_bytes(4, "big") + body
-
-
-class Frames:
-    """Splits received bytes into messages."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Add received bytes; yield the messages that are complete."""
-        self._buffer += data
-        start = 0
-        try:
-            while len(self._buffer) >= start + 4:
-                end = start + 4 + int.from_bytes(self._buffer[start : start + 4], "big")
-                if len(self._buffer) < end:
-                    break
-                body, start = self._buffer[start + 4 : end], end
-                yield self._decoder.decode(body)
-        finally:
-            del self._buffer[:start]

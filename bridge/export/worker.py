@@ -30,7 +30,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from bridge import process
+from bridge import frames, process
 from bridge.durable import make_directory
 from bridge.encryption import Keys
 from bridge.errors import InvalidRequest
@@ -61,7 +61,7 @@ class Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
-        self._frames = wire.Frames(wire.TO_WORKER)
+        self._frames = frames.Frames(wire.TO_WORKER)
         self._sources: dict[str, Source] = {}
         self._changed_streams: set[str] = set()
         self._broken: dict[str, list[ExportStatus]] = {}  # exports whose configuration no plugin accepts
@@ -74,7 +74,7 @@ class Worker:
 
     def send(self, message: wire.WorkerMessage) -> None:
         """Send a message to the supervisor; end the process if there is none."""
-        frame = wire.encode(message)
+        frame = frames.encode(message)
         try:
             with self._sending:
                 self._connection.sendall(frame)

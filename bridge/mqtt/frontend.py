@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from bridge.access.logins import Access
+    from bridge.auth.supervisor import Auth
     from bridge.mqtt.settings import MqttConfig, UpstreamSettings
     from bridge.mqtt.upstream.upstream import Upstream
     from bridge.net.connected import Connected
@@ -44,13 +45,14 @@ class MqttFrontEnd:
         *,
         upstreams: Sequence[UpstreamSettings] = (),
         gateway: str = "",
+        auth: Auth | None = None,
     ) -> None:
         """`runtime` is the running event loop's, unless another one is given; `stop` closes it.
 
         `gateway` is this gateway's id, by which a message that has been here is known.
         """
         self._config, self._operations, self._access = config, operations, access
-        self._gateway, self._settings = gateway, upstreams
+        self._gateway, self._settings, self._auth = gateway, upstreams, auth
         self._runtime = runtime or LoopRuntime(THREADS, "mqtt")
         self._server: Server | None = None
         self._external: Upstream | None = None
@@ -68,7 +70,7 @@ class MqttFrontEnd:
             self._external = self._make_external()
             await self._external.start()
             return []
-        self._server = Server(self._config, self._operations, self._access, self._runtime)
+        self._server = Server(self._config, self._operations, self._access, self._runtime, self._auth)
         self._operations.clients = clients.ServerClients(self._server)
         urls = await self._server.start()
         try:

@@ -31,6 +31,7 @@ from bridge.errors import InvalidDefinition, PluginError
 from bridge.model import mistake
 from bridge.plugin import hooks
 from bridge.plugin.api import ExportConfig, Exporter, convert_config
+from bridge.plugin.auth import AuthOptions
 from bridge.plugin.consumer import ClientExporter
 from bridge.plugin.hooks import GROUP
 from bridge.plugin.mistakes import failure, hook_mistake
@@ -61,6 +62,18 @@ class Registry:
     def hook(self) -> Any:
         """The hooks of all loaded plugins."""
         return self.manager.hook
+
+    @property
+    def auth_options(self) -> dict[str, type[AuthOptions]]:
+        """The plugins that decide logins or rights, with the type of their options."""
+        names = self.with_hook("authenticate") | self.with_hook("authorize")
+        return {
+            name: getattr(self.manager.get_plugin(name), "Options", AuthOptions) for name in sorted(names)
+        }
+
+    def with_hook(self, hook: str) -> frozenset[str]:
+        """The names of the plugins that have a hook."""
+        return frozenset(one.plugin_name for one in getattr(self.hook, hook).get_hookimpls())
 
     def config(
         self, kind: str, raw: Mapping[str, Any], path: tuple[str | int, ...] | None = None
@@ -125,6 +138,11 @@ class Registry:
                 raise PluginError(mistake)
             self.manager.register(module, found.name)
             self._register_exporters(module, found)
+            options = getattr(module, "Options", AuthOptions)
+            if found.name in self.auth_options and not (
+                isinstance(options, type) and issubclass(options, AuthOptions)
+            ):
+                raise PluginError("Options is not a subclass of bridge.AuthOptions")
         except (Exception, SystemExit) as error:
             found.error = str(error) if isinstance(error, PluginError) else failure(error)
             if self.manager.has_plugin(found.name) and taken is None:

@@ -2,8 +2,9 @@
 
 A plugin is a module (a file, or a pip package's entry point in the group `streambridge`) with
 functions of these names, marked with `@hookimpl`. A function may take fewer arguments than listed.
-All hooks run in the export worker process. `register_exporters` also runs wherever configurations are
-checked: it must be cheap and must not import an SDK.
+`authenticate` and `authorize` run in the auth process, all others in the export worker process.
+`register_exporters` also runs wherever configurations are checked: it must be cheap and must not import an
+SDK.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pluggy
 from msgspec import Struct
 
 from bridge.plugin.api import ExportConfig, Exporter, Record
+from bridge.plugin.auth import Accepted, AuthOptions, Denied, Login, Question
 from bridge.plugin.transform import TransformState
 
 if TYPE_CHECKING:
@@ -59,6 +61,25 @@ def transform_records(
 @hookspec(firstresult=True)
 def aws_credentials(settings: AwsSettings) -> Callable[[], Credentials] | None:
     """Return a function that fetches fresh AWS credentials, or None to leave it to other plugins."""
+
+
+@hookspec(firstresult=True)
+def authenticate(login: Login, options: AuthOptions) -> Accepted | Denied | None:
+    """Say who a client is, or that it is refused, or None to leave it to other plugins.
+
+    It runs in the auth process, in several threads at the same time, for clients that are not in
+    `mqtt.users_file`. A client waits for at most `auth.timeout`; an exception or a late answer refuses it. If
+    all plugins return None, the client is refused.
+    """
+
+
+@hookspec(firstresult=True)
+def authorize(question: Question, options: AuthOptions) -> bool | None:
+    """Say whether a client may publish or subscribe there, or None to leave it to other plugins.
+
+    It is asked about what the rules allow, at the first message of a connection on a topic and at each
+    subscription; the answer holds for `auth.decisions`. If all plugins return None, the client may.
+    """
 
 
 @hookspec

@@ -34,6 +34,7 @@ import uvloop
 
 from bridge import audit, logs, process
 from bridge.access.logins import Access
+from bridge.auth.supervisor import Auth
 from bridge.config import settings as configuration
 from bridge.config.checks import blockers
 from bridge.config.settings import Config
@@ -192,10 +193,15 @@ class Service:
             manager.report_deleting()
             firehose_streams = NewDeliveries(config.firehose.max_size, config.firehose.flush_on_write)
             operations = Operations(manager, config.export.allow, new_deliveries=firehose_streams)
+            self._auth = auth = Auth(
+                config.auth, config.export.plugin_dirs, lambda: registry.with_hook("authorize")
+            )
+            await auth.start()
+            stack.push_async_callback(auth.stop)
             access = Access(config.mqtt)
             stack.callback(access.close)
             self._front_end = front_end = MqttFrontEnd(
-                config.mqtt, operations, access, upstreams=config.upstream, gateway=gateway.id
+                config.mqtt, operations, access, upstreams=config.upstream, gateway=gateway.id, auth=auth
             )
             self._greengrass = greengrass = GreengrassFrontEnd(config.greengrass, operations, access)
             self._firehose = firehose = FirehoseFrontEnd(config.firehose, operations, access)
@@ -373,12 +379,16 @@ class Service:
         """Apply users, rules, keys, certificates and revocation lists; returns what could not be applied."""
         failed = []
         try:
+            if mistakes := config.auth.mistakes():
+                raise ConfigError("; ".join(mistakes))
+            self._auth.reload(config.auth)
             self._front_end.reload(config.mqtt, config.upstream)
             self._greengrass.reload()
             self._applied = config
         except (ConfigError, OSError) as error:
-            kept = "the old listeners, users, rules, certificates and upstreams stay"
+            kept = "the old listeners, users, rules, certificates, upstreams and plugins stay"
             log.error("reload of [mqtt] failed, %s: %s", kept, error, extra=logs.ANSWER)
+            self._auth.reload(self._applied.auth)
             failed.append("listeners, users, rules and certificates of [mqtt]")
             if config.upstream:
                 failed.append("upstream")

@@ -39,6 +39,7 @@ from benchmarks.testbed.mqtt import (
     unsubscribe,
 )
 from bridge.access.logins import Access
+from bridge.auth.supervisor import Auth
 from bridge.model import ExportStatus, MessageStreamDefinition, StrategyOnFull
 from bridge.mqtt import MqttFrontEnd
 from bridge.mqtt.broker.broker import Broker
@@ -141,9 +142,10 @@ class Bridge:
         hurry: float = 1,
         registry: discovery.Registry | None = None,
         upstreams: Sequence[UpstreamSettings] = (),
+        auth: Auth | None = None,
     ) -> None:
         """Every wait of the MQTT front end is `hurry` times shorter. `registry`: plugins that are loaded."""
-        self.upstreams, self.gateway = upstreams, "plant-7"
+        self.upstreams, self.gateway, self.auth = upstreams, "plant-7", auth
         self.root, self.config, self.allow, self.system = root, config, allow, system or Shifted()
         self.hurry, self.registry = hurry, registry
         self.store: StreamStore
@@ -162,11 +164,21 @@ class Bridge:
         self.operations = Operations(self.manager, self.allow)
         access, runtime = Access(self.config), Hurried(self.hurry)
         self.front = MqttFrontEnd(
-            self.config, self.operations, access, runtime, upstreams=self.upstreams, gateway=self.gateway
+            self.config,
+            self.operations,
+            access,
+            runtime,
+            upstreams=self.upstreams,
+            gateway=self.gateway,
+            auth=self.auth,
         )
         self.urls = await self.front.start()
+        if self.auth is not None:
+            await self.auth.start()
 
     async def stop(self) -> None:
+        if self.auth is not None:
+            await self.auth.stop()
         await self.front.stop()
         self.manager.close()
         await self.store.close()
@@ -253,12 +265,16 @@ async def until(condition: Callable[[], Any], timeout: float = DEADLINE, what: s
 
 @asynccontextmanager
 async def running(
-    root: Path, hurry: float = 1, upstreams: Sequence[UpstreamSettings] = (), **settings: Any
+    root: Path,
+    hurry: float = 1,
+    upstreams: Sequence[UpstreamSettings] = (),
+    auth: Auth | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Bridge]:
     """A bridge with one stream "s", bound to "in/#"; see `Bridge` for `hurry`."""
     limits = {key: settings.pop(key) for key in list(settings) if key in Limits.__struct_fields__}
     config = MqttConfig(**{"listen": ["tcp://127.0.0.1:0"], "limits": Limits(**limits), **settings})
-    bridge = Bridge(root, config, hurry=hurry, upstreams=upstreams)
+    bridge = Bridge(root, config, hurry=hurry, upstreams=upstreams, auth=auth)
     await bridge.start()
     try:
         bridge.stream("s", "in/#")

@@ -29,6 +29,7 @@ CHECKS = (
     network.client_ids,
     files.directories,
     files.audit_log,
+    files.auth_plugins,
     files.closed_streams,
     streams.room,
     streams.loaded_plugins,

@@ -140,6 +140,15 @@ def audit_log(context: CheckContext) -> Iterator[Finding]:
         yield context.error(("audit", "journald"), what)
 
 
+def auth_plugins(context: CheckContext) -> Iterator[Finding]:
+    """Report what keeps plugins that decide logins from working."""
+    for name, options in context.config.auth.plugins.items():
+        for mistake in options.mistakes():
+            found = re.match("`([a-z_]+)`", mistake)
+            keys: Place = ("auth", "plugins", name, *([found[1]] if found else []))
+            yield context.error(keys, mistake)
+
+
 def closed_streams(context: CheckContext) -> Iterator[Finding]:
     """Report streams that this user may not open; the service runs without them."""
     data_dir = context.config.gateway.data_dir

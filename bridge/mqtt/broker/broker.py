@@ -64,7 +64,7 @@ from bridge.mqtt.wire.packets import (
 from bridge.topics import SHARE, is_topic_filter, unshared
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
     from pathlib import Path
 
     from bridge.access.logins import Access
@@ -83,6 +83,8 @@ if TYPE_CHECKING:
 SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connection published
 LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
 REVOKED = "its password has changed, or its user is gone, or its certificate is not accepted any more"
+
+NO_RULE = "no rule allows it; see [[mqtt.acl]]"
 
 
 class Refused(NamedTuple):
@@ -358,12 +360,17 @@ class Broker:
         """
         route = self.router.route(topic)
         if not route.denied and not route.ignored and not session.identity.may_publish(route.name):
-            route = Route(route.name, ())
-            route.denied = True
-            _refused(session, "publish", route.name)
+            route = self.denied(session, route)
         if route.append is not None and session.line is not None and session.line.receipts:
             route = copy(route)
             route.append = None  # its acknowledgements say more than the server's
+        return route
+
+    def denied(self, session: Session, route: Route, why: str = NO_RULE) -> Route:
+        """The route in place of one that this client may not use."""
+        _refused(session, "publish", route.name, why)
+        route = Route(route.name, ())
+        route.denied = True
         return route
 
     def publish(self, batch: Batch, packet: Publish, route: Route) -> None:
@@ -406,11 +413,13 @@ class Broker:
         requests: Sequence[TopicRequest],
         identifier: int,
         answer: Callable[[bytes], None],
+        denied: Container[str] = (),
     ) -> None:
-        """Subscribe a client; `answer` gets a SUBACK code for each request once the journal has them.
+        """Subscribe a client, but to no filter in `denied`.
 
-        Then what is retained is sent. Until that is done the client is read no further, so that what it does
-        next finds the subscriptions in force. Raises ProtocolError.
+        `answer` gets a SUBACK code for each request once the journal has them. Then what is retained is sent.
+        Until that is done the client is read no further, so that what it does next finds the subscriptions in
+        force. Raises ProtocolError.
         """
         session, line = inbox.session, inbox.line
         assert session is not None
@@ -418,7 +427,7 @@ class Broker:
         codes = bytearray()
         wanted: list[Subscription] = []  # of whose topics it gets the retained messages
         for request in requests:
-            code = self._refusal(session, line, request)
+            code = self._refusal(session, line, request, denied)
             if not code:
                 options, shared = request.options, request.filter.startswith(SHARE)
                 subscription = Subscription(
@@ -462,7 +471,7 @@ class Broker:
         self.turns.spend(began)
         return bytes(codes)
 
-    def _refusal(self, session: Session, line: Line, request: TopicRequest) -> int:
+    def _refusal(self, session: Session, line: Line, request: TopicRequest, denied: Container[str]) -> int:
         """Why a filter is not granted: an MQTT 5 reason code, or 0."""
         topics, shared = unshared(request.filter), request.filter.startswith(SHARE)
         if not (is_topic_filter(request.filter) and topics):
@@ -475,6 +484,9 @@ class Broker:
         if not session.identity.may_subscribe(topics):
             code, why = NOT_AUTHORIZED, "it may not subscribe there; see [[mqtt.acl]]"
             _refused(session, "subscribe", request.filter)
+        elif topics in denied:
+            code, why = NOT_AUTHORIZED, "a plugin refuses it"
+            _refused(session, "subscribe", request.filter, why)
         elif request.filter not in known and (full := line.full_of_subscriptions(len(known))):
             code, why = QUOTA_EXCEEDED, full
         else:
@@ -485,8 +497,8 @@ class Broker:
         return code
 
 
-def _refused(session: Session, what: str, topic: str) -> None:
-    """The rules refuse something to a client."""
+def _refused(session: Session, what: str, topic: str, why: str = NO_RULE) -> None:
+    """The rules, or plugins, refuse something to a client."""
     identity = session.identity
     audit.record(
         what,
@@ -495,7 +507,7 @@ def _refused(session: Session, what: str, topic: str) -> None:
         user=identity.user,
         client=session.client_id,
         on=topic,
-        why="no rule allows it; see [[mqtt.acl]]",
+        why=why,
     )
 
 

@@ -24,6 +24,7 @@ from bridge.errors import StreamError
 from bridge.mqtt.broker.inbox import Batch, Inbox
 from bridge.mqtt.broker.outbox import NO_LIMIT
 from bridge.mqtt.server import handshake
+from bridge.mqtt.server.asking import Asking
 from bridge.mqtt.server.states import NEXT, TRANSITIONS, Event, State
 from bridge.mqtt.wire import answers
 from bridge.mqtt.wire import properties as p
@@ -37,6 +38,7 @@ from bridge.mqtt.wire.packets import (
     KEEP_ALIVE_TIMEOUT,
     MALFORMED,
     MAX_CONNECT,
+    MAXIMUM_CONNECT_TIME,
     MESSAGE_RATE_TOO_HIGH,
     PACKET_TOO_LARGE,
     PINGREQ,
@@ -67,7 +69,7 @@ from bridge.mqtt.wire.packets import (
 from bridge.net.addresses import is_loopback
 from bridge.net.budgets import Budget, Meter
 from bridge.net.flow import Flow
-from bridge.topics import is_topic_name
+from bridge.topics import is_topic_name, unshared
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,6 +85,7 @@ log = logging.getLogger(__name__)
 LINGER = 1.0  # seconds for the last bytes to go out
 ROUTES = 4_096  # topics that one connection remembers
 OWN = "connection"  # the budget of one connection: `messages_per_second` of its listener
+LOOK_AGAIN = 60.0  # seconds; how late the end of a login may be noticed after the clock was set
 EXPENSIVE = 0x80  # SUBSCRIBE and UNSUBSCRIBE, with the bits in which they differ masked by 0xD0
 
 
@@ -90,11 +93,11 @@ class Connection(Flow):
     """The server's side of one MQTT connection; the broker sees it as a `Line`."""
 
     __slots__ = (
-        "_connect_size", "_epoch", "_heard", "_meters", "_need", "_prepaid", "_routes", "_slow", "_tail",
-        "address", "address_meters", "aliases", "bridge", "broker", "claimed", "connections", "endpoint",
-        "explains", "inbox", "keep_alive", "level", "limit", "max_packet_out", "proxied", "published",
-        "reason", "receipts", "receive_maximum", "requests", "since", "state", "subscribed", "traffic",
-        "user_meters", "writable",
+        "_connect_size", "_epoch", "_expiry", "_heard", "_meters", "_need", "_prepaid", "_routes", "_slow",
+        "_tail", "address", "address_meters", "aliases", "asking", "bridge", "broker", "claimed",
+        "connections", "endpoint", "expires", "explains", "inbox", "keep_alive", "level", "limit",
+        "max_packet_out", "proxied", "published", "reason", "receipts", "receive_maximum", "requests",
+        "since", "state", "subscribed", "traffic", "user_meters", "who", "writable",
     )  # fmt: skip
 
     def __init__(self, connections: Connections, endpoint: Endpoint) -> None:
@@ -117,6 +120,11 @@ class Connection(Flow):
         self.requests = 0  # being answered
         self.since = 0  # when it logged in, Unix time in ms
         self.published = 0  # messages that it has sent
+        # What plugins say about its topics; None: they are not asked.
+        self.asking = Asking(self, connections) if connections.auth.authorizes else None
+        self.who: tuple[str, str | None] = ("", None)  # client id and user, once they are proved
+        self.expires = 0.0  # when what it has logged in with expires, Unix time in seconds; 0: never
+        self._expiry: Timer | None = None
         self._tail: bytes | bytearray = b""  # read, not yet handled
         self._need = 2  # bytes that make the next packet complete
         self._connect_size = 0  # bytes of its CONNECT while the login waits
@@ -295,6 +303,8 @@ class Connection(Flow):
         self._timer.cancel()
         if self.keep_alive:
             self._watch()
+        if self.expires:
+            self._watch_expiry()
         self.connections.runtime.soon(self.release, "connect")
 
     def refuse(self, reason: int, why: str) -> None:
@@ -339,6 +349,10 @@ class Connection(Flow):
             self.broker.reports.closed(self.name, counter, why)
         self.state = NEXT[self.state, on]
         self._timer.cancel()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self.asking is not None:
+            self.asking.stop()
         self._tail = b""
         self._routes = {}
         self.connections.left(self)
@@ -427,8 +441,9 @@ class Connection(Flow):
                             if turns.over:
                                 turns.wait(self)
                                 break
+                            if not self._publish_v5(batch, head, topic, packet_id, d, at, end):
+                                break
                             published += 1
-                            self._publish_v5(batch, head, topic, packet_id, d, at, end)
                             last = None
                             pos = end
                             continue
@@ -438,7 +453,8 @@ class Connection(Flow):
                         if turns.over:
                             turns.wait(self)
                             break
-                        route = self._route(topic)
+                        if (route := self._route(topic)) is None:
+                            break
                         append = route.append
                     elif (append := route.append) is None and route.delivers and turns.over:
                         turns.wait(self)
@@ -486,17 +502,41 @@ class Connection(Flow):
                 self._pay(published, size)
         return pos
 
-    def _route(self, topic: bytes) -> Route:
-        """The route of a topic for this client, looked up once."""
+    def _route(self, topic: bytes) -> Route | None:
+        """The route of a topic for this client, looked up once; None while plugins are asked about it."""
         session = self.inbox.session
         assert session is not None
-        route = self._routes[topic] = self.broker.route(session, topic)
+        route = self.broker.route(session, topic)
+        if self.asking is not None and not route.denied and not route.ignored:
+            allowed = self.asking.may("publish", route.name)
+            if allowed is None:
+                self.asking.ask("publish", [route.name])
+                return None
+            if not allowed:
+                route = self.broker.denied(session, route, "a plugin refuses it")
+                if not self.asking.holds("publish", route.name):
+                    return route
+        self._routes[topic] = route
         return route
+
+    def forget_routes(self) -> None:
+        """Look up all routes again."""
+        self._epoch = -1
+
+    def ask_again(self) -> None:
+        """Forget what plugins have said: others may be asked now, or none."""
+        if self.asking is not None:
+            self.asking.stop()
+        self.asking = Asking(self, self.connections) if self.connections.auth.authorizes else None
+        self.forget_routes()
 
     def _publish_v5(
         self, batch: Batch, head: int, topic: bytes, packet_id: bytes, data: bytes, pos: int, end: int
-    ) -> None:
-        """Handle a PUBLISH with properties or without a topic (MQTT 5 section 3.3.2.3)."""
+    ) -> bool:
+        """Handle a PUBLISH with properties or without a topic (MQTT 5 section 3.3.2.3).
+
+        Returns whether it is handled; it comes again when plugins have said whether it is allowed.
+        """
         properties, pos = properties_at(data, pos, end, PUBLISH)
         if p.SUBSCRIPTION_ID in properties:
             raise ProtocolError("a Subscription Identifier from a client (MQTT-3.3.4-6)", PROTOCOL_ERROR)
@@ -515,8 +555,11 @@ class Connection(Flow):
         reply = properties.get(p.RESPONSE_TOPIC)
         if reply is not None and not is_topic_name(text(reply)):
             raise ProtocolError(f"response topic {reply[:80]!r}", BAD_TOPIC_NAME)
+        if (route := self._route(topic)) is None:
+            return False
         packet = Publish(head, topic, packet_id, data[pos:end], properties)
-        self.broker.publish(batch, packet, self._route(topic))
+        self.broker.publish(batch, packet, route)
+        return True
 
     # -- every other packet ------------------------------------------------------------
 
@@ -554,8 +597,20 @@ class Connection(Flow):
         def answer(codes: bytes) -> None:
             self.answer(answers.suback(self.level, packet_id, codes))
 
-        self.broker.subscribe(self.inbox, requests, properties.get(p.SUBSCRIPTION_ID, 0), answer)
-        self._count_subscriptions()
+        def subscribe() -> None:
+            denied = {
+                topics for topics in wanted if asking is not None and not asking.may("subscribe", topics)
+            }
+            identifier = properties.get(p.SUBSCRIPTION_ID, 0)
+            self.broker.subscribe(self.inbox, requests, identifier, answer, denied)
+            self._count_subscriptions()
+
+        asking = self.asking
+        wanted = [unshared(request.filter) for request in requests]
+        if asking is not None and any(asking.may("subscribe", topics) is None for topics in wanted):
+            asking.ask("subscribe", wanted, subscribe)
+        else:
+            subscribe()
 
     def _unsubscribe(self, session: Session, _batch: Batch, body: bytes) -> None:
         packet_id, filters = parse_unsubscribe(body, self.level)
@@ -627,6 +682,15 @@ class Connection(Flow):
 
     def _too_slow(self) -> None:
         self.end("refused_timeout", "no complete CONNECT in time", abort=True)
+
+    def _watch_expiry(self) -> None:
+        """End the connection when its credentials expire. The wall clock may be set, so look often."""
+        left = self.expires - self.broker.clock.wall() / 1000
+        if left > 0:
+            wait = min(left, LOOK_AGAIN)
+            self._expiry = self.connections.runtime.later(wait, self._watch_expiry)
+        else:
+            self.fail("expired_logins", "what it has logged in with has expired", MAXIMUM_CONNECT_TIME)
 
     def _watch(self) -> None:
         """Enforce the keep-alive (3.1.1 section 3.1.2.10): silent for 1.5 times as long is lost."""

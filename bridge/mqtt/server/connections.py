@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from bridge.access.logins import Access
     from bridge.access.rules import Identity
+    from bridge.auth.supervisor import Auth
     from bridge.mqtt.broker.broker import Broker
     from bridge.mqtt.broker.inbox import Inbox
     from bridge.mqtt.broker.sessions import Session
@@ -126,6 +127,7 @@ class Member(Protocol):
 
     address: str
     endpoint: Endpoint
+    who: tuple[str, str | None]  # client id and user, once they are proved
     level: int
     proxied: bool  # its address is what a proxy said
     address_meters: tuple[Meter[Any], ...]
@@ -140,12 +142,18 @@ class Member(Protocol):
     def name(self) -> str: ...
 
     @property
+    def gone(self) -> bool: ...
+
+    @property
     def session(self) -> Session | None: ...
 
     @property
     def slowed(self) -> bool: ...
 
     def metered(self) -> None: ...
+    def ask_again(self) -> None: ...
+
+    def forget_routes(self) -> None: ...
 
     def hold(self, why: str) -> None: ...
 
@@ -159,8 +167,11 @@ class Member(Protocol):
 class Connections:
     """The connections of all listeners, and the tasks that serve them."""
 
-    def __init__(self, config: MqttConfig, broker: Broker, runtime: Runtime, *, under_pressure: bool) -> None:
+    def __init__(
+        self, config: MqttConfig, broker: Broker, runtime: Runtime, auth: Auth, *, under_pressure: bool
+    ) -> None:
         """`under_pressure`: so much waits for the disk that publishers must wait."""
+        self.auth = auth
         self.config, self.limits, self.broker, self.runtime = config, config.limits, broker, runtime
         self.under_pressure = under_pressure
         self.traffic = Traffic()

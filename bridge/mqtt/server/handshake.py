@@ -10,7 +10,9 @@ import secrets
 from typing import TYPE_CHECKING
 
 from bridge.access.logins import Denied, Reason
+from bridge.access.proofs import of_plugin
 from bridge.audit import Origin, record
+from bridge.auth.supervisor import Refusal
 from bridge.mqtt.broker import receipts
 from bridge.mqtt.broker.broker import Opening, Refused
 from bridge.mqtt.broker.publishing import RECEIVE_MAXIMUM
@@ -35,6 +37,7 @@ from bridge.mqtt.wire.packets import (
     parse_connect,
     protocol_of,
 )
+from bridge.plugin.auth import Login
 
 if TYPE_CHECKING:
     from bridge.access.rules import Identity
@@ -48,7 +51,13 @@ _REASONS = {
     Reason.WRONG_CREDENTIALS: BAD_USER_OR_PASSWORD,
     Reason.BUSY: SERVER_BUSY,
 }
-_LOGINS = {b"": "anonymous", b"p": "password", b"c": "certificate"}  # by kind of proof
+_LOGINS = {  # by kind of proof
+    b"": "anonymous",
+    b"p": "password",
+    b"c": "certificate",
+    b"m": "certificate",
+    b"a": "plugin",
+}
 
 
 def begin(conn: Connection, body: bytes) -> None:
@@ -84,6 +93,12 @@ def begin(conn: Connection, body: bytes) -> None:
             conn.refuse(NOT_AUTHORIZED, f"user name {user!r} is not its certificate's, {found[0]!r}")
         else:
             _authenticated(conn, connect, *found)
+    elif (
+        (user is not None or connect.password is not None)
+        and conn.connections.auth.active
+        and not (user is not None and access.knows(user))
+    ):
+        conn.connections.logging_in[conn] = conn.connections.spawn(_ask_plugins(conn, connect))
     elif user is not None and access.has_users:
         conn.connections.logging_in[conn] = conn.connections.spawn(_check_password(conn, connect, user))
     elif denied := access.refuse_anonymous(loopback=endpoint.loopback):
@@ -104,13 +119,47 @@ async def _check_password(conn: Connection, connect: Connect, user: str) -> None
         _authenticated(conn, connect, user, access.proof_of(user))
 
 
+async def _ask_plugins(conn: Connection, connect: Connect) -> None:
+    """The users file does not know this client: plugins may."""
+    login = Login(
+        client_id=connect.client_id, user=connect.username, password=connect.password, address=conn.address
+    )
+    conn.listen_for_end(True)
+    found = await conn.connections.auth.log_in(login)
+    conn.listen_for_end(False)
+    conn.connections.logging_in.pop(conn, None)
+    if isinstance(found, Refusal):
+        conn.refuse(SERVER_BUSY if found.busy else BAD_USER_OR_PASSWORD, found.why)
+    elif conn.endpoint.listener.access.knows(found.user):
+        why = f"{found.plugin}: {found.user!r} is a user of mqtt.users_file, who logs in with that password"
+        conn.refuse(NOT_AUTHORIZED, why)
+    else:
+        conn.expires = found.expires or 0.0
+        _authenticated(conn, connect, found.user, of_plugin(found.plugin))
+
+
+async def _ask_about_will(
+    conn: Connection, connect: Connect, identity: Identity, proof: bytes, topic: str
+) -> None:
+    asking = conn.asking
+    assert asking is not None
+    conn.listen_for_end(True)
+    allowed = await asking.learn("publish", topic)
+    conn.listen_for_end(False)
+    conn.connections.logging_in.pop(conn, None)
+    if allowed:
+        _open(conn, connect, identity, proof)
+    else:
+        conn.refuse(NOT_AUTHORIZED, f"a plugin refuses its will on {topic!r}")
+
+
 def _deny(conn: Connection, denied: Denied) -> None:
     conn.refuse(_REASONS[denied.reason], denied.text)
 
 
 def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: bytes) -> None:
     """The client has proved its identity (user None: anonymous): ask the broker for its session."""
-    broker, listener = conn.broker, conn.endpoint.listener
+    listener = conn.endpoint.listener
     if connect.client_id and not listener.access.may_use_id(user, connect.client_id):
         why = f"client id {connect.client_id[:80]!r} is not one of user {user!r}"
         conn.refuse(BAD_CLIENT_ID, f"{why}; see mqtt.client_ids and [[mqtt.user]]")
@@ -124,7 +173,18 @@ def _authenticated(conn: Connection, connect: Connect, user: str | None, proof: 
     if refused_by_budget := conn.connections.enter_user(conn, identity):
         conn.refuse(QUOTA_EXCEEDED, refused_by_budget)
         return
-    limits = listener.limits
+    conn.who = client_id, user
+    if connect.will is not None and conn.asking is not None:
+        asking = _ask_about_will(conn, connect, identity, proof, connect.will.topic)
+        conn.connections.logging_in[conn] = conn.connections.spawn(asking)
+    else:
+        _open(conn, connect, identity, proof)
+
+
+def _open(conn: Connection, connect: Connect, identity: Identity, proof: bytes) -> None:
+    """Everything that was asked for is allowed: ask the broker for the session."""
+    broker, client_id, user = conn.broker, identity.client_id, identity.user
+    limits = conn.endpoint.listener.limits
     seconds = min(connect.keep_alive, limits.max_keep_alive)
     if connect.level == V5:
         expiry = connect.properties.get(p.SESSION_EXPIRY, 0)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bridge.access.proofs import NO_CERTIFICATE, is_of_certificate
+from bridge.access.proofs import NO_CERTIFICATE, is_of_certificate, of_plugin
+from bridge.auth.supervisor import Auth
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.broker.journalfile import DIRECTORY
 from bridge.mqtt.server import requests
@@ -40,7 +41,16 @@ CLOSE_TIMEOUT = 1.0  # seconds for the last bytes
 class Server:
     """The embedded broker's listeners and connections."""
 
-    def __init__(self, config: MqttConfig, operations: Operations, access: Access, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        config: MqttConfig,
+        operations: Operations,
+        access: Access,
+        runtime: Runtime,
+        auth: Auth | None = None,
+    ) -> None:
+        """`auth` asks the plugins that decide logins and rights; None: there are none."""
+        self._auth = auth or Auth()
         self.config = config
         self._manager = manager = operations.manager
         self.broker = Broker(
@@ -55,7 +65,9 @@ class Server:
             lambda: manager.store.encrypts,
         )
         self.broker.publisher.refused_stream = config.refused_stream
-        self.connections = Connections(config, self.broker, runtime, under_pressure=manager.under_pressure)
+        self.connections = Connections(
+            config, self.broker, runtime, self._auth, under_pressure=manager.under_pressure
+        )
         self._budgets = config.budget
         self.listeners = Listeners(config, access, self.connections)
         self._systopics = SysTopics(self.connections, runtime, config.sys_interval / 1000)
@@ -109,6 +121,11 @@ class Server:
             session.identity = self.broker.accesses.again(session.identity, local=local)
         for conn in list(self.connections.open):
             self._check(conn)
+            conn.ask_again()
+        asked = {of_plugin(name) for name in self._auth.settings.plugins}
+        for session in self.broker.sessions.all():
+            if session.proof[:1] == b"a" and session.proof not in asked:
+                session.proof = NO_CERTIFICATE
         self.broker.revoke()
 
     def _check(self, conn: Member) -> None:

@@ -1,0 +1,34 @@
+"""The section [auth] of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
+
+from bridge.plugin.auth import AuthOptions
+from bridge.settingtypes import Count, Millis
+
+
+class AuthSettings(Struct, frozen=True, kw_only=True):
+    """[auth]: plugins that decide logins and rights of MQTT clients; [auth.plugins.NAME] has their options.
+
+    timeout     how long a client waits for an answer; then it is refused
+    pending     how many clients may wait at the same time
+    threads     how many the plugins answer at the same time
+    decisions   how long an answer about a topic holds for a connection
+    """
+
+    timeout: Annotated[Millis, Meta(ge=10, le=60_000)] = 2_000
+    pending: Count = 1_000
+    threads: Annotated[int, Meta(ge=1, le=64)] = 4
+    decisions: Annotated[Millis, Meta(ge=1_000)] = 300_000
+    plugins: dict[str, AuthOptions] = field(default_factory=dict)
+
+    def mistakes(self) -> list[str]:
+        """What keeps plugins from working on this machine."""
+        return [
+            f"auth.plugins.{name}: {mistake}"
+            for name, options in self.plugins.items()
+            for mistake in options.mistakes()
+        ]

@@ -1,0 +1,252 @@
+"""`Auth`: the service's side of the plugins that decide logins and rights.
+
+A question has these states:
+
+    waiting   the child is not ready yet
+    sent      the child has it
+    answered  the caller has gone on: with the answer, or because the time was over, the child has ended, or
+              the service stops
+
+Everything here runs on the event loop. See `bridge.auth` for what it promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bridge import frames, process
+from bridge.access.guesses import AT_A_TIME, Guesses
+from bridge.auth import wire
+from bridge.auth.settings import AuthSettings
+from bridge.net.addresses import network_of
+from bridge.plugin.auth import Accepted, Denied, Login, Question
+
+QUIET_AFTER = 60.0  # seconds; a child that lived so long resets the backoff
+MAX_RESTART = 30.0
+HANGS = 5  # time-outs without any answer after which the child is killed
+
+log = logging.getLogger("bridge.auth")
+
+
+class Known(NamedTuple):
+    """A client that a plugin has accepted."""
+
+    user: str
+    expires: float | None
+    plugin: str
+
+
+class Refusal(NamedTuple):
+    """Why a client is refused; `busy`: it may try again."""
+
+    why: str
+    busy: bool = False
+
+
+class Auth:
+    """Asks the plugins. Without any it answers nothing, and starts no process."""
+
+    def __init__(
+        self,
+        settings: AuthSettings = AuthSettings(),  # noqa: B008 - immutable
+        plugin_dirs: Sequence[Path] = (),
+        authorizers: Callable[[], frozenset[str]] = frozenset,
+    ) -> None:
+        """`authorizers` gives the names of the plugins that have the hook `authorize`."""
+        self.settings, self._plugin_dirs, self._authorizers = settings, list(plugin_dirs), authorizers
+        self._asked: dict[int, tuple[asyncio.Future[wire.Answer], wire.Ask]] = {}
+        self._number = 0
+        self._ready = False
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._guesses = Guesses()
+        self._unheard: float | None = None  # since when the child has had a question and has said nothing
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def active(self) -> bool:
+        """Whether plugins decide logins."""
+        return bool(self.settings.plugins)
+
+    @property
+    def authorizes(self) -> bool:
+        """Whether plugins decide about topics."""
+        return self.active and bool(self._authorizers() & self.settings.plugins.keys())
+
+    async def start(self) -> None:
+        """Start the child, if there are plugins, and keep it running."""
+        if self.active:
+            self._task = asyncio.create_task(self._supervise(None), name="auth supervisor")
+
+    async def stop(self) -> None:
+        """Refuse what waits, and end the child."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def reload(self, settings: AuthSettings) -> None:
+        """Ask other plugins, or with other options, from now on: in a new child."""
+        if settings != self.settings:
+            self.settings = settings
+            old = self._task
+            if old is not None:
+                old.cancel()
+            self._task = asyncio.create_task(self._supervise(old), name="auth supervisor")
+
+    # -- questions ------------------------------------------------------------
+
+    async def log_in(self, login: Login) -> Known | Refusal:
+        """Who a client is. The answer to a wrong guess is delayed, each time longer."""
+        network = network_of(login.address)
+        key = (network, login.user)
+        if not self._guesses.begin(key):
+            return Refusal(f"{AT_A_TIME} logins of {login.user!r} from this address are being checked", True)
+        delay = 0.0
+        try:
+            answer = await self._ask(login, None)
+            verdict = answer.verdict
+            if answer.error:
+                return Refusal(f"{answer.plugin or 'plugins'}: {answer.error}", True)
+            if isinstance(verdict, Accepted) and verdict.user:
+                self._guesses.right(network)
+                return Known(verdict.user, verdict.expires, answer.plugin)
+            delay = self._guesses.wrong(network)
+            await asyncio.sleep(delay)
+        finally:
+            self._guesses.end(key)
+        why = verdict.why if isinstance(verdict, Denied) else "no plugin knows this login"
+        return Refusal(f"{answer.plugin or 'plugins'}: {why}")
+
+    async def allows(self, question: Question) -> bool | None:
+        """Whether a client may do what the rules allow; None without an answer."""
+        answer = await self._ask(None, question)
+        if answer.error:
+            log.warning("%s on %.200r refused: %s", question.action, question.topic, answer.error)
+            return None
+        return answer.allowed is not False
+
+    async def _ask(self, login: Login | None, topic: Question | None) -> wire.Answer:
+        """Wait for an answer; an error in it says why there is none."""
+        self._number += 1
+        until = time.monotonic() + self.settings.timeout / 1000
+        ask = wire.Ask(self._number, login, topic, until)
+        if len(self._asked) >= self.settings.pending:
+            return wire.Answer(ask.number, error=f"{len(self._asked)} clients wait; see auth.pending")
+        future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        self._asked[ask.number] = future, ask
+        if self._ready:
+            self._send(ask)
+        try:
+            async with asyncio.timeout(self.settings.timeout / 1000):
+                return await future
+        except TimeoutError:
+            seconds = self.settings.timeout / 1000
+            self._kill_if_it_hangs()
+            return wire.Answer(ask.number, error=f"no answer in {seconds:g} s; see auth.timeout")
+        finally:
+            self._asked.pop(ask.number, None)
+
+    def _send(self, ask: wire.Ask) -> None:
+        assert self._writer is not None
+        self._writer.write(frames.encode(ask))
+        self._unheard = self._unheard or time.monotonic()
+
+    def _kill_if_it_hangs(self) -> None:
+        if self._unheard is None or self._process is None or not self._ready:
+            return
+        silence = time.monotonic() - self._unheard
+        if silence > HANGS * self.settings.timeout / 1000:
+            log.error("the auth process has answered nothing for %.1f s; killing it", silence)
+            self._ready = False
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    # -- the child's life ------------------------------------------------------------
+
+    async def _supervise(self, before: asyncio.Task[None] | None) -> None:
+        failures = 0
+        if before is not None:
+            await asyncio.wait([before])
+        while self.active:
+            began = time.monotonic()
+            try:
+                await self._run()
+            except OSError as error:
+                log.error("the auth process cannot be started: %s", error)
+            self.restarts += 1
+            failures = 0 if time.monotonic() - began > QUIET_AFTER else failures + 1
+            await asyncio.sleep(min(0.125 * 2**failures, MAX_RESTART))
+
+    async def _run(self) -> None:
+        """Start a child, and serve it until it ends."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-P", "-m", "bridge.auth.worker", str(theirs.fileno())),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env=process.child_environment(),
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            plugins = {
+                name: msgspec.to_builtins(one, enc_hook=str) for name, one in self.settings.plugins.items()
+            }
+            level = logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower()
+            hello = wire.Hello(self._plugin_dirs, plugins, self.settings.threads, level)
+            self._writer.write(frames.encode(hello))
+            received = frames.Frames(wire.FROM_WORKER)
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(64 * 1024):
+                    for message in received.feed(data):
+                        self._handle(message)
+            log.warning("the auth process has ended; a new one is started")
+        finally:
+            self._ready, self._unheard = False, None
+            if self._writer is None:
+                ours.close()
+            else:
+                self._writer.transport.abort()
+                self._writer = None
+            if self._process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+                self._process = None
+            for number, (future, _) in self._asked.items():
+                if not future.done():
+                    future.set_result(wire.Answer(number, error="the auth process has ended"))
+
+    def _handle(self, message: wire.Ready | wire.Answer) -> None:
+        self._unheard = None
+        if isinstance(message, wire.Ready):
+            for error in message.errors:
+                log.error("plugin not asked: %s", error)
+            self._ready = True
+            for _, ask in self._asked.values():
+                self._send(ask)
+            return
+        if message.error:
+            log.warning("plugin %s: %s", message.plugin, message.error)
+        future, _ = self._asked.get(message.number, (None, None))
+        if future is not None and not future.done():
+            future.set_result(message)

@@ -1,0 +1,83 @@
+"""What the plugins have said about the topics of one connection.
+
+A question takes time, and the connection is not read meanwhile; all others go on. The answer is kept, so that
+the hot path never asks: a PUBLISH asks only where it looks up the route of its topic. After `auth.decisions`
+all answers of a connection are forgotten, with its routes. No answer is a refusal, for `RETRY` seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from bridge.plugin.auth import Question
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from bridge.mqtt.server.connections import Connections, Member
+    from bridge.runtime import Timer
+
+MOST = 4_096  # answers that one connection keeps
+RETRY = 5.0  # seconds until a question is asked again that had no answer
+
+Action = Literal["publish", "subscribe"]
+
+
+class Asking:
+    """The answers for one connection."""
+
+    def __init__(self, conn: Member, connections: Connections) -> None:
+        self._conn, self._connections = conn, connections
+        self._known: dict[tuple[Action, str], tuple[bool, float]] = {}  # the answer, and until when it holds
+        self._timer: Timer | None = None
+
+    def may(self, action: Action, topic: str) -> bool | None:
+        """The answer that is known; None if there is none."""
+        allowed, until = self._known.get((action, topic), (None, 0.0))
+        return allowed if allowed is None or self._now() < until else None
+
+    def holds(self, action: Action, topic: str) -> bool:
+        """Whether an answer is one that may be kept: not one that came from no answer."""
+        return self._known[action, topic][1] == float("inf")
+
+    def ask(self, action: Action, topics: Sequence[str], then: Callable[[], None] | None = None) -> None:
+        """Hold the connection until there are answers; then call `then`, and read on."""
+        self._conn.hold("authorize")
+        self._connections.spawn(self._ask(action, topics, then))
+
+    def stop(self) -> None:
+        """The connection is closed."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _ask(self, action: Action, topics: Sequence[str], then: Callable[[], None] | None) -> None:
+        for topic in topics:
+            if self.may(action, topic) is None and not self._conn.gone:
+                await self.learn(action, topic)
+        if not self._conn.gone:
+            if then is not None:
+                then()
+            self._conn.release("authorize")
+
+    async def learn(self, action: Action, topic: str) -> bool:
+        """Ask, and keep the answer."""
+        conn = self._conn
+        client_id, user = conn.who
+        auth, runtime = self._connections.auth, self._connections.runtime
+        question = Question(client_id=client_id, user=user, address=conn.address, action=action, topic=topic)
+        allowed = await auth.allows(question)
+        if len(self._known) >= MOST:
+            self._known.clear()
+        until = self._now() + RETRY if allowed is None else float("inf")
+        self._known[action, topic] = bool(allowed), until
+        if self._timer is None and not conn.gone:
+            self._timer = runtime.later(auth.settings.decisions / 1000, self._forget)
+        return bool(allowed)
+
+    def _forget(self) -> None:
+        self._timer = None
+        self._known.clear()
+        self._conn.forget_routes()
+
+    def _now(self) -> float:
+        return self._connections.runtime.now()

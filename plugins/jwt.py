@@ -1,0 +1,184 @@
+"""Logins with a JSON Web Token (RFC 7519) as the password.
+
+    [auth.plugins.jwt]
+    jwks_file = "/etc/streambridge/jwks.json"
+    issuer = "https://login.plant.example"
+    audience = "streambridge"
+
+What it promises:
+
+* A token counts only with a signature by a key of the file, with the algorithm of that key, which must be
+  among `algorithms`. The token does not choose: `none`, a public key used as a shared secret, keys inside the
+  token (`jwk`, `jku`, `x5u`) and critical extensions that are not known are refused.
+* `exp`, `iss` and `aud` must be there and right. At `exp` the connection is closed.
+* The user is the claim `user_claim`. A user name in CONNECT must be empty or the same.
+* The file is read again when it changes. One that is wrong is reported, and the old keys stay.
+
+A password without the shape of a token is left to other plugins.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from msgspec import field
+
+from bridge import Accepted, AuthOptions, Denied, Login, hookimpl
+
+SAFE = {
+    "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "ES256K", "EdDSA",
+}  # fmt: skip
+SHARED = {"HS256", "HS384", "HS512"}
+LONGEST = 16 * 1024  # bytes of a token
+LOOK_EVERY = 1.0  # seconds between two looks at the file
+_SHAPE = re.compile(rb"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*")
+
+log = logging.getLogger("bridge.auth")
+
+
+class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options: `leeway` is in seconds; `algorithms` may also have HS256, HS384 and HS512."""
+
+    jwks_file: Path
+    issuer: str
+    audience: str
+    algorithms: list[str] = field(default_factory=lambda: ["RS256", "PS256", "ES256", "EdDSA"])
+    user_claim: str = "sub"
+    leeway: int = 10
+
+    def __post_init__(self) -> None:
+        mistakes = []
+        if unknown := [one for one in self.algorithms if one not in SAFE | SHARED]:
+            mistakes.append(f"`algorithms`: {unknown[0]!r} is none of {', '.join(sorted(SAFE | SHARED))}")
+        mistakes += [
+            f"`{key}` is empty; without it, tokens for other services would let clients in"
+            for key in ("issuer", "audience", "algorithms", "user_claim")
+            if not getattr(self, key)
+        ]
+        if not 0 <= self.leeway <= 300:
+            mistakes.append("`leeway` is 0 to 300 seconds")
+        if mistakes:
+            raise ValueError("\n".join(mistakes))
+
+    def mistakes(self) -> list[str]:
+        """A library that is missing, or a file that has no keys."""
+        if importlib.util.find_spec("jwt") is None:
+            return ["`jwks_file`: PyJWT is missing; pip install 'streambridge[jwt]'"]
+        try:
+            _keys(self.jwks_file, self.algorithms)
+        except (OSError, ValueError) as error:
+            return [f"`jwks_file`: {error}"]
+        return []
+
+
+@hookimpl
+def authenticate(login: Login, options: Options) -> Accepted | Denied | None:
+    """Accept a client whose password is a token."""
+    token = login.password or b""
+    if not _SHAPE.fullmatch(token):
+        return None
+    if len(token) > LONGEST:
+        return Denied(why=f"a token of {len(token)} bytes")
+    jwt = _library()
+    try:
+        header = jwt.get_unverified_header(token)
+        key = _KEYS.of(options).find(header)
+        claims = jwt.decode(
+            token,
+            key,
+            algorithms=[key.algorithm_name],
+            issuer=options.issuer,
+            audience=options.audience,
+            leeway=options.leeway,
+            options={"require": ["exp", "iss", "aud"]},
+        )
+    except (jwt.PyJWTError, ValueError) as error:
+        return Denied(why=f"{type(error).__name__}: {error}")
+    user = claims.get(options.user_claim)
+    if not isinstance(user, str) or not user or len(user) > 1024 or not user.isprintable():
+        return Denied(why=f"the claim {options.user_claim!r} is no user name: {user!r:.100}")
+    if login.user and login.user != user:
+        return Denied(why=f"the user name {login.user!r} is not {user!r}, as the token says")
+    return Accepted(user=user, expires=float(claims["exp"]))
+
+
+class _Jwks:
+    """The keys of a file, by their ids."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._looked, self._state = 0.0, (0, 0)
+        self._known: list[Any] = []
+
+    def find(self, header: dict[str, Any]) -> Any:
+        """The key that a token names; the only one, if it names none. Raises ValueError."""
+        with self._lock:
+            self._look()
+            keys = self._known
+        name = header.get("kid")
+        fit = keys if name is None and len(keys) == 1 else [key for key in keys if key.key_id == name]
+        if name is None and len(keys) != 1:
+            raise ValueError(f"the token names no key, and there are {len(keys)}")
+        if len(fit) != 1:
+            raise ValueError(f"there is no key {name!r:.100} in {self._options.jwks_file}")
+        if header.get("alg") != fit[0].algorithm_name:
+            raise ValueError(f"the token has the algorithm {header.get('alg')!r:.100}, its key another one")
+        return fit[0]
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked < LOOK_EVERY and self._known:
+            return
+        self._looked = now
+        path = self._options.jwks_file
+        try:
+            found = path.stat()
+            state = (found.st_mtime_ns, found.st_ino)
+            if state != self._state:
+                self._known = _keys(path, self._options.algorithms)
+                self._state = state
+        except (OSError, ValueError) as error:
+            log.error("%s: the old keys stay: %s", path, error)
+
+
+class _All:
+    """The keys for each set of options."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Path, tuple[str, ...]], _Jwks] = {}
+        self._lock = threading.Lock()
+
+    def of(self, options: Options) -> _Jwks:
+        with self._lock:
+            return self._known.setdefault((options.jwks_file, tuple(options.algorithms)), _Jwks(options))
+
+
+_KEYS = _All()
+
+
+def _library() -> Any:
+    """PyJWT; to import it takes a while, so it is done only where tokens are used."""
+    return importlib.import_module("jwt")
+
+
+def _keys(path: Path, algorithms: list[str]) -> list[Any]:
+    """The keys in a file that sign with one of these algorithms; raises OSError or ValueError."""
+    jwt = _library()
+    try:
+        raw = json.loads(path.read_bytes())["keys"]
+        keys = [jwt.PyJWK(one) for one in raw if one.get("use", "sig") == "sig"]
+    except (jwt.PyJWTError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no set of keys (JWKS): {error!r:.200}") from None
+    fit = [key for key in keys if key.algorithm_name in algorithms]
+    if not fit:
+        raise ValueError(f"{path} has no key for {', '.join(algorithms)}")
+    return fit
