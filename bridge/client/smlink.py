@@ -130,8 +130,10 @@ class StreamManagerLink(Link):
 
     # -- on the event loop of the thread --------------------------------------------------
     def _write(self, writer: asyncio.StreamWriter | None, data: bytes) -> None:
-        if writer is not None and writer is self._writer:  # else this connection has ended
-            writer.write(data)
+        if writer is not None and writer is self._writer and not writer.is_closing():
+            writer.write(
+                data
+            )  # else this connection has ended, and `_interrupted` decides what becomes of it
 
     def _work(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

@@ -126,6 +126,8 @@ def test_tasks_read_append_and_tail_through_a_kill(gateway: Gateway, transport: 
             following = asyncio.create_task(follow())
             await append("before")
             await asyncio.to_thread(gateway.kill)
+            # A request that goes out before the client has noticed would be on its way, not waiting.
+            await asyncio.to_thread(eventually, lambda: not client.connected)
             waiting = asyncio.create_task(append("after"))  # sent once there is a connection
             await asyncio.to_thread(gateway.start)
             await waiting
