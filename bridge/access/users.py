@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bridge.errors import ConfigError
+from bridge.access.linefile import read_lines
 
 CREATE = "create it with `streambridge users add NAME`"  # if the file is missing
 ITERATIONS = 210_000  # OWASP's advice for PBKDF2 with SHA-512
@@ -55,31 +55,15 @@ def hash_password(password: bytes) -> str:
 
 def read_users(path: Path) -> dict[str, Password]:
     """Read a users file; raises ConfigError with the line that is wrong."""
-    try:
-        mode = path.stat().st_mode
-        lines = path.read_text("utf-8").splitlines()
-    except FileNotFoundError:
-        raise ConfigError(f"mqtt.users_file {path}: No such file or directory; {CREATE}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"mqtt.users_file {path}: {error}") from error
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigError(
-            f"mqtt.users_file {path}: users other than its owner can write to it; chmod g-w,o= {path}"
-        )
-    users: dict[str, Password] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        try:
-            name, password = _parse(line.rstrip())
-            if name in users:
-                raise ValueError(f"user {name!r} appears twice")
-        except ValueError as error:
-            raise ConfigError(f"mqtt.users_file {path}, line {number}: {error}") from None
-        users[name] = password
-    if not users:
-        raise ConfigError(f"mqtt.users_file {path}: no users in it; add one with `streambridge users add`")
-    return users
+    return read_lines(
+        "mqtt.users_file",
+        path,
+        _parse,
+        again=lambda name: f"user {name!r} appears twice",
+        create=CREATE,
+        empty="no users in it; add one with `streambridge users add`",
+        secret=False,
+    )
 
 
 def change_users(path: Path, user: str, hashed: str | None, owner: tuple[int, int] | None = None) -> None:

@@ -197,7 +197,7 @@ def test_the_file_of_keys_is_read_with_comments_and_users(tmp_path: Path) -> Non
         ("AKID1 short-secret\n", 0o600, "line 1: a secret has 16 to 256"),
         ("A/D1 0123456789abcdef\n", 0o600, "line 1: an id has"),
         ("AKID1 0123456789abcdef\nAKID1 0123456789abcdefg\n", 0o600, "line 2: the id AKID1 appears twice"),
-        ("AKID1 0123456789äbcdef\n", 0o600, "ascii"),
+        ("AKID1 0123456789äbcdef\n", 0o600, "of ASCII"),
         ("AKID1 0123456789abcdef\n", 0o644, "chmod g-w,o= "),
         ("AKID1 0123456789abcdef\n", 0o620, "chmod g-w,o= "),
     ],

@@ -1,0 +1,63 @@
+"""Files with one login per line: of users, access keys and tokens.
+
+Blank lines and lines that begin with `#` do not count. They fail closed: a file that is missing, empty, not
+text, writable by its group or others, or, if it has secrets, readable by everybody, is a ConfigError. So is
+a line that cannot be parsed, or that gives the same login as another.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from bridge.errors import ConfigError
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def read_lines(
+    option: str,
+    path: Path,
+    parse: Callable[[str], tuple[K, V]],
+    *,
+    again: Callable[[K], str],
+    create: str,
+    empty: str,
+    secret: bool,
+) -> dict[K, V]:
+    """Read a file of logins; raises ConfigError, which names `option` and the line, but no secret.
+
+    `parse` raises ValueError. `again` is what a second line of a login gets to hear, `create` what to do if
+    there is no file, `empty` if there is no line. `secret`: the file has secrets as they are.
+    """
+    try:
+        mode = path.stat().st_mode
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(f"{option} {path}: No such file or directory; {create}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {path}: {error}") from error
+    if secret and mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_IROTH):
+        raise ConfigError(
+            f"{option} {path}: it has secrets, but users other than its owner and group can read it, or "
+            f"users other than its owner can write to it; chmod g-w,o= {path}"
+        )
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"{option} {path}: users other than its owner can write to it; chmod g-w,o= {path}")
+    found: dict[K, V] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            key, value = parse(line.rstrip())
+            if key in found:
+                raise ValueError(again(key))
+        except ValueError as error:
+            raise ConfigError(f"{option} {path}, line {number}: {error}") from None
+        found[key] = value
+    if not found:
+        raise ConfigError(f"{option} {path}: {empty}")
+    return found
