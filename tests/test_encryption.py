@@ -229,6 +229,7 @@ def test_no_marker_is_on_the_disk_after_traffic_and_kills(service: Service, sink
     assert "encryption      on\n" in service.command("streams", "describe", "secret").stdout
 
 
+@pytest.mark.slow(seconds=20)
 def test_a_service_without_its_key_says_what_to_do_and_changes_nothing(service: Service) -> None:
     service.start()
     publisher = client(service, "device")
@@ -275,6 +276,7 @@ def test_a_service_without_its_key_says_what_to_do_and_changes_nothing(service: 
     assert service.payloads() == [MARKER]
 
 
+@pytest.mark.slow(seconds=12)
 def test_encryption_is_switched_on_and_off_by_a_running_service(service: Service) -> None:
     service.config.write_text(service.text.replace("encryption = true", ""))
     service.start()
@@ -301,6 +303,7 @@ def test_encryption_is_switched_on_and_off_by_a_running_service(service: Service
     assert service.payloads() == [MARKER + "2", "plain"]
 
 
+@pytest.mark.slow(seconds=12)
 def test_the_key_is_rotated_while_the_service_runs_and_after_kills(service: Service) -> None:
     service.start()
     publisher = client(service, "device")
