@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import ssl
 import threading
@@ -195,9 +196,11 @@ def _stream_body(request: Any, **_: Any) -> None:
 
 
 def _region(session: Any, endpoint_url: str | None) -> str | None:
-    if session.region_name is None and endpoint_url:
+    # boto3 knows AWS_DEFAULT_REGION only; Greengrass gives its components AWS_REGION, as other SDKs use it.
+    region = session.region_name or os.environ.get("AWS_REGION")
+    if not region and endpoint_url:
         return "us-east-1"  # not an endpoint of AWS: any region will do, but botocore needs one
-    return str(session.region_name) if session.region_name else None
+    return str(region) if region else None
 
 
 def _session(settings: AwsSettings) -> Any:

@@ -257,6 +257,12 @@ def test_an_error_for_want_of_a_region_says_where_to_set_one(monkeypatch: pytest
     assert reason == "making the kinesis client: there is no region; set `region` of the export, or of [aws]"
 
 
+def test_the_region_that_greengrass_gives_its_components_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", "eu-south-2")
+    assert aws.client(AwsSettings(profile=None), "kinesis").meta.region_name == "eu-south-2"
+
+
 def test_a_plugin_may_provide_credentials(fake: FakeAws, tmp_path: Path) -> None:
     source = """
         import time

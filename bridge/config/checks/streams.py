@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -335,9 +336,10 @@ def credentials(context: CheckContext) -> Iterator[Finding]:
                 "no AWS credentials were found; set [aws.credentials.iot], profile or AWS_... variables",
             )
         default = aws.region or aws.endpoint_url or session.get_config_variable("region")
+        default = default or os.environ.get("AWS_REGION")
         if not default and not all(e.region or getattr(e, "endpoint_url", None) for e in exports):
             yield context.warning(
-                ("aws", "region"), "no region is set; set it here, in the export, or in AWS_DEFAULT_REGION"
+                ("aws", "region"), "no region is set; set it here, in the export, or in AWS_REGION"
             )
     except BotoCoreError as error:
         yield context.error(("aws", "profile"), str(error))
