@@ -335,7 +335,7 @@ def digests(directory: Path) -> dict[str, str]:
 
 
 def newer(house: House) -> None:
-    formats.save(house.files, house.data_dir, Format(formats.PRESENT + 1))
+    formats.save(house.files, house.data_dir, Format(formats.ENCRYPTED + 1))
 
 
 @pytest.mark.parametrize(
@@ -358,8 +358,9 @@ def test_a_directory_of_a_newer_version_is_refused_and_not_changed(
     done = command(*arguments, "-c", config)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        f"streambridge: {tmp_path}/data: was written by a newer streambridge (format {formats.PRESENT + 1}; "
-        f"this one knows up to {formats.PRESENT}); install that version again; nothing was changed"
+        f"streambridge: {tmp_path}/data: was written by a newer streambridge "
+        f"(format {formats.ENCRYPTED + 1}; this one knows up to {formats.ENCRYPTED}); install that version "
+        "again; nothing was changed"
     )
     assert digests(tmp_path / "data") == before
 
