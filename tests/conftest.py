@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-SHARE = 240.0  # seconds
+SHARE = 150.0  # seconds
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
