@@ -95,7 +95,7 @@ HOSTILE: dict[str, bytes] = {
     "over": token(claims(exp=int(time.time()) - 60)),
     "without an end": token(claims(exp=None)),
     "an end that is no number": forged({"alg": "ES256", "kid": "ec"}, payload=claims(exp="never")),
-    "not yet": token(claims(nbf=int(time.time()) + 600)),
+    "not yet": token(claims(nbf=int(time.time()) + 86_400, exp=int(time.time()) + 90_000)),
     "another issuer": token(claims(iss="https://evil.example")),
     "without an issuer": token(claims(iss=None)),
     "another audience": token(claims(aud="another-service")),

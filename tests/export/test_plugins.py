@@ -22,11 +22,11 @@ HOOKS = [name for name in dir(hooks) if hasattr(getattr(hooks, name), "streambri
 
 
 def test_every_hook_has_a_test() -> None:
-    mine = Path(__file__).read_text(encoding="utf-8") + (
-        Path(__file__).with_name("test_credentials.py").read_text(encoding="utf-8")
-    )
+    here = Path(__file__)
+    tests = (here, here.with_name("test_credentials.py"), here.parents[1] / "auth/test_plugins.py")
+    text = "".join(path.read_text(encoding="utf-8") for path in tests)
     assert HOOKS
-    assert [name for name in HOOKS if f"def {name}(" not in mine] == []
+    assert [name for name in HOOKS if f"def {name}(" not in text] == []
 
 
 def test_all_shipped_plugins_load_without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Pa
         "c_misspelt": "there is no hook register_exporter (c_misspelt.py, line 2); did you mean "
         "register_exporters?",
         "c_unlike": "there is no hook on_start (c_unlike.py, line 2); the hooks are register_exporters, "
-        "transform_records, aws_credentials, handle_event",
+        "transform_records, aws_credentials, authenticate, authorize, handle_event",
         "d_argument": "the hook register_exporters (d_argument.py, line 2) has no argument 'r'; its "
         "arguments are register, by these names, and those that are not needed may be left out",
         "d_raises": "ZeroDivisionError: division by zero (d_raises.py, line 4)",
@@ -97,8 +97,8 @@ def test_bad_plugins_are_listed_with_their_error_and_the_others_run(tmp_path: Pa
         "g_unregistered": "it has no hook, so its exporter Out is not registered; add a function `@hookimpl "
         "def register_exporters(register)` that calls `register(Out)`",
         "g_nothing": "it has no hook; mark a function named register_exporters or transform_records or "
-        "aws_credentials or handle_event with @hookimpl, or, if it is not a plugin, begin the file's name "
-        "with `_`",
+        "aws_credentials or authenticate or authorize or handle_event with @hookimpl, or, if it is not a "
+        "plugin, begin the file's name with `_`",
         "kinesis": "there is already a plugin named 'kinesis' (shipped); rename this one",
         "s3_again": "there is already an exporter of kind 's3'; choose another",
     }
