@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tomllib
 import venv
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.test_packaging import run
 
@@ -53,6 +55,29 @@ def test_the_hashed_requirements_are_those_of_the_gateway_in_the_versions_of_the
         assert version == f"=={constraints[name]}", REMEDY
         assert hashes
         assert all(re.fullmatch("sha256:[0-9a-f]{64}", one) for one in hashes)
+
+
+def _needs(name: str) -> set[str]:
+    """A distribution and all that it needs on this machine, without extras."""
+    found: set[str] = set()
+    ahead = [name]
+    while ahead:
+        if (name := canonicalize_name(ahead.pop())) not in found:
+            found.add(name)
+            needed = map(Requirement, distribution(name).requires or ())
+            ahead += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def _size(names: set[str]) -> int:
+    """Bytes of the files that these distributions install."""
+    files = (file.locate() for name in names for file in distribution(name).files or ())
+    return sum(Path(str(file)).stat().st_size for file in files if Path(str(file)).is_file())
+
+
+def test_the_gateway_installs_little_beside_boto3() -> None:
+    """A package that only one convenience needs shows here: pydantic came with the command line, 11 MB."""
+    assert _size(_needs("streambridge")) < 2.5 * _size(_needs("boto3"))
 
 
 @pytest.mark.slow(seconds=60)

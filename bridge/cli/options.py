@@ -53,6 +53,12 @@ KeyFileOption = Annotated[
 ]
 
 
+def typed_path(context: typer.Context, parameter: str) -> Path | None:
+    """A path that was given while a command is being completed: a value is still as it was typed."""
+    given = context.params.get(parameter)
+    return Path(given) if given else None
+
+
 def complete_stream(context: typer.Context, incomplete: str) -> list[str]:
     """The names of streams with this prefix, for the shell; none without a data directory."""
     return [meta.name for meta in _streams(context) if meta.name.startswith(incomplete)]
@@ -71,8 +77,8 @@ def complete_export(context: typer.Context, incomplete: str) -> list[str]:
 
 def _streams(context: typer.Context) -> list[StreamMeta]:
     try:
-        given = context.params
-        return list_streams(data_directory(given.get("config") or DEFAULT_CONFIG, given.get("data_dir")))
+        config = typed_path(context, "config") or DEFAULT_CONFIG
+        return list_streams(data_directory(config, typed_path(context, "data_dir")))
     except (StreamBridgeError, OSError):
         return []
 

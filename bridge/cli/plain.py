@@ -17,8 +17,11 @@ WIDEST = 1000  # columns
 _TYPES = {"str": "TEXT", "int": "NUMBER", "float": "NUMBER", "path": "FILE", "Path": "FILE"}
 
 
-def _usage(pieces: list[str]) -> list[str]:
-    return [re.sub(r"^\{(.*)\}(\.\.\.)?$", r"\1\2", piece) for piece in pieces]
+def _usage(pieces: list[str], params: list[Any]) -> list[str]:
+    """`STREAM [KEY=VALUE]...`: no braces, and dots behind an argument that may come more than once."""
+    repeated = {param.metavar for param in params if param.param_type_name == "argument" and param.nargs < 0}
+    plain = [re.sub(r"^\{(.*)\}(\.\.\.)?$", r"\1\2", piece) for piece in pieces]
+    return [f"{piece}..." if piece.strip("[]") in repeated else piece for piece in plain]
 
 
 def _format_options(params: list[Any], ctx: Any, formatter: Any) -> None:
@@ -49,7 +52,7 @@ class PlainCommand(TyperCommand):
     """A command whose help has plain names for values."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return _usage(super().collect_usage_pieces(ctx))
+        return _usage(super().collect_usage_pieces(ctx), self.get_params(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _format_options(self.get_params(ctx), ctx, formatter)
@@ -59,7 +62,7 @@ class PlainGroup(TyperGroup):
     """A group of commands whose help has plain names for values."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return _usage(super().collect_usage_pieces(ctx))
+        return _usage(super().collect_usage_pieces(ctx), self.get_params(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _format_options(self.get_params(ctx), ctx, formatter)

@@ -17,7 +17,7 @@ import typer
 from bridge.access.users import change_users, hash_password, read_users
 from bridge.cli import output
 from bridge.cli.changes import Sure, confirm
-from bridge.cli.options import ConfigOption, JsonOption, known_config
+from bridge.cli.options import ConfigOption, JsonOption, known_config, typed_path
 from bridge.config.settings import DEFAULT_CONFIG
 from bridge.errors import ConfigError, StreamBridgeError
 from bridge.streams.store import LOCK
@@ -32,8 +32,7 @@ app = typer.Typer(
 def _complete_user(context: typer.Context, incomplete: str) -> list[str]:
     """The names with this prefix, for the shell."""
     try:
-        given = context.params
-        path = _path(given.get("config") or DEFAULT_CONFIG, given.get("file"))
+        path = _path(typed_path(context, "config") or DEFAULT_CONFIG, typed_path(context, "file"))
         return [name for name in read_users(path) if name.startswith(incomplete)]
     except (ConfigError, OSError):
         return []
