@@ -100,6 +100,7 @@ class Checks:
         self.over = False  # the gateway is another one now
         self._purged_upto = 0  # of the stream both, as a reply has said
         self._purging: set[bytes] = set()  # what may be gone because of a purge
+        self._unsynced: dict[str, list[float]] = defaultdict(list)  # when what a stream has was not synced
         self._epochs_of_fresh: set[int] = set()
         self._recreating = -1  # the connection of the appender on which it is under way
         self.sessions = SessionChecks(world, self)
@@ -297,11 +298,13 @@ class Checks:
                 self.broken(f"{name}: nobody knows why numbers {drop.first} to {drop.last} are gone")
 
     def repaired(self, name: str, text: str) -> None:
-        """A start says that it has repaired a stream.
+        """The service warns about a stream, often of what a start has repaired.
 
         Nobody has flipped a bit, so that a power cut has torn at most what was not acknowledged yet. After a
         failed sync it may tear what a process that was killed then had not written again.
         """
+        if "so did writing elsewhere" in text:
+            self._unsynced[name].append(self.world.kernel.now)
         torn = "it is damaged" in text or "what followed it is gone" in text
         excused = self.lied or self.world.backup or self.world.sync_failures
         # What a limit drops it drops again, so that its record is not synced.
@@ -428,7 +431,9 @@ class Checks:
                     f"{len(message.sent)} times"
                 )
             elif message.qos == 2 and name not in ("ring", "few") and latest <= message.sent[0]:
-                self.broken(f"{name}: QoS 2: {payload!r} is there twice")
+                # What a start finds and cannot sync is stored again: the next start may not find it.
+                if all(failed <= message.sent[0] for failed in self._unsynced[name]):
+                    self.broken(f"{name}: QoS 2: {payload!r} is there twice")
 
     def _right(self, name: str, message: Message) -> None:
         """Who sent it could still do so: by the rules of the last reload before it was stored."""
