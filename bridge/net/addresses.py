@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from functools import lru_cache
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -25,6 +26,7 @@ def check_listen(listen: str, example: str) -> None:
         raise ValueError(f"`listen`: {error}; write it like {example}") from None
 
 
+@lru_cache(maxsize=1024)  # a connection asks several times until its client has logged in
 def network_of(address: str) -> str:
     """The network that counts as one client: an IPv4 address, an IPv6 /64, other text unchanged."""
     try:

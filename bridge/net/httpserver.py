@@ -47,6 +47,7 @@ from bridge.net.guests import Guests
 from bridge.net.limits import ConnectionLimits, keep_alive
 from bridge.net.listening import Listening, listen
 from bridge.net.tls import Acceptor
+from bridge.net.tlstransport import accept_tls
 
 JSON = "application/json"
 LINGER = 5.0  # seconds after our FIN until a connection is closed in any case
@@ -200,9 +201,8 @@ class HttpServer:
 
     async def _shake_hands(self, sock: socket.socket, connection: HttpConnection) -> None:
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, sock, ssl=self.tls, ssl_handshake_timeout=self.limits.head_timeout
-            )
+            assert self.tls is not None
+            await accept_tls(sock, self.tls, connection, self.limits.head_timeout)
         except OSError as error:  # also ssl.SSLError, and the time-out
             log.info("%s: TLS handshake failed: %s", connection.address, error)
         finally:

@@ -430,10 +430,13 @@ class Checks:
                     f"{name}: QoS {message.qos}: {payload!r} is there {times[payload]} times, and was sent "
                     f"{len(message.sent)} times"
                 )
-            elif message.qos == 2 and name not in ("ring", "few") and latest <= message.sent[0]:
-                # What a start finds and cannot sync is stored again: the next start may not find it.
-                if all(failed <= message.sent[0] for failed in self._unsynced[name]):
-                    self.broken(f"{name}: QoS 2: {payload!r} is there twice")
+            # What a start finds and cannot sync is stored again: the next start may not find it.
+            elif (
+                message.qos == 2
+                and name not in ("ring", "few")
+                and all(at <= message.sent[0] for at in (latest, *self._unsynced[name]))
+            ):
+                self.broken(f"{name}: QoS 2: {payload!r} is there twice")
 
     def _right(self, name: str, message: Message) -> None:
         """Who sent it could still do so: by the rules of the last reload before it was stored."""

@@ -18,6 +18,7 @@ from bridge.audit import Origin, record
 from bridge.net import proxyheader
 from bridge.net.addresses import network_of
 from bridge.net.tls import Acceptor, server_context
+from bridge.net.tlstransport import accept_tls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,12 +69,9 @@ class TlsServer:
             if not await self._turn(sock, conn):
                 return
             connections.guests.keep(conn, conn.address, HANDSHAKE_BYTES)
-            await self._loop.connect_accepted_socket(
-                lambda: protocol,
-                sock,
-                ssl=conn.endpoint.listener.context,
-                ssl_handshake_timeout=conn.endpoint.listener.limits.connect_timeout / 1000,
-            )
+            context, limits = conn.endpoint.listener.context, conn.endpoint.listener.limits
+            assert context is not None
+            await accept_tls(sock, context, protocol, limits.connect_timeout / 1000)
         except ConnectionAbortedError:
             connections.given_up(conn, "refused_timeout", "no complete TLS handshake in time")
         except ssl.SSLError as error:
