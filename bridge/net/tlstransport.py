@@ -56,7 +56,7 @@ class TlsTransport(asyncio.Transport):
                 self.abort()
             else:
                 self._forget()
-                self._sock.close()
+                self._give_up()
             raise
         finally:
             timer.cancel()
@@ -81,6 +81,13 @@ class TlsTransport(asyncio.Transport):
             done.set_result(None)
             self._protocol.connection_made(self)
             self.resume_reading()
+
+    def _give_up(self) -> None:
+        """Close without having read all, and still let the peer have the alert that says why."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            socket.socket.recv(self._sock, RECORD)
+        self._sock.close()
 
     def _too_slow(self, done: asyncio.Future[None]) -> None:
         if not done.done():
