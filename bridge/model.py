@@ -169,7 +169,7 @@ class ExportStatus(Struct, rename="camel", kw_only=True, frozen=True):
     unacknowledged_messages_count: int = 0  # of a consumer: delivered, and not settled yet
     paused: bool = False  # by hand, until it is resumed
     failed_attempts: int = 0  # in a row, since the worker started
-    next_attempt_time: int = 0  # of an export that has failed
+    next_attempt_time: int = 0  # after a failure; of a batch that collects messages, at the latest
     error_since: int = 0  # when error_message first was not None
     exported_ahead: list[tuple[int, int]] = []  # with the newest first
 

@@ -224,8 +224,11 @@ def export_state(row: dict[str, Any]) -> str:
         return "disabled"
     if row["paused"]:
         return f"paused; before{error}" if error else "paused"
-    if not error or row["stopped"]:
-        return row["errorMessage"] or "ok"
+    if row["stopped"]:
+        return str(row["errorMessage"])
+    if not error:
+        wait = _span(row["nextAttemptTime"] - now) if row["pendingMessages"] else ""
+        return f"ok, collects a batch, which is sent in {wait} at the latest" if wait else "ok"
     parts = ["failing"]
     if row["nextAttemptTime"]:
         wait = _span(row["nextAttemptTime"] - now)

@@ -53,6 +53,11 @@ class Batches:
         return self._order.due(self._position.cursor)
 
     @property
+    def complete_at(self) -> float:
+        """The monotonic time at which the batch that collects messages is sent at the latest; 0.0 if none is."""
+        return self._order.complete_at(self._position.cursor)
+
+    @property
     def skips_backlog(self) -> bool:
         """Whether the next batch is of new messages, which go before a backlog."""
         return self._order.skips_backlog(self._position.cursor)

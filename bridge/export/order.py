@@ -53,6 +53,10 @@ class Order:
             return 0.0
         return self._planner.due(cursor.position) if self._source.next > cursor.position else math.inf
 
+    def complete_at(self, cursor: Cursor) -> float:
+        """The monotonic time at which the batch that collects messages is sent at the latest; 0.0 if none is."""
+        return 0.0 if self.has_backlog(cursor) else self._planner.complete_at(cursor.position)
+
     def look(self, cursor: Cursor, config: ExportConfig) -> bool:
         """Before a batch is planned, let `live` jump if it is behind; return whether it did."""
         self._stuck = False

@@ -141,6 +141,10 @@ class Planner:
             return 0.0
         return min(self._full_at, self._count_at) if self._source.next > self._counted_to else self._full_at
 
+    def complete_at(self, position: int) -> float:
+        """The monotonic time at which the batch that collects messages is sent at the latest; 0.0 if none is."""
+        return self._full_at if self._count_from == position else 0.0
+
     def recent(self, position: int, millis: int) -> int:
         """`position`, or where newer messages begin if the message there has waited for too long.
 

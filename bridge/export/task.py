@@ -54,6 +54,7 @@ from bridge.settingtypes import Means, meanings
 NEVER = math.inf
 LAST = 11  # the priority of exports without one
 LAST_RANK = 2 * LAST
+_SHOWN_FROM = 1.0  # seconds that a batch is collected; status pages show longer ones
 IDLE_AFTER = 0.2  # seconds; a trickle of messages does not write a cursor for each one
 _CUT = (ConnectionError, TimeoutError)
 
@@ -82,6 +83,7 @@ class Task:
         self._paid_at = 0.0  # when the link will have sent what the exporter sent by itself
         self._failing = False  # the hooks got the event `export_failing`
         self._idle_at = NEVER
+        self._collects_until = 0.0  # when the batch that is shown as being collected is sent at the latest
         self._backoff = Backoff(host.tuning.first_backoff, host.tuning.max_backoff)
         self._backoff.files = _secret_files(config)
         self._planner = Planner(source, host.transform(self.key, kind))
@@ -131,9 +133,11 @@ class Task:
 
     def status(self) -> ExportStatus:
         """The status in descriptions of the stream."""
-        attempts, at = self._backoff.attempts, 0
+        attempts, at, now = self._backoff.attempts, 0, time.monotonic()
         if self.position.cursor.error is not None and not self._rests:
-            at = int((time.time() + max(0.0, self._backoff.until - time.monotonic())) * 1000)
+            at = int((time.time() + max(0.0, self._backoff.until - now)) * 1000)
+        elif self._collects_until > now and not self._rests:
+            at = int((time.time() + self._collects_until - now) * 1000)
         status = self.position.status()
         return msgspec.structs.replace(status, failed_attempts=attempts, next_attempt_time=at)
 
@@ -208,7 +212,9 @@ class Task:
             if batch is NoBatch.LATER:
                 self.position.write()
                 return
-            if batch is NoBatch.SETTLED:
+            if batch is NoBatch.NOT_DUE:
+                self._collect()
+            elif batch is NoBatch.SETTLED:
                 self._settled()
             elif batch is NoBatch.DROPPED:
                 self._idle_at = time.monotonic()
@@ -227,6 +233,13 @@ class Task:
             if not isinstance(error, OSError):
                 log.exception("%s: a defect of the plugin or of streambridge", self.label)
             self._failed(f"{type(error).__name__}: {error}", None, cut=isinstance(error, _CUT))
+
+    def _collect(self) -> None:
+        """Show, once for each batch that takes seconds to collect, when it is sent at the latest."""
+        until = self._batches.complete_at
+        if until != self._collects_until and until - time.monotonic() > _SHOWN_FROM:
+            self._collects_until = until
+            self._host.changed(self.source.name)
 
     def _load(self) -> None:
         found = self.position.load(self.config, self._planner.oldest)
@@ -325,6 +338,7 @@ class Task:
         return settled
 
     def _settled(self) -> None:
+        self._collects_until = 0.0
         self._idle_at = time.monotonic() + IDLE_AFTER
         self._recovered()
         self._host.changed(self.source.name)

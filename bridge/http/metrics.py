@@ -287,7 +287,7 @@ def _exports(state: ServiceState) -> Iterator[Value]:
         if export.error_since is not None:
             yield "export_failing_since_timestamp_seconds", labels, export.error_since / 1000
         yield "export_failed_attempts", labels, export.failed_attempts
-        if export.next_attempt is not None:
+        if export.error is not None and export.next_attempt is not None:
             yield "export_next_attempt_timestamp_seconds", labels, export.next_attempt / 1000
         yield "export_paused", labels, export.paused
         yield "export_disabled", labels, export.disabled

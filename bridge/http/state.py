@@ -56,7 +56,8 @@ class ExportState(Struct, rename="camel", kw_only=True):
     """One export of a stream: `lag` messages are pending from `first_pending` on, since `waiting_since`.
 
     `paused` is by hand, `disabled` by the definition. While it fails, `failed_attempts` counts the attempts
-    in a row, `next_attempt` is the time of the next one, and `error_since` when the errors began.
+    in a row, `next_attempt` is the time of the next one, and `error_since` when the errors began. Without an
+    error, `next_attempt` is when the batch that collects messages is sent at the latest.
     """
 
     stream: str

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,24 @@ async def test_a_retry_ends_a_long_wait_and_everything_about_the_failure_is_show
         done = gateway.status("s")
         assert (done.failed_attempts, done.next_attempt_time, done.error_since) == (0, 0, 0)
     assert lines(Path(f"{out}.attempts")) == ["0", "0", "0"]
+
+
+@scenario
+async def test_an_export_that_collects_a_batch_says_when_it_is_sent_at_the_latest(recorder: Path) -> None:
+    async with running(recorder) as gateway:
+        before = time.time() * 1000
+        gateway.create("s", {"recorder": [to(recorder / "out", batchSize=2, lingerMillis=600_000)]})
+        await until(lambda: gateway.exports.statuses("s"))
+        assert gateway.status("s").next_attempt_time == 0
+        await gateway.append("s", b"0")
+        await until(lambda: gateway.status("s").next_attempt_time)
+        at = gateway.status("s").next_attempt_time
+        assert before + 590_000 < at < time.time() * 1000 + 601_000
+        assert gateway.status("s").error_message is None
+        await gateway.append("s", b"1")
+        await gateway.exported("s", 1)
+        assert gateway.status("s").next_attempt_time == 0
+    assert numbers(recorder / "out") == [0, 1]
 
 
 @scenario

@@ -16,6 +16,10 @@ from tests.http.test_page import row
 STREAMS = """
 [streams.quiet]
 topics = ["quiet/#"]
+[[streams.quiet.export.http]]
+identifier = "hourly"
+uri = "http://127.0.0.1:9/nobody"
+linger_millis = "1h"
 [streams.pumps]
 topics = ["pumps/#"]
 description = "All pumps"
@@ -191,13 +195,20 @@ def test_an_export_is_paused_after_a_login_and_resumed_and_retried(service: Serv
     assert service.logged(r"exports paused: office.*user 'ann' over HTTP")
 
 
+def test_an_export_that_collects_a_batch_says_when_it_is_sent(service: Service, page: Browser) -> None:
+    service.publish(("quiet/a", b"1"))
+    shown = f"{row('exports', 'hourly')}.innerText"
+    page.until(f"{shown}.includes('collecting') && /sent in (59 min|1 h).* at the latest/.test({shown})")
+
+
 def test_a_user_without_the_right_is_told_so(service: Service, page: Browser) -> None:
     go(page, "#/stream/pumps")
     page.until(BUTTON.format("Pause"))
     click(page, BUTTON.format("Pause"))
     log_in(page, "bob", "bob")
     page.until("document.querySelector('#said').innerText.includes('has no right `manage`')")
-    assert not service.json("/status.json")["exports"][0]["paused"]
+    (paused,) = {e["paused"] for e in service.json("/status.json")["exports"] if e["stream"] == "pumps"}
+    assert not paused
 
 
 def test_the_keyboard_reaches_and_works_everything(service: Service, page: Browser) -> None:

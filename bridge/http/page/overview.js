@@ -7,6 +7,10 @@ function exportState(e, time) {
   if (e.stopped) return { pill: "bad", state: "stopped", sub: e.error, rank: 0 };
   if (e.error) return { pill: "warn", state: "retrying", sub: `${trouble(e, time)}: ${e.error}`, rank: 1 };
   if (!e.lag) return { pill: "good", state: "up to date", sub: skipped, rank: 6 };
+  if (e.nextAttempt > time) {
+    const next = `a batch, sent in ${span(e.nextAttempt - time)} at the latest`;
+    return { pill: "good", state: "collecting", sub: skipped ? `${next}; ${skipped}` : next, rank: 4 };
+  }
   return { pill: "good", state: e.kind === "consumer" ? "waiting for clients" : "exporting", sub: skipped, rank: 4 };
 }
 
