@@ -259,6 +259,17 @@ def test_a_service_without_its_key_says_what_to_do_and_changes_nothing(service: 
         assert MARKER not in read.stdout
         verified = service.command("verify")
         assert verified.returncode == 78
+        assert text in verified.stderr
+        assert "secret: ok; 1 message" in verified.stdout
+        assert "1 frame could not be decrypted without the key" in verified.stdout
+    segment = next((service.data / "streams" / "secret").glob("*.seg"))
+    content = segment.read_bytes()
+    segment.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    verified = service.command("verify")  # damage is found without the key, and is not taken for a wrong key
+    assert verified.returncode == 65
+    assert "is damaged" in verified.stdout
+    assert "key" not in verified.stderr
+    segment.write_bytes(content)
     service.config.write_text(service.text.replace('key_file = "key"', ""))
     refused = service.command("run")
     assert refused.returncode == 78

@@ -22,6 +22,7 @@ from bridge.cli.options import (
     keys_of,
 )
 from bridge.config.settings import DEFAULT_CONFIG
+from bridge.errors import EncryptionKeyError
 from bridge.model import plain_definition
 from bridge.streams import verify as integrity
 from bridge.streams.verify import Checked
@@ -44,7 +45,8 @@ Examples:
 
 \b
 Exit codes:
-  0 no damage; 65 something is damaged, and `repair` quarantines it
+  0 no damage; 65 something is damaged, and `repair` quarantines it; 78 no damage was found without the key, and
+  the key file cannot be used
 """
 )
 def verify(
@@ -55,14 +57,21 @@ def verify(
 ) -> None:
     """Check all stored messages and drop records.
 
-    Changes nothing; the service may be running. Without the key, encrypted messages are not decrypted: only
-    their framing and checksums are checked.
+    Changes nothing; the service may be running. Without the key, or with another one, encrypted messages
+    are not decrypted: only their framing and checksums are checked.
     """
     data_dir = data_directory(config, directory, "as `verify DIR`")
-    keys = keys_of(config, data_dir, key_file)
+    keys, wrong = keys_of(config, data_dir, key_file), None
+    try:
+        if keys.configured:
+            keys.check()
+    except EncryptionKeyError as error:
+        wrong = error
     with _bar("bytes") as progress:
-        found = integrity.verify(data_dir, progress, keys if keys.configured else None)
+        found = integrity.verify(data_dir, progress, keys if keys.configured and not wrong else None)
     _print(found, as_json, "damaged")
+    if wrong:
+        raise wrong
 
 
 @app.command(
