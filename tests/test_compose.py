@@ -30,7 +30,9 @@ def test_the_gateway_of_the_compose_file_is_the_image_as_it_is_meant_to_run() ->
 
 def test_its_configuration_starts_a_gateway_for_its_network(tmp_path: Path) -> None:
     text = (COMPOSE / "gateway/streambridge.toml").read_text()
-    (tmp_path / "streambridge.toml").write_text(text.replace("/var/lib/streambridge", str(tmp_path / "data")))
+    assert text.count(":1883") == 1
+    text = text.replace(":1883", ":0").replace("/var/lib/streambridge", str(tmp_path / "data"))
+    (tmp_path / "streambridge.toml").write_text(text + '[http]\nlisten = "127.0.0.1:0"\n')
     done = subprocess.run(
         [sys.executable, "-m", "bridge", "check", "-c", tmp_path / "streambridge.toml"],
         cwd=CHECKOUT, capture_output=True, text=True,

@@ -211,6 +211,7 @@ def debs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.slow(seconds=120)
+@pytest.mark.timeout(900)
 def test_debian_packages_of_the_same_commit_are_the_same_bytes_and_lintian_finds_nothing(
     debs: list[Path],
 ) -> None:

@@ -1,7 +1,7 @@
 """`streambridge users ...` and `hash-password`: the users file.
 
 A change replaces the whole file atomically, with the owner and the mode that it had; comments stay. A running
-service applies it on reload.
+service notices it within seconds.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FileOption = Annotated[
         show_default="mqtt.users_file of the configuration",
     ),
 ]
-RELOAD = "a running service applies it on reload, for example `systemctl reload streambridge`"
+RELOAD = "a running service whose configuration names this file applies it within seconds"
 
 
 @app.command("list")

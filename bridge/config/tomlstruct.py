@@ -256,8 +256,9 @@ def _plainly(what: str, kind: Any, raw: object) -> str:
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in wanted.split(" | ") if kind != "null")
     if given == "float" and "int" in wanted.split(" | "):
         given = ""  # the value is shown, and is a number
+    remedy = f"; write [{_toml(raw)}]" if (wanted, given) == ("array", "str") else ""
     return f"must be {kinds}" + (
-        f", not {_KINDS.get(given, given).removesuffix(' in quotes')}" if given else ""
+        f", not {_KINDS.get(given, given).removesuffix(' in quotes')}{remedy}" if given else ""
     )
 
 

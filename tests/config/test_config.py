@@ -63,6 +63,11 @@ def test_sizes_and_durations_are_numbers_or_texts(path: Path) -> None:
     assert (stream.limits.max_age_millis, stream.limits.max_bytes) == (600_000, 4096)
 
 
+def test_a_text_in_place_of_a_list_is_reported_with_the_list_to_write(path: Path) -> None:
+    (line,) = mistakes(path, '[mqtt]\nlisten = "tcp://127.0.0.1:1883"')
+    assert line.endswith('must be a list, not a text; write ["tcp://127.0.0.1:1883"]')
+
+
 PLUGIN = """
 from bridge import ACCEPTED, BatchedConfig, Bytes, Exporter, Millis, hookimpl
 from msgspec import Struct
