@@ -45,8 +45,8 @@ Examples:
 
 \b
 Exit codes:
-  0 no damage; 65 something is damaged, and `repair` quarantines it; 78 no damage was found without the key, and
-  the key file cannot be used
+  0 no damage; 65 something is damaged, and `repair` quarantines it; 78 the key cannot be used, and
+  no damage was found without it
 """
 )
 def verify(

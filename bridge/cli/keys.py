@@ -79,9 +79,8 @@ def rotate(
     else:
         act_as_owner(directory)
         number, finished = keys.rotate()
-    verb = "is" if number == 1 else "are"
     output.echo(
-        f"{output.count(number, 'key')} of {directory} {verb} now encrypted with the first key of {keys.key_file}"
+        f"{output.count(number, 'key')} of {directory}: now encrypted with the first key of {keys.key_file}"
     )
     if not finished:
         output.note(

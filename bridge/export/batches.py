@@ -54,7 +54,7 @@ class Batches:
 
     @property
     def complete_at(self) -> float:
-        """The monotonic time at which the batch that collects messages is sent at the latest; 0.0 if none is."""
+        """When the batch that collects messages is sent at the latest (monotonic); 0.0 if none does."""
         return self._order.complete_at(self._position.cursor)
 
     @property

@@ -54,7 +54,7 @@ class Order:
         return self._planner.due(cursor.position) if self._source.next > cursor.position else math.inf
 
     def complete_at(self, cursor: Cursor) -> float:
-        """The monotonic time at which the batch that collects messages is sent at the latest; 0.0 if none is."""
+        """When the batch that collects messages is sent at the latest (monotonic); 0.0 if none does."""
         return 0.0 if self.has_backlog(cursor) else self._planner.complete_at(cursor.position)
 
     def look(self, cursor: Cursor, config: ExportConfig) -> bool:

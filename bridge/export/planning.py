@@ -142,7 +142,7 @@ class Planner:
         return min(self._full_at, self._count_at) if self._source.next > self._counted_to else self._full_at
 
     def complete_at(self, position: int) -> float:
-        """The monotonic time at which the batch that collects messages is sent at the latest; 0.0 if none is."""
+        """When the batch that collects messages is sent at the latest (monotonic); 0.0 if none does."""
         return self._full_at if self._count_from == position else 0.0
 
     def recent(self, position: int, millis: int) -> int:
