@@ -1,4 +1,4 @@
-"""An HTTP/1.1 server for front ends. h11 parses and writes the protocol; the checks before it are ours.
+"""An HTTP/1.1 server for front ends. h11 parses the heads of requests; the checks before it are ours.
 
 An `HttpServer` is one listener: its routes, its `HttpLimits`, and TLS if it has a context. A route gets an
 `HttpRequest` and returns an `HttpResponse`. The body is read only when the route asks for it: a caller can be
@@ -31,9 +31,11 @@ import logging
 import re
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -242,7 +244,8 @@ class HttpServer:
 class HttpConnection(Flow):
     """The server's side of one connection: one request at a time.
 
-    h11 gets a head when it is complete and has passed our checks, and a body when it is complete.
+    h11 gets a head when it is complete and has passed our checks. These leave one kind of body, that with a
+    length: it is taken from the bytes that follow.
     """
 
     def __init__(self, server: HttpServer, address: str = "") -> None:
@@ -252,8 +255,9 @@ class HttpConnection(Flow):
         self._server, self._limits = server, server.limits
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
-        self._http = h11.Connection(h11.SERVER)
         self._length = 0  # bytes of the body that have not been read
+        self._goes_on = False  # the client waits for `100 Continue`
+        self._ends = False  # the client wants no further request on this connection
         self._head_only = False  # for HEAD: the response has no body
         self._awaited: asyncio.Future[None] | None = None  # the body
         self._half_closed = False  # the client has closed its half
@@ -346,15 +350,14 @@ class HttpConnection(Flow):
         self.task = None
         if self.transport.is_closing():
             return
-        ends = rejected or self._length > 0 or self._half_closed or self._server.stopping
-        self.transport.writelines(self._encode(response, ends))
-        if ends or self._http.our_state is not h11.DONE:
+        ends = rejected or self._ends or self._length > 0 or self._half_closed or self._server.stopping
+        self.transport.write(self._encode(response, ends))
+        if ends:
             self._unread.clear()
             self.finish(LINGER)
             if self._half_closed:
                 self.transport.close()  # it can send nothing more
             return
-        self._http.start_next_cycle()
         self._timer = self._loop.call_later(self._limits.idle_timeout, self.finish, LINGER)
         self.release("answer")
 
@@ -369,8 +372,9 @@ class HttpConnection(Flow):
         if len(lengths) > 1 or b"," in b"".join(lengths) or _LOOSE.search(head):
             raise HttpError(HTTPStatus.BAD_REQUEST)
         try:
-            self._http.receive_data(head)
-            event = cast("h11.Request", self._http.next_event())
+            parser = h11.Connection(h11.SERVER)
+            parser.receive_data(head)
+            event = cast("h11.Request", parser.next_event())
         except h11.RemoteProtocolError as error:
             raise HttpError(HTTPStatus(error.error_status_hint)) from None
         fields: dict[str, str] = {}
@@ -392,8 +396,9 @@ class HttpConnection(Flow):
             raise HttpError(HTTPStatus.LENGTH_REQUIRED)
         if self._length > self._limits.body:
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-        if not self._length:
-            self._http.next_event()  # EndOfMessage
+        options = fields.get("connection", "").lower()
+        self._ends = event.http_version == b"1.0" or "close" in options
+        self._goes_on = parser.they_are_waiting_for_100_continue
         path, _, query = target.partition("?")
         return HttpRequest(method, path, query, fields, self.address, self._read_body)
 
@@ -401,17 +406,13 @@ class HttpConnection(Flow):
         """Read the body of the current request; raises HttpError."""
         if not self._length:
             return b""
-        if self._http.they_are_waiting_for_100_continue and not self.transport.is_closing():
-            go_on = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-            self.transport.write(self._http.send(go_on))
+        if self._goes_on and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if len(self._unread) < self._length:
             await self._receive_body()
         body = bytes(self._unread[: self._length])
         del self._unread[: self._length]
         self._length = 0
-        self._http.receive_data(body)
-        while not isinstance(self._http.next_event(), h11.EndOfMessage):
-            pass
         return body
 
     async def _receive_body(self) -> None:
@@ -430,21 +431,27 @@ class HttpConnection(Flow):
             self._awaited = None
             self._server.guests.leave(self, self.address)
 
-    def _encode(self, response: HttpResponse, ends: bool) -> list[bytes]:
-        """The bytes of a response; `ends`: the connection is closed after it."""
+    def _encode(self, response: HttpResponse, ends: bool) -> bytes:
+        """The bytes of a response; `ends`: the connection is closed after it. Raises ValueError."""
         fields = self._server.fields | {
-            "Date": formatdate(usegmt=True),
+            "Date": _date(int(time.time())),
             "Content-Type": response.content_type,
             "Content-Length": str(len(response.body)),
         }
         if ends:
             fields["Connection"] = "close"
         fields |= response.fields
-        send = self._http.send
-        reason = response.status.phrase.encode()
-        head = send(h11.Response(status_code=response.status, headers=list(fields.items()), reason=reason))
-        body = b"" if self._head_only else send(h11.Data(data=response.body))
-        return [head, body, send(h11.EndOfMessage())]
+        values = "".join([f"\n{name}: {value}" for name, value in fields.items()])
+        if values.count("\n") != len(fields) or "\r" in values:  # a value would begin a field of its own
+            raise ValueError("a line break in a field of a response")
+        head = f"HTTP/1.1 {response.status.value} {response.status.phrase}{values}\n\n"
+        encoded = head.replace("\n", "\r\n").encode("latin-1")
+        return encoded if self._head_only else encoded + response.body
+
+
+@lru_cache(maxsize=4)
+def _date(second: int) -> str:
+    return formatdate(second, usegmt=True)
 
 
 def _names(host: str) -> set[str]:
