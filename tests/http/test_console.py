@@ -251,7 +251,7 @@ def test_streams_that_a_visitor_may_not_read_show_no_messages(
     )
     service.publish(("s", b"the secret"))
     browser.open(f"http://127.0.0.1:{service.port}/#/stream/secret")
-    browser.until("document.querySelector('#tail-text').innerText.includes('has no right `read`')")
+    browser.until("document.querySelector('#tail-text').innerText === 'Log in to read messages.'")
     click(browser, "document.querySelector('#log')")
     log_in(browser, "ann", "ann")
     browser.until("document.querySelector('#tail').innerText.includes('the secret')")

@@ -74,7 +74,7 @@ async function followTail(name) {
     found = await get("/tail.json", { name, topic, after: tail.newest >= 0 ? tail.newest : null });
   } catch (error) {
     if (![400, 401, 403, 404].includes(error.status)) throw error;
-    put($("tail-text"), error.status === 401 ? "Log in to read messages." : error.message);
+    put($("tail-text"), error.status === 401 || (error.status === 403 && session.users && session.user === null) ? "Log in to read messages." : error.message);
     return;
   }
   if (tail.stream !== name || tail.topic !== topic) return;
