@@ -43,7 +43,9 @@ class Accesses:
         access = self._of(identity)
         if access is None:
             return True
-        return not is_of_certificate(proof) and not access.knows(identity.user or "")
+        if identity.user is None:
+            return True
+        return not is_of_certificate(proof) and not access.knows(identity.user)
 
     def owns_id(self, identity: Identity) -> bool:
         """Whether a client id is this user's, whoever was the first client to use it."""

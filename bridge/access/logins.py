@@ -161,8 +161,19 @@ class Access:
         return proofs.of_password(self._users[user]) if user in self._users else b""
 
     def still_admits(self, user: str | None, proof: bytes) -> bool:
-        """Whether a client that logged in with this proof (user None: anonymous) still could."""
+        """Whether a client that logged in with this proof (user None: anonymous) still could.
+
+        Which address an anonymous client came to is not known here; the server looks at that.
+        """
+        if user is None and not proof:
+            return self._anonymous is not False
         return proofs.holds(proof, user, self._users, self._authorities, self._accounts)
+
+    def needs_certificate(self, user: str) -> str:
+        """Why a user may not log in without a certificate; empty if the user may."""
+        if not self._accounts.is_mapped(user):
+            return ""
+        return f"user {user!r} logs in only with a certificate; see `certificates` in [[mqtt.user]]"
 
     def certified(self, tls: ssl.SSLObject) -> tuple[str, bytes] | None:
         """The user of a client's certificate, which TLS has verified, and the proof; None: it is nobody's."""
@@ -196,7 +207,7 @@ class Access:
         """Whether a client id is this user's, whoever was the first client to use it."""
         if (owner := self._accounts.owner_of(client_id)) is not None:
             return owner == user
-        return self._client_ids != "any"
+        return user is not None and self._client_ids != "any"  # nobody's name binds no id
 
     def may_use_id(self, user: str | None, client_id: str) -> bool:
         """Whether this user may use a client id (None: anonymous, only ids that belong to no user)."""
@@ -220,9 +231,10 @@ class Access:
         A name and password that were right before need no hash. All others take turns at the hashing thread,
         by network, then by user. Networks with a successful login keep half of the turns. An attempt that is
         cancelled before its turn costs nothing. All unknown names share the turns of one name; a client
-        cannot distinguish them from a user with a wrong password.
+        cannot distinguish them from a user with a wrong password, nor users who need a certificate.
         """
-        known = self._users.get(user)
+        mapped = self._accounts.is_mapped(user)
+        known = None if mapped else self._users.get(user)
         digest = hmac.digest(self._key, user.encode() + b"\0" + (password or b""), "sha256")
         if known is not None and self._verified.get(digest) == known:
             return None
@@ -241,6 +253,8 @@ class Access:
             await asyncio.sleep(delay)
         finally:
             self._guesses.end(key, began + delay - loop.time() if delay > 0 else 0.0)
+        if mapped:
+            return Denied(Reason.WRONG_CREDENTIALS, self.needs_certificate(user))
         return Denied(Reason.WRONG_CREDENTIALS, f"wrong user name or password for {user!r}")
 
     async def _is_right(

@@ -6,7 +6,7 @@ user's account lists that certificate, it is `m`, a digest of what the account l
 a plugin let the client in, it is `a` and a digest of the plugin's name. The proof of an anonymous client is
 empty.
 
-A proof is valid while that line is unchanged, or while all of those certificates are in the file, and the
+A proof is valid while that line is unchanged and the account lists no certificates, or while all of those certificates are in the file, and the
 account lists the certificate, or lists none. So a renewed CA certificate ends what the old one allowed, even
 if both have the same key: the client must present its certificate again, in a new handshake.
 """
@@ -23,7 +23,7 @@ from bridge.access.accounts import Accounts
 from bridge.access.users import Password
 
 SIZE = 16  # bytes of a digest
-NO_CERTIFICATE = b"m"  # of a client whose certificate is nobody's any more: it never holds
+NOTHING = b"m"  # of a client that its listener would not let in any more: it never holds
 
 
 def authorities(context: ssl.SSLContext | None) -> frozenset[bytes]:
@@ -80,7 +80,7 @@ def holds(
         return all(proof[at : at + SIZE] in known for at in range(begins, len(proof), SIZE))
     if user is None:
         return True
-    return user in users and proof in (b"", of_password(users[user]))
+    return user in users and not accounts.is_mapped(user) and proof in (b"", of_password(users[user]))
 
 
 def _digest(data: bytes) -> bytes:

@@ -218,6 +218,11 @@ class Identity:
             return False
         return self.read is None or any(covers(f, topic_filter) for f in self.read)
 
+    def denied_to_read(self, topic_filters: Iterable[str]) -> str | None:
+        """A filter that it is denied to read, and that has topics in common with one of these."""
+        wanted = list(topic_filters)
+        return next((f for f in self._denied.get("read", ()) if any(overlap(f, one) for one in wanted)), None)
+
     def may_manage(self, topic: str) -> bool:
         """Whether it may manage what has this topic; a stream has `streams/<name>`."""
         return self._has("manage", topic)

@@ -28,6 +28,8 @@ What it promises:
 
 * Rights are those on the stream and to the operation (`bridge.access.rules`). They are checked before the
   stream is looked up, so a refusal does not reveal whether it exists.
+* What a caller is denied to read is not read from a stream either: who reads or updates a stream may be denied
+  none of its topics.
 * A definition also needs `read` on all that its topics cover, since the stream keeps copies, and `publish` on
   each other stream that its exports append to. Unless the caller is trusted, its exports may reach only what
   the configuration allows (`bridge.operations.allow`).
@@ -407,7 +409,7 @@ class Operations:
     def call_now(self, name: str, request: Request, caller: Identity) -> Result:
         """The same for an operation that does not wait: all except appends, reads and purges."""
         operation = _operation(name)
-        _authorize(name, operation, request, caller)
+        _authorize(name, operation, request, caller, self.manager)
         with Change(name, caller, self.manager, request, operation.audit) as change:
             result = operation.carry_out(Call(self, caller), request)
             assert not isawaitable(result)
@@ -416,7 +418,7 @@ class Operations:
 
     async def carry_out(self, name: str, operation: Operation, call: Call, request: Request) -> Struct:
         """Carry out an operation of any table, by its name there; raises StreamBridgeError or OSError."""
-        _authorize(name, operation, request, call.caller)
+        _authorize(name, operation, request, call.caller, call.manager)
         with Change(name, call.caller, self.manager, request, operation.audit) as change:
             result = operation.carry_out(call, request)
             change.result = result = (await result) if isawaitable(result) else result
@@ -446,16 +448,32 @@ def _operation(name: str) -> Operation:
     return operation
 
 
-def _authorize(name: str, operation: Operation, request: Request, caller: Identity) -> None:
+def _authorize(
+    name: str, operation: Operation, request: Request, caller: Identity, manager: StreamManager
+) -> None:
     try:
         caller.require_operation(name, looks=operation.looks)
         if operation.on and not caller.may_manage(operation.on):
             raise Unauthorized(f"{caller.label} has no right `manage` on {operation.on}; see [[mqtt.acl]]")
         if operation.rights:
             caller.require(request.stream, *operation.rights)
+        if operation.rights == ("read",):
+            _ensure_nothing_denied(caller, request.stream, manager)
     except Unauthorized as error:
         refused(name, caller, request.about, error)
         raise
+
+
+def _ensure_nothing_denied(caller: Identity, name: str, manager: StreamManager) -> None:
+    """Raise Unauthorized if a stream stores what the caller is denied to read."""
+    definition = manager.definitions.get(name)
+    topics = [] if definition is None else definition.topics
+    denied = caller.denied_to_read((*topics, f"streams/{name}", f"streams/{name}/#"))
+    if denied is not None:
+        raise Unauthorized(
+            f"{caller.label} is denied `read` on {denied!r}, by `deny` of a rule or role, and the stream "
+            f"{name!r} stores such topics"
+        )
 
 
 # -- operations ------------------------------------------------------------
@@ -469,6 +487,8 @@ def checked(
     """A definition that is valid and that the caller may define; raises InvalidDefinition or Unauthorized."""
     caller, manager = call.caller, call.manager
     definition = manager.check(raw)
+    if old is not None:  # or whoever takes a topic out could read what is stored of it
+        _ensure_nothing_denied(caller, old.name, manager)
     for topic_filter in definition.topics:
         if not caller.may_read_all(topic_filter):
             raise Unauthorized(

@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
 SETTLE_TIMEOUT = 5.0  # seconds for the commit of what a client's last connection published
 LONGEST_DELAY = 0xFFFF_FFF  # seconds of a timer
-REVOKED = "its password has changed, or its user is gone, or its certificate is not accepted any more"
+REVOKED = "it could not log in any more with the name, password or certificate that it has shown"
 
 NO_RULE = "no rule allows it; see [[mqtt.acl]]"
 

@@ -133,6 +133,8 @@ async def _ask_plugins(conn: Connection, connect: Connect) -> None:
     elif conn.endpoint.listener.access.knows(found.user):
         why = f"{found.plugin}: {found.user!r} is a user of mqtt.users_file, who logs in with that password"
         conn.refuse(NOT_AUTHORIZED, why)
+    elif why := conn.endpoint.listener.access.needs_certificate(found.user):
+        conn.refuse(BAD_USER_OR_PASSWORD, f"{found.plugin}: {why}")
     else:
         conn.expires = found.expires or 0.0
         _authenticated(conn, connect, found.user, of_plugin(found.plugin))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from bridge.access.proofs import NO_CERTIFICATE, is_of_certificate, of_plugin
+from bridge.access.proofs import NOTHING, is_of_certificate, of_plugin
 from bridge.auth.supervisor import Auth
 from bridge.mqtt.broker.broker import Broker
 from bridge.mqtt.broker.journalfile import DIRECTORY
@@ -20,7 +20,7 @@ from bridge.mqtt.server import requests
 from bridge.mqtt.server.connections import Connections
 from bridge.mqtt.server.listeners import Listeners
 from bridge.mqtt.server.systopics import SysTopics
-from bridge.mqtt.wire.packets import NOT_AUTHORIZED, SERVER_SHUTTING_DOWN
+from bridge.mqtt.wire.packets import SERVER_SHUTTING_DOWN
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -125,11 +125,11 @@ class Server:
         asked = {of_plugin(name) for name in self._auth.settings.plugins}
         for session in self.broker.sessions.all():
             if session.proof[:1] == b"a" and session.proof not in asked:
-                session.proof = NO_CERTIFICATE
+                session.proof = NOTHING
         self.broker.revoke()
 
     def _check(self, conn: Member) -> None:
-        """End the connection of a client that its listener would not admit again as the same user."""
+        """Take its proof from a client that its listener would not admit again as the same user."""
         session, endpoint = conn.session, conn.endpoint
         if session is None:
             return
@@ -140,11 +140,10 @@ class Server:
                 or found[0] != session.identity.user
                 or endpoint.listener.crls.revoke(certificate_of(conn))
             ):
-                session.proof = NO_CERTIFICATE
+                session.proof = NOTHING
         elif session.identity.user is None:
-            denied = endpoint.listener.access.refuse_anonymous(loopback=endpoint.loopback)
-            if denied is not None:
-                conn.fail("refused_reload", denied.text, NOT_AUTHORIZED)
+            if endpoint.listener.access.refuse_anonymous(loopback=endpoint.loopback) is not None:
+                session.proof = NOTHING
 
     @property
     def crls_expire(self) -> datetime | None:

@@ -1,0 +1,115 @@
+"""Attacks on who a client is, and on what it was once allowed: sessions, certificates, rules, streams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.testbed.certificates import Authority
+from bridge.access.accounts import Account
+from bridge.access.rules import AccessRule, Deny, Role
+from bridge.access.users import hash_password
+from bridge.mqtt.settings import ListenerTable, TlsSettings
+from bridge.mqtt.wire import properties as p
+from bridge.mqtt.wire.packets import V5
+from tests.mqtt.harness import Bridge, Client, bridge_test, connect, publish, subscribe, until
+from tests.mqtt.test_access import open_tls, users, with_bridge
+
+STAYS = {p.SESSION_EXPIRY: 3600}
+ANY = ["tcp://127.0.0.1:0"]
+
+
+async def answer(client: Client, client_id: str, **options: Any) -> bytes:
+    """The body of CONNACK: whether the session was there, and the code."""
+    client.level = V5
+    client.send(connect(client_id, level=V5, **options))
+    return (await client.receive()).body
+
+
+@pytest.mark.parametrize("binding", ["any", "user", "prefix"])
+def test_a_client_without_a_name_gets_no_session_of_a_device_with_a_certificate(
+    tmp_path: Path, binding: str
+) -> None:
+    authority = Authority(tmp_path, "ca")
+    server, device = authority.issue("server"), authority.issue("pump-7")
+    tls = TlsSettings(cert=server.cert, key=server.key, client_ca=authority.cert)
+
+    async def test(bridge: Bridge) -> None:
+        pump = await open_tls(bridge, authority, device)
+        pump.level = V5
+        assert (await answer(pump, "pump-7", clean=False, properties=STAYS))[:2] == b"\0\0"
+        await pump.exchange(subscribe(1, ("commands/pump-7", 1), level=V5))
+        pump.disconnect()
+        await until(lambda: not bridge.stat("connections"))
+        thief = await bridge.open(1)
+        body = await answer(thief, "pump-7", clean=False, properties=STAYS)
+        assert body[1] == 0x87, body
+        back = await open_tls(bridge, authority, device)
+        assert (await answer(back, "pump-7", clean=False, properties=STAYS))[:2] == b"\1\0"
+
+    with_bridge(
+        tmp_path, test, listen=["tls://127.0.0.1:0", "tcp://127.0.0.1:0"], tls=tls, client_ids=binding
+    )
+
+
+def test_a_user_with_certificates_does_not_log_in_with_a_password(tmp_path: Path) -> None:
+    path = users(tmp_path, f"pump-7:{hash_password(b'old')}\nann:{hash_password(b'ann')}\n")
+    accounts = [Account(name="pump-7", certificates=["cn:plc-1"])]
+
+    async def test(bridge: Bridge) -> None:
+        client = await bridge.open()
+        assert (await answer(client, "pump-7", user="pump-7", password=b"old"))[1] == 0x86
+        client = await bridge.open()
+        assert (await answer(client, "ann", user="ann", password=b"ann"))[1] == 0
+
+    with_bridge(tmp_path, test, users_file=path, user=accounts, allow_anonymous=False)
+
+
+def test_who_comes_in_without_a_name_leaves_no_will_when_that_is_forbidden(tmp_path: Path) -> None:
+    path = users(tmp_path, f"ann:{hash_password(b'ann')}\n")
+
+    async def test(bridge: Bridge) -> None:
+        here = await bridge.connect("here", will=("in/here", b"x", 1))
+        away = await bridge.connect(
+            "away", level=V5, clean=False, properties=STAYS, will=("in/away", b"x", 1),
+            will_properties={p.WILL_DELAY: 1000},
+        )  # fmt: skip
+        away.abort()
+        await until(lambda: bridge.stat("connections") == 1)
+        assert await here.alive()
+        bridge.config = msgspec.structs.replace(bridge.config, allow_anonymous=False)
+        bridge.front.reload(bridge.config)
+        await until(lambda: not bridge.stat("connections"))
+        assert await here.closed()
+        await until(lambda: bridge.stat("dropped_wills") == 2)
+        assert bridge.stat("sessions") == 0, "nobody could ever open them"
+        assert await bridge.payloads() == []
+
+    with_bridge(tmp_path, test, users_file=path, allow_anonymous=True)
+
+
+EVERYTHING = AccessRule(publish=["#"], subscribe=["#"], manage=["#"])
+
+
+async def status(client: Client, client_id: str, operation: str, **fields: Any) -> str:
+    client.send(publish(f"streambridge/{client_id}/{operation}", json.dumps(fields).encode()))
+    return str(json.loads((await client.message()).payload)["statusName"])
+
+
+@bridge_test(acl=[EVERYTHING, AccessRule(deny=Deny(read=["pay/#"]))])
+async def test_a_stream_does_not_lead_around_what_is_denied_to_read(bridge: Bridge) -> None:
+    bridge.stream("all", "open/#", "pay/#")
+    client = await bridge.connect("c")
+    await client.exchange(publish("pay/ann", b"1", 1, 1))
+    await client.exchange(publish("in/x", b"1", 1, 2))
+    assert await status(client, "c", "readMessages", streamName="s") == "Success"
+    assert await status(client, "c", "readMessages", streamName="all") == "Unauthorized"
+    assert await status(client, "c", "readMessages", streamName="all",
+                        readMessagesOptions={"topic": "open/#"}) == "Unauthorized"  # fmt: skip
+    definition = {"name": "all", "topics": ["open/#"]}
+    await status(client, "c", "updateMessageStream", definition=definition)
+    assert await status(client, "c", "readMessages", streamName="all") == "Unauthorized"
