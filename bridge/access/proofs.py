@@ -6,9 +6,10 @@ user's account lists that certificate, it is `m`, a digest of what the account l
 a plugin let the client in, it is `a` and a digest of the plugin's name. The proof of an anonymous client is
 empty.
 
-A proof is valid while that line is unchanged and the account lists no certificates, or while all of those certificates are in the file, and the
-account lists the certificate, or lists none. So a renewed CA certificate ends what the old one allowed, even
-if both have the same key: the client must present its certificate again, in a new handshake.
+A proof of a password is valid while that line is unchanged and the account lists no certificates; one of a
+certificate while all of those certificates are in the file, and the account lists the certificate, or none.
+So a renewed CA certificate ends what the old one allowed, even if both have the same key: the client must
+present its certificate again, in a new handshake.
 """
 
 from __future__ import annotations

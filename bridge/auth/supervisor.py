@@ -2,6 +2,7 @@
 
 A question has these states:
 
+    queued    a login that waits for its turn, by network and name; networks that have logged in keep half
     waiting   the child is not ready yet
     sent      the child has it
     answered  the caller has gone on: with the answer, or because the time was over, the child has ended, or
@@ -18,6 +19,7 @@ import logging
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +31,14 @@ from bridge.access.guesses import AT_A_TIME, Guesses
 from bridge.auth import wire
 from bridge.auth.settings import AuthSettings
 from bridge.net.addresses import network_of
+from bridge.net.fairqueue import FairQueue
 from bridge.plugin.auth import Accepted, Denied, Login, Question
 
 QUIET_AFTER = 60.0  # seconds; a child that lived so long resets the backoff
 MAX_RESTART = 30.0
 HANGS = 5  # time-outs without any answer after which the child is killed
+SHARE = 8  # a network without a login before gets one of so many parts of `auth.pending`
+REMEMBERED = 10_000  # networks that have logged in
 
 log = logging.getLogger("bridge.auth")
 
@@ -71,6 +76,9 @@ class Auth:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._guesses = Guesses()
+        self._turns = FairQueue(settings.threads)
+        self._queued: Counter[str] = Counter()  # logins by network, until there is an answer
+        self._networks: dict[str, None] = {}  # that have logged in, the last one at the end
         self._unheard: float | None = None  # since when the child has had a question and has said nothing
         self.restarts = 0
 
@@ -83,6 +91,11 @@ class Auth:
     def active(self) -> bool:
         """Whether plugins decide logins."""
         return bool(self.settings.plugins)
+
+    @property
+    def waiting(self) -> int:
+        """How many logins wait for an answer."""
+        return self._queued.total()
 
     @property
     def authorizes(self) -> bool:
@@ -105,7 +118,7 @@ class Auth:
     def reload(self, settings: AuthSettings) -> None:
         """Ask other plugins, or with other options, from now on: in a new child."""
         if settings != self.settings:
-            self.settings = settings
+            self.settings, self._turns = settings, FairQueue(settings.threads)
             old = self._task
             if old is not None:
                 old.cancel()
@@ -114,39 +127,82 @@ class Auth:
     # -- questions ------------------------------------------------------------
 
     async def log_in(self, login: Login) -> Known | Refusal:
-        """Who a client is. The answer to a wrong guess is delayed, each time longer."""
+        """Who a client is. The answer to a wrong guess is delayed, each time longer.
+
+        A client that hangs up still counts until its answer would have been sent, so guesses in parallel are
+        no faster.
+        """
         network = network_of(login.address)
         key = (network, login.user)
+        if why := self._full(network):
+            return Refusal(why, True)
         if not self._guesses.begin(key):
             return Refusal(f"{AT_A_TIME} logins of {login.user!r} from this address are being checked", True)
-        delay = 0.0
+        loop = asyncio.get_running_loop()
+        began, delay = loop.time(), 0.0
         try:
-            answer = await self._ask(login, None)
+            answer = await self._in_turn(login, network)
             verdict = answer.verdict
             if answer.error:
                 return Refusal(f"{answer.plugin or 'plugins'}: {answer.error}", True)
             if isinstance(verdict, Accepted) and verdict.user:
                 self._guesses.right(network)
+                self._remember(network)
                 return Known(verdict.user, verdict.expires, answer.plugin)
-            delay = self._guesses.wrong(network)
+            delay = began + self._guesses.wrong(network) - loop.time()
             await asyncio.sleep(delay)
         finally:
-            self._guesses.end(key)
+            self._guesses.end(key, began + delay - loop.time() if delay > 0 else 0.0)
         why = verdict.why if isinstance(verdict, Denied) else "no plugin knows this login"
         return Refusal(f"{answer.plugin or 'plugins'}: {why}")
 
+    def _full(self, network: str) -> str:
+        """Why no more logins of a network may wait; empty if one may."""
+        most, waiting = self.settings.pending, self.waiting
+        if waiting >= most:
+            return f"{waiting} clients wait; see auth.pending"
+        share = max(most // SHARE, 1)
+        if network not in self._networks and self._queued[network] >= share:
+            return f"{share} clients of this address wait, and none has logged in yet; see auth.pending"
+        return ""
+
+    async def _in_turn(self, login: Login, network: str) -> wire.Answer:
+        """Ask when it is this login's turn, if that comes before the time is over."""
+        turns, seconds = self._turns, self.settings.timeout / 1000
+        until = time.monotonic() + seconds
+        self._queued[network] += 1
+        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    await turns.wait(network, login.user or "", known=network in self._networks)
+            except TimeoutError:
+                return wire.Answer(0, error=f"no turn in {seconds:g} s; see auth.timeout and auth.threads")
+            # A client that hangs up gives no turn back: the plugins are still busy with its question.
+            asking = asyncio.create_task(self._ask(login, None, until))
+            asking.add_done_callback(lambda _: turns.done())
+            return await asyncio.shield(asking)
+        finally:
+            self._queued[network] -= 1
+            if not self._queued[network]:
+                del self._queued[network]
+
+    def _remember(self, network: str) -> None:
+        self._networks.pop(network, None)
+        if len(self._networks) >= REMEMBERED:
+            del self._networks[next(iter(self._networks))]
+        self._networks[network] = None
+
     async def allows(self, question: Question) -> bool | None:
         """Whether a client may do what the rules allow; None without an answer."""
-        answer = await self._ask(None, question)
+        answer = await self._ask(None, question, time.monotonic() + self.settings.timeout / 1000)
         if answer.error:
             log.warning("%s on %.200r refused: %s", question.action, question.topic, answer.error)
             return None
         return answer.allowed is not False
 
-    async def _ask(self, login: Login | None, topic: Question | None) -> wire.Answer:
-        """Wait for an answer; an error in it says why there is none."""
+    async def _ask(self, login: Login | None, topic: Question | None, until: float) -> wire.Answer:
+        """Wait for an answer until then; an error in it says why there is none."""
         self._number += 1
-        until = time.monotonic() + self.settings.timeout / 1000
         ask = wire.Ask(self._number, login, topic, until)
         if len(self._asked) >= self.settings.pending:
             return wire.Answer(ask.number, error=f"{len(self._asked)} clients wait; see auth.pending")
@@ -155,7 +211,7 @@ class Auth:
         if self._ready:
             self._send(ask)
         try:
-            async with asyncio.timeout(self.settings.timeout / 1000):
+            async with asyncio.timeout(until - time.monotonic()):
                 return await future
         except TimeoutError:
             seconds = self.settings.timeout / 1000
@@ -189,8 +245,8 @@ class Auth:
             began = time.monotonic()
             try:
                 await self._run()
-            except OSError as error:
-                log.error("the auth process cannot be started: %s", error)
+            except (OSError, msgspec.MsgspecError) as error:
+                log.error("the auth process cannot be used: %s", error)
             self.restarts += 1
             failures = 0 if time.monotonic() - began > QUIET_AFTER else failures + 1
             await asyncio.sleep(min(0.125 * 2**failures, MAX_RESTART))

@@ -80,7 +80,7 @@ class Worker:
         while True:
             ask = self._asked.get()
             if time.monotonic() < ask.until:
-                self._send(self._answer(ask))
+                self._send(_sound(self._answer(ask)))
 
     def _answer(self, ask: wire.Ask) -> wire.Answer:
         """What the first plugin says that says anything; the error of one that fails, which refuses."""
@@ -90,7 +90,7 @@ class Worker:
             values["options"] = options
             try:
                 said = implementation.function(*(values[each] for each in implementation.argnames))
-            except Exception as error:
+            except BaseException as error:  # a thread that ends on SystemExit would answer nobody any more
                 return wire.Answer(ask.number, name, error=f"{hook} failed: {error!r:.300}")
             if said is None:
                 continue
@@ -107,6 +107,15 @@ class Worker:
                 self._connection.sendall(frames.encode(message))
         except OSError:
             os._exit(ORPHANED)
+
+
+def _sound(answer: wire.Answer) -> wire.Answer:
+    """An answer that the service can read: a plugin may put anything into a verdict."""
+    try:
+        wire.FROM_WORKER.decode(frames.encode(answer)[4:])
+    except (msgspec.MsgspecError, UnicodeError, TypeError, ValueError, OverflowError) as error:
+        return wire.Answer(answer.number, answer.plugin, error=f"a verdict that is none: {error!s:.200}")
+    return answer
 
 
 def main() -> None:

@@ -28,8 +28,8 @@ What it promises:
 
 * Rights are those on the stream and to the operation (`bridge.access.rules`). They are checked before the
   stream is looked up, so a refusal does not reveal whether it exists.
-* What a caller is denied to read is not read from a stream either: who reads or updates a stream may be denied
-  none of its topics.
+* What a caller is denied to read is not read from a stream either: who reads or updates a stream must not be
+  denied any of its topics.
 * A definition also needs `read` on all that its topics cover, since the stream keeps copies, and `publish` on
   each other stream that its exports append to. Unless the caller is trusted, its exports may reach only what
   the configuration allows (`bridge.operations.allow`).

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.testbed.certificates import Authority
 from bridge.access.accounts import Account
-from bridge.access.rules import AccessRule, Deny, Role
+from bridge.access.rules import AccessRule, Deny
 from bridge.access.users import hash_password
-from bridge.mqtt.settings import ListenerTable, TlsSettings
+from bridge.mqtt.settings import TlsSettings
 from bridge.mqtt.wire import properties as p
 from bridge.mqtt.wire.packets import V5
 from tests.mqtt.harness import Bridge, Client, bridge_test, connect, publish, subscribe, until

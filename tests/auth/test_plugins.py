@@ -151,7 +151,7 @@ def test_more_logins_than_may_wait_are_refused_at_once(tmp_path: Path) -> None:
         await ready(bridge)
         (tmp_path / "control" / "hang").touch()
         waiting = [asyncio.ensure_future(log_in(bridge, f"dir-{number}")) for number in range(5)]
-        await until(lambda: len(auth._asked) == 5)
+        await until(lambda: auth.waiting == 5)
         assert await log_in(bridge, "dir-late") == 3
         assert not any(one.done() for one in waiting)
         (tmp_path / "control" / "hang").unlink()

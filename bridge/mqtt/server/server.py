@@ -141,9 +141,10 @@ class Server:
                 or endpoint.listener.crls.revoke(certificate_of(conn))
             ):
                 session.proof = NOTHING
-        elif session.identity.user is None:
-            if endpoint.listener.access.refuse_anonymous(loopback=endpoint.loopback) is not None:
-                session.proof = NOTHING
+        elif session.identity.user is None and endpoint.listener.access.refuse_anonymous(
+            loopback=endpoint.loopback
+        ):
+            session.proof = NOTHING
 
     @property
     def crls_expire(self) -> datetime | None:

@@ -1,0 +1,104 @@
+"""Attacks on logins that plugins decide: guesses, floods of made-up names, plugins that answer nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+from bridge.auth.supervisor import Auth
+from tests.auth.test_plugins import log_in, ready, with_plugin
+from tests.mqtt.harness import Bridge, connect, until
+from tests.mqtt.test_login_floods import open_from
+
+NONSENSE = """
+import os
+from pathlib import Path
+from bridge import Accepted, AuthOptions, Denied, hookimpl
+
+class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    control: Path
+
+ANSWERS = {
+    "number": lambda: Accepted(user=7),
+    "nobody": lambda: Accepted(user=None),
+    "late": lambda: Accepted(user="dir-late", expires="tomorrow"),
+    "surrogate": lambda: Accepted(user="\\ud800"),
+    "object": lambda: Denied(why=object()),
+    "exit": lambda: exit(),
+}
+
+@hookimpl
+def authenticate(login, options):
+    if login.user in ANSWERS:
+        return ANSWERS[login.user]()
+    return Accepted(user=login.user)
+"""
+SLOW = """
+import time
+from pathlib import Path
+from bridge import Accepted, AuthOptions, Denied, hookimpl
+
+class Options(AuthOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    control: Path
+
+@hookimpl
+def authenticate(login, options):
+    with (options.control / "asked").open("a") as file:
+        file.write(f"{login.user}\\n")
+    if login.password == b"right":
+        return Accepted(user=login.user)
+    time.sleep(0.02)
+    return Denied(why="not in the directory")
+"""
+
+
+def test_no_answer_of_a_plugin_stops_the_logins_of_others(tmp_path: Path) -> None:
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        await ready(bridge)
+        for _ in range(2):
+            for user in ("number", "nobody", "late", "surrogate", "object", "exit"):
+                assert await log_in(bridge, user) in (3, 4), user
+                assert await log_in(bridge, "dir-7") == 0, f"after {user}"
+        assert auth.restarts == 0
+
+    with_plugin(tmp_path, test, NONSENSE, timeout=10_000)
+
+
+def test_who_hangs_up_guesses_no_faster_at_a_directory(tmp_path: Path) -> None:
+    asked = tmp_path / "control" / "asked"
+
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        await ready(bridge)
+
+        async def guess() -> None:
+            """Without an answer in this time it was wrong: only good logins are answered so soon."""
+            client = await bridge.open()
+            client.send(connect("g", user="ann-2", password=b"guess"))
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                await client.receive(0.2)
+            client.abort()
+
+        for _ in range(15):
+            await asyncio.gather(*(guess() for _ in range(16)))
+        guesses = asked.read_text().splitlines().count("ann-2")
+        assert guesses <= 40, "16 at a time, until each one's answer would have been sent"
+
+    with_plugin(tmp_path, test, SLOW, timeout=10_000)
+
+
+def test_made_up_names_of_one_address_keep_nobody_else_from_the_directory(tmp_path: Path) -> None:
+    async def test(bridge: Bridge, auth: Auth) -> None:
+        await ready(bridge)  # 127.0.0.1 has logged in before
+        flood = []
+        for number in range(300):
+            client = await open_from(bridge, "127.0.0.2")
+            client.send(connect(f"f{number}", user=f"made-up-{number}", password=b"guess"))
+            flood.append(client)
+        await until(lambda: len((tmp_path / "control" / "asked").read_text().splitlines()) > 2)
+        codes = await asyncio.gather(*(log_in(bridge, f"dir-{number}") for number in range(10)))
+        assert codes == [0] * 10
+        for client in flood:
+            client.abort()
+
+    with_plugin(tmp_path, test, SLOW, timeout=2_000, pending=200)
